@@ -38,7 +38,7 @@ class Message:
 
 
 def read_safetensors(body: bytes) -> Message:
-    """A request as the safetensors library reads it; the arrays must lie aligned."""
+    """A request as the safetensors library reads it; the arrays must be aligned."""
     start = 8 + int.from_bytes(body[:8], "little")
     header = json.loads(body[8:start])
     assert start % 8 == 0

@@ -1,4 +1,4 @@
-"""An export to write into files: a header, and parts whose arrays and digests can be told apart."""
+"""An export to write into files: a header, and parts whose arrays and digests all differ."""
 
 from __future__ import annotations
 

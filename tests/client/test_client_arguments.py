@@ -144,7 +144,7 @@ def test_a_wrong_argument_of_a_repeated_call_is_refused_too() -> None:
 
 
 @pytest.mark.parametrize("made", [Client, AsyncClient, Session])
-def test_signatures_name_what_a_call_returns_and_every_option(made: type) -> None:
+def test_signatures_name_the_result_and_every_option(made: type) -> None:
     shown = str(inspect.signature(made.decode))  # type: ignore[attr-defined]
     assert shown.endswith("-> AttentionResult")
     assert "window_left: int" in shown and "cascade: Literal['auto'" in shown

@@ -103,7 +103,7 @@ def test_a_step_that_is_refused_changes_no_sequence(client: Any) -> None:
         client.truncate_sequences(["a", "b"], [1, 3])
     assert (refused.value.field, refused.value.value) == ("lengths", "['b', 3]")
     with pytest.raises(attnd.UnknownSequence):
-        client.commit_sequences(["a", "nobody"], [Prefix([1, 2]), Prefix([1])])
+        client.commit_sequences(["a", "missing"], [Prefix([1, 2]), Prefix([1])])
     assert [client.get_sequence(name).length for name in ("a", "b")] == [2, 2]
 
 

@@ -18,7 +18,7 @@ import pytest
 from attnd import AsyncClient, Client, Retries
 from attnd.http import async_transport as awaiting
 from attnd.http import blocking_transport as blocking
-from stand_in_server import BODY, HEAD, WHOLE, Peer, StandInServer, answering, once
+from scripted_server import BODY, HEAD, WHOLE, Peer, ScriptedServer, answering, once
 
 from tests.client.client_stub import KINDS, SEQUENCE, Kind
 
@@ -30,7 +30,7 @@ OLD = b"HTTP/1.0 200 OK\r\ncontent-type: application/json\r\n"
 
 def ask(
     kind: Kind,
-    server: StandInServer | str,
+    server: ScriptedServer | str,
     *steps: Callable[[Any], Any],
     timeout: float = 10.0,
     retries: int = 0,
@@ -66,7 +66,7 @@ def append_much(client: Any) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_calls_one_after_the_other_share_a_connection(kind: Kind) -> None:
-    with StandInServer(answering(WHOLE)) as server:
+    with ScriptedServer(answering(WHOLE)) as server:
         view = [lambda client: get(client.with_options(deadline=5))]
         assert [found.id for found in ask(kind, server, *[get] * 9, *view)] == ["a"] * 10
         assert len(server.peers) == 1
@@ -91,10 +91,10 @@ def test_calls_one_after_the_other_share_a_connection(kind: Kind) -> None:
     ],
     ids=["whole", "cut", "bytes", "continue", "hints", "chunks", "long head"],
 )
-def test_an_answer_is_read_however_it_is_cut_and_the_connection_goes_on(
+def test_an_answer_is_read_however_it_is_cut_and_the_connection_stays(
     kind: Kind, pieces: tuple[bytes, ...]
 ) -> None:
-    with StandInServer(answering(*pieces)) as server:
+    with ScriptedServer(answering(*pieces)) as server:
         assert [found.id for found in ask(kind, server, get, get)] == ["a", "a"]
         assert len(server.peers) == 1
 
@@ -113,14 +113,14 @@ def test_an_answer_is_read_however_it_is_cut_and_the_connection_goes_on(
 def test_a_connection_that_the_server_ends_is_followed_by_another(
     kind: Kind, answer: bytes
 ) -> None:
-    with StandInServer(once(answer)) as server:
+    with ScriptedServer(once(answer)) as server:
         assert [found.id for found in ask(kind, server, get, get)] == ["a", "a"]
         assert len(server.peers) == 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_answer_without_a_body_leaves_the_connection_usable(kind: Kind) -> None:
-    with StandInServer(answering(b"HTTP/1.1 204 No Content\r\n\r\n")) as server:
+    with ScriptedServer(answering(b"HTTP/1.1 204 No Content\r\n\r\n")) as server:
         delete = [lambda c: c.delete_sequence("a")] * 3
         assert ask(kind, server, *delete) == [None] * 3
         assert len(server.peers) == 1
@@ -135,7 +135,7 @@ def test_an_answer_without_a_body_leaves_the_connection_usable(kind: Kind) -> No
 def test_a_connection_that_breaks_within_an_answer_is_a_lost_reply(
     kind: Kind, pieces: tuple[bytes, ...]
 ) -> None:
-    with StandInServer(once(*pieces)) as server:
+    with ScriptedServer(once(*pieces)) as server:
         with pytest.raises(attnd.ReplyLost):
             ask(kind, server, append)
         assert len(server.peers) == 1
@@ -158,7 +158,7 @@ def test_a_connection_that_breaks_within_an_answer_is_a_lost_reply(
 def test_an_answer_that_is_not_http_is_a_protocol_error_and_ends_the_connection(
     kind: Kind, answer: bytes
 ) -> None:
-    with StandInServer(answering(answer)) as server:
+    with ScriptedServer(answering(answer)) as server:
         with pytest.raises(attnd.ProtocolError):
             ask(kind, server, get, retries=3)
         assert len(server.peers) == 1
@@ -184,7 +184,7 @@ def test_an_idle_connection_that_was_closed_is_not_used_even_by_calls_that_must_
         closed.wait(10)
         return append(client)
 
-    with StandInServer(script) as server:
+    with ScriptedServer(script) as server:
         _, result = ask(kind, server, get, wait_and_append)
         assert result.lengths == (4,)
         assert len(server.peers) == 2
@@ -197,7 +197,7 @@ def test_an_idle_connection_expires_before_the_service_closes_it(
 ) -> None:
     assert module.KEEP_IDLE_S < 75
     monkeypatch.setattr(module, "KEEP_IDLE_S", 0.0)
-    with StandInServer(answering(WHOLE)) as server:
+    with ScriptedServer(answering(WHOLE)) as server:
         ask(kind, server, get, get)
         assert len(server.peers) == (2 if (module is blocking) == (kind == "sync") else 1)
 
@@ -213,7 +213,7 @@ def test_a_large_body_arrives_whole_and_a_large_answer_too(kind: Kind) -> None:
             body = json.dumps({"lengths": [1], "text": text}).encode()
             peer.send(HEAD + b"content-length: %d\r\n\r\n" % len(body), body)
 
-    with StandInServer(script) as server:
+    with ScriptedServer(script) as server:
         ask(kind, server, append_much)
     header = int.from_bytes(bodies[0][:8], "little")
     assert len(bodies[0]) == 8 + header + 2 * (1 << 12) * 8 * 64 * 4
@@ -235,7 +235,7 @@ def test_a_refusal_that_comes_before_the_body_was_sent_is_read(kind: Kind, close
             peer.socket.shutdown(1)
         done.wait(10)
 
-    with StandInServer(script) as server:
+    with ScriptedServer(script) as server:
         with pytest.raises(attnd.BodyTooLarge) as caught:
             ask(kind, server, append_much)
         done.set()
@@ -252,7 +252,7 @@ def test_a_server_that_stops_answering_is_timed_out(kind: Kind, pieces: tuple[by
         peer.send(*pieces)
         done.wait(10)
 
-    with StandInServer(script) as server:
+    with ScriptedServer(script) as server:
         began = time.monotonic()
         with pytest.raises(attnd.TimedOut):
             ask(kind, server, get, timeout=0.2, retries=3)
@@ -272,7 +272,7 @@ def test_a_trickle_does_not_outlast_the_timeout(kind: Kind) -> None:
             if done.wait(0.05):
                 return
 
-    with StandInServer(script) as server:
+    with ScriptedServer(script) as server:
         began = time.monotonic()
         with pytest.raises(attnd.TimedOut):
             ask(kind, server, get, timeout=0.3)
@@ -287,14 +287,14 @@ def test_a_server_that_does_not_read_is_timed_out(kind: Kind) -> None:
     def script(peer: Peer) -> None:
         done.wait(10)
 
-    with StandInServer(script) as server:
+    with ScriptedServer(script) as server:
         with pytest.raises(attnd.TimedOut):
             ask(kind, server, append_much, timeout=0.3)
         done.set()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_sent_is_plain_http(kind: Kind) -> None:
+def test_requests_are_plain_http(kind: Kind) -> None:
     heads = []
 
     def script(peer: Peer) -> None:
@@ -302,7 +302,7 @@ def test_what_is_sent_is_plain_http(kind: Kind) -> None:
             heads.append(request[0].decode())
             peer.send(WHOLE)
 
-    with StandInServer(script) as server:
+    with ScriptedServer(script) as server:
         named = [lambda c: c.with_options(request_id="step-7").get_sequence("a b")]
         ask(kind, server, *named)
         ask(kind, server.url + "/behind/a/proxy/", get)
@@ -324,7 +324,7 @@ def test_a_request_id_cannot_smuggle_headers(kind: Kind) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_unix_socket_serves_as_well(kind: Kind, tmp_path: Path) -> None:
     path = str(tmp_path / "s")
-    with StandInServer(answering(WHOLE), path) as server:
+    with ScriptedServer(answering(WHOLE), path) as server:
         assert ask(kind, "http://localhost", get, uds=path)[0].id == "a"
         assert len(server.peers) == 1
 
@@ -346,7 +346,7 @@ def test_a_base_url_of_another_kind_is_refused(base_url: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_closed_client_says_so(kind: Kind) -> None:
-    with StandInServer(answering(WHOLE)) as server, pytest.raises(RuntimeError, match="closed"):
+    with ScriptedServer(answering(WHOLE)) as server, pytest.raises(RuntimeError, match="closed"):
         if kind == "sync":
             client = Client(server.url)
             client.close()
@@ -372,7 +372,7 @@ def echo_name(peer: Peer) -> None:
 def test_threads_may_share_a_client() -> None:
     names = [f"s{i}" for i in range(200)]
     with (
-        StandInServer(echo_name) as server,
+        ScriptedServer(echo_name) as server,
         Client(server.url) as client,
         ThreadPoolExecutor(8) as threads,
     ):
@@ -388,7 +388,7 @@ def test_tasks_may_share_a_client_and_no_more_than_the_limit_are_under_way() -> 
             found = await asyncio.gather(*[client.get_sequence(name) for name in names])
             return [one.id for one in found]
 
-    with StandInServer(echo_name) as server:
+    with ScriptedServer(echo_name) as server:
         assert asyncio.run(run(server.url)) == names
         assert len(server.peers) <= 100
 
@@ -397,7 +397,7 @@ def test_more_threads_than_connections_wait_for_one(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(blocking, "MAX_CONNECTIONS", 2)
     names = [f"s{i}" for i in range(50)]
     with (
-        StandInServer(echo_name) as server,
+        ScriptedServer(echo_name) as server,
         Client(server.url) as client,
         ThreadPoolExecutor(8) as threads,
     ):
@@ -425,14 +425,14 @@ def test_a_cancelled_call_takes_its_connection_with_it() -> None:
             found: str = (await client.get_sequence("a")).id
             return found
 
-    with StandInServer(script) as server:
+    with ScriptedServer(script) as server:
         assert asyncio.run(run()) == "a"
         assert len(server.peers) == 2
         done.set()
 
 
 def test_an_async_client_may_be_used_by_one_loop_after_another() -> None:
-    with StandInServer(answering(WHOLE)) as server:
+    with ScriptedServer(answering(WHOLE)) as server:
         client = AsyncClient(server.url)
 
         async def ask() -> str:
@@ -456,6 +456,6 @@ def test_the_async_client_runs_under_uvloop_too() -> None:
             found = await asyncio.gather(*[get(client) for _ in range(150)])
             return [one.id for one in found]
 
-    with StandInServer(answering(WHOLE)) as server:
+    with ScriptedServer(answering(WHOLE)) as server:
         assert uvloop.run(run(server.url)) == ["a"] * 150
         assert len(server.peers) <= 100

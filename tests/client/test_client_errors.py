@@ -12,7 +12,7 @@ from tests.client.client_stub import Script, Scripted, ask, problem
 
 
 def caught(error: Exception, headers: dict[str, str] | None = None) -> errors.ServiceError:
-    """What the client raises for an error of the service."""
+    """The exception of a client for an error of the service."""
     document = service_problem(error)
     status, code = document.pop("status"), document.pop("code")
     script = Script(problem(status, code, headers or {}, **document))

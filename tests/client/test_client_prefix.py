@@ -51,7 +51,7 @@ def caller(where: tuple[str, str], request: pytest.FixtureRequest) -> Iterator[C
 
 
 def fill(caller: Caller, name: str, count: int) -> None:
-    """So many tokens at both layers."""
+    """`tokens` tokens at both layers."""
     for layer in range(2):
         rows = np.full((count, 2, 64), layer + 1.0, np.float32)
         caller.append(layer, [name], rows, -rows, append_indptr=[0, count])
@@ -88,7 +88,7 @@ def test_a_prompt_is_found_again_by_ids_and_by_keys(caller: Caller) -> None:
     assert caller.match_prefix(Prefix(token_ids=[])).num_pages == 0
 
 
-def test_leases_and_pins_hold_what_is_cached(caller: Caller) -> None:
+def test_leases_and_pins_hold_cached_pages(caller: Caller) -> None:
     key = store(caller, Prefix(token_ids=IDS))
     lease = caller.match_prefix(Prefix(token_ids=IDS[:PAGE])).lease
     assert lease is not None
@@ -117,7 +117,7 @@ def test_a_snapshot_shows_every_page_and_the_tree(caller: Caller) -> None:
     store(caller, Prefix(token_ids=IDS))
     name = caller.create_sequence().id
     fill(caller, name, 2 * PAGE)
-    time.sleep(0.25)  # one that is younger is told again
+    time.sleep(0.25)  # a younger snapshot is returned again
     seen = caller.snapshot()
     assert (seen.cached, seen.referenced, seen.sequences, seen.page_step) == (4, 2, 1, 1)
     assert np.bincount(seen.page_states, minlength=4).tolist() == [seen.free, 2, 0, 4]
@@ -144,7 +144,7 @@ def test_wrong_names_are_refused(caller: Caller) -> None:
             caller.match_prefix(Prefix(page_keys=keys))
 
 
-def test_quotas_are_set_and_told(caller: Caller) -> None:
+def test_quotas_are_set_and_returned(caller: Caller) -> None:
     reply = caller.set_namespace("else", max_pages=20, reserved_pages=10)
     assert (reply.max_pages, reply.reserved_pages, reply.used) == (20, 10, 0)
     assert caller.pool().free == 128 - 10
@@ -153,7 +153,7 @@ def test_quotas_are_set_and_told(caller: Caller) -> None:
     assert caller.get_namespace("default").cached == caller.pool().cached
 
 
-def test_events_tell_what_became_of_pages(caller: Caller) -> None:
+def test_events_report_changes_of_pages(caller: Caller) -> None:
     last = caller.event_page().next
     key = store(caller, Prefix(token_ids=IDS))
     caller.clear()

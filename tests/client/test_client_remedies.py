@@ -1,4 +1,4 @@
-"""What goes wrong while connecting is said with what to do about it."""
+"""Errors while connecting name the remedy."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import attnd
 import pytest
 import trustme
 from attnd import AsyncClient, Client, NeverReady, Session, TimedOut
-from stand_in_server import Peer, StandInServer, answering, once
+from scripted_server import Peer, ScriptedServer, answering, once
 
 from tests.client.client_stub import KINDS, Kind
-from tests.session.stand_in_engine import Answers, StandInEngine
+from tests.session.scripted_engine import Answers, ScriptedEngine
 
 
 def outcome(kind: Kind, url: str, call: Callable[[Any], Any], **options: Any) -> BaseException:
-    """What a call of a client of that kind raises."""
+    """The exception of a call by a client of that kind."""
 
     async def run() -> None:
         async with AsyncClient(url, retries=0, **options) as client:
@@ -63,7 +63,7 @@ def test_files_that_tls_cannot_use_are_named(made: Any, pem: tuple[str, str]) ->
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_connection_closed_without_an_answer_says_that_tls_may_be_spoken(kind: Kind) -> None:
-    with StandInServer(once()) as server:
+    with ScriptedServer(once()) as server:
         error = outcome(kind, server.url, info)
     assert isinstance(error, attnd.ReplyLost)
     assert "where 127.0.0.1:" in str(error) and "base_url must begin with https://" in str(error)
@@ -75,7 +75,7 @@ def test_tls_to_a_port_without_it_says_so(kind: Kind) -> None:
         peer.socket.recv(64)
         peer.send(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
 
-    with StandInServer(script) as server:
+    with ScriptedServer(script) as server:
         url = server.url.replace("http://", "https://")
         error = outcome(kind, url, info, timeout=5.0)
     assert isinstance(error, attnd.TransportError)
@@ -100,14 +100,14 @@ def test_a_deadline_that_is_too_short_to_send_is_timed_out(kind: Kind) -> None:
     def call(client: Any) -> Any:
         return client.with_options(deadline=0.0005).info()
 
-    with StandInServer(answering(b"")) as server:
+    with ScriptedServer(answering(b"")) as server:
         assert isinstance(outcome(kind, server.url, call), TimedOut)
 
 
 def test_a_session_with_a_deadline_that_is_too_short_is_timed_out(tmp_path: Path) -> None:
     path = str(tmp_path / "engine.sock")
     with (
-        StandInEngine(path, lambda seen: Answers({})),
+        ScriptedEngine(path, lambda seen: Answers({})),
         Session(path) as session,
         pytest.raises(TimedOut),
     ):

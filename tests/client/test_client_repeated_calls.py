@@ -1,4 +1,4 @@
-"""Repeated calls over HTTP send the rows and offsets of each call, and read each answer anew."""
+"""Repeated calls over HTTP send the rows and offsets of each call, and read each answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a call is sent again, when it is not, and what it raises: the same for both clients."""
+"""Which calls are retried, and their errors: the same for both clients."""
 
 from __future__ import annotations
 
@@ -118,10 +118,10 @@ def test_a_decode_whose_append_landed_asks_only_for_the_attention(kind: Kind) ->
 
 
 def test_a_delete_whose_reply_was_lost_but_landed_is_done(kind: Kind) -> None:
-    gone = problem(404, "unknown_sequence", sequences=["a"])
-    assert ask(kind, Script(BROKEN, gone), "delete_sequence", "a") is None
+    unknown = problem(404, "unknown_sequence", sequences=["a"])
+    assert ask(kind, Script(BROKEN, unknown), "delete_sequence", "a") is None
     with pytest.raises(attnd.UnknownSequence):
-        ask(kind, Script(gone), "delete_sequence", "a")
+        ask(kind, Script(unknown), "delete_sequence", "a")
 
 
 @pytest.mark.parametrize(("status", "code"), [(429, "overloaded"), (503, "not_ready")])
@@ -203,7 +203,7 @@ def test_a_deadline_shortens_the_timeout_of_an_attempt(kind: Kind) -> None:
     assert 1.0 < script.requests[0].timeout_s <= 1.5
 
 
-def test_the_service_is_told_what_is_left_of_the_deadline(kind: Kind) -> None:
+def test_the_rest_of_the_deadline_is_sent(kind: Kind) -> None:
     script = Script(problem(429, "overloaded", {"retry-after": "0.1"}), attended())
     ask(kind, script, "decode", 0, ["a"], Q, deadline=1.5, retries=Retries(1, 0.1, 0.1))
     first, second = (float(r.headers["x-attnd-deadline-ms"]) for r in script.requests)

@@ -1,4 +1,4 @@
-"""Every method: what it sends, and what it makes of the answer."""
+"""Every method: its request, and the result it makes of the answer."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_decode_gives_the_state_and_how_it_was_made(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_prefill_sends_a_mask_as_what_it_is(kind: Kind) -> None:
+def test_prefill_sends_a_mask_by_its_dtype(kind: Kind) -> None:
     q = np.zeros((2, 4, 8), np.float16)
     script = Script(attended(2))
     ask(kind, script, "prefill", 1, ["a"], q, [0, 2], causal=True, window_left=4)
@@ -292,7 +292,7 @@ def test_pool_and_metrics_are_read(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_info_is_typed_and_what_a_later_service_adds_does_no_harm(kind: Kind) -> None:
+def test_info_is_typed_and_ignores_fields_of_a_later_service(kind: Kind) -> None:
     geometry = {"num_layers": 2, "num_pages": 8, "page_size": 16, "num_kv_heads": 2, "head_dim": 64}
     storage = {"layout": "NHD", "dtype": "fp8_e4m3", "k_scale": 1.0, "v_scale": 0.5}
     service = {"version": "0.1.0", "instance_id": "i", "backend": "cpu", "device": "cpu"}
@@ -312,7 +312,7 @@ def test_a_service_that_is_not_ready_is_an_answer_and_not_retried(kind: Kind) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_waiting_for_ready_outlasts_a_start_and_tells_why_it_gave_up(kind: Kind) -> None:
+def test_waiting_for_ready_outlasts_a_start_and_raises_the_reason(kind: Kind) -> None:
     script = Script(
         attnd.ConnectionFailed("refused"), problem(503, "not_ready"), answer({"status": "ready"})
     )

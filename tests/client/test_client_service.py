@@ -363,7 +363,7 @@ def test_a_decode_whose_reply_was_lost_appends_once_and_answers(
     assert client.get_sequence("a").lengths == (4, 0)
 
 
-def test_without_offsets_a_lost_reply_is_told_and_nothing_is_sent_twice(
+def test_without_offsets_a_lost_reply_is_raised_and_nothing_is_sent_twice(
     client: Client, socket: str
 ) -> None:
     k = rows(1, 1, KV_HEADS)

@@ -87,7 +87,7 @@ def test_empty_merged_with_empty_is_empty_and_never_nan() -> None:
     assert np.isneginf(merged.lse).all()
 
 
-def test_what_an_empty_row_holds_does_not_reach_the_answer() -> None:
+def test_the_o_of_an_empty_row_does_not_reach_the_result() -> None:
     for garbage in (np.nan, np.inf, -np.inf):
         dirty = AttentionState(
             np.full((1, 2, 4), garbage, np.float32), np.full((1, 2), -np.inf, np.float32)
@@ -115,7 +115,7 @@ def test_a_nan_is_not_hidden() -> None:
     assert np.isnan(merged.o).all()
 
 
-def test_states_of_different_bases_merge_into_base_e_unless_told() -> None:
+def test_states_of_different_bases_merge_into_base_e_by_default() -> None:
     rng = np.random.default_rng(11)
     scores, values = rng.standard_normal((4, 10)), rng.standard_normal((10, 4))
     a = parts_of(scores, values, [4])[0]

@@ -110,7 +110,7 @@ def test_every_client_exports_imports_and_copies_to_the_bit(
         np.testing.assert_array_equal(held(target, name), wanted)
 
 
-def test_what_an_export_names_is_shared_and_named_where_it_is_imported(
+def test_named_pages_of_an_export_are_shared_and_named_by_the_import(
     source: Client, target: Client
 ) -> None:
     grow(source, "a")
@@ -145,9 +145,7 @@ def test_an_interrupted_export_and_import_go_on_where_they_were(
     np.testing.assert_array_equal(held(target, "a"), held(source, "a"))
 
 
-def test_a_file_of_what_the_sequence_was_before_is_written_anew(
-    source: Client, tmp_path: Path
-) -> None:
+def test_an_export_of_an_earlier_generation_is_overwritten(source: Client, tmp_path: Path) -> None:
     grow(source, "a")
     path = tmp_path / "export"
     source.export("a", path, part_bytes=PART_BYTES)
@@ -206,7 +204,7 @@ def test_lost_replies_and_damaged_parts_are_made_up_for(
     np.testing.assert_array_equal(held(target, "a"), held(source, "a"))
 
 
-def test_an_import_can_be_cancelled_and_says_what_it_refuses(
+def test_an_import_can_be_cancelled_and_its_errors_name_the_reason(
     source: Client, target: Client
 ) -> None:
     grow(source, "a")

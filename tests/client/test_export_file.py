@@ -32,7 +32,7 @@ def test_a_file_is_read_as_it_was_written() -> None:
     assert reader.end == len(written())
 
 
-def test_a_file_cut_anywhere_ends_early_and_tells_what_is_whole() -> None:
+def test_a_file_cut_anywhere_ends_early_and_keeps_whole_parts() -> None:
     whole = written()
     for length in range(0, len(whole), 7):
         with pytest.raises(InterruptedExport) as reply:
@@ -53,7 +53,7 @@ def test_a_file_cut_anywhere_ends_early_and_tells_what_is_whole() -> None:
         (written().replace(b'\\"digest\\"', b'\\"deepest\\"'), "should be"),
     ],
 )
-def test_what_is_no_export_is_refused_with_what_is_wrong(raw: bytes, words: str) -> None:
+def test_a_file_that_is_not_an_export_is_refused_with_the_reason(raw: bytes, words: str) -> None:
     with pytest.raises(ExportFileError, match=words):
         read(raw)
 

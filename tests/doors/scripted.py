@@ -15,7 +15,7 @@ from typing import Any, Final
 import httpx
 import numpy as np
 from images import read_image, write_image
-from road.stand_in import StandIn, standing_in
+from road.stand_in import ScriptedEnd, standing_in
 
 from config.settings import load_settings
 from service.doors.http.server import Server, make_server
@@ -72,7 +72,7 @@ class Engine:
     cancelled: list[int] = field(default_factory=list)
     waiting: list[Call] = field(default_factory=list)
     is_closed: bool = False
-    stand_in: StandIn | None = None
+    stand_in: ScriptedEnd | None = None
 
     def behave(self, event: Call | Cancel) -> None:
         if isinstance(event, Cancel):

@@ -1,7 +1,7 @@
 """Images of hostile callers: right requests of every operation, broken in their bytes or fields.
 
 `broken_image` makes one from a seed, free of any engine, so that it can be sent to a real one;
-`judge` holds the reader and the operations' rules to what they promise. By command:
+`judge` checks the promises of the reader and the operations' rules. By command:
 
     python -m tests.image.image_fuzz --cases 1000000 --seed 7
 """
@@ -236,7 +236,7 @@ def judge(case: Case) -> str:
 
 
 def check_promises(prepared: Prepared, shapes: dict[str, tuple[int, ...]]) -> None:
-    """What the engine takes for granted of a prepared request."""
+    """The engine's assumptions about a prepared request."""
     fields = prepared.fields
     ids = getattr(fields, "ids", ())
     promises = {

@@ -1,4 +1,4 @@
-"""The reader of images: every way an image can lie, what it may cost, and no copies."""
+"""The reader of images: false headers, the cost of reading, and no copies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from service.image.reading import MAX_HEADER_BYTES, place, read_layout, split
 
 
 @pytest.mark.parametrize(
-    ("body", "message"),
+    ("body", "detail"),
     [
         (b"", "0 bytes"),
         (b"\0" * 7, "7 bytes"),
@@ -86,8 +86,8 @@ from service.image.reading import MAX_HEADER_BYTES, place, read_layout, split
         ),
     ],
 )
-def test_a_body_that_lies_is_refused_with_the_reason(body: bytes, message: str) -> None:
-    with pytest.raises(MalformedBody, match=message):
+def test_a_false_body_is_refused_with_the_reason(body: bytes, detail: str) -> None:
+    with pytest.raises(MalformedBody, match=detail):
         read_image(body)
     with pytest.raises(MalformedBody):
         read_image(memoryview(body))
@@ -103,17 +103,17 @@ def test_every_dtype_comes_through_as_a_view(name: str) -> None:
     body = body.replace(b"{", b"{" + b" " * (-(len(body) - values.nbytes) % 8), 1)
     body = struct.pack("<Q", len(body) - 8 - values.nbytes) + body[8:]
     read = read_image(body)
-    reply = read.tensors["x"]
-    assert reply.dtype == dtype and not reply.flags.owndata, "a view onto the body"
-    np.testing.assert_array_equal(reply, values)
+    detail = read.tensors["x"]
+    assert detail.dtype == dtype and not detail.flags.owndata, "a view onto the body"
+    np.testing.assert_array_equal(detail, values)
 
 
 def test_an_unaligned_tensor_is_copied_and_equal() -> None:
     values = np.arange(4, dtype=np.float32)
     header = {"m": entry([1], 0, 1, "U8"), "x": entry([4], 1, 17)}
-    reply = read_image(pack(header, b"\7" + values.tobytes())).tensors
-    assert reply["x"].flags.aligned
-    np.testing.assert_array_equal(reply["x"], values)
+    detail = read_image(pack(header, b"\7" + values.tobytes())).tensors
+    assert detail["x"].flags.aligned
+    np.testing.assert_array_equal(detail["x"], values)
 
 
 def test_fields_are_optional_and_empty_tensors_and_scalars_legal() -> None:
@@ -203,7 +203,7 @@ def test_the_header_is_a_copy_that_its_writer_cannot_reach() -> None:
     assert read_layout(header, len(memory) - start).fields == {"layer": 1}
 
 
-def test_tensors_change_with_the_memory_they_lie_in() -> None:
+def test_tensors_are_views_of_the_body() -> None:
     memory = bytearray(write_image({}, {"x": np.zeros(2, np.float32)}))
     header, start = split(memoryview(memory))
     x = place(memoryview(memory), start, read_layout(header, len(memory) - start))["x"]

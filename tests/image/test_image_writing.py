@@ -27,7 +27,7 @@ ARRAYS: dict[str, Any] = {
 TEXT = '{"a":"\\"\\u00e9"}'
 
 
-def test_what_is_written_the_library_reads() -> None:
+def test_the_library_reads_written_images() -> None:
     body = b"".join(image("response", TEXT, ARRAYS))
     found = safetensors.numpy.load(body)
     for name, array in ARRAYS.items():
@@ -37,7 +37,7 @@ def test_what_is_written_the_library_reads() -> None:
     assert json.loads(document["__metadata__"]["response"]) == {"a": '"\u00e9'}
 
 
-def test_every_tensor_lies_aligned() -> None:
+def test_every_tensor_is_aligned() -> None:
     body = b"".join(image("response", TEXT, ARRAYS))
     (length,) = struct.unpack("<Q", body[:8])
     document = json.loads(body[8 : 8 + length])
@@ -63,7 +63,7 @@ def test_an_image_in_memory_is_the_same_as_in_parts() -> None:
     assert bytes(memory) == whole + bytes(8), "and nothing is written behind it"
 
 
-def test_tensors_can_be_filled_where_they_lie() -> None:
+def test_tensors_can_be_filled_in_place() -> None:
     tensors = in_order(shaped(ARRAYS))
     head = header("response", "{}", tensors)
     memory = memoryview(bytearray(size(head, tensors)))
@@ -98,10 +98,10 @@ def test_long_fields_are_written_and_not_remembered() -> None:
     st.text(max_size=20),
 )
 @settings(max_examples=200, deadline=None)
-def test_any_tensors_and_fields_come_back(shapes: dict[str, Any], told: str) -> None:
+def test_any_tensors_and_fields_come_back(shapes: dict[str, Any], detail: str) -> None:
     arrays = {name: np.ones(shape, DTYPES[dtype]) for name, (dtype, shape) in shapes.items()}
-    found = read_image(b"".join(image("request", json.dumps({"a": told}), arrays)))
-    assert found.fields == {"a": told}
+    found = read_image(b"".join(image("request", json.dumps({"a": detail}), arrays)))
+    assert found.fields == {"a": detail}
     assert found.tensors.keys() == arrays.keys()
     for name, array in arrays.items():
         assert found.tensors[name].dtype == array.dtype

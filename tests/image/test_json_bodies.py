@@ -123,7 +123,7 @@ def test_a_field_that_the_path_gives_too_is_refused() -> None:
         b'{"tensors": {"q": {"dtype": "F32", "shape": [1], "data": ["\xff"]}}}',
     ],
 )
-def test_what_is_not_strict_json_is_malformed(body: bytes) -> None:
+def test_json_that_is_not_strict_is_malformed(body: bytes) -> None:
     with pytest.raises(MalformedBody):
         image_of_json(body, {})
 
@@ -214,7 +214,7 @@ def test_a_field_or_an_id_named_data_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("space", ["", " ", "\n\t  \r\n"])
-def test_white_space_may_stand_anywhere(space: str) -> None:
+def test_white_space_is_allowed_anywhere(space: str) -> None:
     one = f'{{"dtype":"F32","shape":[3],"data"{space}:{space}[{space}1{space},{space}2,3{space}]}}'
     found = read_json(f'{space}{{"tensors":{{"q":{one}}}}}{space}'.encode())
     assert found.tensors["q"].tolist() == [1.0, 2.0, 3.0]

@@ -45,7 +45,7 @@ def test_a_long_list_comes_in_many_pieces() -> None:
     "ending",
     [",", ",]", "]]", "}", " 1", ',"', "NaN]", ",1 2]", ",{]", ",\x00]", ",[1,]]", '"a":1]', "]x"],
 )
-def test_what_is_no_json_is_refused_as_it_is_at_once(ending: str) -> None:
+def test_invalid_json_is_refused_with_the_same_error(ending: str) -> None:
     text = ("[" + ",".join(map(str, range(20_000))) + ending).encode()
     with pytest.raises(MalformedBody):
         load_json(text, "it")

@@ -54,7 +54,7 @@ def ranked(engines: list[Served]) -> Iterator[RankedTorchSession]:
 
 
 def run(ranked: RankedTorchSession, names: list[str], lens: list[int], at: list[int], seed: int):
-    """A step of so many rows each on the sequences, which have `at` tokens."""
+    """A step of `rows` rows for each of the sequences, which have `at` tokens."""
     slots = ranked.slots(sum(lens), HEADS, rotation=2)
     indptr = None if set(lens) == {1} else [0, *np.cumsum(lens).tolist()]
     with ranked.step(names, slots, at, qo_indptr=indptr) as step:
@@ -95,7 +95,7 @@ def test_steps_over_two_engines_give_the_numbers_of_one(
     assert sum(held) == lengths["a"] and abs(held[0] - held[1]) <= PAGE
 
 
-def test_a_fork_continues_where_its_parent_was_at_every_rank(ranked: RankedTorchSession) -> None:
+def test_a_fork_continues_its_parent_at_every_rank(ranked: RankedTorchSession) -> None:
     ranked.create_sequence("root")
     run(ranked, ["root"], [2 * PAGE + 7], [0], 1)
     ranked.fork("root", "fork", PAGE + 3)

@@ -90,7 +90,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_a_step_gives_what_the_layers_operations_give(
+def test_a_step_gives_the_results_of_the_layers_operations(
     served: Served, session: TorchSession, options: dict[str, Any]
 ) -> None:
     plain = session.session
@@ -167,7 +167,7 @@ def test_a_step_that_is_refused_changes_nothing(session: TorchSession) -> None:
     session.session.append(1, ["b"], *[np.zeros((1, 2, 64), np.float16)] * 2)
     slots, before = decode_slots(session, 1), state(session)
     refused: list[tuple[type[Exception], dict[str, Any]]] = [
-        (UnknownSequence, {"sequences": ["nobody"]}),
+        (UnknownSequence, {"sequences": ["missing"]}),
         (LengthMismatch, {"sequences": ["a"], "offsets": [19]}),
         (InvalidRequest, {"sequences": ["b"]}),  # one token more at layer 1
         (InvalidRequest, {"sequences": ["a"], "layers": [0, 9]}),
@@ -239,7 +239,7 @@ def test_steps_said_ahead_go_with_the_one_that_is_aborted(session: TorchSession)
     assert state(session) == before
 
 
-def test_others_work_continues_beside_an_open_step_and_its_sequences_wait(
+def test_other_work_continues_beside_an_open_step_and_its_sequences_wait(
     served: Served, session: TorchSession
 ) -> None:
     names = fresh(session.session, ["a", "b"])
@@ -305,7 +305,7 @@ for phase in sys.stdin:
         os.kill(os.getpid(), signal.SIGKILL)
     print(os.wait()[1], flush=True)
 """
-"""A caller that is killed where it is told, again and again: torch is loaded once."""
+"""A caller that is killed at chosen points, many times: torch is loaded once."""
 
 
 def test_a_caller_killed_anywhere_leaves_no_trace(served: Served, session: TorchSession) -> None:
@@ -328,7 +328,7 @@ def test_a_caller_killed_anywhere_leaves_no_trace(served: Served, session: Torch
         caller.stdin.close()
 
 
-def test_slots_that_no_caller_has_make_room_for_larger_ones(session: TorchSession) -> None:
+def test_deleted_slots_make_room_for_larger_ones(session: TorchSession) -> None:
     for rows in (1, 2**12, 2**14):
         slots = session.slots(rows, HEADS)
         assert slots.q(0).shape[0] == rows
@@ -338,7 +338,7 @@ def test_slots_that_no_caller_has_make_room_for_larger_ones(session: TorchSessio
     assert session.session.get_sequence("a").length == 1500
 
 
-def test_slots_beyond_the_arena_lie_beside_those_in_use_and_keep_their_addresses(
+def test_slots_beyond_the_arena_are_beside_the_others_and_keep_their_addresses(
     served: Served, session: TorchSession
 ) -> None:
     names = fresh(session.session, ["a", "b", "c"])
@@ -397,7 +397,7 @@ def test_a_finished_step_gives_its_slots_back_without_wait(session: TorchSession
 
 def test_slots_made_within_inference_mode_serve_outside_it(session: TorchSession) -> None:
     with torch.inference_mode():
-        slots = session.slots(2**12, HEADS)  # in an arena made anew
+        slots = session.slots(2**12, HEADS)  # in a new arena
     slots.q(0)[:1].copy_(torch.zeros_like(slots.q(0)[:1]))
 
 
@@ -458,7 +458,7 @@ def test_callers_killed_by_the_dozen_leak_nothing(served: Served, session: Torch
     assert state(session) == before
 
 
-ENGINE_GONE = """
+ENGINE_ENDS = """
 import os, signal, time, torch, warnings
 warnings.simplefilter("ignore", RuntimeWarning)
 from tests.session.stepping import *
@@ -481,7 +481,7 @@ os._exit(0)
 
 
 @pytest.mark.gpu
-def test_a_stream_that_waits_continues_when_the_engine_has_ended(tmp_path: Path) -> None:
+def test_a_waiting_stream_continues_when_the_engine_ends(tmp_path: Path) -> None:
     if not cuda_devices():
         pytest.skip("no CUDA device")
     path = tmp_path / "engine.sock"
@@ -490,7 +490,7 @@ def test_a_stream_that_waits_continues_when_the_engine_has_ended(tmp_path: Path)
     with subprocess.Popen([sys.executable, "-m", "service", *options], cwd=ROOT) as running:
         while not path.exists():
             time.sleep(0.1)
-        with child(ENGINE_GONE, "cuda", str(path), str(running.pid)) as caller:
+        with child(ENGINE_ENDS, "cuda", str(path), str(running.pid)) as caller:
             assert caller.stdout is not None
             assert caller.stdout.readline() in ("went on\n", "raised\n")
         assert running.wait() == -signal.SIGKILL

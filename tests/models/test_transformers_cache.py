@@ -1,4 +1,4 @@
-"""`AttndCache`: what it refuses, how it recovers, and that its sequences always come to an end."""
+"""`AttndCache`: its errors, its recovery, and the end of its sequences."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_attention_sinks_are_refused(session: Session) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "detail"),
     [
         (lambda given: {**given, "past_key_values": None}, "pass past_key_values=AttndCache"),
         (lambda given: {**given, "past_key_values": DynamicCache()}, "pass past_key_values=Attnd"),
@@ -158,12 +158,12 @@ def test_attention_sinks_are_refused(session: Session) -> None:
     ids=["no cache", "another cache", "a mask of one's own", "another length", "weights", "unused"],
 )
 def test_a_forward_that_attnd_cannot_serve_is_refused(
-    session: Session, change: Callable[[dict[str, Any]], dict[str, Any]], message: str
+    session: Session, change: Callable[[dict[str, Any]], dict[str, Any]], detail: str
 ) -> None:
     model = tiny()
     with AttndCache(session, model) as cache, torch.inference_mode():
         given = {"input_ids": prompts(4).ids, "past_key_values": cache}
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=detail):
             model(**change(given))
         model(**given)
         assert cache.get_seq_length() == 4
@@ -178,7 +178,7 @@ def test_gradients_are_refused(session: Session) -> None:
         model(prompts(4).ids, past_key_values=cache)
 
 
-def test_another_number_of_rows_is_refused_with_what_to_call(session: Session) -> None:
+def test_another_number_of_rows_is_refused_with_the_remedy(session: Session) -> None:
     model = tiny()
     with AttndCache(session, model) as cache:
         generated(model, prompts(4, 6), cache)
@@ -367,7 +367,7 @@ def test_a_forward_in_inference_mode_may_be_followed_by_one_outside(session: Ses
         assert_same(generated(model, batch, cache), generated(model, batch))
 
 
-def test_a_cache_of_a_session_whose_engine_has_ended_closes_without_an_error(socket: str) -> None:
+def test_a_cache_closes_without_an_error_after_the_engines_end(socket: str) -> None:
     model = tiny()
     with Session(socket) as session:
         cache = AttndCache(session, model)

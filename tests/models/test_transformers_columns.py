@@ -49,12 +49,12 @@ def test_a_row_of_padding_alone_takes_no_part() -> None:
     before = Columns(bools(".x", "xx"), 2)
     forward = plan(before, bools(".x.", "xxx"), 1)
     assert (forward.rows, forward.indptr, forward.offsets) == ((1,), [0, 1], [2])
-    nobody = plan(before, bools(".x.", "xx."), 1)
-    assert (nobody.rows, nobody.tokens) == ((), 0)
-    assert nobody.after.covered == 3
+    unchanged = plan(before, bools(".x.", "xx."), 1)
+    assert (unchanged.rows, unchanged.tokens) == ((), 0)
+    assert unchanged.after.covered == 3
 
 
-def test_what_a_row_shares_already_is_not_stored_again() -> None:
+def test_shared_columns_of_a_row_are_not_stored_again() -> None:
     before = Columns(bools("xxx..", ".xxx."), 3)
     forward = plan(before, bools("xxxxx", ".xxxx"), 2)
     assert (forward.indptr, forward.offsets) == ([0, 2, 3], [3, 3])
@@ -73,7 +73,7 @@ def test_chunks_of_a_prefill_add_up_to_the_whole() -> None:
     assert columns.lengths.tolist() == [5, 7, 6]
 
 
-def test_a_mask_that_shows_what_was_hidden_is_refused() -> None:
+def test_a_mask_that_shows_a_hidden_column_is_refused() -> None:
     with pytest.raises(ValueError, match="shows column 0 of row 1, which was hidden"):
         plan(Columns(bools("xx", ".x"), 2), bools("xxx", "xxx"), 1)
 

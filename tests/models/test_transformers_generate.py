@@ -156,7 +156,7 @@ def test_a_chat_continues_with_the_same_cache(session: Session) -> None:
             first = Prompts(ids, torch.cat([first.mask, more], dim=1))
 
 
-def test_what_a_row_wrote_after_its_end_can_be_hidden_in_the_next_turn(session: Session) -> None:
+def test_tokens_after_a_rows_end_can_be_hidden_in_the_next_turn(session: Session) -> None:
     model, batch = tiny(), prompts(9, 4)
     with AttndCache(session, model) as cache:
         said = generated(model, batch, cache).sequences
@@ -182,7 +182,7 @@ def test_a_prompt_computed_once_is_copied_for_every_batch(session: Session) -> N
         assert session.pool().sequences == 1
 
 
-def test_assisted_generation_takes_back_what_was_not_accepted(session: Session) -> None:
+def test_assisted_generation_cuts_rejected_tokens(session: Session) -> None:
     model, batch = tiny(), prompts(12)
     options: dict[str, Any] = {"prompt_lookup_num_tokens": 4, "max_new_tokens": 30}
     wanted = generated(model, batch, max_new_tokens=30)

@@ -176,7 +176,7 @@ def device_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchSe
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("share", [False, True], ids=["each for itself", "prefix shared"])
-def test_on_a_gpu_logits_are_those_of_eager_attention(
+def test_on_a_gpu_logits_equal_eager_attention(
     device_session: TorchSession, name: str, share: bool
 ) -> None:
     model = tiny(name).to("cuda", torch.float16)

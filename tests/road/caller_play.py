@@ -1,4 +1,4 @@
-"""Plays a test on an event loop, with a caller that is connected to an engine that stands in."""
+"""Plays a test on an event loop, with a caller connected to a scripted engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import gc
 from collections.abc import Awaitable, Callable
 
-from stand_in import StandIn
+from scripted_engine_end import ScriptedEnd
 
 from service.road.caller_end.caller import Answered, RoadCaller
 
@@ -19,7 +19,7 @@ ARENA = 2**16
 Loops = Callable[[], asyncio.AbstractEventLoop]
 
 
-def play(loops: Loops, engine: StandIn, test: Test) -> None:
+def play(loops: Loops, engine: ScriptedEnd, test: Test) -> None:
     """Run a test on a loop of its own, with a caller that is connected to the engine."""
 
     async def main() -> None:
@@ -40,7 +40,7 @@ async def ask(caller: RoadCaller, text: bytes) -> Answered:
 
 
 async def settled(caller: RoadCaller) -> int:
-    """Bytes of the arena that are free, once the loop has let go of what it has just done."""
+    """Bytes of the arena that are free, once the loop has freed its last call's slots."""
     await asyncio.sleep(0)
     gc.collect()
     return caller.slots.free()

@@ -40,7 +40,7 @@ RUBBISH: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """One frame of a conversation. `fatal`: the session must end on it; None: nobody knows."""
+    """One frame of a conversation. `fatal`: the session must end on it; None: either."""
 
     data: bytes
     fatal: bool | None = False
@@ -49,7 +49,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a caller sends: the frames, and the pieces in which their bytes arrive."""
+    """A caller's frames, and the pieces in which their bytes arrive."""
 
     frames: tuple[Sent, ...]
     pieces: tuple[bytes, ...]
@@ -109,7 +109,7 @@ def cut(rng: random.Random, stream: bytes) -> list[bytes]:
 def call_frame(
     rng: random.Random, numbers: Sequence[int], arena_bytes: int, **broken: int
 ) -> bytes:
-    """A CALL whose places lie in the arena, but for what is `broken`."""
+    """A CALL whose places are in the arena, apart from `broken`."""
     places = arena_bytes // 64
     request, answer = rng.randrange(places) * 64, rng.randrange(places) * 64
     values = {

@@ -83,7 +83,7 @@ class Judge:
         )
 
     def turn(self, session: Session, waiting: list[Call], rng: random.Random) -> None:
-        """What an engine does when a session's socket can be read."""
+        """The engine's reaction to a readable socket of a session."""
         for event in session.read():
             if isinstance(event, Call):
                 self.check_call(session, event)
@@ -107,7 +107,7 @@ class Judge:
             call.answer[0] = call.answer[-1]
 
     def settle(self, session: Session, waiting: list[Call], leave: int) -> None:
-        """Answer all but so many of those that wait."""
+        """Answer all waiting calls but `keep`."""
         while len(waiting) > leave:
             call = waiting.pop()
             if call.cancelled:
@@ -130,7 +130,7 @@ class Judge:
             if fatal:
                 break
             cut_off = self.is_remote and ends > arrived and sent.is_call
-            if ends > arrived:  # of what is fatal, the header can be enough
+            if ends > arrived:  # the header of a fatal frame can be enough
                 fatal = None if sent.fatal is not False else fatal
                 break
             calls += sent.is_call
@@ -148,7 +148,7 @@ class Judge:
 
 
 class Listener:
-    """The caller's end: what the engine says must be whole frames, each of them right."""
+    """The caller's end: the engine must send whole, correct frames."""
 
     def __init__(self, sock: socket.socket, has_images: bool = False) -> None:
         self.sock = sock
@@ -185,7 +185,7 @@ class Listener:
 
 
 def send(sock: socket.socket, data: bytes, rng: random.Random) -> None:
-    """Send a piece, now and then with file descriptors that nobody asked for."""
+    """Send a piece, now and then with unexpected file descriptors."""
     if rng.random() < 0.01:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("2i", 0, 1))]
         sock.sendmsg([data], rights)
@@ -198,7 +198,7 @@ def open_descriptors() -> int:
 
 
 def run(cases: int, seed: int, is_remote: bool = False) -> dict[str, Any]:
-    """Play conversations until so many frames were made; prints the seed of one that fails."""
+    """Play conversations of `frames` frames in total; prints the seed of one that fails."""
     judge = Judge(is_remote)
     before = open_descriptors()
     started = time.perf_counter()

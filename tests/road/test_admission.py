@@ -1,4 +1,4 @@
-"""Who is let in on the road, who is a door, and for whom calls are."""
+"""Authentication on the road: sessions, doors, and the tenants of calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from attnd.wire import frames as f
 from plain_caller import PlainCaller, call_frame, problem_of, session_and_caller
-from stand_in import LIMITS, ROUTES
+from scripted_engine_end import LIMITS, ROUTES
 
 from service.keys import Key, Keys, line_of, read_line
 from service.road.engine_end.admission import Admission
@@ -17,7 +17,7 @@ from service.road.engine_end.session import Session
 from service.road.messages import Announced, announced
 from service.tenants import NOBODY, OPEN, tenant_of
 
-SECRET = "told to the service's own processes only"
+SECRET = "known to the service's own processes only"
 
 
 def key_of(shown: str, namespace: str, *scopes: str) -> Key:
@@ -26,7 +26,7 @@ def key_of(shown: str, namespace: str, *scopes: str) -> Key:
 
 def rules(*keys: Key, secret: str = SECRET) -> SessionConfig:
     return SessionConfig(
-        instance_id="stand-in",
+        instance_id="scripted",
         routes=ROUTES,
         limits=LIMITS,
         max_arena_bytes=2**20,
@@ -62,7 +62,7 @@ def test_with_keys_a_session_is_in_the_namespace_of_its_key() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hello", "told"),
+    ("hello", "detail"),
     [
         ({}, "asks for a key: give it as api_key of the session, or as key in HELLO"),
         ({"key": "open barley"}, "this key is not, or no longer, one of the service's"),
@@ -72,7 +72,7 @@ def test_with_keys_a_session_is_in_the_namespace_of_its_key() -> None:
         ({"door": False, "secret": SECRET}, "asks for a key"),
     ],
 )
-def test_who_has_no_right_to_what_it_claims_is_refused(hello: dict[str, Any], told: str) -> None:
+def test_a_false_claim_is_refused(hello: dict[str, Any], detail: str) -> None:
     with session_and_caller(rules(*KEYS), greet=False) as (session, caller):
         greet(caller, **hello)
         caller.send(call_frame())
@@ -80,10 +80,10 @@ def test_who_has_no_right_to_what_it_claims_is_refused(hello: dict[str, Any], to
         kind, problem = caller.one()
         assert kind == f.REFUSED and session.ended
         assert (problem["status"], problem["code"]) == (401, "unauthorized")
-        assert told in problem["detail"] and "sesame" not in str(problem)
+        assert detail in problem["detail"] and "sesame" not in str(problem)
 
 
-def test_where_no_secret_was_told_nobody_is_a_door() -> None:
+def test_without_a_secret_no_caller_is_a_door() -> None:
     with session_and_caller(rules(secret=""), greet=False) as (session, caller):
         greet(caller, door=True, secret="")
         assert session.read() == []
@@ -101,7 +101,7 @@ def test_what_cannot_be_a_key_is_refused_without_telling_it(field: str, value: A
         assert str(value) not in problem["detail"]
 
 
-def test_a_door_says_whose_its_calls_are_and_is_nobody_by_itself() -> None:
+def test_a_door_names_the_tenants_of_its_calls_and_has_no_rights_itself() -> None:
     cave, mountain = (key.tenant for key in KEYS)
     with session_and_caller(rules(*KEYS), greet=False) as (session, caller):
         greet(caller, door=True, secret=SECRET)
@@ -127,7 +127,7 @@ def test_calls_for_a_tenant_that_was_not_announced_end_the_session() -> None:
 
 
 @pytest.mark.parametrize("keys", [(), KEYS], ids=["open", "keys"])
-def test_who_is_no_door_speaks_for_nobody_else(keys: tuple[Key, ...]) -> None:
+def test_only_a_door_calls_for_other_tenants(keys: tuple[Key, ...]) -> None:
     with session_and_caller(rules(*keys), greet=False) as (session, caller):
         greet(caller, key="open sesame")
         caller.send(announced(Announced(1, "mountain", ("read",))), call_frame(reserved=1))
@@ -136,7 +136,7 @@ def test_who_is_no_door_speaks_for_nobody_else(keys: tuple[Key, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("announcement", "told"),
+    ("announcement", "detail"),
     [
         ({"number": 0, "namespace": "a", "scopes": ["read"]}, "number 0 in TENANT: 1 to 65535"),
         ({"number": 65536, "namespace": "a", "scopes": ["read"]}, "number 65536 in TENANT"),
@@ -148,15 +148,17 @@ def test_who_is_no_door_speaks_for_nobody_else(keys: tuple[Key, ...]) -> None:
         ({"namespace": "a", "scopes": ["read"]}, "number None in TENANT"),
     ],
 )
-def test_a_door_that_announces_nonsense_is_refused(announcement: dict[str, Any], told: str) -> None:
+def test_a_door_that_announces_nonsense_is_refused(
+    announcement: dict[str, Any], detail: str
+) -> None:
     with session_and_caller(rules(), greet=False) as (session, caller):
         greet(caller, door=True, secret=SECRET)
         caller.send(f.frame(f.TENANT, json.dumps(announcement).encode()))
         assert session.read() == []
-        assert told in session.ended
+        assert detail in session.ended
 
 
-def test_a_route_that_is_not_there_is_told_to_any_tenant() -> None:
+def test_an_unknown_route_is_reported_to_any_tenant() -> None:
     with session_and_caller(rules(*KEYS), greet=False) as (session, caller):
         greet(caller, key="open sesame")
         assert session.read() == []

@@ -31,7 +31,7 @@ def test_sizes_are_whole_pages_between_one_and_the_limit() -> None:
         made.close()
 
 
-def test_what_a_caller_writes_is_seen_here(arena: Arena) -> None:
+def test_a_callers_writes_are_visible(arena: Arena) -> None:
     theirs = mmap.mmap(arena.fd, arena.size)
     theirs[64:68] = np.float32(1.5).tobytes()
     assert arena.array(64, np.dtype(np.float32), (1,)).tolist() == [1.5]

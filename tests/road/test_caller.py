@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from attnd.wire import frames as f
 from caller_play import ARENA, Loops, ask, play, settled, until
-from stand_in import config, echo, standing_in
+from scripted_engine_end import config, echo, standing_in
 
 from service.errors import InvalidRequest, Overloaded
 from service.road.arena import Pinning
@@ -22,7 +22,7 @@ from service.road.messages import State
 
 def test_an_answer_comes_back_in_its_slot(loops: Loops, tmp_path: Path) -> None:
     async def test(caller: RoadCaller) -> None:
-        assert caller.welcome.instance_id == "stand-in"
+        assert caller.welcome.instance_id == "scripted"
         assert caller.state == State("ready")
         assert caller.slots.size == ARENA
         answered = await ask(caller, b"hello")

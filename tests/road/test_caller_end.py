@@ -1,4 +1,4 @@
-"""The asyncio caller: states that it is told, and every way in which a session ends."""
+"""The asyncio caller: the engine's states, and every way in which a session ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from attnd.wire import frames as f
 from caller_play import ARENA, Loops, ask, play, until
-from stand_in import listen_in, standing_in
+from scripted_engine_end import listen_in, standing_in
 
 from service.errors import NotReady, Overloaded
 from service.road.caller_end.caller import RoadCaller
@@ -19,7 +19,7 @@ from service.road.engine_end.listening import turn_away
 from service.road.messages import State
 
 
-def test_when_the_engine_goes_all_that_waits_fails_and_the_loss_is_told(
+def test_when_the_engine_ends_all_pending_calls_fail_and_the_loss_is_reported(
     loops: Loops, tmp_path: Path
 ) -> None:
     reply: list[str] = []
@@ -45,7 +45,7 @@ def test_when_the_engine_goes_all_that_waits_fails_and_the_loss_is_told(
         play(loops, engine, test)
 
 
-def test_states_are_told_as_they_come(loops: Loops, tmp_path: Path) -> None:
+def test_states_are_reported_as_they_arrive(loops: Loops, tmp_path: Path) -> None:
     async def test(caller: RoadCaller) -> None:
         reply: list[State] = []
         caller.on_state = reply.append
@@ -99,6 +99,6 @@ def test_who_is_refused_learns_why_and_keeps_nothing_open(loops: Loops, tmp_path
         runner.run(main(path, listener))
 
 
-def test_where_nobody_listens_connecting_fails(loops: Loops, tmp_path: Path) -> None:
+def test_without_a_listener_connecting_fails(loops: Loops, tmp_path: Path) -> None:
     with asyncio.Runner(loop_factory=loops) as runner, pytest.raises(FileNotFoundError):
         runner.run(RoadCaller.connect(str(tmp_path / "none.sock"), ARENA))

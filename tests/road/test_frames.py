@@ -23,7 +23,7 @@ def read(reader: f.Reader) -> list[tuple[int, bytes]]:
     ]
 
 
-def test_frames_have_the_sizes_that_the_page_tells() -> None:
+def test_frames_have_the_documented_sizes() -> None:
     assert f.HEADER.size == 8
     assert f.CALL_PAYLOAD.size == 64 and f.CALL_FRAME.size == 72
     assert f.ANSWER_PAYLOAD.size == 56 and f.ANSWER_FRAME.size == 64
@@ -71,7 +71,7 @@ def test_a_frame_larger_than_the_buffer_is_read_and_its_room_forgotten() -> None
 
 
 @pytest.mark.parametrize(
-    ("header", "told"),
+    ("header", "detail"),
     [
         ((0, 0, 8), "frame kind 0: this end reads 1 CALL, 3 CANCEL, 16 HELLO, 18 GROW"),
         ((f.ANSWER, 0, 56), "frame kind 2"),
@@ -82,13 +82,13 @@ def test_a_frame_larger_than_the_buffer_is_read_and_its_room_forgotten() -> None
     ],
 )
 def test_a_header_that_breaks_a_rule_is_refused_at_once(
-    header: tuple[int, int, int], told: str
+    header: tuple[int, int, int], detail: str
 ) -> None:
     reader = f.Reader(f.FROM_CALLER)
     reader.feed(f.frame(f.CANCEL, bytes(8)) + f.HEADER.pack(*header))
     frames = reader.frames()
     assert next(frames)[0] == f.CANCEL, "what comes before the broken frame is still read"
-    with pytest.raises(f.FrameError, match=told):
+    with pytest.raises(f.FrameError, match=detail):
         next(frames)
 
 

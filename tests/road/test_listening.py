@@ -1,4 +1,4 @@
-"""The engine's socket: its place, its modes, and what lies there already."""
+"""The engine's socket: its path, its modes, and files that are there already."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_socket_and_directory_are_the_owners_alone(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         listening = listen(tmp_path / "attnd" / "engine.sock", private=True)
-        assert os.umask(0) == 0, "the umask is not what it was"
+        assert os.umask(0) == 0, "the umask was not restored"
     finally:
         os.umask(before)
     assert mode(listening.path) == 0o600
@@ -72,7 +72,7 @@ def test_a_live_owner_whose_backlog_is_full_is_not_disturbed(tmp_path: Path) -> 
             listen(path, private=False)
 
 
-def test_a_socket_that_nobody_listens_on_is_replaced(tmp_path: Path) -> None:
+def test_a_socket_without_a_listener_is_replaced(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(tmp_path / "engine.sock"))
     listening = listen(tmp_path / "engine.sock", private=False)
@@ -82,7 +82,7 @@ def test_a_socket_that_nobody_listens_on_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "directory", "link"])
-def test_what_is_no_socket_is_left_alone(tmp_path: Path, kind: str) -> None:
+def test_a_file_that_is_not_a_socket_stays(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "engine.sock"
     match kind:
         case "file":
@@ -122,17 +122,17 @@ def test_a_link_in_place_of_the_private_directory_is_refused(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "told"), [("x" * 120, "path too long"), ("../missing/../file/a", "ot a directory")]
+    ("name", "detail"), [("x" * 120, "path too long"), ("../missing/../file/a", "ot a directory")]
 )
-def test_a_place_that_cannot_be_is_told_in_one_line(tmp_path: Path, name: str, told: str) -> None:
+def test_an_impossible_path_is_reported_in_one_line(tmp_path: Path, name: str, detail: str) -> None:
     (tmp_path.parent / "file").write_text("")
-    with pytest.raises(CannotListen, match=re.escape(told)) as raised:
+    with pytest.raises(CannotListen, match=re.escape(detail)) as raised:
         listen(tmp_path / name, private=False)
     assert "\n" not in str(raised.value)
     (tmp_path.parent / "file").unlink()
 
 
-def test_accept_tells_who_connected(tmp_path: Path) -> None:
+def test_accept_returns_the_process_that_connected(tmp_path: Path) -> None:
     listening = listen(tmp_path / "engine.sock", private=False)
     assert accept(listening.sock) is None
     with socket.socket(socket.AF_UNIX) as caller:

@@ -17,7 +17,7 @@ from attnd.wire import frames as f
 from attnd.wire.frames import VERSION
 from caller_play import Loops, ask, settled, until
 from plain_caller import PlainCaller
-from stand_in import StandIn, config, echo, standing_in
+from scripted_engine_end import ScriptedEnd, config, echo, standing_in
 
 from service.errors import NotReady
 from service.road.arena import PAGE, anonymous_file, seal
@@ -45,14 +45,14 @@ def own() -> Iterator[OwnArena]:
     arena.close()
 
 
-async def met(engine: StandIn, own: OwnArena) -> RoadCaller:
+async def met(engine: ScriptedEnd, own: OwnArena) -> RoadCaller:
     return await RoadCaller.connect(str(engine.path), SIZE, name="door", secret=SECRET, own=own)
 
 
 def test_engines_read_and_write_the_one_arena_of_their_door(
     loops: Loops, tmp_path: Path, own: OwnArena
 ) -> None:
-    async def main(engines: list[StandIn]) -> None:
+    async def main(engines: list[ScriptedEnd]) -> None:
         first, second = [await met(engine, own) for engine in engines]
         assert first.reach == second.reach == SIZE
         request, answer = own.slots.take(5), own.slots.take(5)
@@ -70,10 +70,10 @@ def test_engines_read_and_write_the_one_arena_of_their_door(
         runner.run(asyncio.wait_for(main(engines), 20))
 
 
-def test_an_arena_that_has_grown_is_reached_when_the_engine_is_told(
+def test_a_grown_arena_is_reachable_after_a_grow(
     loops: Loops, tmp_path: Path, own: OwnArena
 ) -> None:
-    async def main(engine: StandIn) -> None:
+    async def main(engine: ScriptedEnd) -> None:
         caller = await met(engine, own)
         os.ftruncate(own.mapping.fd, 4 * SIZE)
         own.mapping.grow(4 * SIZE)
@@ -99,7 +99,7 @@ def test_slots_of_a_session_that_was_given_up_are_free_when_its_engine_is_done(
         if isinstance(event, Call):
             calls.append(event)
 
-    async def main(engine: StandIn) -> None:
+    async def main(engine: ScriptedEnd) -> None:
         caller, free = await met(engine, own), own.slots.free()
         asked = asyncio.create_task(ask(caller, b"hello"))
         await until(lambda: len(calls) == 1)
@@ -122,7 +122,7 @@ def test_slots_of_a_session_that_was_given_up_are_free_when_its_engine_is_done(
 
 
 def test_slots_of_an_engine_that_died_are_free(loops: Loops, tmp_path: Path, own: OwnArena) -> None:
-    async def main(engine: StandIn) -> None:
+    async def main(engine: ScriptedEnd) -> None:
         caller, free = await met(engine, own), own.slots.free()
         (session,) = engine.sessions.values()
         asked = asyncio.create_task(ask(caller, b"hello"))
@@ -143,7 +143,7 @@ def test_slots_of_an_engine_that_died_are_free(loops: Loops, tmp_path: Path, own
 
 
 def greeted(own_fd: int | None, **how: Any) -> tuple[int, Any]:
-    """What an engine says to a HELLO that brings an arena, by these values and this descriptor."""
+    """The engine's reply to a HELLO with an arena, with these values and this descriptor."""
     reply: dict[str, Any] = {"door": True, "secret": SECRET, "brings_arena": True} | how
     data = message(f.HELLO, Hello(VERSION, "door", arena_bytes=SIZE, **reply))
     ours, theirs = socket.socketpair()
@@ -156,7 +156,7 @@ def greeted(own_fd: int | None, **how: Any) -> tuple[int, Any]:
         session.read()
         caller = PlainCaller(ours)
         answer = caller.one()
-        assert not caller.descriptors, "what was brought is not handed back"
+        assert not caller.descriptors, "the door's own arena is not sent back"
         session.close()
     return answer
 
@@ -188,7 +188,7 @@ def test_an_arena_that_may_not_be_brought_is_refused_and_closed(
     os.close(fd)
 
 
-def test_what_is_no_arena_is_refused_and_closed() -> None:
+def test_a_descriptor_that_is_not_an_arena_is_refused_and_closed() -> None:
     with open(os.devnull, "rb") as null:
         before = num_descriptors()
         kind, problem = greeted(null.fileno())
@@ -198,7 +198,7 @@ def test_what_is_no_arena_is_refused_and_closed() -> None:
         assert num_descriptors() == before
 
 
-def test_a_descriptor_that_nobody_asked_for_is_closed() -> None:
+def test_an_unexpected_descriptor_is_closed() -> None:
     with open(os.devnull, "rb") as null:
         before = num_descriptors()
         ours, theirs = socket.socketpair()

@@ -1,4 +1,4 @@
-"""The road over TCP: who is let in, images behind their frames, and a session that breaks."""
+"""The road over TCP: authentication, images after their frames, and broken sessions."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_images_cross_whole_in_both_directions(length: int) -> None:
     run(check)
 
 
-def test_an_error_comes_in_its_frame_and_the_session_goes_on() -> None:
+def test_an_error_comes_in_its_frame_and_the_session_continues() -> None:
     async def check(echo: Echo) -> None:
         caller = await RoadCaller.connect(echo.address, 2**16, name="door", secret=SECRET)
         request, small, large = caller.take(1000), caller.take(64), caller.take(1000)
@@ -184,7 +184,7 @@ def test_addresses_are_read(address: str, found: tuple[str, int]) -> None:
 
 
 async def met_by(challenge: bytes, welcome: bytes) -> tuple[BaseException, bytes]:
-    """What a door says of an engine that answers like this, and what it has sent to it."""
+    """A door's error for an engine with these replies, and the bytes that the door sent."""
     sent = bytearray()
 
     async def rogue(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -30,7 +30,7 @@ def table(title: str) -> list[list[str]]:
         ("| payload of CANCEL |", f.CALL_ID, 8),
     ],
 )
-def test_fields_lie_where_the_page_says(title: str, layout: Struct, size: int) -> None:
+def test_fields_are_at_the_documented_offsets(title: str, layout: Struct, size: int) -> None:
     rows = [(int(row[0]), int(row[1])) for row in table(title) if row[1]]
     sizes = [Struct(f"<{code}").size for code in re.findall(r"\d*[A-Za-z]", layout.format)]
     assert [size for _, size in rows] == sizes, title
@@ -50,7 +50,7 @@ def test_routes_have_their_numbers_and_paths() -> None:
     assert rows == [[str(o.number), o.name, f"{o.method} {o.path}"] for o in OPERATIONS]
 
 
-def test_the_example_bytes_are_what_the_code_packs() -> None:
+def test_the_code_packs_the_documented_example() -> None:
     words = " ".join(PAGE.split())
     hello = f.frame(f.HELLO, b'{"version":1,"arena_bytes":65536}')
     assert f"{hello[:8].hex(' ')} {hello[8:].decode()}" in words
@@ -58,7 +58,7 @@ def test_the_example_bytes_are_what_the_code_packs() -> None:
     assert call.hex(" ") in words
 
 
-def test_limits_are_those_of_the_code() -> None:
+def test_documented_limits_equal_the_code() -> None:
     assert f"| calls in flight of a session | {MAX_CALLS}," in PAGE
     assert f"leaves {MAX_OUTPUT_BYTES >> 20} MiB of answers unread" in PAGE
     assert f"| a caller's JSON frame | {f.MAX_JSON_BYTES >> 10} KiB |" in PAGE

@@ -7,7 +7,7 @@ import socket
 import pytest
 from attnd.wire import frames as f
 from plain_caller import call_frame, cancel_frame, problem_of, session_and_caller
-from stand_in import LIMITS, ROUTES, config
+from scripted_engine_end import LIMITS, ROUTES, config
 
 from service.errors import InvalidRequest
 from service.road.arena import Pinning
@@ -27,17 +27,17 @@ def calls(session: Session) -> list[Call]:
     return found
 
 
-def test_welcome_tells_the_rules_and_brings_the_arena() -> None:
+def test_welcome_has_the_limits_and_the_arena() -> None:
     with session_and_caller(config(), greet=False) as (session, caller):
         assert not session.greeted
         caller.hello(5000, name="unit:1")
         assert session.read() == [] and session.greeted and session.name == "unit:1"
-        kind, reply = caller.one()
+        kind, detail = caller.one()
         assert kind == f.WELCOME
-        assert reply == {
+        assert detail == {
             "version": 1,
             "session": 1,
-            "instance_id": "stand-in",
+            "instance_id": "scripted",
             "arena_bytes": 8192,
             "max_arena_bytes": 2**20,
             "pinned_bytes": 0,
@@ -67,14 +67,14 @@ def test_a_call_carries_its_places_and_its_answer_comes_back() -> None:
         assert session.live == {}
 
 
-def test_doors_alone_are_told_how_many_pages_are_held() -> None:
+def test_only_doors_get_the_number_of_held_pages() -> None:
     with session_and_caller(config()) as (session, caller):
-        for is_door, reply in ((False, (0, 0)), (True, (f.HELD, 70_000))):
+        for is_door, detail in ((False, (0, 0)), (True, (f.HELD, 70_000))):
             session.standing.is_door = is_door
             caller.send(call_frame(1))
             session.answer(calls(session)[0], 200, 0, f.NO_STAGES, 70_000)
             (answer,) = caller.answers()
-            assert (answer.flags, answer.held) == reply
+            assert (answer.flags, answer.held) == detail
 
 
 def test_a_call_without_a_deadline_gets_the_engines() -> None:
@@ -185,7 +185,7 @@ def test_a_pinned_arena_grows_once_no_call_uses_it() -> None:
         assert pinned == []
 
 
-def test_state_is_told_to_those_who_said_hello() -> None:
+def test_state_is_sent_after_hello_only() -> None:
     with session_and_caller(config(), greet=False) as (session, caller):
         session.send_state(State("starting", "compiling"))
         assert list(caller.receive()) == []
@@ -205,8 +205,8 @@ def test_a_caller_that_dies_ends_its_session_and_its_arena_waits_for_the_last_an
         (call,) = calls(session)
         caller.sock.close()
         assert session.read() == []
-        reply = f"the caller left, {rest} bytes into a frame" if rest else "the caller left"
-        assert session.ended == reply
+        detail = f"the caller left, {rest} bytes into a frame" if rest else "the caller left"
+        assert session.ended == detail
         session.close()
         assert session.arena is not None and session.arena.fd >= 0
         call.answer[:] = bytes(64)
@@ -221,7 +221,7 @@ def test_a_caller_that_closes_its_sending_side_has_left() -> None:
         assert session.ended == "the caller left"
 
 
-def test_an_answer_to_a_caller_that_is_gone_ends_the_session_quietly() -> None:
+def test_an_answer_to_a_disconnected_caller_ends_the_session_quietly() -> None:
     with session_and_caller(config()) as (session, caller):
         caller.send(call_frame(1))
         (call,) = calls(session)

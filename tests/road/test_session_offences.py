@@ -1,4 +1,4 @@
-"""What a caller may not send, and what each offence costs it."""
+"""Frames that a caller must not send, and the consequence of each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 import pytest
 from attnd.wire import frames as f
 from plain_caller import call_frame, problem_of, session_and_caller
-from stand_in import config
+from scripted_engine_end import config
 
 from service.road.engine_end.calls import Call
 from service.road.engine_end.session import Session
@@ -27,7 +27,7 @@ def calls(session: Session) -> list[Call]:
 
 
 @pytest.mark.parametrize(
-    ("given", "status", "told"),
+    ("given", "status", "detail"),
     [
         ({"route": 8}, 404, "route 8: WELCOME lists the routes"),
         ({"route": 0}, 404, "route 0"),
@@ -42,15 +42,15 @@ def calls(session: Session) -> list[Call]:
         ({"answer": 4096, "capacity": 1}, 422, "inside the arena"),
     ],
 )
-def test_a_call_that_breaks_a_rule_is_answered_and_the_session_goes_on(
-    given: dict[str, int], status: int, told: str
+def test_a_call_that_breaks_a_rule_is_answered_and_the_session_continues(
+    given: dict[str, int], status: int, detail: str
 ) -> None:
     with session_and_caller(config()) as (session, caller):
         caller.send(call_frame(1, **given), call_frame(2))
         assert [call.id for call in calls(session)] == [2]
         (answer,) = caller.answers()
         assert (answer.id, answer.status) == (1, status)
-        assert told in problem_of(answer)["detail"], problem_of(answer)
+        assert detail in problem_of(answer)["detail"], problem_of(answer)
 
 
 def test_more_calls_than_may_wait_are_refused_as_overload() -> None:
@@ -93,19 +93,19 @@ OFFENCES = [
 ]
 
 
-@pytest.mark.parametrize(("offence", "told"), OFFENCES, ids=[told for _, told in OFFENCES])
+@pytest.mark.parametrize(("offence", "detail"), OFFENCES, ids=[detail for _, detail in OFFENCES])
 def test_what_breaks_the_protocol_ends_the_session_with_the_reason(
-    offence: bytes, told: str
+    offence: bytes, detail: str
 ) -> None:
     with session_and_caller(config()) as (session, caller):
         caller.send(call_frame(77), offence, call_frame(88))
         read = [event for _ in range(4) for event in session.read()]  # long ones come in parts
         events = [event.id for event in read if isinstance(event, Call)]
         assert 77 in events and 88 not in events
-        assert told in session.ended
+        assert detail in session.ended
         kind, refused = caller.one()
         assert kind == f.REFUSED
-        assert told in refused["detail"] and refused["code"] == "malformed_request", refused
+        assert detail in refused["detail"] and refused["code"] == "malformed_request", refused
         assert session.read() == []
 
 
@@ -123,14 +123,14 @@ EARLY = [
 ]
 
 
-@pytest.mark.parametrize(("offence", "told"), EARLY, ids=[told for _, told in EARLY])
-def test_a_wrong_beginning_is_refused_without_an_arena(offence: bytes, told: str) -> None:
+@pytest.mark.parametrize(("offence", "detail"), EARLY, ids=[detail for _, detail in EARLY])
+def test_a_wrong_beginning_is_refused_without_an_arena(offence: bytes, detail: str) -> None:
     with session_and_caller(config(), greet=False) as (session, caller):
         caller.send(offence)
         assert session.read() == []
         kind, refused = caller.one()
         assert kind == f.REFUSED and caller.descriptors == []
-        assert told.split(".*")[0] in refused["detail"], refused
+        assert detail.split(".*")[0] in refused["detail"], refused
 
 
 def test_a_caller_that_never_reads_is_dropped() -> None:
@@ -145,7 +145,7 @@ def test_a_caller_that_never_reads_is_dropped() -> None:
         assert session.ended.startswith("the caller does not read: ")
 
 
-def test_descriptors_that_nobody_asked_for_are_closed_by_the_system() -> None:
+def test_unexpected_descriptors_are_closed_by_the_system() -> None:
     with session_and_caller(config()) as (session, caller):
         before = len(os.listdir("/proc/self/fd"))
         reading, writing = os.pipe()
@@ -156,12 +156,12 @@ def test_descriptors_that_nobody_asked_for_are_closed_by_the_system() -> None:
         os.close(writing)
         while not calls(session):
             pass
-        assert os.read(reading, 1) == b"", "somebody still holds the other end"
+        assert os.read(reading, 1) == b"", "the other end is still open"
         os.close(reading)
         assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_no_memory_for_an_arena_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_memory_for_an_arena_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError(24, "Too many open files")
 

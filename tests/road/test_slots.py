@@ -26,14 +26,14 @@ def slots() -> Iterator[Slots]:
     mapping.close()
 
 
-def test_slots_begin_at_multiples_of_64_and_hold_at_least_what_was_asked(slots: Slots) -> None:
+def test_slots_begin_at_multiples_of_64_and_have_the_requested_size(slots: Slots) -> None:
     for size, length in ((0, 64), (1, 64), (64, 64), (65, 128), (4096, 4096)):
         slot = slots.take(size)
         assert slot.offset % 64 == 0 and slot.size == length, f"asked for {size}"
         assert len(slot.view()) == length and len(slot.view(1)) == 1
 
 
-def test_what_is_written_lies_at_the_slots_offset(slots: Slots) -> None:
+def test_writes_are_at_the_slots_offset(slots: Slots) -> None:
     slots.take(100)
     slot = slots.take(64)
     slot.tensor(8, np.dtype(np.float32), (2, 3))[...] = 7
@@ -142,7 +142,7 @@ def test_a_larger_mapping_adds_room_and_old_views_show_the_same_memory(slots: Sl
     assert slots.take(2 * SIZE).offset == 0
 
 
-def test_trimming_gives_back_only_what_is_free() -> None:
+def test_trimming_returns_only_free_memory() -> None:
     fd = os.memfd_create("slots")
     os.ftruncate(fd, 2**22)
     mapping = Mapping(fd, 2**22)

@@ -1,4 +1,4 @@
-"""Calls of equal shapes with other indices and ids send what they were given, for every client."""
+"""Calls of equal shapes send their own indices and ids, for every client."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.client.client_stub import (
     Scripted,
     tensor_answer,
 )
-from tests.session.stand_in_engine import Answers, Seen, StandInEngine
+from tests.session.scripted_engine import Answers, ScriptedEngine, Seen
 
 ROWS = 6
 IDS = ("a", "b", "c", "d")
@@ -83,7 +83,7 @@ class OverHttp:
 class OverTheRoad:
     def __init__(self, path: str) -> None:
         self.path = path
-        self.engine = StandInEngine(path, self.play)
+        self.engine = ScriptedEngine(path, self.play)
         self.session = Session(path, retries=QUICK)
 
     def play(self, seen: Seen) -> Answers:

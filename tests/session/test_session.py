@@ -1,4 +1,4 @@
-"""`Session` against a scripted engine: what it lays into the arena, what it makes of answers."""
+"""`Session` with a scripted engine: its use of the arena, and its results."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ import pytest
 from attnd import NewSequence, Retries, Session
 
 from tests.client.client_stub import SEQUENCE
-from tests.session.stand_in_engine import (
+from tests.session.scripted_engine import (
     Answers,
     Drop,
     Later,
     Never,
     Problem,
+    ScriptedEngine,
     Seen,
-    StandInEngine,
     Step,
 )
 
@@ -60,11 +60,11 @@ class Bench:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.engine: StandInEngine | None = None
+        self.engine: ScriptedEngine | None = None
         self.sessions: list[Session] = []
 
-    def start(self, *steps: Step | Callable[[Seen], Step], **options: Any) -> StandInEngine:
-        self.engine = StandInEngine(self.path, Scripted(*steps), **options)
+    def start(self, *steps: Step | Callable[[Seen], Step], **options: Any) -> ScriptedEngine:
+        self.engine = ScriptedEngine(self.path, Scripted(*steps), **options)
         return self.engine
 
     def stop(self) -> None:
@@ -88,7 +88,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     bench.stop()
 
 
-# what is sent, and what comes back
+# Requests and results.
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16])
@@ -124,7 +124,7 @@ def test_arrays_that_are_not_dense_and_empty_ones_travel_by_value(bench: Bench) 
     assert engine.seen[0].arrays["v"].shape == (0, 2, 4)
 
 
-def test_wider_dtypes_go_first_so_that_all_lie_aligned(bench: Bench) -> None:
+def test_wider_dtypes_go_first_so_that_all_are_aligned(bench: Bench) -> None:
     engine = bench.start(attended)
     mask = np.ones(5, bool)
     bench.session().prefill(0, ["a"], Q.astype(np.float16), [0, 2], mask=mask, k=K, v=K)
@@ -152,7 +152,7 @@ def test_control_operations_are_images_without_arrays(bench: Bench) -> None:
     ]
 
 
-def test_request_ids_and_deadlines_are_told(bench: Bench) -> None:
+def test_request_ids_and_deadlines_are_sent(bench: Bench) -> None:
     engine = bench.start(attended)
     session = bench.session()
     hexadecimal = "0123456789abcdef" * 2
@@ -185,7 +185,7 @@ def test_metrics_are_not_on_the_road(bench: Bench) -> None:
 # arrays of the arena
 
 
-def test_arrays_made_in_turn_are_sent_from_where_they_lie(bench: Bench) -> None:
+def test_arrays_made_in_turn_are_sent_in_place(bench: Bench) -> None:
     engine = bench.start(attended)
     session = bench.session()
     q, k, v = (session.empty(name, (2, 4, 8), np.float16) for name in "qkv")
@@ -195,7 +195,7 @@ def test_arrays_made_in_turn_are_sent_from_where_they_lie(bench: Bench) -> None:
         seen = engine.seen[-1]
         assert seen.fields["layer"] == turn
         assert [seen.arrays[name][0, 0, 0] for name in "qkv"] == [turn, turn + 10, turn + 20]
-        # What the caller writes now shows where the engine read: nothing was copied.
+        # A later write of the caller is visible to the engine: nothing was copied.
         q[...], v[...] = 77, 88
         assert seen.views["q"][0, 0, 0] == 77
         assert seen.views["v"][0, 0, 0] == 88
@@ -254,7 +254,7 @@ def test_a_header_longer_than_its_room_is_no_error(bench: Bench) -> None:
     assert engine.seen[0].fields["sequences"] == names
 
 
-def test_the_memory_of_arrays_that_are_gone_is_used_again(bench: Bench) -> None:
+def test_the_memory_of_deleted_arrays_is_reused(bench: Bench) -> None:
     engine = bench.start(attended)
     session = bench.session()
     for _ in range(50):
@@ -266,7 +266,7 @@ def test_the_memory_of_arrays_that_are_gone_is_used_again(bench: Bench) -> None:
     assert engine.arena_sizes == [MIB]
 
 
-def test_a_call_gets_the_place_of_the_result_let_go_before_it_and_no_kept_one(bench: Bench) -> None:
+def test_a_call_reuses_the_place_of_a_deleted_result_and_no_other(bench: Bench) -> None:
     engine = bench.start(attended)
     session = bench.session(arena_bytes=64 * MIB)
     for q in (session.empty("q", (2, 4, 8)), Q):
@@ -369,7 +369,7 @@ def test_a_reply_lost_is_asked_for_again_over_a_new_connection(bench: Bench) -> 
     assert len(engine.connections) == 2
 
 
-def test_a_reply_lost_is_told_where_twice_would_do_harm(bench: Bench) -> None:
+def test_a_lost_reply_is_raised_where_a_retry_would_do_harm(bench: Bench) -> None:
     engine = bench.start(Drop(), Answers({"lengths": [1]}))
     session = bench.session()
     with pytest.raises(attnd.ReplyLost):
@@ -416,7 +416,7 @@ def test_a_refused_session_raises_the_problem(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("step", ["timeout", "deadline"])
-def test_an_engine_that_does_not_answer_is_timed_out_and_told(bench: Bench, step: str) -> None:
+def test_a_call_without_an_answer_times_out_and_is_cancelled(bench: Bench, step: str) -> None:
     engine = bench.start(Never(), attended)
     session = bench.session(timeout=0.2 if step == "timeout" else 5.0)
     waiting = session.with_options(deadline=None if step == "timeout" else 0.2)
@@ -456,16 +456,16 @@ def test_a_session_that_was_closed_says_so(bench: Bench) -> None:
 # the engine's state
 
 
-def test_health_is_what_the_engine_last_said(bench: Bench) -> None:
+def test_health_is_the_engines_last_state(bench: Bench) -> None:
     engine = bench.start(attended, state="starting")
     session = bench.session()
     assert (session.ready().ok, session.ready().reason) == (False, "starting")
     assert session.live().ok
     with pytest.raises(TimeoutError, match="starting"):
         session.wait_ready(0)
-    engine.tell("ready")
+    engine.send_state("ready")
     session.wait_ready(5)
-    engine.tell("draining", "asked to stop")
+    engine.send_state("draining", "asked to stop")
     while (health := session.ready()).ok:
         time.sleep(0.01)
     assert health.reason == "asked to stop"
@@ -500,7 +500,7 @@ def test_threads_share_a_session_and_their_calls_are_pipelined(bench: Bench) -> 
     assert len(engine.seen) == 800
 
 
-def test_answers_out_of_order_reach_whoever_asked(bench: Bench) -> None:
+def test_answers_out_of_order_reach_their_callers(bench: Bench) -> None:
     def script(seen: Seen) -> Step:
         step = attended(seen)
         assert isinstance(step, Answers)
@@ -538,7 +538,7 @@ def test_a_thread_that_gives_up_leaves_reading_to_the_others(bench: Bench) -> No
             assert (other.result(5).o == Q + i + 1).all()
 
 
-def test_a_connection_that_breaks_is_told_to_every_thread(bench: Bench) -> None:
+def test_a_broken_connection_fails_the_calls_of_every_thread(bench: Bench) -> None:
     engine = bench.start(Never())
     session = bench.session(retries=0)
     with ThreadPoolExecutor(4) as threads:

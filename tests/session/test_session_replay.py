@@ -1,4 +1,4 @@
-"""A session replays repeated calls, with the results of calls that are built anew."""
+"""A session replays repeated calls, with the same results as for first calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from attnd import Retries, Session
 from attnd.road.replay import MAX_REPLAYS, Replay
 
-from tests.session.stand_in_engine import Answers, Drop, Problem, Seen, StandInEngine, Step
+from tests.session.scripted_engine import Answers, Drop, Problem, ScriptedEngine, Seen, Step
 
 QUICK = Retries(2, first_wait_s=0.01, max_wait_s=0.05)
 
@@ -35,7 +35,7 @@ class Bench:
 
     def __init__(self, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.steps: list[Step | Callable[[Seen], Step]] = []
-        self.engine = StandInEngine(path, self.play)
+        self.engine = ScriptedEngine(path, self.play)
         self.path = path
         self.session = Session(path, retries=QUICK, timeout=5.0)
         self.replayed = 0
@@ -220,8 +220,8 @@ def test_a_call_whose_answer_needs_more_room_is_sent_again(bench: Bench) -> None
 
 def test_problems_are_raised_and_the_call_stays_remembered(bench: Bench) -> None:
     q = filled(bench.session, 1, 1.0)
-    gone = Problem(404, "unknown_sequence", {"ids": ["a"]})
-    bench.steps = [attended, gone, attended]
+    unknown = Problem(404, "unknown_sequence", {"ids": ["a"]})
+    bench.steps = [attended, unknown, attended]
     bench.session.decode(0, ["a"], q)
     with pytest.raises(attnd.UnknownSequence):
         bench.session.decode(0, ["a"], q)
@@ -315,7 +315,7 @@ def test_a_new_engine_at_the_same_place_gets_arrays_of_the_old_arena(bench: Benc
         bench.session.decode(0, ["a"], q)
     bench.engine.close()
     os.unlink(bench.path)
-    bench.engine = StandInEngine(bench.path, bench.play)
+    bench.engine = ScriptedEngine(bench.path, bench.play)
     for value in (4, 5):
         q[...] = value
         assert float(bench.session.decode(0, ["a"], q).o.max()) == value

@@ -32,7 +32,7 @@ def session(served: Served) -> Iterator[Session]:
 
 
 def run(session: Session, names: list[str], lens: list[int], seed: int, **options: Any) -> Any:
-    """A step of so many rows each; inputs and o, lse by layer."""
+    """A step of `rows` rows for each sequence; inputs and o, lse by layer."""
     generator = np.random.default_rng(seed)
     slots = session.slots(sum(lens), HEADS)
     indptr = None if set(lens) == {1} else [0, *np.cumsum(lens).tolist()]
@@ -53,7 +53,7 @@ def run(session: Session, names: list[str], lens: list[int], seed: int, **option
     "options",
     [{}, {"window_left": 3}, {"lse_base": "2"}, {"sm_scale": 0.3, "logits_soft_cap": 5.0}],
 )
-def test_a_step_with_arrays_gives_what_the_layers_operations_give(
+def test_a_step_with_arrays_gives_the_results_of_the_layers_operations(
     session: Session, options: dict[str, Any]
 ) -> None:
     session.create_sequences([NewSequence(name) for name in ("a", "b", "a2", "b2")])
@@ -89,7 +89,7 @@ def test_a_refused_step_changes_nothing_and_the_next_one_works(session: Session)
     assert session.get_sequence("a").length == 2
 
 
-def test_arrays_of_slots_that_are_gone_keep_what_they_hold(session: Session) -> None:
+def test_arrays_of_deleted_slots_keep_their_values(session: Session) -> None:
     session.create_sequence("a")
     kept = session.slots(4, HEADS).q(0)
     kept[:] = 3.0
@@ -127,7 +127,7 @@ def test_slots_refuse_a_dtype_that_steps_do_not_take(session: Session) -> None:
         session.slots(2, HEADS, dtype=np.float64)
 
 
-def test_an_engine_whose_slots_lie_on_a_device_is_refused_with_what_to_use(
+def test_an_engine_with_device_slots_is_refused_with_the_remedy(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reply = replace(session.info(), backend="cuda")

@@ -183,7 +183,7 @@ def test_steps_described_behind_an_interrupted_one_go_with_it(stepped: Any, othe
     expect_free(stepped, slots, other)
 
 
-def test_a_step_entered_within_another_may_be_interrupted_and_the_other_goes_on(
+def test_a_step_inside_another_can_be_interrupted_and_the_other_continues(
     stepped: Any, other: Session
 ) -> None:
     slots = stepped.slots(1, HEADS)
@@ -200,9 +200,7 @@ def test_a_step_entered_within_another_may_be_interrupted_and_the_other_goes_on(
     expect_free(stepped, slots, other)
 
 
-def test_a_layer_that_was_interrupted_and_swallowed_does_not_count_as_handed_over(
-    stepped: Any, other: Session
-) -> None:
+def test_an_interrupted_layer_does_not_count_as_released(stepped: Any, other: Session) -> None:
     slots = stepped.slots(1, HEADS)
     connection = connections(stepped)[0]
     with pytest.raises((RuntimeError, AttndError)), stepped.step(["a"], slots) as step:
@@ -261,18 +259,14 @@ def test_a_connection_that_broke_is_replaced_for_steps_with_arrays(
     other.truncate("a", LENGTH)
 
 
-def test_a_step_that_nobody_entered_and_nobody_has_any_more_is_taken_back(
-    stepped: Any, other: Session
-) -> None:
+def test_a_deleted_step_that_was_not_entered_is_undone(stepped: Any, other: Session) -> None:
     slots = stepped.slots(1, HEADS)
     stepped.step(["a"], slots)
     decode(stepped, slots)
     expect_length(other, LENGTH + 1)
 
 
-def test_an_entered_step_that_nobody_has_any_more_is_taken_back(
-    stepped: Any, other: Session
-) -> None:
+def test_a_deleted_entered_step_is_undone(stepped: Any, other: Session) -> None:
     slots = stepped.slots(1, HEADS)
     stepped.step(["a"], slots).__enter__().attend(0)
     decode(stepped, slots)
@@ -310,7 +304,7 @@ def test_ctrl_c_at_random_moments_leaves_sequences_free_and_the_session_working(
                     signal.setitimer(signal.ITIMER_REAL, 0)
             except KeyboardInterrupt:
                 caught += 1
-            except (AttndError, ValueError):  # amid a frame: the connection is made anew
+            except (AttndError, ValueError):  # inside a frame: the session connects again
                 broken += 1
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

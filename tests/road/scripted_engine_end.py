@@ -24,7 +24,7 @@ LIMITS = {"max_body_bytes": 2**20}
 
 
 def echo(event: Call | Cancel) -> None:
-    """Answers with the request's own bytes, as many as fit."""
+    """Answers with the request's own bytes that fit."""
     if isinstance(event, Call):
         length = min(len(event.request), len(event.answer))
         event.answer[:length] = event.request[:length]
@@ -35,7 +35,7 @@ def config(
     *, pinning: Pinning = PAGEABLE, max_arena_bytes: int = 2**20, max_calls: int = 8
 ) -> SessionConfig:
     return SessionConfig(
-        instance_id="stand-in",
+        instance_id="scripted",
         routes=ROUTES,
         limits=LIMITS,
         max_arena_bytes=max_arena_bytes,
@@ -47,7 +47,7 @@ def config(
 
 
 @dataclass(slots=True)
-class StandIn:
+class ScriptedEnd:
     """`tasks` are run by the engine's thread: the only one that may touch sessions."""
 
     path: Path
@@ -115,10 +115,10 @@ class StandIn:
 @contextmanager
 def standing_in(
     directory: Path, behave: Behave = echo, rules: SessionConfig | None = None
-) -> Iterator[StandIn]:
+) -> Iterator[ScriptedEnd]:
     """An engine that serves until the block is left; what its thread raised is raised there."""
     with listen_in(directory) as (path, sock):
-        engine = StandIn(path, sock, behave, rules or config())
+        engine = ScriptedEnd(path, sock, behave, rules or config())
         thread = threading.Thread(target=engine.run)
         thread.start()
         try:

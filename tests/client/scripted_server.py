@@ -1,4 +1,4 @@
-"""A server that plays bytes: what it answers, and how it cuts and ends it, is the test's."""
+"""A server that plays bytes: the test decides its answers, and how they are cut and ended."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Peer:
 Script = Callable[[Peer], None]
 
 
-class StandInServer:
+class ScriptedServer:
     """Runs `script` for every connection; close it, or use `with`."""
 
     def __init__(self, script: Script, path: str | None = None) -> None:
@@ -94,7 +94,7 @@ class StandInServer:
         for thread in list(self.threads):
             thread.join()
 
-    def __enter__(self) -> StandInServer:
+    def __enter__(self) -> ScriptedServer:
         return self
 
     def __exit__(self, *exc: object) -> None:

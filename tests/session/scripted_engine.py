@@ -57,12 +57,12 @@ class Seen:
     fields: dict[str, Any]
     arrays: Arrays
     views: Arrays
-    """The arrays where they lie in the arena."""
+    """The arrays in the arena."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answers:
-    """An answer with fields and arrays; too long a one is refused with what it needs."""
+    """An answer with fields and arrays; one that is too long is refused with the size it needs."""
 
     fields: Mapping[str, Any]
     arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Answers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Problem:
-    """An error, told inside the frame."""
+    """An error inside the frame."""
 
     status: int
     code: str
@@ -97,7 +97,7 @@ Step = Answers | Problem | Drop | Never | Later
 Script = Callable[[Seen], Step]
 
 
-class StandInEngine:
+class ScriptedEngine:
     """Listens at `path`; every call is answered as `script` says. Close it, or use `with`."""
 
     def __init__(
@@ -135,7 +135,7 @@ class StandInEngine:
         finally:
             connected.close()
 
-    def tell(self, state: str, reason: str = "") -> None:
+    def send_state(self, state: str, reason: str = "") -> None:
         """Push a state to every session."""
         self.state = state
         for connected in self.connections:
@@ -153,7 +153,7 @@ class StandInEngine:
         for thread in list(self.threads):
             thread.join()
 
-    def __enter__(self) -> StandInEngine:
+    def __enter__(self) -> ScriptedEngine:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -163,10 +163,10 @@ class StandInEngine:
 class Serving:
     """One connection and its arena."""
 
-    def __init__(self, engine: StandInEngine, connected: socket.socket) -> None:
+    def __init__(self, engine: ScriptedEngine, connected: socket.socket) -> None:
         self.engine = engine
         self.socket = connected
-        self.fd = os.memfd_create("stand-in", os.MFD_ALLOW_SEALING)
+        self.fd = os.memfd_create("scripted", os.MFD_ALLOW_SEALING)
         self.later: list[tuple[Seen, Answers]] = []
 
     def run(self) -> None:
@@ -219,7 +219,7 @@ class Serving:
         content = {
             "version": 1,
             "session": len(self.engine.connections),
-            "instance_id": "stand-in",
+            "instance_id": "scripted",
             "arena_bytes": len(self.memory),
             "max_arena_bytes": self.engine.limit,
             "pinned_bytes": 0,
@@ -267,10 +267,10 @@ class Serving:
         fields = json.loads(table.pop("__metadata__")["request"])
         views: Arrays = {}
         end = 0
-        for name_, reply in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
-            begin, after = reply["data_offsets"]
+        for name_, detail in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
+            begin, after = detail["data_offsets"]
             assert begin == end, "a hole"
-            array = np.ndarray(reply["shape"], DTYPES[reply["dtype"]], self.memory, start + begin)
+            array = np.ndarray(detail["shape"], DTYPES[detail["dtype"]], self.memory, start + begin)
             assert array.nbytes == after - begin
             views[name_] = array
             end = after
