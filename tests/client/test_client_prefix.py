@@ -51,7 +51,7 @@ def caller(where: tuple[str, str], request: pytest.FixtureRequest) -> Iterator[C
 
 
 def fill(caller: Caller, name: str, count: int) -> None:
-    """`tokens` tokens at both layers."""
+    """Append `count` tokens at both layers."""
     for layer in range(2):
         rows = np.full((count, 2, 64), layer + 1.0, np.float32)
         caller.append(layer, [name], rows, -rows, append_indptr=[0, count])

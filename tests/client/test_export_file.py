@@ -44,13 +44,13 @@ def test_a_file_cut_anywhere_ends_early_and_keeps_whole_parts() -> None:
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
-        (b"PK\x03\x04" + bytes(40), "it is no export"),
+        (b"PK\x03\x04" + bytes(40), "it is not an export"),
         (written()[:16] + (2**63).to_bytes(8, "little"), "damaged"),
         (written()[:16] + (2**39).to_bytes(8, "little"), "ends early"),
         (written()[:16] + (8).to_bytes(8, "little") + bytes(8), "damaged"),
-        (written().replace(b'\\"part\\":1', b'\\"part\\":2'), "should be"),
+        (written().replace(b'\\"part\\":1', b'\\"part\\":2'), "expected part 1"),
         (written().replace(b'"v"', b'"w"'), "not k and v"),
-        (written().replace(b'\\"digest\\"', b'\\"deepest\\"'), "should be"),
+        (written().replace(b'\\"digest\\"', b'\\"deepest\\"'), "it should be a header"),
     ],
 )
 def test_a_file_that_is_not_an_export_is_refused_with_the_reason(raw: bytes, words: str) -> None:

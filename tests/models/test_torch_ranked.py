@@ -54,7 +54,7 @@ def ranked(engines: list[Served]) -> Iterator[RankedTorchSession]:
 
 
 def run(ranked: RankedTorchSession, names: list[str], lens: list[int], at: list[int], seed: int):
-    """A step of `rows` rows for each of the sequences, which have `at` tokens."""
+    """A step with `lens` rows for the sequences, which have `at` tokens."""
     slots = ranked.slots(sum(lens), HEADS, rotation=2)
     indptr = None if set(lens) == {1} else [0, *np.cumsum(lens).tolist()]
     with ranked.step(names, slots, at, qo_indptr=indptr) as step:

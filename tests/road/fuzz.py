@@ -107,7 +107,7 @@ class Judge:
             call.answer[0] = call.answer[-1]
 
     def settle(self, session: Session, waiting: list[Call], leave: int) -> None:
-        """Answer all waiting calls but `keep`."""
+        """Answer all waiting calls but `leave`."""
         while len(waiting) > leave:
             call = waiting.pop()
             if call.cancelled:
@@ -198,7 +198,7 @@ def open_descriptors() -> int:
 
 
 def run(cases: int, seed: int, is_remote: bool = False) -> dict[str, Any]:
-    """Play conversations of `frames` frames in total; prints the seed of one that fails."""
+    """Play conversations of `cases` frames in total; prints the seed of one that fails."""
     judge = Judge(is_remote)
     before = open_descriptors()
     started = time.perf_counter()

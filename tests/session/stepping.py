@@ -95,7 +95,7 @@ def inputs(rows: int, layer: int, seed: int, dtype: torch.dtype) -> dict[str, An
 def prefill(
     session: TorchSession, names: Sequence[str], rows: Sequence[int], seed: int = 1
 ) -> None:
-    """`count` tokens for each sequence, at every layer."""
+    """Append tokens to each sequence, at every layer."""
     slots = session.slots(sum(rows), HEADS)
     indptr = [0, *np.cumsum(rows).tolist()]
     with session.step(names, slots, qo_indptr=indptr) as step:

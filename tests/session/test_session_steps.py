@@ -32,7 +32,7 @@ def session(served: Served) -> Iterator[Session]:
 
 
 def run(session: Session, names: list[str], lens: list[int], seed: int, **options: Any) -> Any:
-    """A step of `rows` rows for each sequence; inputs and o, lse by layer."""
+    """A step with `lens` rows for each sequence; inputs and o, lse by layer."""
     generator = np.random.default_rng(seed)
     slots = session.slots(sum(lens), HEADS)
     indptr = None if set(lens) == {1} else [0, *np.cumsum(lens).tolist()]

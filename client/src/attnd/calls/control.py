@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from attnd.calls.arguments import (
     whole_numbers,
 )
 from attnd.calls.call import Array, Call, Reply, Settled
-from attnd.calls.parsing import reads
+from attnd.calls.parsing import nothing, reads, reads_into, result_of
 from attnd.calls.prefix import Prefix, indptr_of
 from attnd.errors import ServiceError, UnknownSequence
 from attnd.results import (
@@ -27,7 +27,6 @@ from attnd.results import (
     Health,
     Info,
     Int32,
-    Meta,
     PageTable,
     PageTableLevel,
     Pool,
@@ -155,14 +154,14 @@ def sequence_page(after: str | None = None, limit: int | None = None) -> Call[Se
 def get_sequence(sequence: str) -> Call[SequenceInfo]:
     """One sequence; raises `UnknownSequence`."""
     fields = {"id": sequence_id(sequence)}
-    return Call("get_sequence", reads(sequence_of_reply), repeatable=True, fields=fields)
+    return Call("get_sequence", reads_into(SequenceInfo), repeatable=True, fields=fields)
 
 
 def delete_sequence(sequence: str) -> Call[None]:
     """Delete a sequence, its forks stay; raises `UnknownSequence`."""
     return Call(
         "delete_sequence",
-        lambda reply: None,
+        nothing,
         repeatable=True,
         fields={"id": sequence_id(sequence)},
         recover=deleted_before,
@@ -189,7 +188,7 @@ def truncate(sequence: str, length: int, *, keep: Indices | None = None) -> Call
     }
     return Call(
         "truncate",
-        reads(sequence_of_reply),
+        reads_into(SequenceInfo),
         repeatable=not kept,  # cutting to the same length again changes nothing
         fields=plain_fields(fields),
     )
@@ -230,18 +229,23 @@ def page_table(sequences: Sequence[str], layer: int = 0) -> Call[PageTable]:
 
 def info() -> Call[Info]:
     """Geometry, dtypes, backend, device, limits, version, instance id."""
-    return Call("info", reads(info_of), repeatable=True)
+    return Call("info", reads_into(Info), repeatable=True)
 
 
 def pool() -> Call[Pool]:
     """Page and sequence counts, and the integrity check's verdict."""
-    return Call("pool", reads(pool_of), repeatable=True)
+    return Call("pool", reads_into(Pool), repeatable=True)
 
 
 def engines(*, counts: bool = False) -> Call[tuple[EngineInfo, ...]]:
     """The engines of the service with their pages and pace; with `counts` also their counters."""
     given = {"counts": True} if counts else {}
-    return Call("engines", reads(engines_of), repeatable=True, fields=given)
+    return Call(
+        "engines",
+        reads(lambda reply: tuple(result_of(EngineInfo, one) for one in reply.fields["engines"])),
+        repeatable=True,
+        fields=given,
+    )
 
 
 def drain_engine(name: str, *, stop: bool = False) -> Call[int]:
@@ -281,70 +285,24 @@ def metrics() -> Call[str]:
 
 
 def sequence_infos(reply: Reply) -> list[SequenceInfo]:
-    return [sequence_info(document, reply.meta) for document in reply.fields["sequences"]]
-
-
-def sequence_of_reply(reply: Reply) -> SequenceInfo:
-    return sequence_info(reply.fields, reply.meta)
-
-
-def sequence_info(document: dict[str, Any], meta: Meta) -> SequenceInfo:
-    return SequenceInfo(
-        id=document["id"],
-        length=document["length"],
-        lengths=tuple(document["lengths"]),
-        pages=document["pages"],
-        last_page_len=document["last_page_len"],
-        parent=document["parent"],
-        cached_len=document.get("cached_len", 0),
-        ttl_s=document.get("ttl_s"),
-        meta=meta,
-    )
+    return [result_of(SequenceInfo, one, reply.meta) for one in reply.fields["sequences"]]
 
 
 def indices(values: Any) -> Int32:
     return np.asarray(values, dtype=np.int32)
 
 
+CSR: Final = ("kv_indptr", "kv_indices", "kv_last_page_len")
+
+
 def page_table_of(reply: Reply) -> PageTable:
     table = reply.fields
     levels = tuple(
-        PageTableLevel(
-            qo_indptr=indices(level["qo_indptr"]),
-            kv_indptr=indices(level["kv_indptr"]),
-            kv_indices=indices(level["kv_indices"]),
-            kv_last_page_len=indices(level["kv_last_page_len"]),
-        )
+        PageTableLevel(**{name: indices(level[name]) for name in ("qo_indptr", *CSR)})
         for level in table["levels"]
     )
-    return PageTable(
-        kv_indptr=indices(table["kv_indptr"]),
-        kv_indices=indices(table["kv_indices"]),
-        kv_last_page_len=indices(table["kv_last_page_len"]),
-        levels=levels,
-        order=indices(table["order"]),
-        meta=reply.meta,
-    )
-
-
-def info_of(reply: Reply) -> Info:
-    document = dict(reply.fields)
-    known = {field.name for field in fields(Info)} - {"meta"}
-    document |= {name: tuple(document[name]) for name in ("tensor_dtypes", "unsupported")}
-    return Info(**{name: document[name] for name in known}, meta=reply.meta)
-
-
-def pool_of(reply: Reply) -> Pool:
-    known = {field.name for field in fields(Pool)} - {"meta"}
-    return Pool(**{name: reply.fields[name] for name in known & set(reply.fields)}, meta=reply.meta)
-
-
-def engines_of(reply: Reply) -> tuple[EngineInfo, ...]:
-    known = [field.name for field in fields(EngineInfo)]
-    engines = reply.fields["engines"]
-    return tuple(
-        EngineInfo(**{name: one[name] for name in known if name in one}) for one in engines
-    )
+    arrays = {name: indices(table[name]) for name in (*CSR, "order")}
+    return PageTable(**arrays, levels=levels, meta=reply.meta)
 
 
 def snapshot_of(reply: Reply) -> Snapshot:
@@ -357,7 +315,7 @@ def snapshot_of(reply: Reply) -> Snapshot:
         **{name: given[name] for name in known},
         page_states=arrays["page_states"],
         tree=SnapshotTree(tuple(given["namespaces"]), **tree),
-        engines=tuple(EnginePages(**one) for one in given.get("engines", ())),
+        engines=tuple(result_of(EnginePages, one) for one in given.get("engines", ())),
         meta=reply.meta,
     )
 

@@ -19,7 +19,7 @@ from attnd.calls.arguments import (
     whole_numbers,
 )
 from attnd.calls.call import Call, Reply, Settled
-from attnd.calls.parsing import reads
+from attnd.calls.parsing import nothing, reads, reads_into, result_of
 from attnd.errors import ServiceError, UnknownLease, UnknownPage
 from attnd.results import (
     CacheEvent,
@@ -127,7 +127,7 @@ def commit(
     }
     return Call(
         "commit",
-        reads(commit_of),
+        reads_into(CommitResult),
         repeatable=True,
         fields=plain_fields(fields),
         arrays=prefix.arrays(),
@@ -178,7 +178,7 @@ def indptr_of(parts: Sequence[Sized]) -> list[int]:
 def renew_lease(lease: str, lease_s: float = DEFAULT_LEASE_S) -> Call[Lease]:
     """Extend a lease to `lease_s` seconds from now; raises `UnknownLease`."""
     fields = {"id": lease, "lease_s": float(lease_s)}
-    return Call("renew_lease", reads(lease_of_reply), repeatable=True, fields=fields)
+    return Call("renew_lease", reads_into(Lease), repeatable=True, fields=fields)
 
 
 def release_lease(lease: str) -> Call[None]:
@@ -217,7 +217,11 @@ def unpin(page_key: str | bytes, *, cache_salt: str = "") -> Call[None]:
 
 def holds() -> Call[tuple[Hold, ...]]:
     """The hard pins and leases, at most a thousand."""
-    return Call("holds", reads(holds_of), repeatable=True)
+    return Call(
+        "holds",
+        reads(lambda reply: tuple(result_of(Hold, one) for one in reply.fields["holds"])),
+        repeatable=True,
+    )
 
 
 def evict(num_pages_at_most: int) -> Call[int]:
@@ -233,7 +237,7 @@ def clear() -> Call[int]:
 
 def get_namespace(name: str) -> Call[Namespace]:
     """The quota of a namespace, and its pages by state."""
-    return Call("get_namespace", reads(namespace_of), repeatable=True, fields={"name": name})
+    return Call("get_namespace", reads_into(Namespace), repeatable=True, fields={"name": name})
 
 
 def set_namespace(
@@ -246,7 +250,7 @@ def set_namespace(
         "max_pages": None if max_pages is None else whole_number(max_pages, "max_pages"),
         "reserved_pages": whole_number(reserved_pages, "reserved_pages"),
     }
-    return Call("set_namespace", reads(namespace_of), repeatable=True, fields=fields)
+    return Call("set_namespace", reads_into(Namespace), repeatable=True, fields=fields)
 
 
 def event_page(after: int = FROM_NOW, limit: int | None = None) -> Call[EventPage]:
@@ -258,10 +262,6 @@ def event_page(after: int = FROM_NOW, limit: int | None = None) -> Call[EventPag
 
 def hex_key(key: str | bytes) -> str:
     return key if isinstance(key, str) else key.hex()
-
-
-def nothing(_: Reply) -> None:
-    """The answer has no fields."""
 
 
 def lease_ended_before(error: ServiceError) -> Settled[None] | None:
@@ -278,30 +278,10 @@ def num_pages(reply: Reply) -> int:
     return int(reply.fields["num_pages"])
 
 
-def holds_of(reply: Reply) -> tuple[Hold, ...]:
-    known = Hold.__slots__
-    return tuple(Hold(**{name: one[name] for name in known}) for one in reply.fields["holds"])
-
-
-def lease_of(document: dict[str, Any]) -> Lease:
-    return Lease(document["id"], document["expires_at"])
-
-
-def lease_of_reply(reply: Reply) -> Lease:
-    return lease_of(reply.fields)
-
-
 def match_of(reply: Reply) -> PrefixMatch:
     fields = reply.fields
-    lease = None if fields["lease"] is None else lease_of(fields["lease"])
+    lease = None if fields["lease"] is None else result_of(Lease, fields["lease"])
     return PrefixMatch(fields["matched_len"], fields["num_pages"], lease, reply.meta)
-
-
-def commit_of(reply: Reply) -> CommitResult:
-    fields = reply.fields
-    return CommitResult(
-        fields["committed_len"], fields["num_pages"], fields["last_key"], reply.meta
-    )
 
 
 def commits_of(reply: Reply) -> tuple[CommitResult, ...]:
@@ -314,18 +294,5 @@ def commits_of(reply: Reply) -> tuple[CommitResult, ...]:
 
 def event_page_of(reply: Reply) -> EventPage:
     fields = reply.fields
-    events = tuple(map(event_of, fields["events"]))
+    events = tuple(result_of(CacheEvent, one) for one in fields["events"])
     return EventPage(events, fields["next"], fields["too_old"], reply.meta)
-
-
-def event_of(document: dict[str, Any]) -> CacheEvent:
-    known = {name: document[name] for name in CacheEvent.__slots__ if name in document}
-    for name in ("page_keys", "token_ids"):
-        if name in known:
-            known[name] = tuple(known[name])
-    return CacheEvent(**known)
-
-
-def namespace_of(reply: Reply) -> Namespace:
-    known = [name for name in Namespace.__slots__ if name != "meta"]
-    return Namespace(**{name: reply.fields[name] for name in known}, meta=reply.meta)

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from attnd.calls.arguments import plain_fields, sequence_id
 from attnd.calls.call import Call, Reply, Settled
-from attnd.calls.parsing import reads
-from attnd.calls.prefix import Prefix, nothing
+from attnd.calls.parsing import nothing, reads, reads_into
+from attnd.calls.prefix import Prefix
 from attnd.errors import PartMismatch, SequenceExists, ServiceError, UnknownImport
 from attnd.results import NO_META, Meta
 
@@ -167,7 +167,7 @@ def end_import(sequence: str, digest: str) -> Call[ImportState]:
 def get_import(sequence: str) -> Call[ImportState]:
     """Progress of an import; raises `UnknownImport`."""
     return Call(
-        "get_import", reads(state_of), repeatable=True, fields={"id": sequence_id(sequence)}
+        "get_import", reads_into(ImportState), repeatable=True, fields={"id": sequence_id(sequence)}
     )
 
 
@@ -189,7 +189,7 @@ def import_call(
 ) -> Call[ImportState]:
     return Call(
         "import_sequence",
-        reads(state_of),
+        reads_into(ImportState),
         repeatable=True,  # a second part or end is refused, which `recover` recognises
         fields=fields,
         arrays={name: np.ascontiguousarray(array) for name, array in arrays.items()},
@@ -200,8 +200,3 @@ def import_call(
 def header_of(reply: Reply) -> ExportHeader:
     fields = dict(reply.fields["header"])
     return ExportHeader(fields, str(reply.fields["digest"]), dict(reply.tensors), reply.meta)
-
-
-def state_of(reply: Reply) -> ImportState:
-    names = [name for name in ImportState.__slots__ if name != "meta"]
-    return ImportState(**{name: reply.fields[name] for name in names}, meta=reply.meta)
