@@ -14,12 +14,12 @@ BackendKind = Literal["cpu", "cuda", "auto"]
 def make_backend(
     kind: BackendKind, geometry: PoolGeometry, device: int = 0, *, poison: bool = False
 ) -> Backend:
-    """A ready backend with its pool allocated; `auto` is cuda where a device answers, else cpu.
+    """A ready backend with an allocated pool; `auto` is cuda if a device responds, else cpu.
 
     torch and cupy are imported only by the backend that needs them. `poison` fills the pool with
-    0xFF bytes, a NaN in every storage dtype, so that a read of a dead slot shows. Raises
-    `ValueError` for an unknown kind, `Unsupported` where the backend cannot hold the geometry, and
-    `DeviceLost` where there is no such device.
+    0xFF bytes, a NaN in every storage dtype, so that reads of unwritten slots show. Raises
+    `ValueError` for an unknown kind, `Unsupported` for a geometry that the backend does not
+    support, and `DeviceLost` without such a device.
     """
     match kind:
         case "cpu":
@@ -37,20 +37,20 @@ def make_backend(
 
 
 def cuda_devices() -> int:
-    """How many CUDA devices answer; 0 without cupy, a driver or a device."""
+    """Number of CUDA devices that respond; 0 without cupy, a driver or a device."""
     count: int = importlib.import_module("kernels.cuda.device.devices").count()
     return count
 
 
 def why_no_device() -> str:
-    """What keeps this machine from CUDA, and its remedy."""
+    """The reason why CUDA is unavailable, with its remedy."""
     if find_spec("cupy") is None:
         return (
             "CuPy is not installed: pip install 'cupy-cuda13x[ctk]' cuda-bindings (CUDA 12: "
             "'cupy-cuda12x[ctk]' 'cuda-bindings<13')"
         )
     return (
-        "no CUDA device answers on this machine: see that nvidia-smi lists one and that "
+        "no CUDA device responds on this machine: check that nvidia-smi lists one and that "
         "CUDA_VISIBLE_DEVICES does not hide it"
     )
 

@@ -3,16 +3,16 @@
 Tensors are handles (`kernels.tensor`): numpy arrays, pinned arrays, or memory of the device. Index
 arrays are numpy's, int32 and C-contiguous. Everything here is a value: a backend may keep a
 reference to a `Plan` and use its identity as a cache key, because a plan never changes after it is
-made. A pageable array has been read when the call returns; a `PinnedArray` is read, and an `out` is
+made. A pageable array has been read when the call returns. A `PinnedArray` is read, and an `out`
 written, until the call's `Pending` is done; a `DeviceTensor` in the order of its stream.
 
 Scores, softmax and sums are float32. A backend may multiply in a 16-bit format: that of the keys if
 it is one, else q's, or fp16 where q is float32 too. It then rounds q, and ragged k and v, to that
-format first, and o on its way to q's dtype; its error is what it adds to that.
+format first, and o on conversion to q's dtype; accuracy is stated in addition to that rounding.
 
-A score of NaN or +inf that a row sees makes its o and lse NaN. What a row does not see leaves its
-lse alone; a row that sees nothing is (0, -inf). Of rows that see something, o may be NaN where a V
-that they do not see is not finite. The same call on the same pool gives the same bits.
+A visible score of NaN or +inf makes the row's o and lse NaN. Invisible keys never change lse; a row
+that sees no key is (0, -inf). For rows that see some key, o can be NaN if an invisible V is not
+finite. The same call on the same pool gives the same bits.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Float32 = NDArray[np.float32]
 UInt8 = NDArray[np.uint8]
 
 LEFT_OUT: Final = -1
-"""The token slot of a row that is not to be appended."""
+"""The token slot of a row that is not appended."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,9 +52,9 @@ class Level:
 
     `qo_indptr` int32 [S+1] starts at 0, ends at the number of plan rows, and never decreases;
     `kv_indptr` int32 [S+1] over pages; `kv_indices` int32 page ids; `kv_last_page_len` int32 [S] in
-    1..page_size, or 0 where the segment has no pages. `kv_start` int32 [S] is the position, in each
-    row's own sequence, of the segment's first key. `causal` says whether this level hides keys that
-    come after a row's position.
+    1..page_size, or 0 for a segment without pages. `kv_start` int32 [S] is the position, in each
+    row's own sequence, of the segment's first key. `causal`: this level hides keys that come after
+    a row's position.
     """
 
     qo_indptr: Int32
@@ -67,7 +67,7 @@ class Level:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """What each query row attends: levels (0 = most shared) whose states are merged.
+    """The levels (0 = most shared) that each query row attends; their states are merged.
 
     Plan row `r` is row `order[r]` of the request's q and o (`order` None: the identity).
     `positions` int32 [n], in plan order, is the row's own position in its sequence,
@@ -93,7 +93,7 @@ class Mask:
 
 
 class Scoring(NamedTuple):
-    """How scores are made: `s = sm_scale * q.k`, then `cap * tanh(s / cap)` when cap > 0.
+    """The scores: `s = sm_scale * q.k`, then `cap * tanh(s / cap)` if cap > 0.
 
     `window_left` is as in `Plan`; -1 is off.
     """
@@ -107,7 +107,7 @@ class Scoring(NamedTuple):
 class Attend:
     """Attention of `q [n, num_qo_heads, head_dim]` over pooled KV of one layer.
 
-    q may be of another dtype than the pool. `out` is where the answer goes, and then the answer.
+    q can have another dtype than the pool. `out` is the place of the result, and then the result.
     """
 
     layer: int
@@ -196,7 +196,7 @@ class Backend(Protocol):
     def unregister(self, address: int) -> None:
         """Take back `register` of the range that begins at `address`; copies of it come to an end.
 
-        An address that is not registered is let be.
+        Unregistered addresses are ignored.
         """
         ...
 

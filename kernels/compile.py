@@ -94,7 +94,7 @@ def compile_all(
     workers: int | None = None,
     sources: Path = SOURCES,
 ) -> list[Compiled]:
-    """Compile `specs` for `arch` in parallel, those that the cache lacks; order is kept.
+    """Compile the `specs` missing in the cache for `arch`, in parallel; keeps their order.
 
     `cache` None compiles everything and stores nothing. Raises `CompileError`.
     """
@@ -162,7 +162,7 @@ def compile_spec(kernel: Spec, arch: str, sources: Path = SOURCES) -> Compiled:
     try:
         encoded = [option.encode() for option in options]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
-        # NVRTC writes into what it is given: never bytes, of which Python shares those of length 1
+        # NVRTC writes into its argument: never pass bytes, since Python shares those of length 1
         log = bytearray(check(nvrtc.nvrtcGetProgramLogSize(program)))
         check(nvrtc.nvrtcGetProgramLog(program, log))
         text = log.rstrip(b"\0 ").decode(errors="replace")

@@ -1,12 +1,10 @@
-"""What backends raise beside `ValueError`: a request that they do not run, a device that is
-full or has failed.
-"""
+"""Errors of backends besides `ValueError`: unsupported requests, full or failed devices."""
 
 from __future__ import annotations
 
 
 class Unsupported(ValueError):
-    """A legal request that this backend does not run; nothing was changed."""
+    """A valid request that this backend does not support; nothing was changed."""
 
     def __init__(self, field: str, value: object, rule: str) -> None:
         super().__init__(f"{field} = {value}: {rule}")
@@ -14,8 +12,8 @@ class Unsupported(ValueError):
 
 
 class NoMemory(RuntimeError):
-    """The device has no memory for a call now, and cannot make room; the call may be repeated."""
+    """The device has no memory for a call and cannot free any; the call can be repeated."""
 
 
 class DeviceLost(RuntimeError):
-    """The device failed: its pool contents cannot be trusted and the process must be restarted."""
+    """The device failed: its pool is undefined and the process must be restarted."""

@@ -1,4 +1,4 @@
-"""The page pool's shape and storage, and the dtypes that it and tensors beside it may have."""
+"""The page pool's shape and storage, and the dtypes of pools and tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUMPY_DTYPES: Final[dict[DType, np.dtype[Any]]] = {
     "fp8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
 }
 TENSOR_DTYPES: Final[tuple[DType, ...]] = ("fp32", "fp16", "bf16")
-"""What q, k, v may be on the way in, and o on the way out."""
+"""Dtypes of q, k, v in requests, and of o in results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class PoolGeometry:
 
     @property
     def scales(self) -> tuple[float, float]:
-        """(k_scale, v_scale) where they apply: (1, 1) unless the pool is fp8."""
+        """(k_scale, v_scale) of fp8 pools; (1, 1) of others."""
         return (self.k_scale, self.v_scale) if self.dtype.startswith("fp8") else (1.0, 1.0)
 
     @property

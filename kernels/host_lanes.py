@@ -1,4 +1,4 @@
-"""Lanes in host memory: a layer runs when its caller says that it is ready, on any backend."""
+"""Lanes in host memory, for any backend: a layer runs when its caller reports it ready."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kernels.lanes import Lane, Owner, StepWork, address_of
 
 
 class HostLanes:
-    """Lanes over the arenas that sessions have anyway."""
+    """Lanes over the sessions' host arenas."""
 
     deep = 2
     polled = False
@@ -23,33 +23,33 @@ class HostLanes:
         return HostLane(self._backend, arena)
 
     def close(self, lane: Lane) -> None:
-        """The arena goes with its session."""
+        """Nothing to do: the session frees the arena."""
 
     def unpin(self, memory: memoryview) -> None:
         self._backend.unregister(address_of(memory))
 
 
 class HostLane:
-    """`Lane` in an arena of host memory, whose flags are the caller's words."""
+    """A `Lane` in host memory, without flags: the caller reports layers by messages."""
 
     def __init__(self, backend: Backend, arena: memoryview) -> None:
         self._backend = backend
         self._arena = arena
         self.arena_bytes = len(arena)
-        self.told: dict[str, Any] = {"kind": "host"}
+        self.access: dict[str, Any] = {"kind": "host"}
 
     def begin(self, work: StepWork) -> HostRun:
         return HostRun(self._backend, self._arena, work)
 
-    def free_caller(self) -> None:
-        """It waits for no flag, but for an answer."""
+    def unblock_caller(self) -> None:
+        """Nothing to do: the caller waits for a message."""
 
     def clear(self) -> None:
-        """There are no flags."""
+        """Nothing to do: there are no flags."""
 
 
 class HostRun:
-    """A step whose layers run one after another, each when it is called for."""
+    """A step whose layers run when the caller reports them ready."""
 
     def __init__(self, backend: Backend, arena: memoryview, work: StepWork) -> None:
         self._backend, self._arena, self._work = backend, arena, work
@@ -57,7 +57,7 @@ class HostRun:
         self.done = False
 
     def layer(self, layer: int) -> None:
-        """Append and attend, in the slot that is the layer's."""
+        """Append and attend in the layer's slot."""
         work, place = self._work, self._next
         if self.done or layer != work.layers[place]:
             due = "none" if self.done else work.layers[place]

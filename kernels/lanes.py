@@ -1,8 +1,9 @@
-"""The contract of lanes: where a session's steps run, layer by layer, as their tensors get ready.
+"""The contract of lanes: a lane executes one session's steps, one layer at a time, as inputs
+arrive.
 
 A step is one decode or prefill of a batch through many layers. Its plan and the slots of its new
-tokens are known before the first layer's tensors are there. A lane runs them in its own order,
-beside everything else that the backend does.
+tokens are known before the first layer's tensors are ready. A lane executes steps in their order,
+concurrently with the backend's other work.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from kernels.backend import Int32, Plan, Scoring
 
 FLAG_BYTES: Final = 4
 LAYER_FLAGS: Final = 2
-"""Flags of a layer, one behind the other: ready, which the caller sets, and done."""
+"""Consecutive flags of a layer: ready, which the caller sets, and done."""
 
 
 class NoRoom(RuntimeError):
-    """The device has no memory for another lane, or as many are open as may be."""
+    """The device has no memory for another lane, or the lane limit is reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a layer's tensors lie: bytes from the beginning of the arena."""
+    """Offsets of a layer's tensors in the arena, in bytes."""
 
     q: int
     k: int
@@ -37,13 +38,15 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepWork:
-    """What a step does at each of its `layers`, in order; layer l of the pool uses `slots[l % n]`.
+    """The work of a step at each of its `layers`, in order; layer l of the pool uses `slots[l %
+    n]`.
 
-    q and o are `[rows, num_qo_heads, head_dim]` of `dtype`, k and v `[rows, num_kv_heads,
-    head_dim]` of it, lse `[rows, num_qo_heads]` float32, times `lse_scale`. k and v go to the token
-    slots `append_slots` first, unless that is None. `scorings` has one for each layer. `flags` is
-    where the flags of layer 0 of the pool lie. Without a `plan` the layers are only handed
-    over, to measure that: all that is done is to multiply the first number of lse by one.
+    q and o are `[rows, num_qo_heads, head_dim]`, k and v `[rows, num_kv_heads, head_dim]`, all of
+    `dtype`; lse is `[rows, num_qo_heads]` float32, multiplied by `lse_scale`. k and v are first
+    written to the token slots `append_slots`, unless that is None. `scorings` has one entry per
+    layer. `flags` is the offset of the flags of layer 0 of the pool. Without a `plan` the step only
+    measures the time of passing layers back and forth: it multiplies the first number of lse by
+    one.
     """
 
     layers: tuple[int, ...]
@@ -59,90 +62,90 @@ class StepWork:
 
 
 class Run(Protocol):
-    """A step on its lane, from its beginning until every layer has been gone through."""
+    """A step on its lane, until all its layers are done."""
 
     @property
     def done(self) -> bool:
-        """Known without waiting. May raise `DeviceLost`."""
+        """Whether all layers are done; does not wait. Can raise `DeviceLost`."""
         ...
 
     def layer(self, layer: int) -> None:
-        """The layer's tensors are ready: for lanes whose caller says so in words, not by flags.
+        """Report that a layer's tensors are ready, for lanes without flags.
 
         Raises `ValueError` out of turn.
         """
         ...
 
     def release(self) -> None:
-        """Let the layers that wait go through, whatever is in their tensors; may be repeated."""
+        """Execute the waiting layers with whatever their tensors contain; can be repeated."""
         ...
 
 
 class Lane(Protocol):
-    """One session's; used by the thread that uses the backend."""
+    """The lane of one session; used by the backend's thread only."""
 
     @property
     def arena_bytes(self) -> int: ...
 
     @property
-    def told(self) -> dict[str, Any]:
-        """What the caller has to know to reach the arena."""
+    def access(self) -> dict[str, Any]:
+        """The data that the caller needs to access the arena."""
         ...
 
     def begin(self, work: StepWork) -> Run:
-        """Start a step behind those that are on the lane already; it waits for its caller there.
+        """Start a step after those on the lane; it waits there for its caller.
 
-        Raises `Unsupported`, having started nothing.
+        Raises `Unsupported` without having started anything.
         """
         ...
 
-    def free_caller(self) -> None:
-        """Set every flag that the caller of an aborted step may be waiting for; to be repeated."""
+    def unblock_caller(self) -> None:
+        """Set every flag that the caller of an aborted step may wait for; call it repeatedly."""
         ...
 
     def clear(self) -> None:
-        """Set all flags back; nothing may be on the lane, at either end."""
+        """Reset all flags. The lane must be empty at both ends."""
         ...
 
 
 class Lanes(Protocol):
-    """The lanes of one backend. `deep`: how many steps a lane takes at once."""
+    """The lanes of one backend. `deep`: maximum steps on a lane at a time."""
 
     @property
     def deep(self) -> int: ...
 
     @property
     def polled(self) -> bool:
-        """Whether only looking tells that a step goes on: its caller sets flags on a device."""
+        """Whether progress of a step can only be polled, because its caller sets device flags."""
         ...
 
     def open(self, arena: memoryview, arena_bytes: int, owner: Owner) -> Lane:
-        """A lane for `owner`, with `arena_bytes` at least; raises `NoRoom`.
+        """A lane for `owner`, with at least `arena_bytes`; raises `NoRoom`.
 
-        `arena` is the caller's host memory, for lanes that have no other.
+        `arena` is the session's host memory, for lanes without device memory.
         """
         ...
 
     def close(self, lane: Lane) -> None:
-        """Nothing runs on it any more."""
+        """Close a lane on which nothing runs."""
         ...
 
     def unpin(self, memory: memoryview) -> None:
-        """`Backend.unregister` of host memory, without waiting for steps that are open."""
+        """`Backend.unregister` for host memory, without waiting for open steps."""
         ...
 
 
 def address_of(memory: memoryview) -> int:
-    """Where host memory begins."""
+    """The address of host memory."""
     return int(np.frombuffer(memory, np.uint8, 1).ctypes.data)
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A caller's process, and the namespace and user that it acts for.
+    """A caller's process, with its namespace and user.
 
-    `started` distinguishes the process from a later one with the same pid. It is empty for a
-    process that this one cannot see, in another PID namespace for example.
+    `started` distinguishes the process from a later one with the same pid; empty if the process is
+    not visible, for example in another PID namespace.
     """
 
     pid: int
@@ -155,27 +158,27 @@ class Owner:
         return cls(pid, process_start(pid), namespace, uid)
 
     @property
-    def is_gone(self) -> bool:
-        """Whether the process is known to have ended, and has no memory mapped any more."""
+    def has_ended(self) -> bool:
+        """Whether the process is known to have ended, and so has no memory mapped."""
         return self.started != "" and process_start(self.pid) != self.started
 
     def may_follow(self, other: Owner) -> bool:
-        """Whether this owner may get memory that `other` had mapped.
+        """Whether this owner can get memory that `other` had mapped.
 
-        Both act for one namespace and one user, and `other` is the same process or has ended.
-        Nobody follows a process that cannot be seen: it may have the memory mapped still.
+        Both must have the same namespace and user, and `other` must be the same process or have
+        ended. A process that is not visible may still have the memory mapped.
         """
         if (self.namespace, self.uid) != (other.namespace, other.uid):
             return False
         same = (self.pid, self.started) == (other.pid, other.started)
-        return other.is_gone or (same and self.started != "")
+        return other.has_ended or (same and self.started != "")
 
 
 def process_start(pid: int) -> str:
-    """When a process began, in the system's own ticks; empty when it has ended or is unknown."""
+    """Start time of a process in the kernel's ticks; empty if it has ended or is unknown."""
     try:
-        told = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:
         return ""
-    fields = told[told.rindex(")") + 2 :].split()
+    fields = stat[stat.rindex(")") + 2 :].split()
     return "" if fields[0] in "ZX" else fields[19]

@@ -36,8 +36,8 @@ def segment_packbits(mask: Array, indptr: Array) -> tuple[UInt8, Int32]:
 def mask_row_offsets(qo_lens: Array, kv_lens: Array, *, padded: bool) -> Int64:
     """The bit where each query row's keys begin, `[sum(qo_lens)]`, for 2-D ragged masks.
 
-    Each request holds `qo_len x kv_len` bits, row-major. Requests lie back to back, or with
-    `padded` each begins on a whole byte (what `segment_packbits` makes).
+    Each request has `qo_len x kv_len` bits, row-major. Requests are contiguous, or with `padded`
+    each starts at a whole byte, as from `segment_packbits`.
     """
     qo, kv = np.asarray(qo_lens, np.int64), np.asarray(kv_lens, np.int64)
     bits = qo * kv

@@ -20,7 +20,7 @@ def free_bytes(kind: Kind, device: int = 0) -> int:
 
 
 def host_free_bytes(meminfo: Path, cgroup: Path) -> int:
-    """What the machine has available, or what the container may still take if that is less.
+    """Available bytes of the machine, or the container's remaining limit if that is less.
 
     Raises `RuntimeError` where the system does not say.
     """

@@ -1,4 +1,4 @@
-"""What the places given for answers must be, whatever the backend."""
+"""Checks of the places given for results, for all backends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work handed to a device: what it is until its result is there, and what it took."""
+"""Work on a device: a handle until its result is ready, and the seconds it took."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T_co = TypeVar("T_co", covariant=True)
 class Pending(Protocol[T_co]):
     """Work handed to the device. `result()` waits, is called once, and may raise `DeviceLost`.
 
-    What it returns belongs to the caller. `done` says whether the device is through with it; it
+    Results belong to the caller. `done` is true once the device has finished; it
     never waits, and may raise `DeviceLost`.
     """
 

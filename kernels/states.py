@@ -1,4 +1,4 @@
-"""The algebra of attention states in numpy, for whoever holds states and no device.
+"""The algebra of attention states in numpy, for processes without a device.
 
 A state is attention over a set of keys: `o` (normalised) and `lse = log sum_j exp(s_j)`, natural
 log. States of the same queries over disjoint sets merge (cascade inference: Ye et al.,

@@ -1,4 +1,4 @@
-"""Tensors as handles: dtype, shape, and where the bytes lie, in host memory or on a device."""
+"""Tensors as handles: dtype, shape and address, in host memory or on a device."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ Array: TypeAlias = NDArray[Any]
 
 
 class PinnedArray(np.ndarray[Any, np.dtype[Any]]):
-    """Host memory that the device can read and write by itself (DMA); its slices and views too.
+    """Host memory that the device can read and write directly (DMA); also its slices and views.
 
     Made by `array.view(PinnedArray)` of an array over memory that a backend has registered. A
-    backend copies from and to it after the call has returned, until its `Pending` is done: whoever
-    gives one leaves the bytes alone until then. The backend keeps the memory alive.
+    backend copies from and to it until the call's `Pending` is done; until then the caller must not
+    use the bytes. The backend keeps the memory alive.
     """
 
     @property
     def is_pinned(self) -> bool:
-        """Whether this lies in the memory that was given: a copy has memory of its own."""
+        """Whether this is registered memory: copies have memory of their own."""
         owner: Any = self
         while isinstance(owner, np.ndarray):
             if owner.flags.owndata:
@@ -35,9 +35,8 @@ class PinnedArray(np.ndarray[Any, np.dtype[Any]]):
 class DeviceTensor:
     """Memory of the device at `address`, C-contiguous, valid in the order of `stream`.
 
-    `stream` is a CUDA stream handle (0: the default stream). Work on the tensor comes after what
-    the stream has been given before, and what it is given later comes after that work. `owner`
-    keeps the memory alive.
+    `stream` is a CUDA stream handle (0: the default stream). Work on the tensor is ordered after
+    the stream's earlier work and before its later work. `owner` keeps the memory alive.
     """
 
     dtype: np.dtype[Any]
@@ -65,7 +64,7 @@ class DeviceTensor:
         """Consecutive rows, as of an array: the same memory."""
         first, stop, step = rows.indices(self.shape[0])
         if step != 1:
-            raise ValueError(f"step = {step}: rows of a device tensor are taken one after another")
+            raise ValueError(f"step = {step}: device tensors support slices with step 1 only")
         row_bytes = prod(self.shape[1:]) * self.dtype.itemsize
         shape = (max(0, stop - first), *self.shape[1:])
         return replace(self, shape=shape, address=self.address + first * row_bytes)
@@ -77,7 +76,7 @@ Tensor: TypeAlias = Array | DeviceTensor
 def host_array(tensor: Tensor) -> Array:
     """The tensor as an array; raises `TypeError` for one of a device."""
     if isinstance(tensor, DeviceTensor):
-        raise TypeError(f"a tensor {tensor.shape} on the device: an array of the host is needed")
+        raise TypeError(f"a tensor {tensor.shape} on the device: a host array is required")
     return tensor
 
 

@@ -62,7 +62,7 @@ class StoredPages:
         self.by_token[:, dst, offset] = self.by_token[:, src, offset]
 
     def loads_as_is(self, runs: int) -> bool:
-        """Whether what is gathered needs no second pass."""
+        """Whether gathered values need no second pass."""
         return runs == 1 and self.dtype == "fp32" and self.layout == "NHD"
 
     def loads_jointly(self, runs: int, per_run: int) -> bool:

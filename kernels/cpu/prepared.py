@@ -1,4 +1,4 @@
-"""What a batch of plans asks of the attention loop, kept by the plans' identity where it is small.
+"""Prepared work of the attention loop for a batch of plans; small ones are cached by identity.
 
 For a small batch it costs more than the attention itself, and it is the same for every layer.
 """
@@ -18,7 +18,7 @@ from kernels.cpu.steps import Step, steps
 from kernels.cpu.work import PagedShape, Work, lay_out
 
 KEPT_SCORES: Final = 256 * 1024
-"""Batches of at most so many rows x keys are kept: what they hide takes up to a byte for each."""
+"""Maximum rows x keys of a cached batch: its masks take up to a byte for each."""
 MOST_KEPT: Final = 64
 
 
@@ -74,16 +74,16 @@ def _scores(work: Work, shape: PagedShape) -> int:
 
 
 class Preparer:
-    """Prepares requests over one pool, and keeps what it made last."""
+    """Prepares requests over one pool, and caches recent results."""
 
     def __init__(self, shape: PagedShape) -> None:
         self._shape = shape
         self._kept: OrderedDict[tuple[object, ...], Prepared] = OrderedDict()
 
     def __call__(self, requests: Sequence[Attend]) -> tuple[Prepared, int]:
-        """What to do, and the page of the pool from which its pages count."""
+        """The work, and the pool's page from which its page ids count."""
         layers = [request.layer for request in requests]
-        # requests of one layer share their work with those of every other layer
+        # requests of one layer share their work with requests of all other layers
         base = layers[0] if layers.count(layers[0]) == len(layers) else 0
         first_page = base * self._shape.num_pages
         if any(request.mask is not None for request in requests):

@@ -56,7 +56,7 @@ class States:
         return States(self.m, torch.ones_like(self.m), self.o.float())
 
     def join(self, rows: Rows, other: States) -> None:
-        """Join `other`'s states to those of `rows`, one to one; these are `widened`."""
+        """Merge `other`'s states into the states of `rows`, one to one; these are `widened`."""
         sums = torch.ones_like(other.m) if other.l is None else other.l
         if self.l is None:
             raise RuntimeError("states without sums are joined to: this is a bug")
@@ -81,7 +81,7 @@ class States:
 
 
 def finite(m: torch.Tensor) -> torch.Tensor:
-    """m with a number in place of -inf: what to subtract so that no -inf meets a -inf."""
+    """m with a number in place of -inf, to be subtracted without computing -inf - -inf."""
     return m.clamp(min=_LOWEST)
 
 

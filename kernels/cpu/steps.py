@@ -1,7 +1,7 @@
 """Batches cut into steps: keys that are loaded at a time, and the tiles of rows that meet them.
 
-A step says all that the attention loop needs but the values: which rows, and what they must not
-see, as torch tensors.
+A step has everything that the attention loop needs except the values: its rows, and what they must
+not see, as torch tensors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From requests to batches of equal-shaped segments, in numpy: what the attention loop walks.
+"""Cuts requests into batches of equal-shaped segments, in numpy, for the attention loop.
 
 Requests are laid end to end: rows are counted over all of them, in plan order, and a page is
 `layer * num_pages + page`, so segments of any request, level and layer can share a batch.

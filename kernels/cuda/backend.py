@@ -222,7 +222,8 @@ class CudaBackend:
         uploaded: Uploaded,
         seconds: StageSeconds,
     ) -> Pending[list[AttentionState]]:
-        """Launch attention of what is `uploaded`, q and mask last, and start the answers' way."""
+        """Launch attention of the `uploaded` arrays, q and mask last, and start the result
+        copies."""
         outs = [request.out for request in requests]
         if device_plan.num_rows == 0:
             return Done([out or _empty(r.q) for out, r in zip(outs, requests, strict=True)])

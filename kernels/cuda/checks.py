@@ -61,7 +61,7 @@ def check_layer(layer: int, geometry: PoolGeometry) -> None:
 
 
 def check_slots(slots: Int32, geometry: PoolGeometry, least: int = 0) -> None:
-    """Every token slot lies in the pool, or is `least`."""
+    """Check that every token slot is in the pool, or is `least`."""
     most = geometry.num_pages * geometry.page_size
     if len(slots):
         low, high = int(slots.min()), int(slots.max())
@@ -93,7 +93,7 @@ def check_indptr(indptr: Int32, end: int, field: str) -> None:
 
 
 def check_level(level: Level, rows: int, geometry: PoolGeometry) -> None:
-    """CSR arrays agree with each other and page ids lie in the pool."""
+    """Check that CSR arrays agree with each other and page ids are in the pool."""
     check_indptr(level.qo_indptr, rows, "qo_indptr")
     check_indptr(level.kv_indptr, len(level.kv_indices), "kv_indptr")
     last, segments = level.kv_last_page_len, len(level.qo_indptr) - 1
@@ -110,7 +110,7 @@ def check_level(level: Level, rows: int, geometry: PoolGeometry) -> None:
 
 
 def check_attend(request: Attend, geometry: PoolGeometry) -> None:
-    """What is cheap to check on every call; `check_plan` is for plans not seen before."""
+    """Cheap checks for every call; `check_plan` is for new plans."""
     check_layer(request.layer, geometry)
     q, heads = request.q, geometry.num_kv_heads
     good = q.ndim == 3 and q.shape[1] % heads == 0 and q.shape[2] == geometry.head_dim

@@ -1,1 +1,1 @@
-"""From work items to launches: what a batch is, and its kernels."""
+"""Turns work items into launches: chooses a batch's kernels and runs them."""

@@ -58,7 +58,7 @@ _write_lists: Final = writer(
 
 
 class _Places(NamedTuple):
-    """Device addresses of a plan's arrays, the last three those of its merge lists."""
+    """Device addresses of a plan's arrays; the last three are its merge lists."""
 
     order: int
     positions: int

@@ -1,4 +1,4 @@
-"""The kernels that a batch gets: the usual ones, or those of batches short or long throughout."""
+"""Sets of kernels for a batch: usual ones, and sets for batches of only short or long runs."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ BatchKind = Literal["usual", "short decode", "short prefill", "long prefill"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KernelSet:
-    """Kernels for growing numbers of packed rows, and what the planner must know of them.
+    """Kernels for increasing numbers of packed rows, with their costs for the planner.
 
-    `few_rows` has those that stand in for the first where rows are few, by rows and `heads_first`.
+    `few_rows` has replacements of the first for few rows, by rows and `heads_first`.
     """
 
     kernels: tuple[Kernel, ...]
@@ -101,7 +101,7 @@ def _kernel_set(
 
 
 def batch_kind(plans: Sequence[Plan], usual: PlannerConfig) -> BatchKind:
-    """What a batch is, as far as that can be told at a glance; `usual` is what plans it else."""
+    """A cheap classification of a batch; `usual` unless another set certainly fits."""
     rows = sequences = pages = 0
     for plan in plans:
         if len(plan.levels) != 1:

@@ -1,4 +1,4 @@
-"""Which kernel takes which rows, and what the planner must know of each."""
+"""The attention kernels with the rows that each takes, and their costs for the planner."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def planner_shape(
     largest: bool,
     few_rows: bool = False,
 ) -> TileShape:
-    """What the planner must know of a kernel; the largest takes every segment left.
+    """A kernel's costs for the planner; the largest kernel takes every segment left.
 
     Costs were fitted to measurements on a H200: a warp's bytes where memory is no limit, or what a
     worker multiplies. `few_rows`: a decode's group is served by the kernel for few rows.

@@ -25,7 +25,7 @@ SHARED_PER_MULTIPROCESSOR: Final = {
 }
 """Bytes; each block also takes `RESERVED` of it."""
 LEAST_SHARED: Final = 102400
-"""What to count on where an architecture is not listed."""
+"""Assumed value for architectures that are not listed."""
 RESERVED: Final = 1024
 
 

@@ -33,7 +33,7 @@ class Goal(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What a kernel writes as one array of `dtype`: answers back to back."""
+    """The contiguous results that a kernel writes as one array of `dtype`."""
 
     dtype: np.dtype[Any]
     goals: Sequence[Goal]
@@ -105,9 +105,9 @@ class Answers:
         return [self._scratch.ptr + next(scratch) if a is None else a for a in at]
 
     def send(self, event: Any, owner: object = None) -> Any:
-        """Start the copies once the kernels are launched, which `event` tells the end of.
+        """Start the copies after the kernels were launched; `event` is their end.
 
-        `owner` keeps what the kernels wrote, if it is not scratch. Returns the event to await.
+        `owner` keeps the kernels' output alive, if it is not scratch. Returns the event to await.
         """
         transfers = self._transfers
         transfers.precede(event, self._in_place)

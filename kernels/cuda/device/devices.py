@@ -1,4 +1,4 @@
-"""Which CUDA devices answer, asked without assuming that there are any; and what they have free."""
+"""Counts CUDA devices, without assuming that there are any, and reads their free memory."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def pinned_memory(size: int) -> Any:
     """Pooled pinned memory of at least so many bytes.
 
     CuPy's pool gives a block again only for its very size, and never back: with powers of two it
-    soon has one for every request, and holds no more than twice what was in use at a time.
+    soon has a block for every request, and at most twice the memory in use at a time.
     """
     return cupy.cuda.alloc_pinned_memory(max(LEAST_PINNED, 1 << (size - 1).bit_length()))
 
@@ -73,7 +73,7 @@ class HostRanges:
         runtime.hostUnregister(address)
 
     def forget(self, address: int) -> None:
-        """Do not count on a range any more; whoever calls unregisters it."""
+        """Forget a range, which the caller unregisters."""
         self._ranges = [(begin, end) for begin, end in self._ranges if begin != address]
 
     def clear(self) -> None:
@@ -82,7 +82,7 @@ class HostRanges:
             self.unregister(begin)
 
     def cut(self, address: int, size: int) -> Iterator[tuple[int, int]]:
-        """Bytes as (offset, size) pieces that one copy may take: none lies in two ranges."""
+        """Split bytes into (offset, size) pieces for one copy each: none spans two ranges."""
         offset = 0
         while offset < size:
             at = address + offset

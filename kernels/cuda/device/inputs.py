@@ -1,4 +1,4 @@
-"""Tensors on their way to kernels: used where they lie on the device, or copied there.
+"""Inputs of kernels: tensors used in place on the device, or copied there.
 
 Pageable arrays are copied to pinned memory by the CPU, and rounded on the way; pinned arrays go
 from where they lie; device tensors are copied only where a kernel cannot use them as they are.
@@ -20,7 +20,7 @@ from kernels.tensor import DeviceTensor
 
 
 class Wanted(NamedTuple):
-    """Tensors that are to lie back to back on the device, rounded to `dtype`."""
+    """Tensors to place contiguously on the device, rounded to `dtype`."""
 
     tensors: Sequence[Tensor]
     dtype: np.dtype[Any]
@@ -36,7 +36,7 @@ class _Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Uploaded:
-    """`at`: the device address of each `Wanted`, good for what the compute stream is given next.
+    """`at`: the device address of each `Wanted`, valid for the compute stream's next work.
 
     `copied` is an event that passes when pinned arrays have been read; None where there were none.
     """

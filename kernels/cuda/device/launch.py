@@ -121,11 +121,11 @@ class Library:
 
     @property
     def specs(self) -> tuple[Spec, ...]:
-        """What is loaded."""
+        """The loaded kernels."""
         return tuple(self._modules)
 
     def prepare(self, specs: Sequence[Spec]) -> None:
-        """Compile in parallel what the disk cache lacks, and load it all."""
+        """Compile kernels missing in the disk cache, in parallel, and load all of them."""
         compile_all(specs, self.arch, self._cache)
         for spec in specs:
             self._module(spec)

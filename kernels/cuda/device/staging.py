@@ -1,4 +1,4 @@
-"""Pinned memory between pageable arrays and the device: what lies where in it, by which copies."""
+"""Pinned memory between pageable arrays and the device: its layout and copies."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ MOST_INFLIGHT: Final = 48
 RESERVED: Final = 1 << 24
 """Bytes that a stream's pool of device memory holds from the start, to carve requests from."""
 ALIGNMENT: Final = 256
-"""What the arrays of a packed buffer are aligned to."""
+"""Alignment of the arrays in a packed buffer."""
 READABLE: Final = 16
 """What kernels need the address of a tensor aligned to."""
 NOT_READY: Final = 600
@@ -36,7 +36,7 @@ def aligned(size: int) -> int:
 
 
 def mark(stream: Any) -> Any:
-    """An event that passes when what the stream has been given so far is done."""
+    """An event after all work submitted to the stream so far."""
     return stream.record(cupy.cuda.Event(disable_timing=True))
 
 
@@ -49,7 +49,7 @@ def passed(event: Any) -> bool:
 
 
 def serves(tensor: DeviceTensor, dtype: np.dtype[Any]) -> bool:
-    """Whether kernels can use the tensor where it lies."""
+    """Whether kernels can use the tensor in place."""
     return tensor.dtype == dtype and tensor.address % READABLE == 0
 
 
@@ -65,7 +65,7 @@ def convert(to: int, dtype: np.dtype[Any], tensor: DeviceTensor) -> None:
 
 
 class Transfers:
-    """The three streams, and the lifetime of what they touch."""
+    """The three streams, and the lifetime of the memory that they use."""
 
     def __init__(self) -> None:
         self.copy_in = cupy.cuda.Stream(non_blocking=True)
@@ -91,7 +91,7 @@ class Transfers:
             self._ranges.unregister(address)
 
     def forget(self, address: int) -> bool:
-        """As `unregister`, but the runtime is left to the caller, if it is to be told."""
+        """`unregister` without the call of the runtime, which the caller makes if needed."""
         found = self.finish_copies(address)
         self._ranges.forget(address)
         return found
@@ -131,7 +131,7 @@ class Transfers:
     def arrived(self, owners: tuple[object, ...]) -> Any:
         """The compute stream waits for the copies in so far, which `owners` are kept for.
 
-        Nothing older is let go: that can wait for `keep`, when the work on them is launched.
+        Older owners are not released here, but by `keep`, when the work on them is launched.
         """
         done = mark(self.copy_in)
         self.compute.wait_event(done)
@@ -144,7 +144,7 @@ class Transfers:
             return cupy.cuda.alloc(size)
 
     def to_device(self, to: int, source: int, size: int) -> None:
-        """Copy host bytes in that lie in memory of our own."""
+        """Copy host bytes from this backend's pinned memory."""
         kind = runtime.memcpyHostToDevice
         runtime.memcpyAsync(to, source, size, kind, self.copy_in.ptr)
 
@@ -175,23 +175,23 @@ class Transfers:
                 convert(to, dtype, tensor)
 
     def follow(self, stream: Any, tensors: Iterable[DeviceTensor]) -> None:
-        """What `stream` is given from now on comes after what the tensors' streams have been."""
+        """Order `stream`'s later work after the earlier work of the tensors' streams."""
         for other in sorted({tensor.stream for tensor in tensors} - {stream.ptr}):
             event = cupy.cuda.Event(disable_timing=True)
             runtime.eventRecord(event.ptr, other)
             stream.wait_event(event)
 
     def precede(self, event: Any, tensors: Iterable[DeviceTensor]) -> None:
-        """What the tensors' streams are given from now on comes after `event`."""
+        """Order the later work of the tensors' streams after `event`."""
         for other in sorted({tensor.stream for tensor in tensors}):
             runtime.streamWaitEvent(other, event.ptr)
 
     def keep(self, event: Any, owners: tuple[object, ...]) -> None:
-        """Hold `owners` until `event` has passed; let go of what others have passed for."""
+        """Hold `owners` until `event` has passed; release owners whose event has passed."""
         while self._inflight and passed(self._inflight[0][0]):
             self._inflight.popleft()
         while len(self._inflight) >= MOST_INFLIGHT:
-            self._inflight[0][0].synchronize()  # its owners are let go only after that
+            self._inflight[0][0].synchronize()  # its owners are released after that
             self._inflight.popleft()
         self._inflight.append((event, owners))
 
@@ -202,6 +202,6 @@ class Transfers:
         self._inflight.clear()
 
     def close(self) -> None:
-        """Wait for everything, and let go of the host memory."""
+        """Wait for all work and release the host memory."""
         self.finish()
         self._ranges.clear()

@@ -1,1 +1,1 @@
-"""Where K and V lie: the pool's pages and ragged keys."""
+"""Locations of K and V: the pool's pages, and ragged keys."""

@@ -1,4 +1,4 @@
-"""The pool's memory on a device, and where in it K and V of any slot and head lie."""
+"""The pool's memory on a device, and the addresses of K and V of each slot and head."""
 
 from __future__ import annotations
 

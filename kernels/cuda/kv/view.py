@@ -1,4 +1,4 @@
-"""Where K and V lie in device memory, as the kernels take them."""
+"""Locations of K and V in device memory, as arguments of kernels."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Flags:
     def turn(self, before: int | None, after: int | None) -> Operations:
         """Say that layer `before` is done, and wait until `after` is ready; None for neither.
 
-        Whoever waited sets the flag back.
+        The waiting side resets the flag.
         """
         found = self._turns.get((before, after))
         if found is None:
@@ -106,9 +106,9 @@ class Flags:
 
 def uuid_of(device: int) -> str:
     """The GPU's own id, the same in every process."""
-    told = (c_ubyte * 16)()
-    driver.check_status(CDLL("libcuda.so.1").cuDeviceGetUuid_v2(told, device))
-    return bytes(told).hex()
+    uuid = (c_ubyte * 16)()
+    driver.check_status(CDLL("libcuda.so.1").cuDeviceGetUuid_v2(uuid, device))
+    return bytes(uuid).hex()
 
 
 def has_mps(device: int) -> bool:

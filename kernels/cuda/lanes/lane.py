@@ -39,7 +39,7 @@ _write_rows: Final = writer(TENSOR_ROWS, "k", "v", base=POOL_ROWS.itemsize)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shared:
-    """What a lane has in common with its backend and the other lanes.
+    """Objects that a lane shares with its backend and the other lanes.
 
     `compute` is the backend's stream, `aside` one that never waits for a caller.
     """
@@ -56,12 +56,12 @@ class Shared:
 class Arena:
     """Device memory that a session's process maps: an allocation outside CuPy's pool.
 
-    Its IPC handle, in `told`, shows nothing else. `owner` is the last one that it was given to.
+    Its IPC handle, in `access`, shows nothing else. `owner` is the last one that it was given to.
     """
 
     address: int
     size: int
-    told: dict[str, Any]
+    access: dict[str, Any]
     owner: Owner | None = None
 
 
@@ -107,7 +107,7 @@ class CudaLane:
         self.shared = shared
         self.arena: Arena | None = None
         self.address = self.arena_bytes = 0
-        self.told: dict[str, Any] = {}
+        self.access: dict[str, Any] = {}
         self._stream = cupy.cuda.Stream(non_blocking=True, priority=-1)
         self._memory = LaneMemory(self._stream)
         transfers: Any = self._memory  # as much of it as attention needs
@@ -125,7 +125,7 @@ class CudaLane:
         if arena is not self.arena:
             self._flags.clear()
             self._graphs.clear()
-        self.arena, self.told = arena, arena.told
+        self.arena, self.access = arena, arena.access
         self.address, self.arena_bytes = arena.address, arena.size
         arena.owner = owner
         self._last = None
@@ -158,7 +158,7 @@ class CudaLane:
             return run
 
     def _under_way(self) -> int:
-        """How many steps are not over; graphs of the others may be let go."""
+        """Number of unfinished steps; graphs of finished ones can be released."""
         while self._runs and self._runs[0][0].done:
             self._runs.popleft()
         return len(self._runs)
@@ -168,7 +168,7 @@ class CudaLane:
         """Whether the stream may be waiting for the caller."""
         return self._under_way() > 0
 
-    def free_caller(self) -> None:
+    def unblock_caller(self) -> None:
         if self._last is not None:
             with self.shared.guarded():
                 flags = self.flags_at(self._last.flags)
@@ -321,7 +321,7 @@ def dtype_name(dtype: np.dtype[Any]) -> DType:
 
 
 def check_work(work: StepWork, kv: KvView) -> None:
-    """What kernels can take where it lies. Raises `Unsupported`."""
+    """Check that kernels can use a tensor in place. Raises `Unsupported`."""
     name = dtype_name(work.dtype)
     fitting: tuple[DType, ...] = ("fp16", "bf16")
     if kv.dtype in fitting:

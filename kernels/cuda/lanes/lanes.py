@@ -42,7 +42,7 @@ def most_lanes(queues: int) -> int:
 
 
 class CudaLanes:
-    """`Lanes` of one CUDA backend with so many hardware queues: at most `most` are ever made."""
+    """`Lanes` of one CUDA backend; the number of hardware queues limits them to `most`."""
 
     deep = SIDES
     polled = True
@@ -59,7 +59,7 @@ class CudaLanes:
         self._idle: list[CudaLane] = []
         self._arenas: list[Arena] = []
         self._free: list[Arena] = []
-        """Those of `_arenas` that no session uses."""
+        """The arenas that no session uses."""
         with self._guarded():
             self._device = cupy.cuda.Device().id
             self._uuid = uuid_of(self._device)
@@ -161,13 +161,13 @@ class CudaLanes:
                     raise
                 raise no_memory(size) from error
             handle: bytes = runtime.ipcGetMemHandle(address)
-        told = {
+        access = {
             "kind": "cuda",
             "handle": handle.hex(),
             "uuid": self._uuid,
             "mps": has_mps(self._device),
         }
-        arena = Arena(address, size, told)
+        arena = Arena(address, size, access)
         self._arenas.append(arena)
         self._free.append(arena)
         return arena
@@ -182,7 +182,7 @@ class CudaLanes:
         for arena in list(self._free):
             if self._taken + size <= self._device_bytes or self._is_busy:
                 return
-            if arena.owner is None or arena.owner.is_gone:
+            if arena.owner is None or arena.owner.has_ended:
                 self._free.remove(arena)
                 self._arenas.remove(arena)
                 runtime.free(arena.address)

@@ -64,7 +64,7 @@ class Side:
         return address
 
     def send(self) -> None:
-        """Copy what was laid out, in the order of the stream."""
+        """Copy the packed arrays, in the order of the stream."""
         if self._used:
             kind = runtime.memcpyHostToDevice
             source, to = self._host.ptr, self._device.ptr

@@ -68,7 +68,7 @@ def equal_shares(
 
 
 def _in_granules(keys: Int, granule: int) -> Int:
-    """How many granules hold so many keys."""
+    """Number of granules for a number of keys."""
     sizes = keys + int64(granule - 1)
     sizes //= int64(granule)
     return sizes

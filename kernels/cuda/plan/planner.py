@@ -30,7 +30,7 @@ from kernels.cuda.plan.tiles import (
 LONG: Final = 2048
 """Keys a sequence from which it is worth looking whether others have the same pages."""
 CACHE_BYTES: Final = 48 * 2**20
-"""What the L2 cache keeps by itself of pages that are read over and over: measured on a H200."""
+"""Bytes of repeatedly read pages that stay in the L2 cache: measured on a H200."""
 
 
 @dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a plan

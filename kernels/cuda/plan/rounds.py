@@ -31,7 +31,7 @@ class TileQueue:
     `sizes`: in granules, longest first, and how many tiles have each; all of it comes `turns`
     times, for other heads each time. `free`: when workers are, in seconds from the start, and how
     many, the first of them at once; `rows` are a tile's, which are merged anyway if `merged`.
-    `item_seconds` is what an item costs its worker, `granule_seconds` each of its granules.
+    `item_seconds` is a worker's time per item, `granule_seconds` its time per granule.
     """
 
     sizes: list[tuple[int, int]]

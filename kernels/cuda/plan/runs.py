@@ -39,11 +39,11 @@ BUSY_BESIDE: Final = 0.85
 FILLED: Final = 0.95
 """Share of the places for whole tiles, a few per worker, that must be taken."""
 ALIKE: Final = 1.25
-"""Tiles that are to meet in the caches keep in step when the largest is so many times the mean."""
+"""Tiles that share cached keys run in step if the largest is at most this many times the mean."""
 MET_ROUNDS: Final = 3
 """Rounds of the device under which they are not worth it."""
 ENOUGH: Final = 7
-"""Rounds of the longest tile that need no cut: what is idle at the end is little."""
+"""Rounds of the longest tile above which it is not cut: little is idle at the end."""
 LATE: Final = 1.05
 """A persistent kernel that would end so much later than the others may have more workers: others
 can take over what it leaves, it cannot take over theirs."""
@@ -51,7 +51,7 @@ MORE: Final = 1.2
 MOST_SHARE: Final = 0.9
 """So many times its share, and no more of the device than this."""
 SPARE: Final = 2
-"""Workers not counted on: whoever still runs what came before."""
+"""Workers assumed busy with earlier work."""
 
 
 Parts = Sequence[tuple[int, Int]]
@@ -223,7 +223,7 @@ def _whole_each(num_tiles: int, teams: int, busy: float) -> int:
 
 
 def _bounds(count: int, each: int) -> Int32:
-    """Where each team's runs begin when it has `each` of `count`, the last one what is left."""
+    """Start of each team's runs if each has `each` of `count`, and the last one the rest."""
     bounds = np.arange(0, count + each, each, dtype=np.int32)
     bounds[-1] = count
     return bounds

@@ -67,7 +67,7 @@ class TileShape:
 
 @dataclass(frozen=True, slots=True)
 class PlannerConfig:
-    """What the planner needs to know besides the plans.
+    """The planner's inputs besides the plans.
 
     `page_bytes` are those of a page's K and V, of all heads. `team` forces the size of teams.
     `chunk`: packed rows that always travel together, whichever kernel has them. `takes`: how many
@@ -168,7 +168,7 @@ def _by_shape(
 ) -> list[tuple[int, Int]]:
     """Each segment's kernel by its packed rows: indices into `config.shapes`, and their segments.
 
-    Segments without rows or without keys are nobody's.
+    Segments without rows or without keys get no tile.
     """
     if len(segments) == 0:
         return []
@@ -186,7 +186,7 @@ def _by_shape(
 
 
 def _cut_rows(segments: Int, rows: int, chunk: int) -> Int:
-    """Tiles of at most so many packed rows, in whole chunks."""
+    """Tiles of at most this many packed rows, in whole chunks."""
     capacity = rows // chunk * chunk
     if greatest(segments[:, ROWS]) <= capacity:
         return segments

@@ -1,4 +1,4 @@
-"""The Hopper kernel for many query rows, from Python: when it may run, its variants, what it takes.
+"""The Hopper kernel for many query rows, from Python: conditions, variants and arguments.
 
 Nothing here imports cupy or touches a device.
 
@@ -59,7 +59,7 @@ class WideVariant:
 
     @property
     def threads(self) -> int:
-        """Of a CTA: a warpgroup that moves data and those that multiply."""
+        """Warpgroups of a CTA: one moves data, the others multiply."""
         return 128 * (1 + self.consumers)
 
     @property
@@ -94,7 +94,7 @@ class WideVariant:
 
     @property
     def spec(self) -> Spec:
-        """What to compile."""
+        """The specialisations to compile."""
         return spec(
             "wide/attend_wide",
             **definitions(self.head_dim, self.dtype, self.storage),

@@ -156,7 +156,7 @@ class OpenSteps:
         self._unblocked_at = now
         for lane, steps in self._by_lane.items():
             if steps.was_aborted:
-                lane.free_caller()
+                lane.unblock_caller()
 
     def _abort(self, steps: LaneSteps, error: Exception) -> None:
         """Drain the lane, then roll back newest first."""

@@ -122,7 +122,7 @@ class SessionLanes:
                 lane = held.lane = self._lanes.open(memory, arena_bytes, owner)
         except NoRoom as error:
             return {"problem": problem(Overloaded(str(error), retry_after_s=1.0))}
-        return lane.told | {"arena_bytes": lane.arena_bytes, "deep": self._lanes.deep}
+        return lane.access | {"arena_bytes": lane.arena_bytes, "deep": self._lanes.deep}
 
     def _close(self, held: SessionLane) -> None:
         lane, held.lane = held.lane, None

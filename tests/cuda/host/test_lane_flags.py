@@ -64,19 +64,19 @@ def test_both_ends_pack_operations_alike(monkeypatch: pytest.MonkeyPatch) -> Non
     assert Library.fake.sent == [[(2, 8, 1, 0), (1, 12, 1, 1), (2, 12, 0, 0)]]
 
 
-def test_an_owner_has_ended_when_its_process_has_ended_even_if_nobody_took_note() -> None:
-    assert not Owner.of(os.getpid()).is_gone
+def test_an_owner_has_ended_when_its_process_has_ended_even_unnoticed() -> None:
+    assert not Owner.of(os.getpid()).has_ended
     with subprocess.Popen(["sleep", "60"]) as process:
         owner = Owner.of(process.pid)
-        assert not owner.is_gone
+        assert not owner.has_ended
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it stays as a zombie
-        assert owner.is_gone
-    assert owner.is_gone and Owner.of(process.pid).started == ""
+        assert owner.has_ended
+    assert owner.has_ended and Owner.of(process.pid).started == ""
 
 
 def test_an_owner_that_cannot_be_seen_never_counts_as_gone() -> None:
-    assert not Owner(0, "").is_gone
+    assert not Owner(0, "").has_ended
 
 
 KNOWN = Owner(70, "1", "a", 1000)
@@ -117,5 +117,5 @@ def test_an_arena_of_a_process_that_ended_stays_in_its_namespace(
     monkeypatch: pytest.MonkeyPatch, namespace: str, uid: int, may: bool
 ) -> None:
     monkeypatch.setattr(lanes_module, "process_start", lambda pid: "")
-    assert KNOWN.is_gone
+    assert KNOWN.has_ended
     assert Owner(71, "2", namespace, uid).may_follow(KNOWN) is may

@@ -196,7 +196,7 @@ def test_an_arena_is_handed_on_within_a_namespace_to_who_may_have_it(
         living.discard(first.pid)
     after = opened(lanes, second)
     assert (after.address == before) is again
-    assert after.told["handle"] == after.address.to_bytes(8, "little").hex()
+    assert after.access["handle"] == after.address.to_bytes(8, "little").hex()
 
 
 def test_arenas_of_others_who_have_ended_are_freed_when_memory_is_short(

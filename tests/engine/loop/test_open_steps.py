@@ -54,7 +54,7 @@ class HandRun:
 @dataclass(eq=False)
 class HandLane:
     arena_bytes: int = 2**16
-    told: dict[str, Any] = field(default_factory=dict)
+    access: dict[str, Any] = field(default_factory=dict)
     runs: list[HandRun] = field(default_factory=list)
     freed: int = 0
 
@@ -62,7 +62,7 @@ class HandLane:
         self.runs.append(HandRun(work))
         return self.runs[-1]
 
-    def free_caller(self) -> None:
+    def unblock_caller(self) -> None:
         self.freed += 1
 
     def clear(self) -> None: ...
