@@ -18,7 +18,8 @@ from images import read_image, write_image
 from road.stand_in import ScriptedEnd, standing_in
 
 from config.settings import load_settings
-from service.doors.http.server import Server, make_server
+from service.doors.http.server import Server
+from service.doors.kit.process import Setup
 from service.errors import AnswerTooLarge, AttndError, Internal
 from service.metrics import Metrics
 from service.operations.table import BY_NAME, BY_NUMBER
@@ -174,7 +175,7 @@ class Running:
     def drain(self) -> None:
         assert self.server.loop is not None
         with suppress(RuntimeError):  # it has ended, and closed its loop
-            self.server.loop.call_soon_threadsafe(self.server.begin_drain)
+            self.server.loop.call_soon_threadsafe(self.server.drain)
 
     def on_loop(self, task: Callable[[], Any]) -> None:
         assert self.server.loop is not None
@@ -226,7 +227,9 @@ def serving(
     metrics = Metrics()
     with standing_in(directory, engine.behave, rules) as stand_in:
         engine.stand_in = stand_in
-        server = make_server(settings, str(stand_in.path), [listener], metrics)
+        server = Server(
+            Setup(settings, metrics, str(stand_in.path), "http-0", "", sockets=[listener])
+        )
         thread = threading.Thread(target=server.run, name="door")
         thread.start()
         port = 0 if uds is not None else listener.getsockname()[1]

@@ -22,7 +22,8 @@ from scripted import (
 )
 
 from config.settings import load_settings
-from service.doors.http.server import make_server
+from service.doors.http.server import Server
+from service.doors.kit.process import Setup
 from service.metrics import Metrics
 
 BODY = decode_body()
@@ -52,8 +53,9 @@ def test_before_the_engine_answers_the_door_is_live_and_not_ready(tmp_path: Path
         silent.listen()
         with socket.create_server(("127.0.0.1", 0)) as listener:
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            server = make_server(
-                load_settings([]), str(tmp_path / "engine.sock"), [listener], Metrics()
+            path = str(tmp_path / "engine.sock")
+            server = Server(
+                Setup(load_settings([]), Metrics(), path, "http-0", "", sockets=[listener])
             )
             thread = threading.Thread(target=server.run)
             thread.start()
@@ -71,7 +73,7 @@ def test_before_the_engine_answers_the_door_is_live_and_not_ready(tmp_path: Path
                     assert response.status_code == 503
             finally:
                 assert server.loop is not None
-                server.loop.call_soon_threadsafe(server.begin_drain)
+                server.loop.call_soon_threadsafe(server.drain)
                 thread.join(WAIT_S)
                 assert not thread.is_alive()
 
@@ -79,7 +81,9 @@ def test_before_the_engine_answers_the_door_is_live_and_not_ready(tmp_path: Path
 def ended(path: Path) -> str:
     """Why a door before this socket ended, which it must by itself."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = make_server(load_settings([]), str(path), [listener], Metrics())
+        server = Server(
+            Setup(load_settings([]), Metrics(), str(path), "http-0", "", sockets=[listener])
+        )
         thread = threading.Thread(target=server.run)
         thread.start()
         thread.join(WAIT_S)

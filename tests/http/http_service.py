@@ -23,7 +23,8 @@ from http_messages import HEAD_DIM, KIND, KV_HEADS, LAYERS, PAGE_SIZE, PAGES, PO
 from config.settings import Settings, load_settings
 from kernels import make_backend
 from kernels.backend import Backend
-from service.doors.http.server import Server, make_server
+from service.doors.http.server import Server
+from service.doors.kit.process import Setup
 from service.engine.loop.engine import Engine
 from service.engine.store.pool_size import geometry
 from service.metrics import Metrics
@@ -154,7 +155,7 @@ class Service:
         """As the supervisor does: the doors first, so that they take nothing new."""
         for server, _ in self.doors:
             if server.loop is not None and server.started and not server.ended.is_set():
-                server.loop.call_soon_threadsafe(server.begin_drain)
+                server.loop.call_soon_threadsafe(server.drain)
         self.engine.drain()
 
     def stop(self) -> None:
@@ -162,7 +163,7 @@ class Service:
         self.backend.gate.set()
         for server, thread in self.doors:
             if thread.is_alive() and server.loop is not None:
-                server.loop.call_soon_threadsafe(server.begin_drain)
+                server.loop.call_soon_threadsafe(server.drain)
             thread.join(WAIT_S)
             assert not thread.is_alive(), "a door did not stop"
         self.engine.drain()
@@ -203,7 +204,8 @@ def serving(*arguments: str) -> Iterator[Service]:
     with engine_running(*arguments) as (service, shared), ExitStack() as ending:
         listener = ending.enter_context(socket.create_server(("127.0.0.1", 0), backlog=128))
         path, metrics = service.engine_socket, Metrics("http-0", shared)
-        server = make_server(service.settings, path, [listener], metrics, secret=SECRET)
+        setup = Setup(service.settings, metrics, path, "http-0", SECRET, sockets=[listener])
+        server = Server(setup)
         thread = threading.Thread(target=server.run, name="door")
         service.doors.append((server, thread))
         scheme = "http" if server.tls is None else "https"

@@ -18,6 +18,7 @@ from http_service import SECRET, Service
 from tritonclient.utils import np_to_triton_dtype
 
 from service.doors.grpc.server import Server
+from service.doors.kit.process import Setup
 from service.metrics import Metrics
 from tests.harness.waiting import WAIT_S, wait_for
 
@@ -81,7 +82,7 @@ def grpc_client(server: Server) -> Triton:
 def grpc_door(service: Service) -> Iterator[Server]:
     """A gRPC door of a running service, in a thread; drained at the end."""
     path, metrics = service.engine_socket, Metrics("grpc-0")
-    server = Server(service.settings, path, metrics, "grpc-0", SECRET)
+    server = Server(Setup(service.settings, metrics, path, "grpc-0", SECRET))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(0)), name="grpc")
     thread.start()
     try:

@@ -1,6 +1,6 @@
-"""Who may call the gRPC door, and how many calls a namespace may have.
+"""Admission to the gRPC door: authentication, and limits on calls at once.
 
-A call's metadata decides it, before any of its messages is received.
+A call is admitted by its metadata, before any of its messages is received.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from service.tenants import OPEN, Tenant
 
 AUTHORIZATION: Final = "authorization"
 LATER_S: Final = 0.5
-"""A stream says by itself that nothing came; another call is cut after this time more."""
+"""A stream times out by itself; another call without a message is cancelled this much later."""
 SHARES: Final = 2
-"""Where there are keys, one namespace may have 1/2 of all places."""
+"""With keys, one namespace may have 1/2 of all calls."""
 
 
-class Entrance(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Of one door. A place is taken by a call's task, and free when that ends."""
+class Admission(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """The calls of one door. A call counts until its task ends."""
 
     def __init__(
         self,
@@ -42,11 +42,11 @@ class Entrance(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self.authenticator = authenticator
         self.ledger = ledger
         self.needs_no_key = needs_no_key
-        """Methods that are answered without a key, and without a message."""
+        """Methods that respond without a key, and without a message."""
         self.taken: Counter[str] = Counter()
-        """Places by namespace."""
+        """Calls by namespace."""
         self.silent: dict[Any, asyncio.TimerHandle] = {}
-        """Tasks of calls that no message has come for, and what ends them."""
+        """Timers of calls without a message, by their tasks."""
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], details: Any
@@ -68,10 +68,11 @@ class Entrance(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         share = most if self.authenticator is None else max(most // SHARES, 1)
         name = tenant.namespace
         if self.taken.total() >= most or self.taken[name] >= share:
-            told = f"{self.taken[name]} calls of this namespace and {most} of all may run at once"
-            raise Overloaded(
-                f"{told}: retry later, or raise server.grpc_max_calls", retry_after_s=1.0
+            text = (
+                f"{self.taken[name]} calls of this namespace are running, limits are {share} and "
+                f"{most} for all: retry later, or raise server.grpc_max_calls"
             )
+            raise Overloaded(text, retry_after_s=1.0)
         task: Any = asyncio.current_task()
         self.taken[name] += 1
         loop = asyncio.get_running_loop()
@@ -85,13 +86,13 @@ class Entrance(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             del self.taken[name]
 
     def message_came(self, task: Any = None) -> None:
-        """A call's first message is here, so that it is not ended for its silence."""
+        """A call has its first message: stop its timer."""
         timer = self.silent.pop(task or asyncio.current_task(), None)
         if timer is not None:
             timer.cancel()
 
     def refusing(self, method: str, error: AttndError) -> Any:
-        """A handler that reads nothing."""
+        """A handler that responds with an error, and reads nothing."""
 
         async def refuse(_: Any, context: Any) -> None:
             rpc = Rpc(context, method)
@@ -107,7 +108,7 @@ class Entrance(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 def tenant_of(authenticator: Authenticator | None, metadata: Any) -> Tenant:
-    """Whose call it is. Raises Unauthorized, MalformedRequest."""
+    """The tenant of a call. Raises Unauthorized, MalformedRequest."""
     if authenticator is None:
         return OPEN
     shown = [value for name, value in metadata or () if name == AUTHORIZATION]

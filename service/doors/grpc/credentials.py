@@ -1,4 +1,4 @@
-"""TLS for the gRPC door: the certificate that HTTPS has, and those that clients must show."""
+"""TLS of the gRPC door: HTTPS's certificate, and the authorities of clients' certificates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from service.processes.handed_files import ReadFile, from_disk
 
 
 class Credentials:
-    """The certificate as it is now; connections to come are made with it."""
+    """The current certificate; new connections use it."""
 
     def __init__(self, server: ServerSettings, tls: Tls) -> None:
         self.server = server
@@ -20,18 +20,18 @@ class Credentials:
         self.now = configuration(server, tls.read)
 
     def made(self) -> Any:
-        """What grpc makes connections with; it asks again for each of them."""
+        """grpc's credentials, which fetch the current certificate for each connection."""
         has_ca = self.server.tls_client_ca is not None
         return grpc.dynamic_ssl_server_credentials(self.now, lambda: self.now, has_ca)
 
     def read_again(self) -> None:
-        """As `Tls.read_again`: what cannot be used leaves all as it was."""
+        """As `Tls.read_again`: an unusable file changes nothing."""
         if self.tls.read_again():
             self.now = configuration(self.server, self.tls.read)
 
 
 def configuration(server: ServerSettings, read: ReadFile) -> Any:
-    """The files' content; they were read before, so they are what they should be."""
+    """grpc's configuration with the files' contents, which were checked before."""
     key, chain, authorities = (
         None if path is None else read(path)
         for path in (server.tls_key, server.tls_cert, server.tls_client_ca)
@@ -40,6 +40,6 @@ def configuration(server: ServerSettings, read: ReadFile) -> Any:
 
 
 def make_credentials(server: ServerSettings, read: ReadFile = from_disk) -> Credentials | None:
-    """None where gRPC is spoken in the clear. Raises TlsError."""
+    """None without TLS. Raises TlsError."""
     tls = make_tls(server, read)
     return None if tls is None else Credentials(server, tls)

@@ -10,7 +10,7 @@ import grpc
 from google.protobuf.json_format import ParseDict
 
 from config.server import ServerSettings
-from service.doors.grpc.admission import Entrance, tenant_of
+from service.doors.grpc.admission import Admission, tenant_of
 from service.doors.grpc.messages import (
     SERVICE,
     ModelStreamInferResponse,
@@ -27,19 +27,16 @@ from service.doors.kit.problems import ProblemText, document_of
 from service.doors.kit.tracing import Tracing
 from service.doors.kit.upstream import MakeUpstream
 from service.doors.oip import models
-from service.doors.oip.models import MODELS, Model, error_text, model_of
-from service.doors.oip.request import Call
+from service.doors.oip.models import MODELS, error_text, model_of
 from service.doors.oip.statistics import statistics
 from service.errors import NotReady, RequestTimeout
 from service.image.json_body import fields_text_of_image
 from service.image.writing import PROBLEM
 from service.metrics import Metrics
-from service.road.caller_end.caller import Answered
-from service.road.caller_end.slots import Slot
 from service.tenants import Tenant
 
 UNGUARDED: Final = frozenset({"ServerLive", "ServerReady"})
-"""What is answered without a key, as HTTP's health is."""
+"""Methods without a key, like HTTP's health."""
 Answer = Callable[[Any, Tenant], Any]
 
 
@@ -60,17 +57,17 @@ class GrpcDoor:
         self.metrics = metrics
         self.link = make_upstream(limits, authenticator is not None, metrics)
         self.ledger = Ledger(metrics, tracing)
-        self.entrance = Entrance(limits, authenticator, self.ledger, UNGUARDED)
+        self.admission = Admission(limits, authenticator, self.ledger, UNGUARDED)
         self.draining = asyncio.Event()
-        """Set when no more is taken."""
+        """Set once draining."""
         self.calls = 0
         self.calls_before = -1
-        """When last looked at; as many now: it is quiet."""
+        """`calls` at the last look; the door is idle if it has not changed."""
         self.trimming = asyncio.get_running_loop().call_later(QUIET_S, self.trim)
 
     def handlers(self) -> grpc.GenericRpcHandler:
-        """Every method of the service; requests come as bytes, and what is none is refused as all
-        else is."""
+        """Every method of the service. Requests come as bytes, so that malformed ones get the usual
+        errors."""
         pages: dict[str, tuple[str, Answer]] = {
             "ServerLive": ("live", self.live),
             "ServerReady": ("ready", self.ready),
@@ -101,21 +98,20 @@ class GrpcDoor:
 
     async def infer(self, data: bytes, context: Any) -> Any:
         rpc = Rpc(context, "ModelInfer")
-        self.entrance.message_came()
+        self.admission.message_came()
         given = [data]
-        del data  # a refusal's traceback has this frame: it must not hold the message
+        del data  # an error's traceback has this frame: it must not hold the message
 
         async def work() -> Any:
             return await self.call(rpc, read_infer_request(given.pop()))
 
-        return await self.answered(rpc, work)
+        return await self.responded(rpc, work)
 
     async def stream(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
-        """Each request is answered before the next is looked at, so that they take effect in the
-        order in which they came; one that fails does not end the stream. The drain does, when
-        nothing is left to be answered."""
+        """Requests take effect in their order: each gets its response before the next is read. An
+        error does not end the stream; the drain does, once no request is left."""
         async for data in self.until_drain(requests, context):
-            self.entrance.message_came()
+            self.admission.message_came()
             rpc = Rpc(context, "ModelStreamInfer")
             response = ModelStreamInferResponse()
             try:
@@ -137,21 +133,21 @@ class GrpcDoor:
     async def until_drain(
         self, requests: AsyncIterator[bytes], context: Any
     ) -> AsyncIterator[bytes]:
-        """What a stream brings; it is aborted when the drain begins while nothing comes."""
+        """The messages of a stream; aborts it if the drain begins while none comes."""
         draining = asyncio.ensure_future(self.draining.wait())
         coming: asyncio.Future[bytes | None] = asyncio.Future()
-        patience: float | None = self.limits.receive_timeout_s
+        timeout: float | None = self.limits.receive_timeout_s
         try:
             while True:
                 coming = asyncio.ensure_future(anext(requests, None))
                 await asyncio.wait(
-                    (coming, draining), timeout=patience, return_when=asyncio.FIRST_COMPLETED
+                    (coming, draining), timeout=timeout, return_when=asyncio.FIRST_COMPLETED
                 )
                 if not coming.done():
                     coming.cancel()
-                    error = NotReady(self.link.draining) if draining.done() else silent(patience)
+                    error = NotReady(self.link.draining) if draining.done() else silent(timeout)
                     await context.abort(*status_of(document_of(error, b"")))
-                patience = None  # between its messages a stream may rest
+                timeout = None  # after its first message a stream may pause
                 data = await coming
                 if data is None:
                     return
@@ -161,29 +157,17 @@ class GrpcDoor:
             coming.cancel()
 
     async def call(self, rpc: Rpc, request: Any) -> Any:
-        """The engine's answer to one request; raises whatever it deserves."""
+        """The engine's reply to one request; raises the matching AttndError."""
         self.calls += 1
-        self.let_in(rpc)
+        rpc.tenant = tenant_of(self.authenticator, rpc.context.invocation_metadata())
         model = model_of(request.model_name, request.model_version)
         rpc.op = model.name
         link = self.link
         link.ready()
         call = read_request(model, request)
         slot, length = await link.lay(call.pieces())
-        answered, place = await self.ask(rpc, model, call, slot, length)
         try:
-            if answered.status >= 400:
-                raise ProblemText(fields_text_of_image(answered.image, PROBLEM))
-            return write_answer(model, answered.image, call.wanted)
-        finally:
-            link.give_back(place)
-
-    async def ask(
-        self, rpc: Rpc, model: Model, call: Call, slot: Slot, length: int
-    ) -> tuple[Answered, Slot]:
-        """The engine's answer to the image in a slot, which is given back, and where it lies."""
-        try:
-            answered, place = await self.link.call(
+            answered, place = await link.call(
                 model.operation,
                 slot,
                 length,
@@ -193,16 +177,17 @@ class GrpcDoor:
                 rpc.tenant,
             )
         finally:
-            self.link.give_back(slot)
+            link.give_back(slot)
         rpc.stages = answered.stages
-        return answered, place
+        try:
+            if answered.status >= 400:
+                raise ProblemText(fields_text_of_image(answered.image, PROBLEM))
+            return write_answer(model, answered.image, call.wanted)
+        finally:
+            link.give_back(place)
 
-    def let_in(self, rpc: Rpc) -> None:
-        """Say whose call it is. Raises Unauthorized."""
-        rpc.tenant = tenant_of(self.authenticator, rpc.context.invocation_metadata())
-
-    async def answered(self, rpc: Rpc, work: Callable[[], Awaitable[Any]]) -> Any:
-        """What the work gives, or its error as a status; either way it stands in the ledger."""
+    async def responded(self, rpc: Rpc, work: Callable[[], Awaitable[Any]]) -> Any:
+        """Return the work's response, or abort with its error; records both in the ledger."""
         context, problem = rpc.context, None
         try:
             response = await work()
@@ -212,7 +197,7 @@ class GrpcDoor:
             raise
         except Exception as error:
             problem = document_of(error, rpc.request_id)
-        if problem is not None:  # the error and all that its frames hold are gone by now
+        if problem is not None:  # outside of the handler, so that the error's frames are freed
             rpc.end(problem["status"], problem["code"])
             self.ledger.add(rpc)
             code, text = status_of(problem)
@@ -222,29 +207,29 @@ class GrpcDoor:
         self.ledger.add(rpc)
         return response
 
-    # what the door tells of itself
+    # pages
 
     def page(self, method: Any, op: str, answer: Answer) -> Callable[..., Awaitable[Any]]:
-        """A method that is answered without the engine."""
+        """A method that needs no engine."""
         decode, made = decoder(method.input_type.name), message(method.output_type.name)
 
         async def handle(data: bytes, context: Any) -> Any:
             rpc = Rpc(context, method.name)
             rpc.op = op
-            self.entrance.message_came()
+            self.admission.message_came()
 
             async def work() -> Any:
-                self.let_in(rpc)
+                rpc.tenant = tenant_of(self.authenticator, context.invocation_metadata())
                 if method.name == "ModelStatistics":
                     rpc.tenant.require("admin", method.name)
                 return ParseDict(answer(decode(data), rpc.tenant), made())
 
-            return await self.answered(rpc, work)
+            return await self.responded(rpc, work)
 
         return handle
 
     def probe(self, method: Any, op: str, answer: Answer) -> Callable[..., Awaitable[Any]]:
-        """A method that is answered without looking at its message, which may never come."""
+        """A method that responds without reading its message, which may never come."""
         made = message(method.output_type.name)
 
         async def handle(_: Any, context: Any) -> None:
@@ -282,21 +267,21 @@ class GrpcDoor:
 
     def model_statistics(self, request: Any, tenant: Tenant) -> Any:
         self.ledger.settle()
-        asked = [model_of(request.name, request.version)] if request.name else MODELS.values()
-        return {"model_stats": statistics(asked, self.metrics)}
+        named = [model_of(request.name, request.version)] if request.name else MODELS.values()
+        return {"model_stats": statistics(named, self.metrics)}
 
     def index(self, request: Any, tenant: Tenant) -> Any:
         return {"models": models.index(self.link.state)}
 
-    # its end
+    # the end
 
     def drain(self, reason: str) -> None:
-        """Take no more calls."""
+        """Accept no more calls."""
         self.link.draining = reason
         self.draining.set()
 
     def trim(self) -> None:
-        """Give memory back that nobody has used for a while."""
+        """Return unused memory to the system while the door is idle."""
         if self.calls == self.calls_before:
             self.link.trim()
         self.calls_before = self.calls
@@ -309,5 +294,5 @@ class GrpcDoor:
 
 
 def silent(seconds: float | None) -> RequestTimeout:
-    told = f"no message came within {seconds:g} s: send one, or raise server.receive_timeout_s"
-    return RequestTimeout(told)
+    text = f"no message came within {seconds:g} s: send one, or raise server.receive_timeout_s"
+    return RequestTimeout(text)

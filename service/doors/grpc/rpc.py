@@ -1,4 +1,4 @@
-"""One call of the gRPC door: what its metadata says, and how it ends."""
+"""One call of the gRPC door: its metadata and its outcome."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from service.tenants import NOBODY
 
 SERVICE: Final = "/inference.GRPCInferenceService"
 PROBLEM_KEY: Final = "attnd-problem"
-"""Of the trailing metadata with the problem document."""
+"""The trailing metadata's key for the problem document."""
 LONGEST_PROBLEM: Final = 4096
-"""Characters; a longer one would pass what clients take in as metadata."""
+"""In characters; a longer one could exceed clients' limits on metadata."""
 LONGEST_TEXT: Final = 2048
 CODES: Final = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
@@ -37,11 +37,11 @@ CODES: Final = {
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
     507: grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
-"""By the statuses of HTTP; whatever is not here is INTERNAL."""
+"""gRPC's codes by HTTP's statuses; INTERNAL for others."""
 
 
 class Rpc:
-    """What is known of a call, and told of it in the log; a stream has one for each request."""
+    """A call's metadata and outcome; a stream has one for each request."""
 
     def __init__(self, context: Any, method: str) -> None:
         self.started = perf_counter()
@@ -60,7 +60,7 @@ class Rpc:
         self.tenant = NOBODY
 
     def given(self, name: str) -> bytes:
-        """What the metadata has under a name, empty for nothing."""
+        """A value of the metadata; empty if it is missing."""
         value = self.metadata.get(name, "")
         return value.encode("latin-1", "replace") if isinstance(value, str) else bytes(value)
 
@@ -71,13 +71,13 @@ class Rpc:
 
     @property
     def trailing(self) -> tuple[tuple[str, str], ...]:
-        """The metadata that every answer has behind it."""
+        """The trailing metadata of every response."""
         timing = server_timing(self.stages).decode("ascii")
         return ("x-request-id", self.request_id.decode("ascii")), ("server-timing", timing)
 
     def deadline_us(self, wanted: int) -> int:
-        """How long the operation may take: what the client waits, or less when it says so; 0 when
-        it says nothing."""
+        """The operation's time limit: the shorter of gRPC's deadline and `wanted` (the request's
+        parameter); 0 for none."""
         left = self.context.time_remaining()
         limits = [wanted] if wanted else []
         if left is not None:
@@ -98,6 +98,6 @@ def status_of(problem: Mapping[str, Any]) -> tuple[grpc.StatusCode, str]:
 
 
 def problem_metadata(problem: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """The document itself, when it is not too long."""
+    """The problem document as trailing metadata, unless it is too long."""
     text = dump_json(problem)
     return ((PROBLEM_KEY, text),) if len(text) <= LONGEST_PROBLEM else ()

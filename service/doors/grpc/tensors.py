@@ -1,4 +1,4 @@
-"""Inference requests in protobuf as calls, and answers' images as protobuf."""
+"""Reads inference requests in protobuf, and writes replies as protobuf."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CONTENTS: Final = {
     "FP32": "fp32_contents",
     "FP64": "fp64_contents",
 }
-"""Where an input's elements are when they are spelled out; other datatypes come as raw bytes."""
+"""The field with an input's numbers, by datatype; others come as raw bytes only."""
 
 
 def read_request(model: Model, request: Any) -> Call:
@@ -73,15 +73,15 @@ def read_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_inputs(model: Model, request: Any) -> list[Input]:
-    """The inputs; their bytes are all raw or all spelled out."""
+    """The inputs; all come as raw bytes, or all as numbers."""
     if len(request.inputs) > MAX_TENSORS:
         raise InvalidRequest("inputs", len(request.inputs), f"at most {MAX_TENSORS} tensors")
     sent = len(request.inputs)
     is_raw = len(request.raw_input_contents) > 0
     if is_raw and len(request.raw_input_contents) != sent:
         rule = f"must be one for each of {sent} inputs, or none"
-        told = f"{len(request.raw_input_contents)} entries"
-        raise InvalidRequest("raw_input_contents", told, rule)
+        count = f"{len(request.raw_input_contents)} entries"
+        raise InvalidRequest("raw_input_contents", count, rule)
     raw = iter(request.raw_input_contents)
     inputs = []
     for given in request.inputs:
@@ -98,10 +98,10 @@ def read_inputs(model: Model, request: Any) -> list[Input]:
 
 
 def read_contents(given: Any, dtype: DType) -> Part:
-    """The bytes of an input that is spelled out."""
+    """The bytes of an input that comes as numbers."""
     field = CONTENTS.get(given.datatype)
     if field is None:
-        rule = f"{given.datatype} has no elements to spell out: send raw_input_contents"
+        rule = f"{given.datatype} has no field for numbers: send raw_input_contents"
         raise InvalidRequest(f"{given.name}.contents", "given", rule)
     try:
         array: Any = np.array(getattr(given.contents, field), dtype)
@@ -113,7 +113,7 @@ def read_contents(given: Any, dtype: DType) -> Part:
 
 
 def write_answer(model: Model, image: memoryview, wanted: Wanted) -> Any:
-    """The answer's message; the tensors' bytes are copied to it."""
+    """The response with copies of the tensors' bytes."""
     answer = read_answer(image, wanted)
     response = ModelInferResponse(model_name=model.name, model_version=VERSION, id=wanted.id)
     for name, value in answer.parameters.items():

@@ -7,25 +7,15 @@ first needed, converts one body at a time, and ends after `IDLE_S` without work.
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import subprocess
 from collections.abc import Mapping
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Final
 
-from service.doors.http.long_json_worker import (
-    DONE,
-    FAILED,
-    IMAGE_TO_INFERENCE,
-    INFERENCE_TO_IMAGE,
-    ORDER,
-    OUTCOME,
-    TO_IMAGE,
-    TO_JSON,
-)
+from service.doors.http.long_json_worker import Order, Result
 from service.doors.kit.problems import ProblemText
 from service.errors import Internal, Overloaded
-from service.image.json_text import dump_json
 from service.launch import command_of
 from service.road.caller_end.slots import Slot
 
@@ -35,7 +25,7 @@ if TYPE_CHECKING:
 IDLE_S: Final = 60.0
 MAX_WAITING: Final = 64
 GROWTH: Final = 4
-"""Maximum image bytes per JSON character: `0,` may stand for an F64."""
+"""Maximum image bytes per JSON character: `0,` may be an F64."""
 SPARE_BYTES: Final = 64 * 2**10
 
 
@@ -47,20 +37,21 @@ class LongJson:
         self.turn = asyncio.Lock()
         self.waiting = 0
         self.process: subprocess.Popen[bytes] | None = None
-        self.sock: socket.socket | None = None
+        self.connection: Connection | None = None
         self.ending: asyncio.TimerHandle | None = None
 
     async def image_of_json(
         self, text: Slot, length: int, given: Mapping[str, Any]
     ) -> tuple[Slot, int]:
-        """The image of a request of `length` characters. Raises ProblemText, Overloaded."""
+        """The image of a request of `length` characters, and the fields in its path and query.
+        Raises ProblemText, Overloaded."""
         room = GROWTH * length + SPARE_BYTES
-        slot, size, _ = await self.convert(TO_IMAGE, text, length, room, given)
-        return placed(slot, length, size), size
+        slot, size, _ = await self.convert("image_of_json", text, length, room, given)
+        return fitting(slot, length, size), size
 
     async def json_of_image(self, image: Slot, length: int, limit: int) -> tuple[Slot | None, int]:
         """A reply as JSON, and its length; no slot if that exceeds the limit."""
-        slot, size, _ = await self.convert(TO_JSON, image, length, limit, {})
+        slot, size, _ = await self.convert("json_of_image", image, length, limit, {})
         return slot, size
 
     async def image_of_inference(
@@ -69,30 +60,29 @@ class LongJson:
         """The image of an inference request, its length, and the form of the response. Raises
         ProblemText, Overloaded."""
         room = length + GROWTH * json_bytes + SPARE_BYTES
-        slot, size, form = await self.convert(INFERENCE_TO_IMAGE, body, length, room, given)
-        return placed(slot, length, size), size, form
+        slot, size, form = await self.convert("image_of_inference", body, length, room, given)
+        return fitting(slot, length, size), size, form
 
     async def inference_of_image(
         self, image: Slot, length: int, limit: int, given: Mapping[str, Any]
     ) -> tuple[Slot | None, int, dict[str, Any]]:
         """A response, its length, and the length of its JSON; no slot if it exceeds the limit."""
-        return await self.convert(IMAGE_TO_INFERENCE, image, length, limit, given)
+        return await self.convert("inference_of_image", image, length, limit, given)
 
     async def convert(
-        self, kind: int, source: Slot, length: int, room: int, given: Mapping[str, Any]
+        self, conversion: str, source: Slot, length: int, room: int, given: Mapping[str, Any]
     ) -> tuple[Slot | None, int, dict[str, Any]]:
         """Have the worker convert one body. It converts a cancelled request's body to its end, and
         writes to its slot until then."""
         if self.waiting >= MAX_WAITING:
-            busy = f"{self.waiting} long JSON bodies are waiting: retry later, or send safetensors"
-            raise Overloaded(busy, retry_after_s=1.0)
-        text = dump_json(given).encode()
-        work = asyncio.ensure_future(self.order(kind, source, length, room, text))
+            text = f"{self.waiting} long JSON bodies are waiting: retry later, or send safetensors"
+            raise Overloaded(text, retry_after_s=1.0)
+        work = asyncio.ensure_future(self.wait(conversion, source, length, room, dict(given)))
         work.add_done_callback(forget_error)
         return await asyncio.shield(work)
 
-    async def order(
-        self, kind: int, source: Slot, length: int, room: int, given: bytes
+    async def wait(
+        self, conversion: str, source: Slot, length: int, room: int, given: dict[str, Any]
     ) -> tuple[Slot | None, int, dict[str, Any]]:
         """Wait for the worker, and for its result."""
         source.hold()
@@ -100,48 +90,37 @@ class LongJson:
         try:
             async with self.turn:
                 into = await self.door.link.slot(room)
-                head = ORDER.pack(kind, source.offset, length, into.offset, room, len(given))
-                outcome, size, text = await self.exchange(head + given)
+                result = await self.exchange(
+                    Order(conversion, source.offset, length, into.offset, room, given)
+                )
         finally:
             self.waiting -= 1
             source.free()
-        if outcome == DONE:
-            return into, size, json.loads(text)
+        if not result.problem and result.length <= room:
+            return into, result.length, result.found
         into.free()
-        if outcome == FAILED:
-            raise ProblemText(text.decode())
-        return None, size, {}
+        if result.problem:
+            raise ProblemText(result.problem)
+        return None, result.length, {}
 
-    async def exchange(self, order: bytes) -> tuple[int, int, bytes]:
+    async def exchange(self, order: Order) -> Result:
         """Send an order, and receive its result."""
-        loop = self.door.loop
         if self.ending is not None:
             self.ending.cancel()
+        loop = self.door.loop
+        connection = self.connection or self.start()
         try:
-            sock = self.sock if self.sock is not None else self.start()
-            await loop.sock_sendall(sock, order)
-            outcome, size, length = OUTCOME.unpack(await self.receive(sock, OUTCOME.size))
-            text = await self.receive(sock, length)
-        except OSError as error:
+            result = await loop.run_in_executor(None, round_trip, connection, order)
+        except (OSError, EOFError) as error:
             self.close()
             raise Internal(f"the worker process for long JSON has ended: {error}") from error
         self.ending = loop.call_later(IDLE_S, self.close)
-        return outcome, size, text
+        return result
 
-    async def receive(self, sock: socket.socket, size: int) -> bytes:
-        data = b""
-        while len(data) < size:
-            piece = await self.door.loop.sock_recv(sock, size - len(data))
-            if not piece:
-                raise ConnectionResetError("its socket was closed")
-            data += piece
-        return data
-
-    def start(self) -> socket.socket:
+    def start(self) -> Connection:
         """Start the process; it maps the arena, too."""
         arena = self.door.link.arena_fd
         ours, theirs = socket.socketpair()
-        ours.setblocking(False)
         with theirs:
             descriptors = (theirs.fileno(), arena)
             self.process = subprocess.Popen(
@@ -150,21 +129,29 @@ class LongJson:
                 pass_fds=descriptors,
                 start_new_session=True,  # ignore Ctrl-C
             )
-        self.sock = ours
-        return ours
+        self.connection = connection = Connection(ours.detach())
+        return connection
 
     def close(self) -> None:
         """Kill the process."""
         if self.ending is not None:
             self.ending.cancel()
-        if self.process is not None and self.sock is not None:
+        if self.process is not None and self.connection is not None:
             self.process.kill()
             self.process.wait()
-            self.sock.close()
-        self.process = self.sock = self.ending = None
+            if not self.turn.locked():  # else a thread waits for the end of the connection
+                self.connection.close()
+        self.process = self.connection = self.ending = None
 
 
-def placed(slot: Slot | None, length: int, size: int) -> Slot:
+def round_trip(connection: Connection, order: Order) -> Result:
+    """In a thread: an order's result. Raises OSError, EOFError when the worker ends."""
+    connection.send(order)
+    result: Result = connection.recv()
+    return result
+
+
+def fitting(slot: Slot | None, length: int, size: int) -> Slot:
     """The slot of an image, which always fits."""
     if slot is None:
         raise Internal(f"{length} bytes of JSON became an image of {size}: this is a bug")
@@ -172,6 +159,6 @@ def placed(slot: Slot | None, length: int, size: int) -> Slot:
 
 
 def forget_error(work: asyncio.Future[Any]) -> None:
-    """The caller has the error; if the caller was cancelled, nobody needs it."""
+    """The request has the error; if it was cancelled, the error is not needed."""
     if not work.cancelled():
         work.exception()

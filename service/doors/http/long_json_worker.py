@@ -1,97 +1,93 @@
-"""The process that converts long JSON to images and back, in the door's arena (`long_json.py`).
+"""The worker process that converts long JSON to images and back, in the door's arena.
 
-It reads orders from a socket until that ends: what to do, the place of what is given and of what is
-to be written in the arena, and what else there is to know (the fields that path and query gave).
+It receives orders from the door (`long_json.py`), until the door closes its end.
 """
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
-import socket
 import sys
-from collections.abc import Sequence
-from struct import Struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any, Final
 
 from attnd.wire.dtypes import Part
 
+from service.doors.oip.long_json import answer_of_image, image_of_request
 from service.errors import AttndError, Internal, problem
 from service.image.json_body import image_of_json, json_of_image
 from service.image.json_text import dump_json
 
-ORDER: Final = Struct("<BQQQQI")
-"""What to do; offset and length of what is given; offset and length of the room for what is
-written; length of the given fields' JSON, which follows."""
-OUTCOME: Final = Struct("<BQI")
-"""How it went; length of what was written; length of the JSON that follows: the problem's, or what
-else is told."""
-TO_IMAGE: Final = 1
-TO_JSON: Final = 2
-INFERENCE_TO_IMAGE: Final = 3
-IMAGE_TO_INFERENCE: Final = 4
-DONE: Final = 0
-FAILED: Final = 1
-TOO_LONG: Final = 2
-"""Nothing was written: the length is what it would have taken."""
+Converted = tuple[Sequence[Part], dict[str, Any]]
+"""The output in parts, and what else the door needs to know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Convert `length` bytes of the arena at `offset` into `room` bytes at `into`. `given` are the
+    fields in path and query, or what the Open Inference Protocol needs to know."""
+
+    conversion: str
+    offset: int
+    length: int
+    into: int
+    room: int
+    given: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The length of the output, which was not written if it exceeds the room; or an error's problem
+    document."""
+
+    length: int
+    found: dict[str, Any] = field(default_factory=dict)
+    problem: str = ""
+
+
+CONVERSIONS: Final[dict[str, Callable[[memoryview, dict[str, Any]], Converted]]] = {
+    "image_of_json": lambda source, given: (image_of_json(bytes(source), given), {}),
+    "json_of_image": lambda source, given: ([json_of_image(source)], {}),
+    "image_of_inference": image_of_request,
+    "inference_of_image": answer_of_image,
+}
 
 
 def main(orders: int, arena: int) -> None:
     """Work until the door closes its end."""
     memory = memoryview(b"")
-    with socket.socket(fileno=orders) as door:
-        while head := receive(door, ORDER.size):
-            kind, offset, length, place, room, size = ORDER.unpack(head)
-            given = receive(door, size)
-            if max(offset + length, place + room) > len(memory):  # the arena has grown
-                memory = memoryview(mmap.mmap(arena, os.fstat(arena).st_size))
-            source = memory[offset : offset + length]
-            door.sendall(work(kind, source, memory[place : place + room], given))
+    with Connection(orders) as door:
+        while True:
+            try:
+                order: Order = door.recv()
+            except EOFError:
+                return
+            if max(order.offset + order.length, order.into + order.room) > len(memory):
+                memory = memoryview(mmap.mmap(arena, os.fstat(arena).st_size))  # it has grown
+            door.send(run(order, memory))
 
 
-def work(kind: int, source: memoryview, into: memoryview, given: bytes) -> bytes:
-    """Carry out one order; its outcome as bytes to send."""
+def run(order: Order, memory: memoryview) -> Result:
+    """Carry out one order."""
+    source = memory[order.offset : order.offset + order.length]
     try:
-        parts, told = convert(kind, source, json.loads(given) if given else {})
+        parts, found = CONVERSIONS[order.conversion](source, order.given)
     except Exception as error:
         known = error if isinstance(error, AttndError) else Internal(f"{type(error).__name__}")
-        text = dump_json(problem(known)).encode()
-        return OUTCOME.pack(FAILED, 0, len(text)) + text
+        return Result(0, problem=dump_json(problem(known)))
     length = sum(map(len, parts))
-    if length > len(into):
-        return OUTCOME.pack(TOO_LONG, length, 0)
-    at = 0
-    for part in parts:
-        into[at : at + len(part)] = part
-        at += len(part)
-    text = dump_json(told).encode()
-    return OUTCOME.pack(DONE, length, len(text)) + text
-
-
-def convert(
-    kind: int, source: memoryview, given: dict[str, Any]
-) -> tuple[Sequence[Part], dict[str, Any]]:
-    """What is to be written, in parts, and what is to be told of it."""
-    if kind == TO_IMAGE:
-        return image_of_json(bytes(source), given), {}
-    if kind == TO_JSON:
-        return [json_of_image(source)], {}
-    from service.doors.oip.long_json import answer_of_image, image_of_request
-
-    return (image_of_request if kind == INFERENCE_TO_IMAGE else answer_of_image)(source, given)
-
-
-def receive(door: socket.socket, size: int) -> bytes:
-    """Exactly `size` bytes; none at the end."""
-    data = b""
-    while len(data) < size:
-        piece = door.recv(size - len(data))
-        if not piece:
-            return b""
-        data += piece
-    return data
+    if length <= order.room:
+        at = order.into
+        for part in parts:
+            memory[at : at + len(part)] = part
+            at += len(part)
+    return Result(length, found)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    # pickled orders name the module, not `__main__`
+    from service.doors.http.long_json_worker import main as work
+
+    work(*map(int, sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""TLS for the doors: the certificate, and those that clients must show."""
+"""TLS of the doors: the certificate, and the authorities of clients' certificates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from service.processes.handed_files import ReadFile, as_file, from_disk, why_unr
 
 LOG: Final = logging.getLogger("attnd.doors")
 HANDSHAKE_S: Final = 10.0
-"""A client that has not shaken hands by then is cut off."""
+"""Timeout of the TLS handshake."""
 
 
 MARKS: Final = {
@@ -19,27 +19,27 @@ MARKS: Final = {
     "tls_key": ("private key", b"PRIVATE KEY-----"),
     "tls_client_ca": ("certificate", b"CERTIFICATE-----"),
 }
-"""What the file of a setting holds, and how PEM says so."""
+"""The content of each setting's file, and its mark in PEM."""
 ENCRYPTED: Final = b"ENCRYPTED"
 MISMATCH: Final = "key values mismatch: the key belongs to another certificate: name a pair"
 
 
 class TlsError(ValueError):
-    """The files cannot be used; one line that names the setting and the file."""
+    """A file cannot be used; one line with the setting and the file."""
 
 
 class Tls:
-    """The context that connections are made with, and the files it came from."""
+    """The context of new connections, and its files."""
 
     def __init__(
         self, certificate: str, key: str, client_ca: str | None, read: ReadFile = from_disk
     ) -> None:
-        """`read` gives the files' contents. Raises TlsError."""
+        """`read` returns a file's contents. Raises TlsError."""
         self.certificate = certificate
         self.key = key
         self.read = read
         self.pair = (b"", b"")
-        """Certificate and key as they were read last."""
+        """Certificate and key, as last read."""
         self.context = self.context_of_files(client_ca)
 
     def context_of_files(self, client_ca: str | None) -> ssl.SSLContext:
@@ -58,15 +58,15 @@ class Tls:
         return context
 
     def contents(self, setting: str, path: str) -> bytes:
-        """A file that holds what the setting is for. Raises TlsError."""
+        """The contents of a setting's file. Raises TlsError."""
         try:
             data = self.read(path)
         except OSError as error:
             raise TlsError(f"server.{setting} {path}: {why_unreadable(error)}") from error
-        what, mark = MARKS[setting]
+        content, mark = MARKS[setting]
         if mark not in data:
             raise TlsError(
-                f"server.{setting} {path}: it has no {what}: name a PEM file, which has a line "
+                f"server.{setting} {path}: no {content} in it: name a PEM file, which has a line "
                 f"-----BEGIN {mark.decode()}"
             )
         return data
@@ -75,8 +75,8 @@ class Tls:
         pair = self.contents("tls_cert", self.certificate), self.contents("tls_key", self.key)
         if ENCRYPTED in pair[1]:
             raise TlsError(
-                f"server.tls_key {self.key}: the key is encrypted, and nobody is there to type its "
-                f"password: name a plain one (openssl pkey -in {self.key} -out plain.pem)"
+                f"server.tls_key {self.key}: the key is encrypted, the service has no "
+                f"password: name an unencrypted key (openssl pkey -in {self.key} -out plain.pem)"
             )
         try:
             with as_file(pair[0]) as chain, as_file(pair[1]) as key:
@@ -87,14 +87,14 @@ class Tls:
             raise TlsError(f"{files}: {reason(error)}") from error
 
     def read_again(self) -> bool:
-        """Connections to come get the certificate that is in the files now. What cannot be used is
-        told in the log, and the certificate stays. Whether there is another one."""
+        """Read the files again for new connections; returns whether the certificate changed. An
+        unusable file changes nothing, and is logged."""
         before = self.pair
         try:
             self.load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))  # half of a pair spoils a context
             self.load(self.context)
         except TlsError as error:
-            LOG.error("%s: the certificate stays as it was", error)
+            LOG.error("%s: the certificate is unchanged", error)
             return False
         if self.pair == before:
             return False
@@ -103,14 +103,14 @@ class Tls:
 
 
 def make_tls(server: ServerSettings, read: ReadFile = from_disk) -> Tls | None:
-    """None where HTTP is spoken in the clear. Raises TlsError."""
+    """None without TLS. Raises TlsError."""
     if server.tls_cert is None or server.tls_key is None:
         return None
     return Tls(server.tls_cert, server.tls_key, server.tls_client_ca, read)
 
 
 def reason(error: Exception) -> str:
-    """What is wrong with a file, in one line."""
+    """The reason of an error, in one line."""
     if isinstance(error, ssl.SSLError):
         if error.reason == "KEY_VALUES_MISMATCH":
             return MISMATCH

@@ -1,4 +1,4 @@
-"""An answer's image as the protocol's parameters and outputs."""
+"""A reply's image as the protocol's parameters and outputs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from service.image.json_text import dump_json, load_json
 from service.image.reading import Entry, read_entry
 from service.image.writing import RESPONSE
 
-REMEMBERED_BYTES: Final = 2048
-"""Longest header whose reading is remembered: steps repeat theirs."""
+MAX_CACHED_BYTES: Final = 2048
+"""Longest cached header: steps repeat theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +40,14 @@ class Output:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """Fields as parameters, and the outputs that were asked for; `start` is where the image's data
-    begins."""
+    """Fields as parameters, and the requested outputs; `start` is the begin of the image's data."""
 
     parameters: Mapping[str, str | int | float | bool]
     outputs: tuple[Output, ...]
     start: int
 
     def data(self, image: memoryview, output: Output) -> memoryview:
-        """An output's bytes, as they lie in the image."""
+        """An output's bytes in the image."""
         return image[self.start + output.entry.begin : self.start + output.end]
 
 
@@ -56,17 +55,17 @@ EMPTY: Final = Answer({}, (), 0)
 
 
 def read_answer(image: memoryview, wanted: Wanted) -> Answer:
-    """What an image of the engine says; raises InvalidRequest for an output that did not come."""
+    """Read an image of the engine. Raises InvalidRequest for an output that it lacks."""
     if not len(image):
         return EMPTY
     start = 8 + int.from_bytes(image[:8], "little")
-    read = read_header if start <= REMEMBERED_BYTES else read_header.__wrapped__
+    read = read_header if start <= MAX_CACHED_BYTES else read_header.__wrapped__
     return read(bytes(image[8:start]), len(image) - start, wanted)
 
 
 @lru_cache(maxsize=256)
 def read_header(header: bytes, room: int, wanted: Wanted) -> Answer:
-    """The same by the image's header, with `room` bytes of data behind it."""
+    """As `read_answer`, from the image's header; `room` bytes of data follow it."""
     document: dict[str, Any] = load_json(header, "the answer's header")
     fields: dict[str, Any] = load_json(fields_text(document, RESPONSE).encode(), "the answer")
     document.pop("__metadata__", None)
@@ -78,10 +77,10 @@ def read_header(header: bytes, room: int, wanted: Wanted) -> Answer:
             raise InvalidRequest("outputs", name, rule)
         entry, end = found[name]
         outputs.append(Output(entry, end, is_binary))
-    told = {name: parameter(value) for name, value in fields.items() if value is not None}
-    return Answer(told, tuple(outputs), 8 + len(header))
+    parameters = {name: parameter(value) for name, value in fields.items() if value is not None}
+    return Answer(parameters, tuple(outputs), 8 + len(header))
 
 
 def parameter(value: Any) -> str | int | float | bool:
-    """A field as the protocol's parameters can have it: lists and objects as JSON."""
+    """A field as a parameter: lists and objects as JSON text."""
     return value if isinstance(value, (str, int, float)) else dump_json(value)

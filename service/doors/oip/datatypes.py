@@ -1,4 +1,4 @@
-"""The protocol's names of datatypes, beside the names that images have for them."""
+"""The protocol's names of datatypes, by the names in images."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DATATYPES: Final = {
     "F32": "FP32",
     "F16": "FP16",
     "BF16": "BF16",
-    "F8_E4M3": "FP8_E4M3",  # these two are the project's own: the protocol has none
+    "F8_E4M3": "FP8_E4M3",  # the protocol has no FP8: these two names are the project's own
     "F8_E5M2": "FP8_E5M2",
     "I64": "INT64",
     "I32": "INT32",

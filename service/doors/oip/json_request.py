@@ -108,7 +108,7 @@ def read_wanted(document: Mapping[str, Any], parameters: dict[str, Any]) -> Want
 def read_inputs(
     model: Model, given: list[Any], lists: dict[str, bytes], data: memoryview
 ) -> list[Input]:
-    """The inputs; their binary data lies in the same order, without gaps."""
+    """The inputs; their binary data has the same order, without gaps."""
     inputs = []
     at = 0
     for index, one in enumerate(given):

@@ -19,7 +19,7 @@ PLATFORM: Final = "attnd"
 EXTENSIONS: Final = ("binary_tensor_data", "model_configuration", "model_repository", "statistics")
 INDEX_DATATYPE: Final = "INT32"
 NUMBERED: Final = "{i}"
-"""Stands for a number in an output's name: the request determines how many there are."""
+"""A number in an output's name: the request determines how many outputs there are."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

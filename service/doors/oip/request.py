@@ -24,7 +24,7 @@ MAX_TIMEOUT_US: Final = 3_600_000_000
 REGION_PARAMETERS: Final = frozenset(
     {"shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"}
 )
-"""Of an input or a requested output that lies in shared memory, which is not supported."""
+"""Parameters of a tensor in shared memory, which is not supported."""
 NO_REGIONS: Final = (
     "shared memory regions are not supported: send tensors as binary data, or use a Session"
 )
@@ -62,9 +62,9 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request that was read: its image's header, and the tensors in the order in which they lie.
+    """A request that was read: its image's header, and its tensors in order.
 
-    `span`: first and last byte of the tensors in the binary data, where they lie without gaps.
+    `span`: first and last byte of the tensors in the binary data; None if there are gaps.
     `repeats`: the call depends on nothing but the request's JSON, and the length of that data.
     """
 
@@ -153,7 +153,7 @@ def check_input(model: Model, name: str, datatype: str, shape: list[int]) -> tup
 
 
 def refuse_regions(parameters: Mapping[str, Any]) -> None:
-    """Raises NotSupported for a tensor that lies in shared memory."""
+    """Raises NotSupported for a tensor in shared memory."""
     if parameters.keys() & REGION_PARAMETERS:
         raise NotSupported(NO_REGIONS)
 
@@ -176,7 +176,7 @@ def check_outputs(model: Model, outputs: Iterable[tuple[str, bool]]) -> None:
 
 
 def is_named(name: str, spec: str) -> bool:
-    """Whether `name` is the declared name `spec`, which may stand for numbered ones."""
+    """Whether `name` is the declared name `spec`, which may have a number."""
     stem, numbered, _ = spec.partition(NUMBERED)
     if not numbered:
         return name == spec

@@ -1,4 +1,4 @@
-"""How often each model was called, in the protocol's statistics."""
+"""The protocol's statistics: calls of each model."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from service.doors.oip.models import VERSION, Model
 from service.metrics import Metrics
 
 UNCOUNTED: Final = ("queue", "compute_input", "compute_infer", "compute_output")
-"""Durations that the protocol's tools expect to find."""
+"""Durations that the protocol's tools expect."""
 
 
 def statistics(models: Iterable[Model], metrics: Metrics) -> list[dict[str, Any]]:
-    """The calls of each model, by whichever door: how many succeeded, with the time of all that
-    were answered, and how many failed. Of the other durations there are none by model: 0 of them,
-    which took no time."""
+    """The calls of each model, over all doors: the number of successes, with the time of all
+    calls, and the number of errors. Other durations are not counted by model, and are 0."""
     sums = metrics.sums(metrics.processes())
     succeeded: dict[str, int] = {}
     failed: dict[str, int] = {}
@@ -34,6 +33,5 @@ def statistics(models: Iterable[Model], metrics: Metrics) -> list[dict[str, Any]
             **{duration: {"count": 0, "ns": 0} for duration in UNCOUNTED},
         }
         counts = {"inference_count": count, "execution_count": count}
-        told = {"name": model.name, "version": VERSION, **counts, "inference_stats": of_all}
-        found.append(told)
+        found.append({"name": model.name, "version": VERSION, **counts, "inference_stats": of_all})
     return found

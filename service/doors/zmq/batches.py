@@ -8,15 +8,15 @@ from typing import Any, Final, Literal
 import msgspec
 
 Layout = Literal["map", "array"]
-"""Of an event: named fields, or fields by position behind the type's name."""
+"""An event's layout: named fields, or fields by position after the type's name."""
 MEDIUM: Final = "GPU"
-"""What vLLM calls the memory from which attention reads."""
+"""vLLM's name of the memory that attention reads."""
 GROUP: Final = 0
-"""vLLM's number of a KV cache group: a pool is one, all its layers store every token."""
+"""vLLM's number of a KV cache group. A pool is one group: all layers store every token."""
 KIND: Final = "full_attention"
-"""What vLLM calls the cache of such a group."""
+"""vLLM's name of such a group's cache."""
 END: Final = (-1).to_bytes(8, "big", signed=True)
-"""The sequence that ends a replay."""
+"""The sequence number that ends a replay."""
 
 
 def root_of(namespace: str) -> str:
@@ -25,15 +25,15 @@ def root_of(namespace: str) -> str:
 
 
 def payload(event: dict[str, Any], when: float, layout: Layout) -> bytes:
-    """One event as a batch: [timestamp, [events], rank]. An event without a counterpart in the
-    format is a batch without events, so that no sequence number is missing."""
-    told = told_as(event)
-    events = [] if told is None else [told if layout == "map" else list(told.values())]
+    """One event as a batch: [timestamp, [events], rank]. An event without a counterpart in
+    vLLM is an empty batch, so that no sequence number is missing."""
+    fields = fields_of(event)
+    events = [] if fields is None else [fields if layout == "map" else list(fields.values())]
     return msgspec.msgpack.encode([when, events, 0])
 
 
-def told_as(event: dict[str, Any]) -> dict[str, Any] | None:
-    """The event by the names of vLLM's fields, in the order in which its arrays have them."""
+def fields_of(event: dict[str, Any]) -> dict[str, Any] | None:
+    """The event by the names of vLLM's fields, in the order of vLLM's arrays."""
     match event["type"]:
         case "stored":
             parent = event["parent_key"]

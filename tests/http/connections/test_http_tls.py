@@ -185,7 +185,7 @@ def test_a_renewed_certificate_is_served_after_sighup(tmp_path: Path) -> None:
         wait_for(lambda: is_served(url, before), "the start", START_S)
         Path(files.key).write_text("no key")
         running.child.send_signal(1)
-        running.find("the certificate stays as it was")
+        running.find("the certificate is unchanged")
         assert is_served(url, before)
         write_files(tmp_path, second)
         running.child.send_signal(1)
@@ -211,9 +211,9 @@ LOCKED = b"-----BEGIN ENCRYPTED PRIVATE KEY-----\n"
         ("tls_cert", None, "No such file or directory: name a file that exists"),
         ("tls_key", None, "No such file or directory: name a file that exists"),
         ("tls_client_ca", None, "No such file or directory: name a file that exists"),
-        ("tls_cert", NOT_PEM, "it has no certificate: name a PEM file"),
-        ("tls_key", NOT_PEM, "it has no private key: name a PEM file"),
-        ("tls_client_ca", NOT_PEM, "it has no certificate: name a PEM file"),
+        ("tls_cert", NOT_PEM, "no certificate in it: name a PEM file"),
+        ("tls_key", NOT_PEM, "no private key in it: name a PEM file"),
+        ("tls_client_ca", NOT_PEM, "no certificate in it: name a PEM file"),
         ("tls_key", LOCKED, "the key is encrypted"),
     ],
 )

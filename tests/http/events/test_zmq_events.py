@@ -20,8 +20,10 @@ from http_process import listening
 from http_service import SECRET, Service, serving
 
 from config.settings import SettingsError, load_settings
+from service.doors.kit.process import Setup
 from service.doors.zmq.batches import payload
-from service.doors.zmq.publisher import Publisher
+from service.doors.zmq.server import Server
+from service.metrics import Metrics
 from tests.harness.waiting import WAIT_S, wait_for
 
 END = b"\xff" * 8
@@ -164,8 +166,8 @@ def store(client: httpx.Client, ids: list[int]) -> None:
 
 
 @contextmanager
-def publishing(service: Service) -> Iterator[Publisher]:
-    made = Publisher(service.settings, service.engine_socket, "zmq-0", SECRET)
+def publishing(service: Service) -> Iterator[Server]:
+    made = Server(Setup(service.settings, Metrics("zmq-0"), service.engine_socket, "zmq-0", SECRET))
     thread = threading.Thread(target=lambda: asyncio.run(made.serve()), name="zmq")
     thread.start()
     try:
@@ -228,7 +230,7 @@ def test_a_subscriber_knows_what_is_cached_and_asks_for_what_it_missed(tmp_path:
 @pytest.mark.long
 def test_the_service_runs_the_publisher_as_a_process_of_its_own(tmp_path: Path) -> None:
     with listening(*endpoints(tmp_path)) as (running, url), subscribed(tmp_path) as one:
-        running.find("events that subscribers missed over ZeroMQ at .*/replay")
+        running.find("replays of events over ZeroMQ at .*/replay")
         with httpx.Client(base_url=url, timeout=WAIT_S) as client:
             one.replay(0)
             time.sleep(0.2)

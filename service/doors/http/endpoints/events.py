@@ -192,11 +192,11 @@ def written(page: Page) -> list[bytes]:
 async def wait_until_read(connection: Connection) -> None:
     """Return when the client has read most of what was sent; a client that reads nothing for
     `idle_timeout_s` is disconnected."""
-    patience, loop = connection.door.limits.idle_timeout_s, connection.loop
-    ends, unsent = loop.time() + patience, connection.unsent_bytes()
+    timeout_s, loop = connection.door.limits.idle_timeout_s, connection.loop
+    ends, unsent = loop.time() + timeout_s, connection.unsent_bytes()
     while connection.intake.is_held and not connection.transport.is_closing():
         if (left := connection.unsent_bytes()) < unsent:
-            ends, unsent = loop.time() + patience, left
+            ends, unsent = loop.time() + timeout_s, left
         elif loop.time() > ends:
             connection.transport.abort()
         await asyncio.sleep(POLL_S)

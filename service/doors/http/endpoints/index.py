@@ -1,4 +1,4 @@
-"""The page at `/`: what a browser finds at this door."""
+"""The page at `/`, for browsers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies in chunks (RFC 9112 §7.1): where the data of each chunk lies in what has arrived."""
+"""Chunked bodies (RFC 9112 §7.1): finds each chunk's data in the received bytes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Final
 from service.errors import HeadersTooLarge, MalformedBody
 
 MAX_LINE_BYTES: Final = 1024
-"""Of a chunk's size with its extensions, which are passed over."""
+"""Longest line with a chunk's size and its extensions, which are ignored."""
 DIGITS: Final = frozenset(b"0123456789abcdefABCDEF")
 MAX_DIGITS: Final = 15
 
 
 class Chunks:
-    """Reads one chunked body, in as many pieces as it comes. Trailers are passed over."""
+    """Reads one chunked body, in any number of pieces. Trailers are ignored."""
 
     __slots__ = ("done", "in_trailers", "left", "line", "max_trailer_bytes", "trailer_bytes")
 
@@ -31,7 +31,7 @@ class Chunks:
     def read(self, data: memoryview) -> Iterator[tuple[int, int]]:
         """Stretches `(begin, end)` of `data` that are the body's; at the end see `done`.
 
-        The last pair is empty; it tells how much of `data` was used. Raises MalformedBody and
+        The last pair is empty, and its begin is the number of bytes used. Raises MalformedBody and
         HeadersTooLarge.
         """
         at, end = 0, len(data)

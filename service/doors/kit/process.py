@@ -1,0 +1,158 @@
+"""The process of a door: everything that HTTP's, gRPC's and ZeroMQ's have in common."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import resource
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from socket import socket
+from typing import Final, Protocol
+
+from attnd.wire.frames import FrameError
+
+from config.sections import Settings
+from service.doors.kit.link import Link
+from service.doors.kit.tls import TlsError
+from service.doors.kit.tracing import TracingError
+from service.doors.kit.upstream import MakeUpstream, Upstream
+from service.errors import NotReady
+from service.extras import how_to_install
+from service.keys import KeysError
+from service.logs import count_dropped, set_up_logs
+from service.metrics import Metrics
+from service.processes.handed_files import ReadFile, from_disk
+from service.processes.handover import CANNOT_START, on_hang_up, receive
+from service.processes.watchdog import LoopWatchdog
+
+LOG: Final = logging.getLogger("attnd.doors")
+DRAINING: Final = "draining: finishing accepted requests, accepting no new ones"
+ENGINE_LATER_S: Final = 2.0
+"""After its own drain the engine still replies to unfinished calls, once its slice is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a door's server is made with."""
+
+    settings: Settings
+    metrics: Metrics
+    engine_socket: str
+    name: str
+    """The process's name in logs and metrics, and for the engine."""
+    secret: str
+    """Tells the engine that this is a door of its service."""
+    make_upstream: MakeUpstream = Link
+    read_file: ReadFile = from_disk
+    """Returns the contents of key and certificate files."""
+    sockets: Sequence[socket] = ()
+    """HTTP's listening sockets."""
+    on_loop: Callable[[asyncio.AbstractEventLoop, Server], object] = lambda loop, server: None
+    """Called when the server's event loop runs."""
+    on_ready: Callable[[], object] = lambda: None
+    """Called in the loop's thread when the engine is connected."""
+
+
+class Server(Protocol):
+    """A door's server. `failed` says why it could not serve."""
+
+    failed: str
+
+    def run(self) -> None:
+        """Serve until drained."""
+
+    def drain(self) -> None:
+        """Accept no more requests, respond to the accepted ones, then end; in the loop's thread."""
+
+    def read_again(self) -> None:
+        """Read keys and certificate again; in the loop's thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Packages of an extra that a door imports, and the setting that requires them."""
+
+    modules: tuple[str, ...] = ()
+    setting: str = ""
+    extra: str = ""
+
+
+def run_door(server_module: str, make_upstream: MakeUpstream, needs: Needs) -> int:
+    """Run the `Server` of a module until it is drained; returns the process's exit status."""
+    inherited = receive()
+    set_up_logs(inherited.settings.log, inherited.process)
+    if not all(is_installed(name) for name in needs.modules):
+        remedy = how_to_install(needs.extra)
+        LOG.error("cannot start: %s needs %s: %s", needs.setting, needs.modules[0], remedy)
+        return CANNOT_START
+    raise_limit_of_files()
+
+    def on_loop(loop: asyncio.AbstractEventLoop, server: Server) -> None:
+        loop.add_reader(inherited.lifeline, os._exit, 1)
+        loop.add_signal_handler(signal.SIGTERM, server.drain)
+        on_hang_up(lambda: loop.call_soon_threadsafe(server.read_again))
+
+    metrics = Metrics(inherited.process, inherited.metrics)
+    count_dropped(metrics.log_lines_dropped)
+    setup = Setup(
+        settings=inherited.settings,
+        metrics=metrics,
+        engine_socket=inherited.engine_socket,
+        name=inherited.process,
+        secret=inherited.secret,
+        make_upstream=make_upstream,
+        read_file=inherited.read_file,
+        sockets=inherited.sockets,
+        on_loop=on_loop,
+        on_ready=lambda: LoopWatchdog(inherited.process, metrics),
+    )
+    try:
+        server: Server = import_module(server_module).Server(setup)
+    except (KeysError, TlsError, TracingError) as error:
+        LOG.error("cannot start: %s", error)
+        return CANNOT_START
+    server.run()
+    if server.failed:
+        LOG.error("cannot start: %s", server.failed)
+        return CANNOT_START
+    return 0
+
+
+async def connect(setup: Setup, link: Upstream) -> str | None:
+    """Connect to the engine, which replies when it accepts calls.
+
+    Returns None when connected, else why the door cannot serve; empty if the engine has ended, and
+    has logged why.
+    """
+    where = f"the engine at {setup.engine_socket}"
+    try:
+        await link.connect(setup.engine_socket, setup.name, setup.secret)
+    except (ConnectionError, FileNotFoundError) as error:
+        LOG.debug("%s has ended: %s", where, error)
+        return ""
+    except (OSError, NotReady, FrameError) as error:
+        return f"{where} cannot be called: {error}"
+    gc.collect()
+    gc.freeze()  # the start's objects would make every later collection longer
+    setup.on_ready()
+    return None
+
+
+def is_installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def raise_limit_of_files() -> None:
+    """Raise the process's limit of open files as far as it may: every connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

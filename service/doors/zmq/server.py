@@ -1,0 +1,145 @@
+"""The ZeroMQ door's sockets: one publishes new events, one replays missed ones."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+from typing import Any, Final
+
+import zmq
+import zmq.asyncio
+
+from service.doors.kit.engine_calls import events_after
+from service.doors.kit.problems import ProblemText
+from service.doors.kit.process import Setup, connect
+from service.doors.zmq.batches import END, payload, sequence
+from service.errors import AttndError, NotReady
+from service.operations.events import FROM_NOW
+from service.tenants import OPEN, tenant_of
+
+LOG: Final = logging.getLogger("attnd.zmq")
+POLL_S: Final = 0.05
+LINGER_MS: Final = 200
+"""Time for the last events to be sent."""
+SEQUENCE_BYTES: Final = 8
+MAX_BYTES: Final = 1024
+"""Longest message of a subscriber; one that sends more is disconnected."""
+
+
+class Server:
+    """Publishes one namespace's events until drained. `failed` says why it could not."""
+
+    def __init__(self, setup: Setup) -> None:
+        settings = setup.settings
+        self.setup = setup
+        self.cache = settings.cache
+        self.has_keys = settings.auth.keys_file is not None
+        self.tenant = tenant_of(self.cache.zmq_namespace, ["read"]) if self.has_keys else OPEN
+        self.failed = ""
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    def run(self) -> None:
+        asyncio.run(self.serve())
+
+    async def serve(self) -> None:
+        """From the start to the end."""
+        self.loop = loop = asyncio.get_running_loop()
+        self.ended = asyncio.Event()
+        self.setup.on_loop(loop, self)
+        self.link = self.setup.make_upstream(self.setup.settings.server, self.has_keys, None)
+        context = zmq.asyncio.Context()
+        tasks: list[asyncio.Task[Any]] = []
+        try:
+            out = self.bound(context, zmq.PUB, self.cache.zmq_endpoint)
+            replies = self.bound(context, zmq.ROUTER, self.cache.zmq_replay_endpoint)
+            failed = await connect(self.setup, self.link)
+            if failed is None:
+                work = (self.publish(out), self.replay(replies), self.ended.wait())
+                tasks += [loop.create_task(one) for one in work]
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+            self.failed = failed or ""
+        except zmq.ZMQError as error:
+            self.failed = str(error)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self.link.close()
+            context.destroy(linger=LINGER_MS)
+
+    def bound(self, context: Any, kind: int, endpoint: str | None) -> Any:
+        """A socket at the endpoint. Raises zmq.ZMQError with the endpoint's name."""
+        sock = context.socket(kind)
+        # a whole replay may wait for a client; beyond that messages are dropped
+        sock.sndhwm = self.cache.events_history + 1
+        sock.maxmsgsize = MAX_BYTES
+        if endpoint is None:
+            return sock
+        try:
+            sock.bind(endpoint)
+        except zmq.ZMQError as error:
+            raise zmq.ZMQError(error.errno, f"{endpoint}: {error}") from None
+        purpose = "events" if kind == zmq.PUB else "replays of events"
+        LOG.info("%s over ZeroMQ at %s", purpose, endpoint)
+        return sock
+
+    def drain(self) -> None:
+        """End; in the loop's thread."""
+        self.ended.set()
+
+    def read_again(self) -> None:
+        """Nothing: the door's namespace is a setting, not a key's."""
+
+    async def publish(self, out: Any) -> None:
+        """Send new events, until the engine accepts no more calls."""
+        topic, last = self.cache.zmq_topic.encode(), FROM_NOW
+        with suppress(NotReady):
+            while True:
+                page = await self.page(last)
+                for event in page["events"]:
+                    body = payload(event, time.time(), self.cache.zmq_layout)
+                    await out.send_multipart([topic, sequence(event["id"]), body])
+                last = page["next"]
+                if not page["events"]:
+                    await asyncio.sleep(POLL_S)
+        await self.ended.wait()
+
+    async def page(self, last: int) -> dict[str, Any]:
+        """Events from the engine; retries after an error. Raises NotReady."""
+        while True:
+            self.link.ready()
+            try:
+                return await events_after(self.link, self.tenant, last)
+            except NotReady:
+                raise
+            except (AttndError, ProblemText) as error:
+                LOG.debug("the engine returned no events: %s", error)
+            await asyncio.sleep(POLL_S)
+
+    async def replay(self, replies: Any) -> None:
+        """Serve subscribers' requests for the events from a sequence number on, one by one."""
+        if self.cache.zmq_replay_endpoint is None:
+            await self.ended.wait()
+        while True:
+            subscriber, *rest = await replies.recv_multipart()
+            if len(rest) == 2 and rest[0] == b"" and len(rest[1]) == SEQUENCE_BYTES:
+                with suppress(NotReady, zmq.ZMQError):
+                    await self.send_from(replies, subscriber, int.from_bytes(rest[1], "big"))
+
+    async def send_from(self, replies: Any, subscriber: bytes, first: int) -> None:
+        """Send a subscriber every kept event from a sequence number on, and the end mark."""
+        last = min(max(0, first - 1), 2**53 - 1)
+        while True:
+            page = await self.page(last)
+            for event in page["events"]:
+                if event["id"] >= first:
+                    body = payload(event, time.time(), self.cache.zmq_layout)
+                    await replies.send_multipart([subscriber, b"", sequence(event["id"]), body])
+            last = page["next"]
+            if not page["events"]:
+                break
+        await replies.send_multipart([subscriber, b"", END, b""])
