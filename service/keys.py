@@ -1,4 +1,4 @@
-"""Keys: how one is made, the file that lists them by digest, whose is the one that is shown."""
+"""API keys: makes them, reads the key file, finds a key's tenant."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from service.tenants import SCOPES, Tenant, tenant_of
 
 LOG: Final = logging.getLogger("attnd.keys")
 BEGINNING: Final = "attnd_"
-"""Of every key, so that tools that look for leaked secrets can find one."""
+"""Begins every key, so that tools that search for leaked secrets find it."""
 RANDOM_BYTES: Final = 32
 MAX_KEYS: Final = 16_384
 """A frame has 16 bits for the tenant."""
 DIGEST: Final = re.compile(r"[0-9a-fA-F]{64}")
-LINE: Final = "SHA-256 of the key in hexadecimal, its namespace, its scopes with commas between"
+LINE: Final = "SHA-256 NAMESPACE SCOPE[,SCOPE...]"
 
 
 class KeysError(ValueError):
-    """The file cannot be used; one line that names the file, the line of it, and the rule."""
+    """The key file cannot be used; one line with the file, its line, and the rule."""
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One line of the file."""
+    """One line of the key file."""
 
     digest: bytes
     tenant: Tenant
@@ -41,33 +41,33 @@ class Key:
 class Keys:
     """All keys of a service, by their digests.
 
-    The look-up needs no comparison in constant time. Its time depends on the digest of what was
-    shown; whoever learned digests of valid keys from it could not turn one back into a key.
+    The look-up needs no comparison in constant time: its time depends on digests, and a digest of a
+    valid key does not reveal the key.
     """
 
     by_digest: Mapping[bytes, Key]
 
-    def find(self, shown: bytes) -> Key | None:
-        """Whose key this is."""
-        return self.by_digest.get(hashlib.sha256(shown).digest())
+    def find(self, key: bytes) -> Key | None:
+        """The key's line; None for an unknown key."""
+        return self.by_digest.get(hashlib.sha256(key).digest())
 
-    def check(self, shown: bytes, remedy: str) -> Key:
-        """Whose key this is. Raises Unauthorized; `remedy` says how a key is shown."""
-        if not shown:
-            raise Unauthorized(f"this service asks for a key: {remedy}")
-        key = self.find(shown)
+    def check(self, given: bytes, remedy: str) -> Key:
+        """The key's line. Raises Unauthorized; `remedy` says how to send a key."""
+        if not given:
+            raise Unauthorized(f"this service requires a key: {remedy}")
+        key = self.find(given)
         if key is None:
-            raise Unauthorized("this key is not, or no longer, one of the service's")
+            raise Unauthorized("unknown or revoked API key")
         return key
 
     def holder(self, digest: bytes) -> Tenant | None:
-        """Who has the key of this digest now."""
+        """The tenant of the key with this digest; None if it was revoked."""
         key = self.by_digest.get(digest)
         return None if key is None else key.tenant
 
 
 def read_keys(path: str, read: ReadFile = from_disk) -> Keys:
-    """The keys of a file: a line each, empty ones and what follows a # left out.
+    """Read a key file: a key per line; empty lines and comments from # on are ignored.
 
     Raises KeysError.
     """
@@ -76,7 +76,7 @@ def read_keys(path: str, read: ReadFile = from_disk) -> Keys:
     except OSError as error:
         raise KeysError(f"auth.keys_file {path}: {why_unreadable(error)}") from error
     except UnicodeDecodeError as error:
-        raise KeysError(f"auth.keys_file {path}: it is no UTF-8 text: {error.reason}") from error
+        raise KeysError(f"auth.keys_file {path}: not UTF-8 text: {error.reason}") from error
     found: dict[bytes, Key] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         if words := line.partition("#")[0].split():
@@ -85,26 +85,26 @@ def read_keys(path: str, read: ReadFile = from_disk) -> Keys:
             except ValueError as error:
                 raise KeysError(f"auth.keys_file {path}, line {number}: {error}") from error
             if key.digest in found:
-                raise KeysError(f"auth.keys_file {path}, line {number}: this key is there twice")
+                raise KeysError(f"auth.keys_file {path}, line {number}: duplicate key")
             found[key.digest] = key
     if not found:
-        raise KeysError(f"auth.keys_file {path}: no key is in it: `attnd key new` makes one")
+        raise KeysError(f"auth.keys_file {path}: no keys in it: `attnd key new` makes one")
     if len(found) > MAX_KEYS:
-        raise KeysError(f"auth.keys_file {path}: {len(found)} keys, at most {MAX_KEYS} may be")
+        raise KeysError(f"auth.keys_file {path}: {len(found)} keys, the limit is {MAX_KEYS}")
     return Keys(found)
 
 
 def keys_of(auth: AuthSettings, read: ReadFile = from_disk) -> Keys | None:
-    """The keys of a service that is starting; None where it has none. Raises KeysError."""
+    """The keys of a starting service; None without a key file. Raises KeysError."""
     return None if auth.keys_file is None else read_keys(auth.keys_file, read)
 
 
 def read_again(auth: AuthSettings, before: Keys | None, read: ReadFile = from_disk) -> Keys | None:
-    """The keys now; what cannot be used is told in the log, and the keys stay as they were."""
+    """Read the key file again; an unusable file is logged, and `before` is returned."""
     try:
         keys = keys_of(auth, read)
     except KeysError as error:
-        LOG.error("%s: the keys stay as they were", error)
+        LOG.error("%s: the keys are unchanged", error)
         return before
     if keys is not None:
         LOG.info("%d keys are valid now", len(keys.by_digest))
@@ -112,22 +112,22 @@ def read_again(auth: AuthSettings, before: Keys | None, read: ReadFile = from_di
 
 
 def read_line(words: list[str]) -> Key:
-    """One line's words as a key. Raises ValueError with the rule that they break."""
+    """The fields of one line as a key. Raises ValueError with the rule that they break."""
     if len(words) != 3:
-        raise ValueError(f"{len(words)} words, 3 must be: {LINE}")
+        raise ValueError(f"{len(words)} fields, expected 3: {LINE}")
     digest, namespace, scopes = words
     if not DIGEST.fullmatch(digest):
-        raise ValueError("its first word is no SHA-256: 64 hexadecimal digits, not the key itself")
+        raise ValueError("not a SHA-256 (64 hexadecimal digits, not the key itself) in field 1")
     return Key(bytes.fromhex(digest), tenant_of(namespace, scopes.split(",")))
 
 
 def new_key() -> str:
-    """A key that nobody guesses: 256 random bits."""
+    """A new key with 256 random bits."""
     return BEGINNING + secrets.token_urlsafe(RANDOM_BYTES)
 
 
 def line_of(key: str, namespace: str, scopes: Iterable[str]) -> str:
-    """The line of a key in the file. Raises ValueError for a namespace or scope that cannot be."""
+    """A key's line in the key file. Raises ValueError for an invalid namespace or scope."""
     tenant = tenant_of(namespace, scopes)
     listed = ",".join(scope for scope in SCOPES if scope in tenant.scopes)
     return f"{hashlib.sha256(key.encode()).hexdigest()} {tenant.namespace} {listed}"

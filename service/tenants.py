@@ -1,4 +1,4 @@
-"""Tenants: in whose namespace a call is, what it may do, and how its sequences are named."""
+"""Tenants: the namespace of a call, its scopes, and the names of its sequences."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from service.errors import Forbidden
 
 Scope = Literal["read", "append", "move", "admin"]
 SCOPES: Final[tuple[Scope, ...]] = ("read", "append", "move", "admin")
-"""What a key may allow. `admin` includes `move`: who may empty an engine may move its sequences."""
+"""What a key may allow. `admin` includes `move`: draining an engine moves its sequences."""
 NAMESPACE: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 MARK: Final = "/"
-"""Ends a namespace in a sequence's name; neither namespaces nor sequence ids have it."""
+"""Ends the namespace in a sequence's name; namespaces and sequence ids cannot contain it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tenant:
-    """Whoever calls: `scopes` in one `namespace`. `prefix` begins its sequences' names in the tree.
+    """An authenticated caller: `scopes` in one `namespace`. `prefix` begins the names of its
+    sequences in the tree.
 
     There is one object for each namespace and set of scopes, see `tenant_of`.
     """
@@ -30,22 +31,22 @@ class Tenant:
     prefix: str
 
     def shown(self, name: str) -> str:
-        """A sequence's name in the tree as its callers know it."""
+        """A sequence's id, from its name in the tree."""
         return name.removeprefix(self.prefix)
 
-    def require(self, scope: Scope, what: str) -> None:
+    def require(self, scope: Scope, operation: str) -> None:
         """Raises Forbidden where the key lacks the scope."""
         if scope in self.scopes or (scope == "move" and "admin" in self.scopes):
             return
         has = ", ".join(one for one in SCOPES if one in self.scopes) or "none"
-        told = f"{what} asks for the scope {scope}, this key has {has}: use another key"
-        raise Forbidden(told, scope=scope)
+        text = f"{operation} requires the scope {scope}, this key has {has}: use another key"
+        raise Forbidden(text, scope=scope)
 
 
 OPEN: Final = Tenant("default", frozenset(SCOPES), "")
-"""Everybody, where the service has no keys."""
+"""Every caller of a service without keys."""
 NOBODY: Final = Tenant("", frozenset(), MARK)
-"""A door by itself, where calls are their callers' and need a key."""
+"""The door's own identity, for calls not made on a client's behalf."""
 
 
 @cache
@@ -54,12 +55,13 @@ def interned(namespace: str, scopes: frozenset[str]) -> Tenant:
 
 
 def tenant_of(namespace: str, scopes: Iterable[str]) -> Tenant:
-    """The tenant of a key. Raises ValueError for a namespace or a scope that cannot be."""
+    """The tenant of a key. Raises ValueError for an invalid namespace or scope."""
     if not NAMESPACE.fullmatch(namespace):
-        raise ValueError(f"namespace {namespace[:80]!r}: 1 to 64 characters of A-Z a-z 0-9 . _ -")
+        rule = "expected 1 to 64 characters of A-Z a-z 0-9 . _ -"
+        raise ValueError(f"namespace {namespace[:80]!r}: {rule}")
     given = frozenset(scopes)
     if unknown := sorted(given.difference(SCOPES)):
-        raise ValueError(f"scope {unknown[0][:80]!r}: one of {', '.join(SCOPES)}")
+        raise ValueError(f"scope {unknown[0][:80]!r}: expected one of {', '.join(SCOPES)}")
     if not given:
         raise ValueError(f"no scope: give some of {', '.join(SCOPES)}")
     return interned(namespace, given)

@@ -1,7 +1,7 @@
-"""The supervisor's side of key and certificate files: only good contents reach the processes.
+"""The supervisor checks key and certificate files, and hands usable contents to its processes.
 
-A process that is started again gets what the others have, not what lies on disk by then. So a file
-that has become unusable does not end a service that runs.
+A restarted process gets the contents that the others have, not those on disk. So a file that has
+become unusable does not end a running service.
 """
 
 from __future__ import annotations
@@ -18,48 +18,48 @@ LOG: Final = logging.getLogger("attnd.files")
 
 
 class CheckedFiles:
-    """The last good contents of `auth.keys_file` and of the files of TLS, in the memory `fd`."""
+    """The last usable contents of `auth.keys_file` and of the files of TLS, in the memory `fd`."""
 
     def __init__(self, settings: Settings) -> None:
         """Raises KeysError, TlsError."""
         self.settings = settings
-        self.good: dict[str, bytes] = {}
+        self.usable: dict[str, bytes] = {}
         self.check_keys()
         self.check_tls()
         self.fd = anonymous_memory("attnd-files")
-        HandedFiles(self.fd).write(self.good)
+        HandedFiles(self.fd).write(self.usable)
 
     def check_keys(self) -> None:
-        """Take in the file of keys. Raises KeysError."""
+        """Read the key file. Raises KeysError."""
         read, found = recording()
         keys_of(self.settings.auth, read)
-        self.good |= found
+        self.usable |= found
 
     def check_tls(self) -> None:
-        """Take in certificate and key, and at the start the authorities of clients, a change of
-        which takes a restart. Raises TlsError."""
+        """Read certificate and key, and at the start the authorities of clients, whose change needs
+        a restart. Raises TlsError."""
         authorities = self.settings.server.tls_client_ca
         read, found = recording()
         make_tls(self.settings.server, read)
-        if authorities is not None and authorities in self.good:
-            found[authorities] = self.good[authorities]
-        self.good |= found
+        if authorities is not None and authorities in self.usable:
+            found[authorities] = self.usable[authorities]
+        self.usable |= found
 
     def read_again(self) -> None:
-        """Take in what is good on disk now; the log says what is not."""
+        """Read the files again; an unusable one is logged."""
         try:
             self.check_keys()
         except KeysError as error:
-            LOG.error("%s: the keys stay as they were", error)
+            LOG.error("%s: the keys are unchanged", error)
         try:
             self.check_tls()
         except TlsError as error:
-            LOG.error("%s: the certificate stays as it was", error)
-        HandedFiles(self.fd).write(self.good)
+            LOG.error("%s: the certificate is unchanged", error)
+        HandedFiles(self.fd).write(self.usable)
 
 
 def recording() -> tuple[ReadFile, dict[str, bytes]]:
-    """Reads from disk, and where it leaves what it has read, by path."""
+    """A function that reads from disk, and a dict to which it adds the contents, by path."""
     found: dict[str, bytes] = {}
 
     def read(path: str) -> bytes:

@@ -64,12 +64,12 @@ def test_with_keys_a_session_is_in_the_namespace_of_its_key() -> None:
 @pytest.mark.parametrize(
     ("hello", "detail"),
     [
-        ({}, "asks for a key: give it as api_key of the session, or as key in HELLO"),
-        ({"key": "open barley"}, "this key is not, or no longer, one of the service's"),
+        ({}, "requires a key: give it as api_key of the session, or as key in HELLO"),
+        ({"key": "open barley"}, "unknown or revoked API key"),
         ({"door": True}, "only processes that the service has started are its doors"),
         ({"door": True, "key": "open sesame"}, "its doors"),
         ({"door": True, "secret": SECRET[:-1]}, "its doors"),
-        ({"door": False, "secret": SECRET}, "asks for a key"),
+        ({"door": False, "secret": SECRET}, "requires a key"),
     ],
 )
 def test_a_false_claim_is_refused(hello: dict[str, Any], detail: str) -> None:

@@ -293,7 +293,7 @@ def test_sighup_has_the_file_read_again_by_every_process(tmp_path: Path) -> None
 
             path.write_text("this is no line")
             running.child.send_signal(1)
-            running.find("the keys stay as they were")
+            running.find("the keys are unchanged")
             assert kept.get("/v1/sequences/a").status_code == 200
 
             write_keys(path, "a-key-of-blue")

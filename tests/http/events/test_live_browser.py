@@ -345,7 +345,7 @@ def test_a_key_is_asked_for_kept_in_the_tab_and_forgotten(driver: Chrome, tmp_pa
     path.write_text("\n".join(line_of(key, *one) for key, one in held.items()))
     with serving("--auth.keys-file", str(path)) as running:
         driver.get(f"{running.url}/live")
-        for key, why in (("", "asks for a key"), ("nobody's", "is not"), ("user", "scope admin")):
+        for key, why in (("", "requires a key"), ("nobody's", "revoked"), ("user", "scope admin")):
             if key:
                 press(driver, key, Keys.ENTER)
             wait_for(lambda why=why: why in text(driver, "key-why"), f"a refusal with {why}")

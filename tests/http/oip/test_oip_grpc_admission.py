@@ -106,14 +106,14 @@ def test_silent_calls_without_a_key_take_no_place(
     assert set(map(ended, calls)) == {expected}, "answered before anything is sent"
     channel = connect(guarded, stack)
     assert is_live(channel) and infer(channel, RED)
-    wait_for(lambda: not guarded.door.entrance.taken, "the place to be free")
+    wait_for(lambda: not guarded.door.admission.taken, "the place to be free")
 
 
 def test_one_namespace_leaves_places_for_others_and_for_probes(
     guarded: Server, stack: ExitStack
 ) -> None:
     calls = be_silent(connect(guarded, stack), stack, "ModelStreamInfer", RED, count=3 * PLACES)
-    entrance = guarded.door.entrance
+    entrance = guarded.door.admission
     wait_for(lambda: sum(call.done() for call in calls) == 3 * PLACES - PLACES // 2, "the rest")
     assert entrance.taken == {"red": PLACES // 2}
     channel = connect(guarded, stack)
@@ -132,11 +132,11 @@ def test_a_call_that_stays_silent_is_ended(stack: ExitStack, method: str) -> Non
         channel = connect(door, stack)
         began = time.monotonic()
         calls = be_silent(channel, stack, method, count=2)
-        wait_for(lambda: door.door.entrance.taken.total() == 2, "both to begin")
+        wait_for(lambda: door.door.admission.taken.total() == 2, "both to begin")
         assert code_of(channel) == grpc.StatusCode.RESOURCE_EXHAUSTED
         if method == "ModelStreamInfer":
             assert set(map(ended, calls)) == {grpc.StatusCode.DEADLINE_EXCEEDED}
-        wait_for(lambda: not door.door.entrance.taken, "the places to be free")
+        wait_for(lambda: not door.door.admission.taken, "the places to be free")
         assert infer(channel) and time.monotonic() - began < 10
 
 
