@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.backend import NUMPY_DTYPES, TENSOR_DTYPES, Array, DType, PoolGeometry
-from service.engine.handlers.table import begin_turn
+from service.engine.handlers.table import handle
 from service.engine.loop.job import Seconds, SharedAttention, SlicedWork, SoloLaunch
 from service.engine.loop.place import AnswerPlace
 from service.engine.loop.request import Request
@@ -106,7 +106,7 @@ def run(store: Store, name: str, fields: dict[str, Any], **tensors: Array) -> di
     """One operation from its turn to its answer's tensors."""
     operation, answer = BY_NAME[name], AnswerPlace()
     request = Request(operation, validate(operation.fields, fields), tensors, answer)
-    work = begin_turn(store, request, Seconds())
+    work = handle(store, request, Seconds())
     match work:
         case SharedAttention(attends, finish):
             states = store.backend.attend(attends).result()

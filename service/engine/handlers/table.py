@@ -96,7 +96,7 @@ def for_shards_only(store: Store, request: Request, _: Seconds) -> Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class Handler:
     """How an operation takes its turn.
 
     `begin` is its handler: it changes the tree, hands writes to the device, and returns the work
@@ -117,58 +117,58 @@ class Turn:
     moves: bool = False
 
 
-TURNS: Final[dict[str, Turn]] = {
-    "create_sequences": Turn(create_sequences, parents, made, is_barrier=True),
-    "list_sequences": Turn(list_sequences),
-    "get_sequence": Turn(get_sequence, reads=one_id),
-    "delete_sequence": Turn(delete_sequence, writes=one_id, is_barrier=True),
-    "truncate": Turn(truncate, writes=one_id, is_barrier=True),
-    "truncate_sequences": Turn(truncate_sequences, writes=ids_of, is_barrier=True),
-    "claim": Turn(for_shards_only, writes=one_id, is_barrier=True),
-    "page_table": Turn(page_table, reads=ids_of),
-    "append": Turn(append, ids_of, ids_of),
-    "gather": Turn(gather, reads=ids_of, launches=True),
-    "decode": Turn(attend, ids_of, appended_ids, is_attention=True),
-    "prefill": Turn(attend, ids_of, appended_ids, is_attention=True),
-    "ragged_prefill": Turn(ragged_prefill, launches=True),
-    "cascade": Turn(cascade, reads=level_ids, is_attention=True),
-    "merge": Turn(merge, launches=True),
-    "info": Turn(info),
-    "pool": Turn(pool),
-    "engines": Turn(engines),
-    "step": Turn(step, ids_of, ids_of),
-    "delete_sequences": Turn(
+HANDLERS: Final[dict[str, Handler]] = {
+    "create_sequences": Handler(create_sequences, parents, made, is_barrier=True),
+    "list_sequences": Handler(list_sequences),
+    "get_sequence": Handler(get_sequence, reads=one_id),
+    "delete_sequence": Handler(delete_sequence, writes=one_id, is_barrier=True),
+    "truncate": Handler(truncate, writes=one_id, is_barrier=True),
+    "truncate_sequences": Handler(truncate_sequences, writes=ids_of, is_barrier=True),
+    "claim": Handler(for_shards_only, writes=one_id, is_barrier=True),
+    "page_table": Handler(page_table, reads=ids_of),
+    "append": Handler(append, ids_of, ids_of),
+    "gather": Handler(gather, reads=ids_of, launches=True),
+    "decode": Handler(attend, ids_of, appended_ids, is_attention=True),
+    "prefill": Handler(attend, ids_of, appended_ids, is_attention=True),
+    "ragged_prefill": Handler(ragged_prefill, launches=True),
+    "cascade": Handler(cascade, reads=level_ids, is_attention=True),
+    "merge": Handler(merge, launches=True),
+    "info": Handler(info),
+    "pool": Handler(pool),
+    "engines": Handler(engines),
+    "step": Handler(step, ids_of, ids_of),
+    "delete_sequences": Handler(
         delete_sequences, writes=named_ids, is_barrier=True, sweeps=id_prefix, moves=True
     ),
-    "match_prefix": Turn(match_prefix, is_barrier=True),
-    "commit": Turn(commit, writes=one_id, is_barrier=True),
-    "commit_sequences": Turn(commit_sequences, writes=ids_of, is_barrier=True),
-    "renew_lease": Turn(renew_lease),
-    "release_lease": Turn(release_lease, is_barrier=True),
-    "pin": Turn(pin, is_barrier=True),
-    "unpin": Turn(unpin, is_barrier=True),
-    "evict": Turn(evict, is_barrier=True),
-    "clear": Turn(clear, is_barrier=True),
-    "get_namespace": Turn(get_namespace),
-    "set_namespace": Turn(set_namespace),
-    "events": Turn(events),
-    "export_sequence": Turn(export_sequence, reads=one_id, is_barrier=True, moves=True),
-    "import_sequence": Turn(import_sequence, import_base, one_id, is_barrier=True),
-    "get_import": Turn(get_import, reads=one_id),
-    "cancel_import": Turn(cancel_import, writes=one_id, is_barrier=True),
-    "snapshot": Turn(snapshot),
-    "hand_over": Turn(hand_over, writes=one_id, is_barrier=True, moves=True),
-    "drain_engine": Turn(drain_engine),
-    "list_namespaces": Turn(list_namespaces),
-    "holds": Turn(holds),
+    "match_prefix": Handler(match_prefix, is_barrier=True),
+    "commit": Handler(commit, writes=one_id, is_barrier=True),
+    "commit_sequences": Handler(commit_sequences, writes=ids_of, is_barrier=True),
+    "renew_lease": Handler(renew_lease),
+    "release_lease": Handler(release_lease, is_barrier=True),
+    "pin": Handler(pin, is_barrier=True),
+    "unpin": Handler(unpin, is_barrier=True),
+    "evict": Handler(evict, is_barrier=True),
+    "clear": Handler(clear, is_barrier=True),
+    "get_namespace": Handler(get_namespace),
+    "set_namespace": Handler(set_namespace),
+    "events": Handler(events),
+    "export_sequence": Handler(export_sequence, reads=one_id, is_barrier=True, moves=True),
+    "import_sequence": Handler(import_sequence, import_base, one_id, is_barrier=True),
+    "get_import": Handler(get_import, reads=one_id),
+    "cancel_import": Handler(cancel_import, writes=one_id, is_barrier=True),
+    "snapshot": Handler(snapshot),
+    "hand_over": Handler(hand_over, writes=one_id, is_barrier=True, moves=True),
+    "drain_engine": Handler(drain_engine),
+    "list_namespaces": Handler(list_namespaces),
+    "holds": Handler(holds),
 }
 
 
-def turn_of(request: Request) -> Turn:
-    return TURNS[request.operation.name]
+def handler_of(request: Request) -> Handler:
+    return HANDLERS[request.operation.name]
 
 
-def begin_turn(store: Store, request: Request, seconds: Seconds) -> Work:
+def handle(store: Store, request: Request, seconds: Seconds) -> Work:
     """Call a request's handler.
 
     On an engine that has held shards, and for requests with a field for shards, that is the one in
@@ -176,26 +176,26 @@ def begin_turn(store: Store, request: Request, seconds: Seconds) -> Work:
     """
     name = request.operation.name
     if not (store.has_shards or request.is_for_shards):
-        return TURNS[name].begin(store, request, seconds)
+        return HANDLERS[name].begin(store, request, seconds)
     from service.engine.handlers.shards.table import SHARD_HANDLERS
 
-    return SHARD_HANDLERS.get(name, TURNS[name].begin)(store, request, seconds)
+    return SHARD_HANDLERS.get(name, HANDLERS[name].begin)(store, request, seconds)
 
 
 def refuse_moving(store: Store, request: Request) -> None:
     """Raises SequenceMoving where a request is for a sequence that is marked for transfer."""
-    turn = turn_of(request)
-    if not turn.moves:
-        store.move_marks.check((*turn.reads(request), *turn.writes(request)), request)
+    handler = handler_of(request)
+    if not handler.moves:
+        store.move_marks.check((*handler.reads(request), *handler.writes(request)), request)
 
 
-def sharing_of(request: Request, turn: Turn) -> Hashable | None:
+def sharing_of(request: Request, handler: Handler) -> Hashable | None:
     """The kind of launch that a request needs; equal ones can share it. None: it needs none.
 
     It is known before the turn, so that a launch of another kind goes out before anything changes.
     """
-    if not turn.is_attention:
-        return object() if turn.launches else None
+    if not handler.is_attention:
+        return object() if handler.launches else None
     sharing: Hashable | None = request.known.get("sharing")
     if sharing is None:
         fields, q = request.fields, request.tensors["q"]

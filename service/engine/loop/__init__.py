@@ -1,0 +1,1 @@
+"""The loop of the engine: callers, turns, launches, slices, steps, and replies."""

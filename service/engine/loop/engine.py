@@ -30,7 +30,7 @@ from service.engine.loop.session_lanes import SessionLanes
 from service.engine.loop.stats import MOST_REPLIES, QUIET_S, Stats
 from service.engine.selftest import self_test
 from service.engine.store.limits import Limits
-from service.engine.store.pace import Pace
+from service.engine.store.pace import DevicePace
 from service.engine.store.store import FATAL, Store
 from service.errors import AttndError, NotReady, Overloaded, kind_of
 from service.keys import keys_of, read_again
@@ -116,7 +116,7 @@ class Engine:
         self._backend = backend
         self._metrics = metrics
         slice_s = settings.engine.slice_ms / 1e3
-        pace = Pace(*RATES.get(backend.name, RATES["cpu"]), slice_s)
+        pace = DevicePace(*RATES.get(backend.name, RATES["cpu"]), slice_s)
         cache, server = settings.cache, settings.server
         self.store = Store(
             backend, pace, self.info, cache.high_watermark, cache.events_history, server.live

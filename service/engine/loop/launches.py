@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kernels.backend import Attend, Pending
-from service.engine.handlers.table import turn_of
+from service.engine.handlers.table import handler_of
 from service.engine.loop.errors import refusal_of
 from service.engine.loop.job import Completed, Cost, Job, SharedAttention, SlicedWork, SoloLaunch
 from service.engine.store.store import FATAL, Store
@@ -69,7 +69,7 @@ class Launch:
 
 
 @dataclass(slots=True)
-class Sample:
+class LaunchSample:
     """A launch of attention as it was measured: `num_jobs` shared it, with `num_rows` of queries.
 
     `was_alone`: nothing else was on the device, so that `cost` took these `seconds`.
@@ -113,7 +113,7 @@ class Launches:
         """Launches on the device, oldest first."""
         self._free_at = 0.0
         """When the device finished the latest launch."""
-        self._samples: list[Sample] = []
+        self._samples: list[LaunchSample] = []
 
     @property
     def jobs(self) -> list[Job]:
@@ -184,10 +184,10 @@ class Launches:
     def uses(self, names: set[str]) -> bool:
         """Whether what may yet be undone and run again reads or writes one of these sequences."""
         for job in self.jobs:
-            turn = turn_of(job.request)
-            if not names.isdisjoint(turn.reads(job.request)):
+            handler = handler_of(job.request)
+            if not names.isdisjoint(handler.reads(job.request)):
                 return True
-            if not names.isdisjoint(turn.writes(job.request)):
+            if not names.isdisjoint(handler.writes(job.request)):
                 return True
         return False
 
@@ -218,7 +218,7 @@ class Launches:
             return
         seconds = launch.finished - launch.started
         cost = Cost(num_bytes, flops)
-        self._samples.append(Sample(num_jobs, num_rows, cost, seconds, not self.in_flight))
+        self._samples.append(LaunchSample(num_jobs, num_rows, cost, seconds, not self.in_flight))
         if seconds > self._store.pace.slice_s:
             self.learn()  # before others like it are started
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kernels.lanes import Lane, Lanes
-from service.engine.handlers.table import turn_of
+from service.engine.handlers.table import handler_of
 from service.engine.loop.job import Job, OpenedStep
 from service.engine.loop.long_work import unwanted
 from service.engine.loop.request import Request
@@ -75,11 +75,11 @@ class OpenSteps:
                 return True
         if not self._users:
             return False
-        turn = turn_of(request)
-        prefix = turn.sweeps(request)
+        handler = handler_of(request)
+        prefix = handler.sweeps(request)
         if prefix is not None and any(name.startswith(prefix) for name in self._users):
             return True
-        return self._uses(turn.reads(request), lane) or self._uses(turn.writes(request), lane)
+        return self._uses(handler.reads(request), lane) or self._uses(handler.writes(request), lane)
 
     def _uses(self, names: Iterable[str], lane: Lane | None) -> bool:
         """Whether an open step of another lane uses one of the sequences."""
@@ -96,7 +96,7 @@ class OpenSteps:
     def begin(self, job: Job, work: OpenedStep) -> None:
         self._by_lane.setdefault(work.lane, LaneSteps(deque())).jobs.append((job, work))
         self.count += 1
-        for name in turn_of(job.request).writes(job.request):
+        for name in handler_of(job.request).writes(job.request):
             lane, count = self._users.get(name, (work.lane, 0))
             self._users[name] = (lane, count + 1)
         self._changed_at = time.monotonic()
@@ -176,7 +176,7 @@ class OpenSteps:
 
     def _close(self, job: Job, error: Exception | None) -> None:
         self.count -= 1
-        for name in turn_of(job.request).writes(job.request):
+        for name in handler_of(job.request).writes(job.request):
             lane, count = self._users[name]
             if count > 1:
                 self._users[name] = (lane, count - 1)

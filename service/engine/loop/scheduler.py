@@ -17,7 +17,7 @@ from typing import Final
 
 from kernels.lanes import Lanes
 from service.core.pool.budget import NO_LIMIT, EvictionPaused
-from service.engine.handlers.table import begin_turn, refuse_moving, sharing_of, turn_of
+from service.engine.handlers.table import handle, handler_of, refuse_moving, sharing_of
 from service.engine.loop.errors import refusal_of
 from service.engine.loop.fair import FairQueue
 from service.engine.loop.job import Job, OpenedStep, SlicedWork, SoloLaunch
@@ -189,12 +189,12 @@ class Scheduler:
     def _turn(self, job: Job) -> bool:
         """One job's turn; False when the device has to finish something first, or when more pages
         have to be evicted for it, before which others have their turns."""
-        turn, launches, request = turn_of(job.request), self.launches, job.request
-        sharing = sharing_of(request, turn)
+        handler, launches, request = handler_of(job.request), self.launches, job.request
+        sharing = sharing_of(request, handler)
         is_other = sharing is not None and launches.sharing not in (None, sharing)
         if is_other and not launches.submit():
             return False
-        if (turn.is_barrier or job.alone) and not launches.drained():
+        if (handler.is_barrier or job.alone) and not launches.drained():
             return False
         in_use = request.step is not None and launches.uses(set(request.fields.ids))
         if in_use and not launches.drained():
@@ -214,7 +214,7 @@ class Scheduler:
             self.steps.begin(job, job.work)
             return True
         launches.add(job, sharing)
-        if turn.is_barrier or isinstance(job.work, SoloLaunch):
+        if handler.is_barrier or isinstance(job.work, SoloLaunch):
             launches.submit()  # a barrier's reply goes out here: it is never run again
         return True
 
@@ -227,7 +227,7 @@ class Scheduler:
                 self.steps.check(job.request.step.lane)
             if self._store.move_marks.marks:
                 refuse_moving(self._store, job.request)
-            job.work = begin_turn(self._store, job.request, job.seconds)
+            job.work = handle(self._store, job.request, job.seconds)
         except (*FATAL, EvictionPaused):
             raise
         except Exception as error:
@@ -245,7 +245,7 @@ class Scheduler:
             launches.submit()
             return False
         self._locks.take(job.request, work.made)
-        read = turn_of(job.request).reads(job.request)
+        read = handler_of(job.request).reads(job.request)
         job.watch = self._store.tree.books.watch((*read, *work.made))
         self.long_work.begin(job)
         return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from service.engine.handlers.table import turn_of
+from service.engine.handlers.table import handler_of
 from service.engine.loop.request import Request
 
 
@@ -24,34 +24,34 @@ class SequenceLocks:
 
     def take(self, request: Request, made: Sequence[str] = ()) -> None:
         """Lock a request's sequences, and those `made` for it under ids that it does not name."""
-        turn = turn_of(request)
+        handler = handler_of(request)
         self.count += 1
-        self._read.update(turn.reads(request))
-        self._written.update(turn.writes(request))
+        self._read.update(handler.reads(request))
+        self._written.update(handler.writes(request))
         self._written.update(made)
-        if (prefix := turn.sweeps(request)) is not None:
+        if (prefix := handler.sweeps(request)) is not None:
             self._prefixes[prefix] += 1
 
     def release(self, request: Request, made: Sequence[str] = ()) -> None:
-        turn = turn_of(request)
+        handler = handler_of(request)
         self.count -= 1
-        decrement(self._read, turn.reads(request))
-        decrement(self._written, turn.writes(request))
+        decrement(self._read, handler.reads(request))
+        decrement(self._written, handler.writes(request))
         decrement(self._written, made)
-        if (prefix := turn.sweeps(request)) is not None:
+        if (prefix := handler.sweeps(request)) is not None:
             decrement(self._prefixes, (prefix,))
 
     def blocks(self, request: Request) -> bool:
         """Whether a request has to wait: it writes a locked sequence, or reads a written one."""
-        turn = turn_of(request)
-        if self._written and not self._written.keys().isdisjoint(turn.reads(request)):
+        handler = handler_of(request)
+        if self._written and not self._written.keys().isdisjoint(handler.reads(request)):
             return True
-        writes = set(turn.writes(request))
+        writes = set(handler.writes(request))
         if not (writes.isdisjoint(self._read) and writes.isdisjoint(self._written)):
             return True
-        if self._prefixes and self._has_prefix((*writes, *turn.reads(request))):
+        if self._prefixes and self._has_prefix((*writes, *handler.reads(request))):
             return True
-        prefix = turn.sweeps(request)
+        prefix = handler.sweeps(request)
         if prefix is None:
             return False
         locked = (*self._read, *self._written)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kernels.backend import Attend, Level, Mask, Plan, RaggedAttend
 from service.engine.loop.job import Cost
-from service.engine.store.pace import Pace
+from service.engine.store.pace import DevicePace
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -39,7 +39,7 @@ def even_spans(num_rows: int, cost: Cost, num_spans: int) -> list[RowSpan]:
 
 
 def paced_spans(
-    pace: Pace, kind: str, rows: int | Int64, cost: Cost, fixed: Cost | None = None
+    pace: DevicePace, kind: str, rows: int | Int64, cost: Cost, fixed: Cost | None = None
 ) -> Iterator[RowSpan]:
     """Runs of rows of about a slice each, by the pace that earlier runs have shown.
 

@@ -1,4 +1,4 @@
-"""Pace: estimates how long work takes on the device, and learns from measurements."""
+"""DevicePace: estimates how long work takes on the device, and learns from measurements."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FURTHEST: Final = 1e6
 """Largest factor between a rate and its first guess, for measurements near 0."""
 
 
-class Pace:
+class DevicePace:
     """Estimates seconds from bytes and flops, at rates that measurements correct."""
 
     def __init__(self, bytes_per_s: float, flops_per_s: float, slice_s: float) -> None:

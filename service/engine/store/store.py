@@ -17,7 +17,7 @@ from service.engine.loop.request import Request
 from service.engine.store.event_history import EventHistory
 from service.engine.store.limits import Limits
 from service.engine.store.move_marks import MoveMarks
-from service.engine.store.pace import Pace
+from service.engine.store.pace import DevicePace
 from service.engine.store.plan_cache import PlanCache
 from service.engine.store.pool_numbers import PoolNumbers, pool_numbers
 from service.engine.store.snapshot import Snapshots
@@ -46,7 +46,7 @@ class Store:
     def __init__(
         self,
         backend: Backend,
-        pace: Pace,
+        pace: DevicePace,
         info: InfoAnswer,
         high_watermark: float = 1.0,
         events_history: int = 0,

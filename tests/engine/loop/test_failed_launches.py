@@ -12,7 +12,7 @@ import pytest
 
 from kernels.backend import DeviceLost, Unsupported
 from kernels.errors import NoMemory
-from service.engine.store.pace import Pace
+from service.engine.store.pace import DevicePace
 from service.engine.store.store import StoreLost
 from service.errors import NotReady
 from tests.engine.fake_backend import GEOMETRY, FakeBackend
@@ -311,7 +311,7 @@ def test_appended_rows_of_an_undone_operation_are_not_counted() -> None:
 class Slower(FakeBackend):
     """The first launch that it is reply to fail makes everything long from then on."""
 
-    pace: Pace
+    pace: DevicePace
 
     def _failure(self, name: str) -> Exception | None:
         error = super()._failure(name)

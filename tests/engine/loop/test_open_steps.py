@@ -20,7 +20,7 @@ from service.engine.loop.place import AnswerPlace
 from service.engine.loop.request import Request
 from service.engine.loop.scheduler import Scheduler
 from service.engine.loop.session_lanes import SessionLanes
-from service.engine.store.pace import Pace
+from service.engine.store.pace import DevicePace
 from service.engine.store.store import Store
 from service.errors import Forbidden
 from service.metrics import Metrics
@@ -89,7 +89,7 @@ class Rig:
 
     def __init__(self) -> None:
         backend = FakeBackend()
-        self.store = Store(backend, Pace(4e9, 2e10, 0.02), make_info(backend, Settings()))
+        self.store = Store(backend, DevicePace(4e9, 2e10, 0.02), make_info(backend, Settings()))
         self.store.tree.create([NewSpec("a"), NewSpec("b")])
         self.answered: list[Job] = []
         self.opened: list[dict[str, Any]] = []

@@ -20,7 +20,7 @@ from service.engine.loop.job import Job
 from service.engine.loop.place import AnswerPlace
 from service.engine.loop.request import Request
 from service.engine.loop.scheduler import Scheduler
-from service.engine.store.pace import Pace
+from service.engine.store.pace import DevicePace
 from service.engine.store.store import Store
 from service.metrics import Metrics
 from service.operations.schema.spec import validate
@@ -103,7 +103,7 @@ def test_no_tensor_of_a_request_that_is_over_is_kept(
 ) -> None:
     backend = FakeBackend()
     info = make_info(backend, Settings())
-    store = Store(backend, Pace(4e9, 2e10, slice_ms / 1e3), info)
+    store = Store(backend, DevicePace(4e9, 2e10, slice_ms / 1e3), info)
     answered: list[Job] = []
     scheduler = Scheduler(store, Metrics(), answered.append, HostLanes(store.backend))
 

@@ -25,7 +25,7 @@ from service.engine.loop.slices import (
     ragged_keys,
     row_keys,
 )
-from service.engine.store.pace import Pace
+from service.engine.store.pace import DevicePace
 from service.engine.store.plan_cache import PlanCache, Planned
 
 GEOMETRY = PoolGeometry(1, 256, 4, 2, 8, dtype="fp32")
@@ -239,18 +239,18 @@ def test_spans_cover_every_row_once_in_order_and_share_the_cost(rng: Rng) -> Non
         assert sum(span.cost.num_bytes for span in spans) == pytest.approx(cost.num_bytes)
 
 
-# Pace.
+# DevicePace.
 
 
 def test_an_estimate_is_bytes_and_flops_at_the_devices_rates() -> None:
-    pace = Pace(1e9, 1e12, slice_s=0.02)
+    pace = DevicePace(1e9, 1e12, slice_s=0.02)
     assert pace.seconds("attend", Cost(1e6, 2e9)) == pytest.approx(1e-3 + 2e-3)
     assert not pace.is_long("attend", Cost(2e7 - 1))
     assert pace.is_long("attend", Cost(2e7 + 1))
 
 
 def test_work_is_cut_into_slices_of_about_the_length_asked_for() -> None:
-    pace = Pace(1e9, 1e12, slice_s=0.02)
+    pace = DevicePace(1e9, 1e12, slice_s=0.02)
     assert pace.num_slices("append", Cost(1e6)) == 1
     assert pace.num_slices("append", Cost(2e8)) == 10
     # What every piece pays again is part of its length, but at most half of it.
@@ -260,7 +260,7 @@ def test_work_is_cut_into_slices_of_about_the_length_asked_for() -> None:
 
 @pytest.mark.parametrize("factor", [0.02, 1.0, 50.0])
 def test_estimates_approach_measurements_from_any_first_guess(factor: float) -> None:
-    pace, cost = Pace(1e9, 1e12, slice_s=0.02), Cost(5e7)
+    pace, cost = DevicePace(1e9, 1e12, slice_s=0.02), Cost(5e7)
     for _ in range(60):
         pace.correct("attend", cost, 0.05 * factor)
     assert pace.seconds("attend", cost) == pytest.approx(0.05 * factor, rel=0.1)
@@ -268,7 +268,7 @@ def test_estimates_approach_measurements_from_any_first_guess(factor: float) -> 
 
 
 def test_work_measured_at_no_time_leaves_an_estimate() -> None:
-    pace = Pace(1e9, 1e12, 0.01)
+    pace = DevicePace(1e9, 1e12, 0.01)
     for _ in range(3000):
         pace.correct("attend", Cost(num_bytes=1e8), 0.0)
     assert pace.seconds("attend", Cost(num_bytes=1e8)) > 0
@@ -276,7 +276,7 @@ def test_work_measured_at_no_time_leaves_an_estimate() -> None:
 
 @pytest.mark.parametrize("cost", [Cost(1e4, 2e4), Cost(4e6, 1e6)], ids=["tiny", "small"])
 def test_what_small_calls_cost_does_not_cut_large_work_to_shreds(cost: Cost) -> None:
-    pace = Pace(4e9, 2e10, slice_s=0.02)
+    pace = DevicePace(4e9, 2e10, slice_s=0.02)
     for _ in range(1000):  # milliseconds of calls for some microseconds of work
         pace.correct("attend", cost, 0.005)
     large = Cost(4e8, 2e9)
@@ -284,14 +284,14 @@ def test_what_small_calls_cost_does_not_cut_large_work_to_shreds(cost: Cost) -> 
 
 
 def test_a_launch_that_takes_a_whole_slice_is_learnt_from_however_short_it_was_thought() -> None:
-    pace, cost = Pace(4e9, 2e10, slice_s=0.02), Cost(4e6, 1e6)
+    pace, cost = DevicePace(4e9, 2e10, slice_s=0.02), Cost(4e6, 1e6)
     for _ in range(20):
         pace.correct("attend", cost, 0.05)
     assert pace.is_long("attend", cost)
 
 
 def test_a_rate_that_a_busy_host_has_spoiled_comes_back_whatever_the_pieces_are_then() -> None:
-    pace, whole = Pace(4e9, 2e10, slice_s=0.02), Cost(4e8, 2e9)
+    pace, whole = DevicePace(4e9, 2e10, slice_s=0.02), Cost(4e8, 2e9)
     for _ in range(40):
         pace.correct("attend", Cost(4e6, 1e6), 0.05)
     assert pace.num_slices("attend", whole) > 100, "the estimate must be far too high"

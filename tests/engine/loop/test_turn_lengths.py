@@ -16,7 +16,7 @@ import pytest
 
 from kernels import make_backend
 from kernels.backend import PoolGeometry
-from service.engine.handlers import table as turns
+from service.engine.handlers import table
 from service.engine.loop.engine import RATES
 from service.operations.schema.fields import MAX_SEQUENCES
 from service.operations.sequences import MAX_BATCH
@@ -254,18 +254,18 @@ def test_launches_that_many_calls_share_become_as_short_as_a_slice(
 
 
 def test_a_turn_that_is_too_long_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    turn = turns.TURNS["pool"]
+    handler = table.HANDLERS["pool"]
 
     def slow(*given: Any) -> Any:
         ends = time.thread_time() + 0.2
         while time.thread_time() < ends:
             pass
-        return turn.begin(*given)
+        return handler.begin(*given)
 
     async def asks(caller: Caller, passes: Passes) -> None:
         await passes.measure(caller, "pool", {})
         await passes.measure(caller, "list_sequences", {"limit": 10})
 
-    monkeypatch.setitem(turns.TURNS, "pool", turns.Turn(slow))
+    monkeypatch.setitem(table.HANDLERS, "pool", table.Handler(slow))
     found = longest(asks, monkeypatch)
     assert found["pool"] > 0.2 > MAX_S > found["list_sequences"], found
