@@ -196,8 +196,8 @@ class RoadCaller:
         self.send(data)
         if self.is_remote:
             self.send(request.view(length))
-        request.hold()
-        answer.hold()
+        request.holds += 1  # the engine reads and writes them from now on
+        answer.holds += 1
         self.pending[number] = Pending(future, request, answer, ends)
         try:
             return await future
@@ -253,9 +253,8 @@ class RoadCaller:
         """Process the frames that have arrived."""
         reader = self.reader
         try:
-            for kind, start, size in reader.frames():
-                if self.lost:
-                    break
+            while not self.lost and (found := reader.next()) is not None:
+                kind, start, size = found
                 if kind == f.ANSWER:
                     self.on_answer(start, size)
                 else:

@@ -131,13 +131,16 @@ class Session:
                 if not incoming.receive(self.sock, events):
                     self.end("the caller left in the middle of an image")
                 return events
-            if not self.receive():
+            if self.arena is None and incoming is None:
+                received = self.door_arena.receive(self.sock, reader)
+            else:
+                received = reader.receive(self.sock, READ_BYTES)
+            if not received:
                 rest = reader.unfinished
                 self.end("the caller left" + (f", {rest} bytes into a frame" if rest else ""))
                 return events
-            for kind, start, size in reader.frames():
-                if self.ended:
-                    break
+            while not self.ended and (found := reader.next()) is not None:
+                kind, start, size = found
                 if kind == f.CALL:
                     values = f.CALL_PAYLOAD.unpack_from(reader.buffer, start)
                     call = self.read_call(values)
@@ -160,12 +163,6 @@ class Session:
         except OSError as error:
             self.end(f"the connection broke: {error}")
         return events
-
-    def receive(self) -> int:
-        """One read's worth; 0 at the end of the stream. Raises the socket's errors."""
-        if self.arena is None and self.incoming is None:
-            return self.door_arena.receive(self.sock, self.reader)
-        return self.reader.receive(self.sock, READ_BYTES)
 
     def read_call(self, values: CallValues) -> Call | None:
         """The call in a CALL frame; None when it was refused here."""

@@ -159,7 +159,10 @@ class Reader:
         Invalidates offsets that `next` returned before. Raises BlockingIOError when nothing has
         arrived, and the socket's other errors.
         """
-        self.compact()
+        if self.begin == self.end and len(self.buffer) == BUFFER_BYTES:
+            self.begin = self.end = 0
+        else:
+            self.compact()
         count = sock.recv_into(self.window[self.end : self.end + most])
         self.end += count
         return count
