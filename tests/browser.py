@@ -37,7 +37,7 @@ def missing() -> list[str]:
 
 @contextmanager
 def browser() -> Iterator[Chrome]:
-    """A browser of its own, without a profile; its logs tell requests and console."""
+    """A browser of its own, without a profile; its logs have requests and the console."""
     options = ChromeOptions()
     options.binary_location = shutil.which("chromium") or "chromium"
     for option in OPTIONS:
@@ -52,8 +52,8 @@ def browser() -> Iterator[Chrome]:
 
 def prefers(driver: Chrome, **features: str) -> None:
     """Media features as a user may have set them: `prefers_color_scheme="dark"`."""
-    told = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
-    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": told})
+    media = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
 
 
 def network(driver: Chrome) -> Iterator[tuple[str, dict[str, Any]]]:

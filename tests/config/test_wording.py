@@ -107,7 +107,7 @@ def test_what_is_missing_or_in_the_way_comes_with_a_remedy(error: Exception, rem
     assert remedy in str(error)
 
 
-def told(argv: list[str]) -> str:
+def error_of(argv: list[str]) -> str:
     with pytest.raises(SettingsError) as caught:
         load_settings(argv)
     text = str(caught.value)
@@ -134,7 +134,7 @@ def told(argv: list[str]) -> str:
 def test_a_wrong_option_comes_with_its_rule_or_the_one_that_was_meant(
     argv: list[str], rule: str
 ) -> None:
-    assert rule in told(argv)
+    assert rule in error_of(argv)
 
 
 def spelled(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -193,14 +193,14 @@ def test_a_wrong_key_of_a_file_comes_with_the_one_that_was_meant(
 ) -> None:
     file = tmp_path / "a.yaml"
     file.write_text(text)
-    assert rule in told([f"--config={file}"])
+    assert rule in error_of([f"--config={file}"])
 
 
 def test_a_misspelled_variable_comes_with_the_one_that_was_meant(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("ATTND_POOL_NUM_PAGES", "3")
-    assert "did you mean ATTND_POOL__NUM_PAGES?" in told([])
+    assert "did you mean ATTND_POOL__NUM_PAGES?" in error_of([])
 
 
 def test_help_names_every_setting_and_no_type_of_python(capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,7 +100,7 @@ class Model:
     def pages(self) -> set[Page]:
         return self.referenced() | set(self.names.values())
 
-    def let_go(self, pages: Iterable[Page], held: set[Page]) -> None:
+    def release(self, pages: Iterable[Page], held: set[Page]) -> None:
         """Pages that were held: those that are not any more were used just now, deepest first."""
         still = self.referenced() | self.pinned()
         for page in sorted(set(pages) & held - still, key=depth, reverse=True):
@@ -164,7 +164,7 @@ class Driver:
         self.follow()
 
     def begin(self) -> None:
-        """A tree with nothing in it, and whoever listens to it."""
+        """A tree with nothing in it, and a listener."""
         self.tree = PrefixTree(NUM_PAGES, PAGE_SIZE, 1)
         self.history = EventHistory(PAGE_SIZE, EVENTS_HISTORY)
         self.changes: list[Change] = []
@@ -304,13 +304,13 @@ class Driver:
         sequence.pages = sequence.pages[: full if shared else kept]
         sequence.pages += [Page(namespace)] * shared
         sequence.tokens = sequence.tokens[:length]
-        self.model.let_go(gone, before)
+        self.model.release(gone, before)
 
     def do_free(self, namespace: str, before: set[Page]) -> None:
         name = self.id(namespace, known=True)
         if name is not None:
             self.tree.free([name])
-            self.model.let_go(self.model.sequences.pop(name).pages, before)
+            self.model.release(self.model.sequences.pop(name).pages, before)
 
     def do_commit(self, namespace: str, before: set[Page]) -> None:
         name = self.id(namespace, known=True)
@@ -382,7 +382,7 @@ class Driver:
         prefix = self.prefix(namespace, tokens, salt)
         if self.random.random() < 0.3:
             assert self.tree.cache.use(namespace, prefix) == len(found)
-            self.model.let_go(found, set(found))
+            self.model.release(found, set(found))
             return
         lease = f"lease-{self.random.randrange(10**9)}"
         seconds = self.random.choice((1.0, 4.0))
@@ -415,10 +415,10 @@ class Driver:
             assert not is_own
             return
         assert is_own
-        self.model.let_go(path(self.model.leases.pop(name)[1]), before)
+        self.model.release(path(self.model.leases.pop(name)[1]), before)
 
     def key(self, namespace: str) -> tuple[str, bytes, Page | None]:
-        """A key that somebody has committed, and the page if it is the namespace's."""
+        """A key that was committed, and the page if it is the namespace's."""
         known = sorted(self.model.names) or [("a", "", b"\0" * 16)]
         _, salt, key = self.random.choice(known)
         return salt, key, self.model.names.get((namespace, salt, key))
@@ -451,7 +451,7 @@ class Driver:
             return
         assert page is not None
         self.model.pins.pop((namespace, salt, key), None)
-        self.model.let_go(path(page), before)
+        self.model.release(path(page), before)
         ends = page.soft_ends
         for one in path(page):
             if one.soft_ends <= ends:
@@ -470,7 +470,7 @@ class Driver:
         due = [one for one in model.leases.items() if one[1][2] <= model.now]
         for name, (_, page, _) in sorted(due, key=lambda one: one[1][2]):
             del model.leases[name]
-            model.let_go(path(page), before)
+            model.release(path(page), before)
         model.expire()
         over = self.tree.books.expired(lambda name: name.endswith("/s0"))
         for name, one in model.sequences.items():
@@ -484,7 +484,7 @@ class Driver:
             held = model.referenced() | model.pinned()
             self.tree.free([name])
             self.counts["outlived"] += 1
-            model.let_go(model.sequences.pop(name).pages, held)
+            model.release(model.sequences.pop(name).pages, held)
 
     def do_quota(self, namespace: str, before: set[Page]) -> None:
         most = self.random.choice((None, 18, 26, 30))
@@ -509,7 +509,7 @@ class Driver:
         assert found.num_pages == (own is not None), (namespace, salt, key)
 
     def do_die(self, namespace: str, before: set[Page]) -> None:
-        """The process dies, and another begins: nobody's sequences, pages or leases are known."""
+        """The process dies, and another begins: it knows no sequences, pages or leases."""
         lost = self.model
         self.model = Model(now=lost.now, uses=lost.uses)
         self.begin()
@@ -547,7 +547,7 @@ class Driver:
             self.at[namespace] = at
 
     def expected(self, namespace: str, tokens: list[int], salt: str) -> list[Page]:
-        """The pages that are to be found for a prompt."""
+        """The pages expected for a prompt."""
         found: list[Page] = []
         for key in page_keys(namespace, salt, tokens):
             page = self.model.names.get((namespace, salt, key))

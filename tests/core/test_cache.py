@@ -351,7 +351,7 @@ def test_a_commit_of_many_that_fails_for_one_commits_none(tree: PrefixTree, orde
     begun(tree, "a", 1, 2)
     begun(tree, "b", 1, 3)
     wrong = {
-        "unknown": ("nobody", Prefix(ids(1))),
+        "unknown": ("none", Prefix(ids(1))),
         "too long": ("b", Prefix(ids(1, 3, 4))),
         "not committed": ("b", Prefix(ids(3), skipped=1)),
     }

@@ -126,7 +126,7 @@ DAMAGE: list[tuple[Callable[[TokenPool], None], str]] = [
     ("damage", "message"),
     [pytest.param(damage, message, id=damage.__name__) for damage, message in DAMAGE],
 )
-def test_damage_is_found_and_told_in_numbers(damage, message) -> None:
+def test_damage_is_reported_with_its_numbers(damage, message) -> None:
     pool = TokenPool(num_pages=16, page_size=4, num_layers=2)
     pool.start("a", range(8))
     pool.fork("b", "a")

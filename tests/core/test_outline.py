@@ -1,4 +1,4 @@
-"""The pool and the tree as whoever watches sees them: states, sums, the largest parts only."""
+"""The pool and the tree as a viewer sees them: states, sums, the largest parts only."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def keep_hard(tree: PrefixTree, *pages: int) -> None:
     tree.cache.pin("default", tree.cache.named.last_key(node), "", None)
 
 
-def rows(told: Outline) -> list[tuple[int, int, int, int, int]]:
+def rows(view: Outline) -> list[tuple[int, int, int, int, int]]:
     """(parent, pages, total, sequences, state) of each."""
-    columns = (told.parents, told.pages, told.totals, told.sequences, told.states)
+    columns = (view.parents, view.pages, view.totals, view.sequences, view.states)
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
@@ -65,7 +65,7 @@ def test_states_follow_nodes_that_split_merge_and_are_evicted(tree: PrefixTree) 
     assert np.bincount(page_states(tree)[0], minlength=4).tolist() == [63, 0, 0, 1]
 
 
-def test_of_a_pool_with_more_pages_than_may_be_told_some_are(tree: PrefixTree) -> None:
+def test_of_a_pool_with_more_pages_than_can_be_listed_some_are(tree: PrefixTree) -> None:
     start(tree, "a", 10)
     whole, (some, step) = page_states(tree)[0], page_states(tree, 20)
     assert step == 4 and some.tolist() == whole[::4].tolist()
@@ -75,9 +75,9 @@ def test_a_shared_prefix_stands_above_those_that_share_it(tree: PrefixTree) -> N
     start(tree, "a", 3)
     start(tree, "b", 2, parent="a")
     start(tree, "c", 1, parent="a")
-    told = outline(tree)
-    assert told.namespaces == ["default"]
-    found = rows(told)
+    view = outline(tree)
+    assert view.namespaces == ["default"]
+    found = rows(view)
     assert found[0] == (-1, 0, 6, 3, 0)
     assert found[1] == (0, 3, 6, 3, REFERENCED)
     assert sorted(found[2:]) == [(1, 1, 1, 1, REFERENCED), (1, 2, 2, 1, REFERENCED)]
@@ -93,8 +93,8 @@ def test_a_part_was_used_when_anything_below_it_was(tree: PrefixTree) -> None:
     start(tree, "c", 1)
     tree.tick(9.0)
     grow(tree, "b", PAGE)
-    told = outline(tree)
-    found = sorted(zip(told.totals.tolist(), told.used.tolist(), strict=True))
+    view = outline(tree)
+    found = sorted(zip(view.totals.tolist(), view.used.tolist(), strict=True))
     # those below a: its own end has no pages; b has two; c and what is cached have one each
     assert found == [(1, 1.0), (1, 2.0), (2, 9.0), (3, 9.0), (5, 9.0)]
 

@@ -69,7 +69,7 @@ def test_a_step_of_a_deleted_sequence_cannot_be_rolled_back(pool: TokenPool) -> 
 @pytest.mark.parametrize(
     ("ids", "counts", "offsets", "error"),
     [
-        (["a", "nobody"], int32(1, 1), None, UnknownSequence),
+        (["a", "none"], int32(1, 1), None, UnknownSequence),
         (["a", "a"], int32(1, 1), None, InvalidRequest),
         (["a"], int32(1), int32(2), LengthMismatch),
         (["a", "b"], int32(20, 20), None, OutOfPages),

@@ -29,7 +29,7 @@ def test_a_cancelled_item_is_never_due(how: str) -> None:
         timers.cancel("a")
     else:
         timers.set("a", math.inf)
-    timers.cancel("nobody")
+    timers.cancel("none")
     assert (timers.next_due, timers.due_of("a"), list(timers.take_due(9.0, 9))) == (
         math.inf,
         math.inf,

@@ -176,7 +176,7 @@ class FakeDevice:
         self.of(tensor.stream).queue.append((None, write))
 
     def read(self, tensor: DeviceTensor) -> Any:
-        """What whoever goes on in the tensor's stream finds there."""
+        """What later work in the tensor's stream reads."""
         return self.reading(tensor)()
 
     def reading(self, tensor: DeviceTensor) -> Callable[[], Any]:

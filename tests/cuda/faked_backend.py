@@ -169,7 +169,7 @@ def merging(o: Any, lse: Any, ends: Any, into: AttentionState | None) -> Attenti
 
 
 def plan_of(count: int) -> Plan:
-    """A plan of so many rows; what they attend is of no account here."""
+    """A plan of `rows` rows; the keys do not matter here."""
     return Plan((), np.zeros(count, np.int32))
 
 

@@ -144,20 +144,20 @@ SCALE = HEAD_DIM**-0.5
 
 
 def check(
-    told: dict[str, Any], o: Any, lse: Any, what: str, names: tuple[str, str] = ("o", "lse")
+    answer: dict[str, Any], o: Any, lse: Any, what: str, names: tuple[str, str] = ("o", "lse")
 ) -> None:
     """A state is within the accuracy bar of `o`, `lse`; rows that see nothing are exact."""
-    told_o, told_lse = told[names[0]], told[names[1]]
-    assert told_o.dtype == WIRE_DTYPE and told_lse.dtype == np.float32, what
-    assert told_o.shape == o.shape and told_lse.shape == lse.shape, what
+    found_o, found_lse = answer[names[0]], answer[names[1]]
+    assert found_o.dtype == WIRE_DTYPE and found_lse.dtype == np.float32, what
+    assert found_o.shape == o.shape and found_lse.shape == lse.shape, what
     empty = np.isneginf(lse)
-    np.testing.assert_array_equal(np.isneginf(told_lse), empty, what)
-    np.testing.assert_array_equal(told_o[empty], 0, what)
+    np.testing.assert_array_equal(np.isneginf(found_lse), empty, what)
+    np.testing.assert_array_equal(found_o[empty], 0, what)
     np.testing.assert_allclose(
-        told_lse[~empty], lse[~empty], atol=LSE_TOLERANCE, rtol=0, err_msg=what
+        found_lse[~empty], lse[~empty], atol=LSE_TOLERANCE, rtol=0, err_msg=what
     )
     np.testing.assert_allclose(
-        told_o.astype(np.float64), o, atol=2 * O_TOLERANCE, rtol=2 * O_TOLERANCE, err_msg=what
+        found_o.astype(np.float64), o, atol=2 * O_TOLERANCE, rtol=2 * O_TOLERANCE, err_msg=what
     )
 
 

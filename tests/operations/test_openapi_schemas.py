@@ -1,4 +1,4 @@
-"""What OpenAPI tells of the operations: every field, tensor and error, in both media types."""
+"""OpenAPI of the operations: every field, tensor and error, in both media types."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_states_of_levels_are_reported_by_pattern() -> None:
     assert set(patterns) == {r"^o\.[0-9]+$", r"^lse\.[0-9]+$"}
 
 
-def test_a_merge_tells_both_of_its_forms() -> None:
+def test_a_merge_documents_both_of_its_forms() -> None:
     content = operation_object(BY_NAME["merge"])["requestBody"]["content"]
     schema = content[SAFETENSORS]["schema"]["x-attnd-tensors"]["o"]["shape"]
     assert schema == "[T, n, H, D], or [nnz, H, D] with indptr"
@@ -91,7 +91,7 @@ def test_every_error_is_reported_as_a_problem(operation: Operation) -> None:
         assert "`" in responses[status]["description"]
 
 
-def test_parameters_of_the_path_are_not_told_in_the_body() -> None:
+def test_parameters_of_the_path_are_not_in_the_body() -> None:
     (parameter,) = operation_object(BY_NAME["truncate"])["parameters"]
     assert (parameter["name"], parameter["in"], parameter["required"]) == ("id", "path", True)
     body = schemas()["TruncateFields"]

@@ -43,7 +43,7 @@ def test_arrays_are_made_once() -> None:
     assert fields.ids is fields.ids
 
 
-def test_append_gives_one_row_to_each_or_as_told() -> None:
+def test_append_gives_one_row_to_each_or_as_requested() -> None:
     kv = {"k": rows(2), "v": rows(2)}
     fields = prepared("append", AB, kv).fields
     assert same(fields.indptr(2), [0, 1, 2])

@@ -54,7 +54,7 @@ def connects(path: str | Path) -> bool:
     return True
 
 
-def test_a_free_port_is_chosen_and_told(bound: Bound) -> None:
+def test_a_free_port_is_chosen_and_reported(bound: Bound) -> None:
     addresses = bound()
     assert addresses.url == f"http://127.0.0.1:{addresses.http[0].getsockname()[1]}"
     socket.create_connection(("127.0.0.1", port_of(addresses))).close()

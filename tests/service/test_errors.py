@@ -1,4 +1,4 @@
-"""The error tree: every class has its kind, and a document tells the numbers that matter."""
+"""The error tree: every class has its kind, and a document has the numbers that matter."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ EXAMPLES: list[tuple[AttndError, int, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example[2])
-def test_a_problem_tells_status_code_and_numbers(
+def test_a_problem_has_status_code_and_numbers(
     example: tuple[AttndError, int, str, dict[str, Any]],
 ) -> None:
     error, status, code, numbers = example
@@ -105,7 +105,7 @@ def test_a_subclass_is_of_its_parents_kind() -> None:
     assert kind_of(DoesNotFit(2, 1, "x")).code == "answer_too_large"
 
 
-def test_what_is_unknown_is_internal_and_tells_nothing_of_its_inside() -> None:
+def test_what_is_unknown_is_internal_and_reveals_nothing() -> None:
     document = problem(ZeroDivisionError("a secret"))
     assert document["code"] == "internal" and "secret" not in json.dumps(document)
 

@@ -1,4 +1,4 @@
-"""Log lines: one JSON object or one printable line each, whatever is told."""
+"""Log lines: one JSON object or one printable line each, whatever is logged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from service.logs import set_up_logs
 set_up_logs(LogSettings(format=sys.argv[1], level=sys.argv[2]), "http-0")
 log = logging.getLogger("attnd.test")
 log.debug("quiet")
-log.info("told %s", "once", extra={"fields": {"id": "a\\nb\\x1b", "n": 3}})
+log.info("logged %s", "once", extra={"fields": {"id": "a\\nb\\x1b", "n": 3}})
 try:
     raise ValueError("why\\ud800")
 except ValueError:
@@ -48,7 +48,7 @@ def test_json_lines_are_objects_with_the_fields_beside() -> None:
     assert (entry["level"], entry["logger"], entry["message"]) == (
         "info",
         "attnd.test",
-        "told once",
+        "logged once",
     )
     assert entry["process"] == "http-0"
     assert (entry["id"], entry["n"]) == ("a\nb\x1b", 3)
@@ -58,7 +58,7 @@ def test_json_lines_are_objects_with_the_fields_beside() -> None:
 
 def test_console_lines_stay_on_their_line() -> None:
     first, second, *traceback = lines("console", "info")
-    assert first.endswith('info http-0 attnd.test: told once id="a\\nb\\u001b" n=3')
+    assert first.endswith('info http-0 attnd.test: logged once id="a\\nb\\u001b" n=3')
     assert second.endswith("error http-0 attnd.test: failed")
     assert traceback[0].startswith("Traceback") and "ValueError" in traceback[-1]
 

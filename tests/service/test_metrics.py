@@ -307,7 +307,7 @@ def render_as_sibling(name: str, shared: Mapping[str, int]) -> dict[str, float]:
     return read(done.stdout)
 
 
-def test_a_process_of_somebody_else_under_the_pid_of_a_dead_one_is_not_shown() -> None:
+def test_another_users_process_under_the_pid_of_a_dead_one_is_not_shown() -> None:
     shared = {name: make_shared() for name in ("engine", "http-0")}
-    os.pwrite(shared["engine"], struct.pack("d", 1.0), 0)  # init is nobody's sibling here
+    os.pwrite(shared["engine"], struct.pack("d", 1.0), 0)  # init is no sibling here
     assert "process_open_fds,engine" not in render_as_sibling("http-0", shared)

@@ -96,7 +96,7 @@ def test_what_does_not_finish_is_killed_after_the_drain_and_the_service_still_en
     assert warning.startswith("engine did not finish within server.drain_timeout_s = 0.1")
 
 
-def test_while_the_service_stops_nobody_new_waits_at_the_door(path: Path) -> None:
+def test_while_the_service_stops_no_new_client_waits_at_the_door(path: Path) -> None:
     with supervised(engine="never stop", socket=path) as service:
         url = started(service, "http-0")["url"]
         service.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""A log that nobody reads: the process goes on, lines are dropped and counted."""
+"""A log without a reader: the process continues, lines are dropped and counted."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class FakeBackend(CudaBackend):
 
 
 class Graph:
-    """Runs when launched; knows whether it was let go before."""
+    """Runs when launched; knows whether it was released before."""
 
     def __init__(self, device: FakeDevice) -> None:
         self.device, self.launched = device, 0

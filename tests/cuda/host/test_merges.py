@@ -1,4 +1,4 @@
-"""Merge lists that come from how tiles were cut are those that the runs themselves tell."""
+"""Merge lists that come from how tiles were cut equal those of the runs themselves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CONFIG = PlannerConfig(4, 16, 8, -1, (NARROW, WIDE))
         pytest.param(list(range(100, 3000, 10)), id="many"),
     ],
 )
-def test_lists_told_by_cuts_are_those_gathered_from_the_runs(kv_lens: list[int]) -> None:
+def test_lists_of_cuts_are_those_gathered_from_the_runs(kv_lens: list[int]) -> None:
     work = make_work([(0, decode_plan(kv_lens))], CONFIG)
     (launch,) = work.kernels
     runs = launch.items.copy()

@@ -103,7 +103,7 @@ def check_merges(work: BatchWork, num_packed: int) -> None:
             for first in merges.members[merges.indptr[m] : merges.indptr[m + 1]].tolist():
                 assert members.pop((row, first + i)) == 1, f"member {first} of row {row}"
                 assert first + i < merges.num_partial_rows
-    assert not members, f"partial rows nobody merges: {list(members)[:4]}"
+    assert not members, f"partial rows that are not merged: {list(members)[:4]}"
     assert written == Counter(range(num_packed))
 
 

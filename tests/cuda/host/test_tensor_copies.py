@@ -16,7 +16,7 @@ from kernels.backend import AttentionState
 
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
-    """Copies are counted: those of nobody else."""
+    """Copies are counted: no others."""
     return Rig(monkeypatch, alone=True)
 
 

@@ -1,4 +1,4 @@
-"""Connections: what they may bring, how long they may take, and what is told of odd requests."""
+"""Connections: what they may bring, how long they may take, and how odd requests are answered."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_endless_headers_are_cut_off_and_not_kept(service: Service) -> None:
                 break
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert sent < 5_000_000, "it was told only in the end"
+    assert sent < 5_000_000, "the error came only at the end"
     assert peak < 2**22, f"{peak} bytes were kept"
 
 
@@ -185,7 +185,7 @@ def test_the_page_of_the_api_needs_no_other_host(client: httpx.Client) -> None:
     needed = re.findall(r"""(?:src|href)=["']([^"']+)["']""", page)
     assert len(needed) >= 3, page
     for asset in needed:
-        assert "//" not in asset, f"{asset} is somebody else's"
+        assert "//" not in asset, f"{asset} is of another host"
         reply = client.get(f"/{asset.lstrip('/')}")
         assert reply.status_code == 200 and len(reply.content) > 500, asset
     assert "https://" not in re.sub(r"<!--.*?-->", "", page, flags=re.S), page

@@ -146,7 +146,7 @@ def test_one_namespace_leaves_room_for_the_bodies_of_another(tmp_path: Path) -> 
             states = {"o": np.zeros((400, 5, 8, 64), WIRE_DTYPE)}
             states["lse"] = np.zeros((400, 5, 8), np.float32)
             body = write_body(SAFETENSORS, {}, states)
-            for name, status in (("blue", 200), ("red", 200), ("nobody", 401)):
+            for name, status in (("blue", 200), ("red", 200), ("unknown", 401)):
                 headers = {"content-type": SAFETENSORS, "authorization": f"Bearer {name}"}
                 response = client.post("/v1/merge", content=body, headers=headers)
                 assert response.status_code == status, response.text

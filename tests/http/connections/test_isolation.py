@@ -44,7 +44,7 @@ Body = tuple[dict[str, Any], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Ids:
-    """What one may name: another namespace's, or what nobody has. All are as long."""
+    """What one may name: another namespace's, or one that does not exist. All are as long."""
 
     sequence: str
     importing: str
@@ -273,7 +273,7 @@ def good(reply: Reply) -> Mapping[str, Any]:
 
 
 def make_all(blue: Ask) -> tuple[Ids, Ids]:
-    """Ids of blue's, and as many that nobody has."""
+    """Ids of blue's, and as many that do not exist."""
     name, importing = "blue-owns-this", "blue-gets-this"
     good(blue("create_sequences", fields(sequences=[{"id": name}])))
     n = 2 * PAGE_SIZE
@@ -292,7 +292,7 @@ def make_all(blue: Ask) -> tuple[Ids, Ids]:
 
 
 def other(text: str) -> str:
-    """An id of the same form that nobody has: other digits at its end."""
+    """An id of the same form that does not exist: other digits at its end."""
     swap = str.maketrans("0123456789abcdef", "fedcba9876543210")
     at = max(len(text) - 12, 0)
     at = max(at, text.rfind("-") + 1, text.rfind(".") + 1)

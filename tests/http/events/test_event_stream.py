@@ -1,4 +1,4 @@
-"""The stream of events over a real socket: live, replayed, bounded, ended, and nobody else's."""
+"""The stream of events over a real socket: live, replayed, bounded, ended, one namespace's only."""
 
 from __future__ import annotations
 
@@ -229,8 +229,8 @@ def test_events_are_those_of_the_keys_namespace_and_end_with_the_key(
         for key, one in (("red", red), ("blue", blue), ("mute", mute)):
             one.headers["authorization"] = f"Bearer {key}"
         with red, blue, mute:
-            with running.client() as nobody:
-                assert nobody.get("/v1/events").status_code == 401
+            with running.client() as stranger:
+                assert stranger.get("/v1/events").status_code == 401
             assert mute.get("/v1/events").status_code == 403
             with listening(red) as reply:
                 store(blue, IDS)

@@ -85,7 +85,7 @@ def test_a_clients_deadline_reaches_the_engine(
         assert reply.value.status() == "StatusCode.DEADLINE_EXCEEDED"
     finally:
         service.backend.gate.set()
-    wait_for(lambda: service.num_waiting == 0, "the engine to let go of it")
+    wait_for(lambda: service.num_waiting == 0, "the engine to release it")
 
 
 def test_a_call_that_its_client_cancels_is_taken_back(
@@ -188,12 +188,12 @@ def test_what_does_not_hold_together_is_refused(channel: Any) -> None:
 
 def test_an_error_brings_its_document_and_its_request_id(channel: Any) -> None:
     made = request("append", layer=0, sequences='["a"]', offsets="[7]")
-    made.parameters["sequences"].string_param = '["nobody"]'
+    made.parameters["sequences"].string_param = '["unknown"]'
     for name in ("k", "v"):
         add_input(made, name, "FP32", [1, KV_HEADS, 64], fp32_contents=[0] * KV_HEADS * 64)
     error = refusal(channel, made, metadata=[("x-request-id", "mine")])
     behind = dict(error.trailing_metadata())
-    assert json.loads(behind["attnd-problem"])["sequences"] == ["nobody"]
+    assert json.loads(behind["attnd-problem"])["sequences"] == ["unknown"]
     assert behind["x-request-id"] == "mine" and behind["server-timing"].startswith("queue;dur=")
 
 

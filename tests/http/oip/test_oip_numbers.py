@@ -141,7 +141,7 @@ def test_tensors_may_be_spelled_out_in_json(
     assert reply.get_response()["id"] == "mine"
 
 
-def test_sequences_are_listed_told_cut_and_deleted(
+def test_sequences_are_listed_described_cut_and_deleted(
     triton: Triton, rng: np.random.Generator
 ) -> None:
     fill(triton, rng, "a", 6)

@@ -31,7 +31,7 @@ def keep(client: httpx.Client, rng: np.random.Generator) -> tuple[Any, str]:
     return k, reply["last_key"]
 
 
-def test_after_its_engine_was_killed_a_service_comes_back_empty_and_tells_a_client_that_followed(
+def test_after_its_engine_was_killed_a_service_restarts_empty_and_its_followers_learn(
     rng: np.random.Generator,
 ) -> None:
     with listening() as (running, url), httpx.Client(base_url=url, timeout=WAIT_S) as client:

@@ -1,4 +1,4 @@
-"""Processes that are killed, or told to stop in the middle of something: who notices, and how."""
+"""Processes that are killed, or stopped in the middle of work: who notices, and how."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ MOST_CLIENTS = 100
 def busy(
     pool: ThreadPoolExecutor, *arguments: str
 ) -> Iterator[tuple[Process, str, Future[httpx.Response]]]:
-    """A service that is at a ragged prefill of many minutes, and what its client is told."""
+    """A service that is at a ragged prefill of many minutes, and its client's reply."""
 
     def ask_for_it(url: str) -> httpx.Response:
         with httpx.Client(base_url=url, timeout=WAIT_S) as client:

@@ -17,7 +17,7 @@ from tests.harness.waiting import WAIT_S, wait_for
 pytestmark = pytest.mark.long
 
 
-def test_a_stopped_engine_leaves_nobody_waiting_and_is_not_ready() -> None:
+def test_a_stopped_engine_leaves_no_client_waiting_and_is_not_ready() -> None:
     with listening() as (running, url), httpx.Client(base_url=url, timeout=WAIT_S) as client:
         engine = running.pid("engine")
         os.kill(engine, signal.SIGSTOP)

@@ -24,7 +24,7 @@ from http_messages import (
 )
 
 
-def test_sequences_are_made_forked_told_and_deleted(
+def test_sequences_are_made_forked_described_and_deleted(
     client: httpx.Client, rng: np.random.Generator
 ) -> None:
     (made,) = create(client, "a")
@@ -80,7 +80,7 @@ def test_truncate_cuts_every_layer(client: httpx.Client, rng: np.random.Generato
     assert (reply["length"], reply["lengths"], reply["pages"]) == (3, [3, 3], 1), reply
 
 
-def test_the_page_table_tells_csr_rows_and_levels(
+def test_the_page_table_has_csr_rows_and_levels(
     client: httpx.Client, rng: np.random.Generator
 ) -> None:
     create(client, "a")
@@ -100,7 +100,7 @@ def test_the_page_table_tells_csr_rows_and_levels(
         assert level["qo_indptr"][0] == 0 and level["qo_indptr"][-1] == 3, level
 
 
-def test_info_tells_geometry_limits_and_identity(client: httpx.Client) -> None:
+def test_info_has_geometry_limits_and_identity(client: httpx.Client) -> None:
     info = client.get("/v1/info").json()
     assert info["backend"] == KIND
     assert info["dtype"] == POOL_DTYPE
@@ -176,7 +176,7 @@ def test_a_bad_request_id_is_replaced(client: httpx.Client, given: str) -> None:
     assert made != given and made.isalnum(), made
 
 
-def test_server_timing_tells_where_the_time_went(
+def test_server_timing_shows_where_the_time_went(
     client: httpx.Client, rng: np.random.Generator, media: str
 ) -> None:
     create(client, "a")

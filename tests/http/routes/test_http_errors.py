@@ -489,9 +489,7 @@ def test_merging_nothing_into_a_huge_answer_is_refused(client: httpx.Client) -> 
 # 507
 
 
-def test_out_of_pages_tells_the_numbers_and_changes_nothing(
-    client: httpx.Client, media: str
-) -> None:
+def test_out_of_pages_has_the_numbers_and_changes_nothing(client: httpx.Client, media: str) -> None:
     create(client, "a", "b")
     append(client, 0, "a", rows(ANY, 5), rows(ANY, 5))
     n = PAGES * PAGE_SIZE

@@ -166,7 +166,7 @@ def test_ragged_prefill_equals_the_oracle_with_heads_of_its_own(
         check(slices, o, lse, f"request {i}, {mask}")
 
 
-def test_explicit_cascade_merges_whole_sequences_and_tells_each_level(
+def test_explicit_cascade_merges_whole_sequences_and_reports_each_level(
     client: httpx.Client, rng: np.random.Generator, media: str
 ) -> None:
     held = {name: fill(client, rng, name, n) for name, n in (("s", 9), ("x", 2), ("y", 3))}
@@ -205,8 +205,8 @@ def test_merge_takes_dense_and_ragged_states(
         wanted = oracle.merge(pair)
         check({"o": reply["o"][t], "lse": reply["lse"][t]}, *wanted, f"dense {t}")
     indptr = [0, 0, 1, 6]
-    told_fields, reply = ask(client, "/v1/merge", {"indptr": indptr}, {"o": o, "lse": lse}, media)
-    assert told_fields == {"lse_base": "e"}
+    reply_fields, reply = ask(client, "/v1/merge", {"indptr": indptr}, {"o": o, "lse": lse}, media)
+    assert reply_fields == {"lse_base": "e"}
     check(
         {"o": reply["o"][0], "lse": reply["lse"][0]}, 0 * o[0], np.full(3, -np.inf), "an empty list"
     )
@@ -220,10 +220,10 @@ def test_merge_in_base_two_equals_merge_in_base_e(
     o, lse = rows(rng, 4, 2), rng.standard_normal((4, 2)).astype(np.float32)
     fields = {"indptr": [0, 4], "lse_base": "2"}
     base_2 = (lse / np.log(2)).astype(np.float32)
-    told_fields, reply = ask(client, "/v1/merge", fields, {"o": o, "lse": base_2}, media)
+    reply_fields, reply = ask(client, "/v1/merge", fields, {"o": o, "lse": base_2}, media)
     wanted_o, wanted_lse = oracle.merge([(o[i], lse[i]) for i in range(4)])
     check(reply, wanted_o[None], wanted_lse[None] / np.log(2), "base 2")
-    assert told_fields == {"lse_base": "2"}
+    assert reply_fields == {"lse_base": "2"}
 
 
 def test_gather_gives_back_what_was_appended(

@@ -1,4 +1,4 @@
-"""Whose turn it is: small requests beside long ones, and long ones that nobody wants any more."""
+"""Whose turn it is: small requests beside long ones, and long ones whose client has left."""
 
 from __future__ import annotations
 

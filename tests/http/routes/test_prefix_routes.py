@@ -54,11 +54,11 @@ def test_a_path_gives_fields_to_a_safetensors_body(client: httpx.Client) -> None
     headers = {"content-type": SAFETENSORS, "accept": JSON}
     ids = np.zeros(4, np.uint32)
     body = b"".join(image("request", "{}", {"token_ids": ids}))
-    answer = client.post("/v1/sequences/nobody/commit", content=body, headers=headers)
-    assert (answer.status_code, answer.json()["sequences"]) == (404, ["nobody"])
+    answer = client.post("/v1/sequences/unknown/commit", content=body, headers=headers)
+    assert (answer.status_code, answer.json()["sequences"]) == (404, ["unknown"])
     body = b"".join(image("request", '{"id": "b"}', {"token_ids": ids}))
-    answer = client.post("/v1/sequences/nobody/commit", content=body, headers=headers)
+    answer = client.post("/v1/sequences/unknown/commit", content=body, headers=headers)
     assert (answer.status_code, answer.json()["field"]) == (422, "id")
     for broken in (b"", b"\0" * 8, b"\2" + b"\0" * 7 + b"[]", body[:40]):
-        answer = client.post("/v1/sequences/nobody/commit", content=broken, headers=headers)
+        answer = client.post("/v1/sequences/unknown/commit", content=broken, headers=headers)
         assert (answer.status_code, answer.json()["code"]) == (400, "malformed_body"), broken
