@@ -27,7 +27,7 @@ MARK: Final = secrets.token_hex(8)
 
 
 def image_of_json(body: bytes, given: Mapping[str, Any]) -> list[Part]:
-    """A JSON request as an image; the values `given` by path and query are laid over its fields.
+    """A JSON request as an image; with the values `given` by path and query added to its fields.
 
     A request without a body is `b"{}"`. Raises `MalformedBody`, and `InvalidRequest` for a tensor
     that breaks a rule and for a field that is given twice.

@@ -1,4 +1,4 @@
-"""Requests whose path gives fields: laid into the header of the image that came as the body."""
+"""Fields of a request's path, added to the header of the image in its body."""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ from service.errors import MalformedBody
 from service.image.json_pieces import Pieces, finish, loading
 
 MAX_HEADER_BYTES: Final = 2 * 2**20
-"""Room for the ids and prefix sums of tens of thousands of sequences; bounds what reading costs."""
+"""Room for the ids and prefix sums of tens of thousands of sequences; bounds the cost of
+reading."""
 LENGTH_BYTES: Final = 8
 """Before the header: its length."""
 MAX_VALUES: Final = 2**18

@@ -15,7 +15,7 @@ from typing import Any, Final
 import httpx
 import numpy as np
 from images import read_image, write_image
-from road.stand_in import ScriptedEnd, standing_in
+from road.scripted_engine_end import ScriptedEnd, standing_in
 
 from config.settings import load_settings
 from service.doors.http.server import Server

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from road.stand_in import standing_in
+from road.scripted_engine_end import standing_in
 from scripted import WAIT_S, Engine, decode_body, receive_all, replies, request, wait_for
 
 from config.settings import load_settings

@@ -29,7 +29,7 @@ TEXTS: Final = ("before", "digest")
 
 
 class ExportFileError(ValueError):
-    """The file is not an export, or is damaged; the message says where."""
+    """The file is not an export, or is damaged at the byte in the message."""
 
 
 class InterruptedExport(ExportFileError):

@@ -65,7 +65,7 @@ DEFAULT: Final = ImportOptions()
 
 
 def silent(done: int, of: int) -> None:
-    """No progress report."""
+    """Reports no progress."""
 
 
 def exporting(

@@ -100,7 +100,7 @@ class Session:
 
     @property
     def greeted(self) -> bool:
-        """Whether HELLO has come; the engine closes connections that never say it."""
+        """Whether HELLO has arrived; the engine closes connections that never send it."""
         return self.arena is not None
 
     @property
@@ -345,7 +345,7 @@ class Session:
         stages: Stages = f.NO_STAGES,
         needed: int = 0,
     ) -> None:
-        """An answer whose image comes in its frame."""
+        """Send an answer with its image inside the frame."""
         length = len(image)
         size = f.ANSWER_PAYLOAD.size + length
         head = f.ANSWER_FRAME.pack(

@@ -30,7 +30,7 @@ def read_stepping(
     number, layer = f.LAYER_PAYLOAD.unpack(payload)
     call = session.live.get(number)
     if call is None:
-        return None  # the step ended meanwhile, and its ANSWER says how
+        return None  # the step has ended; its ANSWER has the reason
     if call.operation != STEP_ROUTE:
         raise f.FrameError(f"READY for {number}, which is a CALL: only steps have layers")
     return Ready(call, layer)

@@ -51,7 +51,7 @@ def attend(
     arrays: dict[str, Array | None],
     states: int = 1,
 ) -> Call[AttentionResult]:
-    """A call whose answer is attention, perhaps after an append.
+    """A call for attention, possibly with an append before it.
 
     The answer has `states` pairs of an o like q and its lse.
     """

@@ -146,7 +146,7 @@ class Connection(asyncio.BufferedProtocol):
             timer.cancel()
             self._answer = None
             if answer.done() and not answer.cancelled():
-                answer.exception()  # looked at, even where another error came first
+                answer.exception()  # retrieved, else asyncio logs it
 
     async def _write_pieces(
         self, parts: tuple[Part, ...], answer: asyncio.Future[Response]
@@ -178,7 +178,7 @@ class Connection(asyncio.BufferedProtocol):
             self._answer.set_exception(error)
 
     def close(self) -> None:
-        """Close now, without sending what waits; from another loop's thread too."""
+        """Close at once without sending waiting bytes; safe in another loop's thread."""
         self._good = False
         if self._transport is not None and not self.loop.is_closed():
             self.loop.call_soon_threadsafe(self._transport.abort)

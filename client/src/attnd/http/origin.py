@@ -153,7 +153,7 @@ def unusable(name: str, value: object, remedy: str, error: OSError) -> OSError:
 
 
 def no_connection(origin: Origin, error: OSError) -> ConnectionFailed:
-    """The error for a connection that could not be made, with what may help."""
+    """The error for a connection that could not be made, with the remedy."""
     reason = getattr(error, "reason", "") or ""
     remedy = ""
     if reason == "CERTIFICATE_VERIFY_FAILED":

@@ -21,7 +21,7 @@ MAX_HEAD_BYTES: Final = 64 * 1024
 
 
 class Parsing:
-    """One response in httptools' parser, and what that called back."""
+    """One response in httptools' parser, with the values of its callbacks."""
 
     __slots__ = ("chunks", "complete", "headers", "keep_alive", "parser", "status")
 

@@ -48,13 +48,13 @@ class HostArena(Generic[A]):
         self.begin_layer(layer)()
 
     def settle(self) -> None:
-        """Nothing runs here by itself."""
+        """No work is outstanding here."""
 
     def array(self, offset: int, dtype: Any, shape: tuple[int, ...], owner: object) -> A:
         return self._view(self._shared, offset, dtype, shape, (owner, self._place))
 
     def close(self) -> None:
-        """The memory goes with its connection."""
+        """The memory is freed with its connection."""
 
 
 def numpy_view(

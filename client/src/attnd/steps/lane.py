@@ -86,7 +86,7 @@ class Lane(Generic[A]):
             raise
 
     def await_opening(self) -> None:
-        """Waits until the engine has taken or refused every step so far."""
+        """Waits until the engine has accepted or refused every open step."""
         for run in self._runs:
             with suppress(ServiceError):  # raised where the step is entered
                 run.call.opened(self.ends())

@@ -29,7 +29,7 @@ class Arena(Protocol[Made]):
         """Releases a layer to the engine and waits for it, in the order of the caller's work."""
 
     def settle(self) -> None:
-        """Waits until the caller's work so far is done."""
+        """Waits for the caller's outstanding work."""
 
     def array(self, offset: int, dtype: Any, shape: tuple[int, ...], owner: object) -> Made:
         """An array over the arena; where it can, it keeps `owner`."""

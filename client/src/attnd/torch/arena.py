@@ -79,8 +79,8 @@ class DeviceArena:
 
 
 def together(arenas: Sequence[DeviceArena], layer: int) -> Callable[[int], None]:
-    """What hands a layer over to several engines at once, on a stream: say ready to them all, then
-    wait until all are done, and set that back."""
+    """Releases a layer to several engines at once, on a stream: sets all ready flags, waits for all
+    done flags, and clears those."""
     places = [arena.ready(layer) for arena in arenas]
     says = [(driver.WRITE, ready, 1) for ready in places]
     done = [(kind, ready + 4, value) for ready in places for kind, value in DONE]

@@ -30,7 +30,7 @@ WRITE: Final = 2
 EQUAL: Final = 1
 """Flag of a wait: until the word is equal to the value."""
 OPERATION: Final = Struct("<I4xQQI20x")
-"""`CUstreamBatchMemOpParams`: what, where, the value, flags."""
+"""`CUstreamBatchMemOpParams`: operation, address, value, flags."""
 MOST_AT_ONCE: Final = 128
 
 
@@ -39,7 +39,7 @@ class DriverError(RuntimeError):
 
 
 class IpcHandle(Structure):
-    """`CUipcMemHandle`, which goes by value."""
+    """`CUipcMemHandle`, which is passed by value."""
 
     _fields_ = [("reserved", c_char * 64)]
 

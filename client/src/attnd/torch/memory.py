@@ -59,7 +59,7 @@ new_capsule.argtypes = (c_void_p, c_char_p, c_void_p)
 
 NAME: Final = b"dltensor"
 DESCRIBED: Final[list[Any]] = []
-"""What DLPack structs torch may still look at: a few hundred bytes for each arena, for ever."""
+"""DLPack structs that torch can still read: a few hundred bytes for each arena, never freed."""
 
 
 @torch.inference_mode(False)

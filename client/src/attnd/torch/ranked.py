@@ -107,7 +107,7 @@ class RankedTorchSession:
     def step(
         self, sequences: Sequence[str], slots: RankedSlots, offsets: Sequence[int], **options: Any
     ) -> RankedStep:
-        """As `TorchSession.step`, whose `options` it takes but for windows and `lse_base`.
+        """As `TorchSession.step`, with its `options` except windows and `lse_base`.
 
         `offsets` are the lengths of the whole sequences before it, over all ranks.
         """

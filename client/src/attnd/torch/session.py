@@ -24,7 +24,7 @@ ECHOES: Final = 48
 
 
 class TorchSession:
-    """Steps through the layers of a model whose KV lives in the engine; one thread's.
+    """Steps through the layers of a model whose KV is in the engine; for one thread.
 
     On CUDA, `device` may be the engine's GPU or another one that reaches it; nothing but entering a
     step waits on the host. With an engine on the CPU tensors are torch's CPU tensors, and each

@@ -29,7 +29,7 @@ REFUSED: Final = {
     "cu_seq_lens_q": "sequences packed into one row",
     "head_mask": "a mask of heads",
 }
-"""Keywords that change what attention computes, and that attnd does not have."""
+"""Keywords for variants of attention that attnd lacks."""
 
 NO_CACHE: Final = (
     "attnd attends KV that an AttndCache holds, and these keys are of none: pass "

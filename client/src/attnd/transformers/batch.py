@@ -32,7 +32,7 @@ class Shape:
 
 
 class Batch:
-    """Row b of a batch is sequence `names[b]`; `columns` says which of its columns are stored.
+    """Row b of a batch is sequence `names[b]`; `columns` are the stored columns of each row.
 
     A forward counts once it ran through all layers. One that did not end is undone before anything
     else happens. For one thread.

@@ -211,7 +211,7 @@ class AttndCache(Cache):  # type: ignore[misc]  # transformers asks isinstance(.
         return replaying(self, self._decodes)
 
     def fork(self, rows: Sequence[int] | None = None) -> Self:
-        """Another cache whose rows go on from these (None: from all), sharing their pages."""
+        """Another cache whose rows continue these rows (None: all), sharing their pages."""
         self.batch.settle()
         other = type(self).__new__(type(self))
         other._set_up(self.batch.road, self._geometry, self._page_size, forked=True)

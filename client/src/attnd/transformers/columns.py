@@ -44,7 +44,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Forward:
-    """What one forward adds: `count` columns, of which some rows have tokens to store.
+    """The columns that one forward adds: `count`, of which some rows store tokens.
 
     `rows` are those batch rows, `indptr` counts their tokens, `offsets` their lengths before.
     `take`: places of the tokens in the flattened `[rows x count]` columns; None: all of them.

@@ -123,7 +123,7 @@ class DeviceRoad:
         handle.open.release_to_engine()
 
     def check(self, layer: int, said: Scoring, scoring: Scoring) -> None:
-        """ValueError when a layer attends otherwise than its step says."""
+        """ValueError when a layer's scoring differs from its step's."""
         described = Scoring(said.sm_scale, said.logits_soft_cap, self._windows[layer])
         if scoring != described:
             raise ValueError(

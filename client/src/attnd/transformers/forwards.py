@@ -22,7 +22,7 @@ def watch(model: Any) -> None:
 
 
 def began(model: Any, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
-    """Raises ValueError where the call says not to use the cache that it gives."""
+    """Raises ValueError where a call passes a cache with use_cache=False."""
     for batch in batches(args, inputs):
         if inputs.get("use_cache") is False:
             raise ValueError(

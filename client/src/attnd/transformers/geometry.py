@@ -19,7 +19,7 @@ FEATURES: Final = {
     "kv_sharing_modes": "layers that attend another layer's keys",
     "kv_lora_rank": "latent KV",
 }
-"""Entries of a configuration that ask for something else, and what that is."""
+"""Entries of a configuration for features that attnd lacks, with their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def check_served(config: Any, decoder: Any) -> None:
 
 
 def check_attention(model: Any, decoder: Any) -> None:
-    """ValueError for a model whose attention attnd cannot take the place of."""
+    """ValueError for a model whose attention attnd cannot replace."""
     what = type(model).__name__
     if getattr(decoder, "num_attention_heads", None) is None:
         raise ValueError(

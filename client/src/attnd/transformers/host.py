@@ -22,7 +22,7 @@ NUMPY: Final[dict[torch.dtype, Any]] = {
     torch.bfloat16: ml_dtypes.bfloat16,
 }
 CALL_BYTES: Final = 32 * 2**20
-"""q, k, v and o of one call at most: a longer prefill goes in several."""
+"""Maximum bytes of q, k, v and o in a call; a longer prefill takes several calls."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -43,7 +43,7 @@ def share(
     attention_mask: torch.Tensor | None,
     least: int,
 ) -> Shared:
-    """Prefill what at least two prompts share, where that is `least` tokens or more."""
+    """Prefill beginnings of `least` tokens or more that at least two prompts share."""
     ids = input_ids.cpu().numpy()
     mask = np.ones(ids.shape, np.bool_)
     if attention_mask is not None:
@@ -69,7 +69,7 @@ def share(
 
 
 def tree_of(prompts: list[Tokens], rows: Sequence[int], begin: int, least: int) -> Node:
-    """Who shares what: a node for all these rows, which have `begin` tokens in common.
+    """The tree of common beginnings of these rows, which share `begin` tokens.
 
     The last token of a prompt is never shared: its logits are what generation begins with.
     """
@@ -89,7 +89,7 @@ def tree_of(prompts: list[Tokens], rows: Sequence[int], begin: int, least: int) 
 
 def common_length(prompts: list[Tokens]) -> int:
     """Tokens that all begin with, but for the last token of the shortest."""
-    least, most = min(prompts), max(prompts)  # what these two share all others share
+    least, most = min(prompts), max(prompts)  # tokens common to these two are common to all
     limit = max(min(map(len, prompts)) - 1, 0)
     pairs = zip(least[:limit], most[:limit], strict=False)
     return next((i for i, (one, other) in enumerate(pairs) if one != other), limit)
