@@ -19,11 +19,6 @@ Fields = dict[str, Any]
 LN2: Final = np.float32(math.log(2))
 
 
-def held_by(length: int, ranks: int, page_size: int) -> list[int]:
-    """The number of a sequence's tokens at each rank."""
-    return [int(held(length, rank, ranks, page_size)) for rank in range(ranks)]
-
-
 def whole_view(parts: Sequence[Mapping[str, Any]]) -> Fields:
     """The description of a sequence, from the descriptions of its shards by rank."""
     known = (part["shard"]["lengths"] for part in parts)
@@ -55,14 +50,12 @@ def has_all(
     page_size: int,
 ) -> bool:
     """Whether every rank has sent as many rows as it holds in sequences of these lengths."""
-    begin, end = span
-    for index, length in enumerate(lengths):
-        stop = length if end is None else min(end, length)
-        before, after = (held_by(at, len(replies), page_size) for at in (min(begin, stop), stop))
-        for (fields, _), first, last in zip(replies, before, after, strict=True):
-            own = fields["kv_indptr"]
-            if own[index + 1] - own[index] != last - first:
-                return False
+    stop = np.array(lengths) if span[1] is None else np.minimum(lengths, span[1])
+    start = np.minimum(stop, span[0])
+    for rank, (fields, _) in enumerate(replies):
+        before, after = (held(at, rank, len(replies), page_size) for at in (start, stop))
+        if not np.array_equal(np.diff(fields["kv_indptr"]), after - before):
+            return False
     return True
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -135,14 +136,12 @@ def grown(before: Int32, counts: Int32) -> Int32:
 def extend(
     tree: PrefixTree, layer: int, ids: Ids, counts: Int32, offsets: Int32 | None = None
 ) -> Extension:
-    """`PrefixTree.extend` where `counts` and `offsets` [B] are those of the whole sequences.
+    """`PrefixTree.extend`, with `counts` and `offsets` [B] of the whole sequences.
 
     The extension has a slot for every row, `ELSEWHERE` for rows that other ranks store. Its lengths
     count this engine's tokens.
     """
-    before = whole_lengths(tree, layer, ids, offsets)
-    extension = tree.extend(layer, ids, held_counts(tree, ids, before, counts))
-    return of_whole(tree, extension, [layer], before, counts)
+    return extend_layers(tree, (layer,), ids, counts, offsets).first
 
 
 def extend_layers(
@@ -154,35 +153,22 @@ def extend_layers(
 ) -> StepExtension:
     """`extend` at each of `layers`, where every sequence has one length; all or none."""
     before = whole_lengths(tree, layers[0], ids, offsets)
-    every = extend_whole_layers(tree, layers, ids, held_counts(tree, ids, before, counts))
-    return replace(every, first=of_whole(tree, every.first, layers, before, counts))
-
-
-def held_counts(tree: PrefixTree, ids: Ids, before: Int32, counts: Int32) -> Int32:
-    """The number of new tokens that are stored here, int32 [B]."""
-    rank, ranks = ranks_of(leaves_of(tree, ids))
     after, size = grown(before, counts), tree.page_size
+    rank, ranks = ranks_of(leaves_of(tree, ids))
     added = held(after, rank, ranks, size) - held(before, rank, ranks, size)
-    return np.asarray(added, np.int32)
-
-
-def of_whole(
-    tree: PrefixTree, extension: Extension, layers: Sequence[int], before: Int32, counts: Int32
-) -> Extension:
-    """The extension with a slot for every row of the whole sequences, whose new lengths are noted
-    at `layers` until it is undone."""
-    rank, ranks = ranks_of(extension.leaves)
-    pages = ramps(before, counts) // tree.page_size
+    every = extend_whole_layers(tree, layers, ids, added.astype(np.int32))
+    pages = ramps(before, counts) // size
     slots = np.full(pages.size, ELSEWHERE, np.int32)
-    slots[pages % np.repeat(ranks, counts) == np.repeat(rank, counts)] = extension.slots
+    slots[pages % np.repeat(ranks, counts) == np.repeat(rank, counts)] = every.first.slots
 
-    def note(lengths: Int32) -> None:
-        for leaf, length in zip(extension.leaves, lengths.tolist(), strict=True):
+    def set_whole_lengths(lengths: Int32) -> None:
+        for leaf, length in zip(every.first.leaves, lengths.tolist(), strict=True):
             if leaf.shard is not None:
                 leaf.shard.lengths[list(layers)] = length
 
-    note(grown(before, counts))
-    return replace(extension, slots=slots, after_undo=lambda: note(before))
+    set_whole_lengths(after)
+    undo = partial(set_whole_lengths, before)
+    return replace(every, first=replace(every.first, slots=slots, after_undo=undo))
 
 
 def tokens_here(leaf: Leaf, length: int, size: int) -> Int64:

@@ -21,7 +21,6 @@ from service.core.shards.rows import (
     leaves_of,
     whole_lengths,
 )
-from service.core.tree import PrefixTree
 from service.core.values import Extension
 from service.engine.handlers import attention, rows, steps
 from service.engine.handlers.shards.masks import shard_mask
@@ -29,7 +28,6 @@ from service.engine.loop.job import OpenedStep, Seconds, Work
 from service.engine.loop.request import Request
 from service.engine.store.plan_cache import Planned
 from service.engine.store.store import Store
-from service.tenants import Tenant
 
 
 class ShardBatch:
@@ -77,7 +75,7 @@ def append(store: Store, request: Request, seconds: Seconds) -> Work:
     fields, batch = request.fields, store.look_up(request)
     check_epochs(store.tree, batch, fields.epochs)
     if fields.layers is not None:
-        refuse_shards(store.tree, batch, request.tenant, "an append for many layers")
+        refuse_shards(store, request, batch, "an append for many layers")
     if not has_shards(store.tree, batch):
         return rows.append(store, request, seconds)
     return rows.append(store, request, seconds, ShardBatch(store, request))
@@ -111,14 +109,14 @@ def paged_batch(store: Store, request: Request) -> ShardBatch | None:
     return ShardBatch(store, request, ShardView(lengths, fields.window_left))
 
 
-def cascade(store: Store, request: Request, seconds: Seconds) -> Work:
+def check_cascade(store: Store, request: Request) -> None:
+    """Raises `SequenceTaken` for claimed shards, `InvalidRequest` for causal rows over shards."""
     fields = request.fields
     names = list({name: 0 for level in fields.levels for name in level.ids})
     check_epochs(store.tree, names, None)
     if fields.causal and has_shards(store.tree, fields.levels[-1].ids):
         rule = "must be false over shards: this engine does not know the rows' positions"
         raise InvalidRequest("causal", True, rule)
-    return attention.cascade(store, request, seconds)
 
 
 def step(store: Store, request: Request, seconds: Seconds) -> OpenedStep:
@@ -137,8 +135,10 @@ def step(store: Store, request: Request, seconds: Seconds) -> OpenedStep:
     return steps.step(store, request, seconds, ShardBatch(store, request, ShardView(lengths, -1)))
 
 
-def refuse_shards(tree: PrefixTree, ids: Ids, tenant: Tenant, operation: str) -> None:
+def refuse_shards(
+    store: Store, request: Request, ids: Ids, operation: str, field: str = "sequences"
+) -> None:
     """Raises `InvalidRequest` for an operation that needs whole sequences."""
-    if shards := [leaf.id for leaf in leaves_of(tree, ids) if leaf.shard is not None]:
+    if shards := [leaf.id for leaf in leaves_of(store.tree, ids) if leaf.shard is not None]:
         rule = f"is over several engines: {operation} takes sequences that are on one"
-        raise InvalidRequest("sequences", tenant.shown(shards[0]), rule)
+        raise InvalidRequest(field, request.tenant.shown(shards[0]), rule)

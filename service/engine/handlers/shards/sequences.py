@@ -9,11 +9,10 @@ from typing import Any, Final
 import numpy as np
 
 from service.core.errors import InvalidRequest, SequenceTaken
-from service.core.prefix.nodes import Leaf
 from service.core.shards.layout import Shard, ShardLayout
-from service.core.shards.rows import as_shards, check_epochs, epoch_of, layout_of
+from service.core.shards.rows import as_shards, epoch_of, layout_of
 from service.core.values import NewSpec
-from service.engine.handlers import delete, prefix, sequences, truncate
+from service.engine.handlers import delete, sequences, truncate
 from service.engine.handlers.rows import NUMBER_BYTES
 from service.engine.handlers.shards.batch import refuse_shards
 from service.engine.loop.job import Completed, Seconds, Work
@@ -86,19 +85,8 @@ def truncate_sequence(store: Store, request: Request, seconds: Seconds) -> Work:
         return truncate.truncate(store, request, seconds)
     cut = ShardCut(shard, fields.id, fields, store.geometry.page_size)
     if fields.keep:
-        kind = "a truncation with keep"
-        refuse_shards(store.tree, (fields.id,), request.tenant, kind)
+        refuse_shards(store, request, (fields.id,), "a truncation with keep", "id")
     return truncate.truncate(store, request, seconds, cut)
-
-
-def truncate_sequences(store: Store, request: Request, seconds: Seconds) -> Work:
-    refuse_shards(store.tree, request.fields.ids, request.tenant, "a truncation of many")
-    return truncate.truncate_sequences(store, request, seconds)
-
-
-def delete_sequence(store: Store, request: Request, seconds: Seconds) -> Work:
-    check_epochs(store.tree, (request.fields.id,), None)
-    return delete.delete_sequence(store, request, seconds)
 
 
 def delete_sequences(store: Store, request: Request, seconds: Seconds) -> Work:
@@ -112,26 +100,3 @@ def delete_sequences(store: Store, request: Request, seconds: Seconds) -> Work:
         return [name for name in names if epoch_of(leaf(name))]
 
     return delete.delete_sequences(store, request, seconds, count, claimed)
-
-
-def page_table(store: Store, request: Request, seconds: Seconds) -> Work:
-    check_epochs(store.tree, request.fields.ids, None)
-    return sequences.page_table(store, request, seconds)
-
-
-def commit(store: Store, request: Request, seconds: Seconds) -> Work:
-    leaf = store.tree.books.leaf(request.fields.id)
-    refuse_shard(request, leaf, "the prefix cache needs all pages")
-    return prefix.commit(store, request, seconds)
-
-
-def commit_sequences(store: Store, request: Request, seconds: Seconds) -> Work:
-    refuse_shards(store.tree, request.fields.ids, request.tenant, "a commit of many")
-    return prefix.commit_sequences(store, request, seconds)
-
-
-def refuse_shard(request: Request, leaf: Leaf, reason: str) -> None:
-    if leaf.shard is not None:
-        layout = leaf.shard.layout
-        rule = f"this engine holds pages of rank {layout.rank} of {layout.ranks} only: {reason}"
-        raise InvalidRequest("id", request.tenant.shown(leaf.id), rule)

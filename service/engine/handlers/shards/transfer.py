@@ -7,8 +7,8 @@ import numpy as np
 from service.core.errors import InvalidRequest
 from service.core.shards.layout import Shard, ShardLayout
 from service.core.shards.rows import WHOLE, check_epochs, layout_of
-from service.engine.handlers import drain, exports, imports
-from service.engine.handlers.shards.sequences import refuse_shard
+from service.engine.handlers import exports, imports
+from service.engine.handlers.shards.batch import refuse_shards
 from service.engine.loop.job import Seconds, Work
 from service.engine.loop.request import Request
 from service.engine.store.store import Store
@@ -18,12 +18,11 @@ from service.operations.transfer import Header
 
 def export_sequence(store: Store, request: Request, seconds: Seconds) -> Work:
     fields = request.fields
-    leaf = store.tree.books.leaf(fields.id)
     if fields.shard is None:
-        refuse_shard(request, leaf, "gather its rows instead, or export this shard")
+        refuse_shards(store, request, (fields.id,), "an export without its shard", "id")
         return exports.export_sequence(store, request, seconds)
     layout = ShardLayout(fields.shard.rank, fields.shard.ranks)
-    if leaf.shard is None:
+    if store.tree.books.leaf(fields.id).shard is None:
         return exports.export_sequence(store, request, seconds, layout)
     check_layout(store, request, fields.id, layout)
     return exports.export_sequence(store, request, seconds)
@@ -52,7 +51,8 @@ def shard_of(given: ShardAnswer, header: Header) -> Shard:
     return Shard(layout, np.array(given.lengths, np.int32), given.epoch)
 
 
-def hand_over(store: Store, request: Request, seconds: Seconds) -> Work:
+def check_mark(store: Store, request: Request) -> None:
+    """Raises `InvalidRequest`, `SequenceTaken` if a sequence to be marked has changed."""
     fields = request.fields
     if fields.state == "leaving" and fields.id not in store.move_marks.marks:
         layout = WHOLE
@@ -61,7 +61,6 @@ def hand_over(store: Store, request: Request, seconds: Seconds) -> Work:
         check_layout(store, request, fields.id, layout)
         if fields.shard is not None:
             check_epochs(store.tree, (fields.id,), [fields.epoch])
-    return drain.hand_over(store, request, seconds)
 
 
 def check_layout(
