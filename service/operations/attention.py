@@ -11,23 +11,21 @@ from pydantic import Field
 from service.operations.schema.fields import (
     INT32_MAX,
     MAX_SEQUENCES,
+    BatchFields,
     Cap,
     Count,
     Entries,
-    Epochs,
+    ExpectingFields,
     Fields,
-    Ids,
     Indptr,
     Int32,
     LseBase,
-    Offsets,
     Scale,
-    check_epochs,
+    check_batch,
     check_ids,
     check_indptr,
     check_layer,
     check_mask_length,
-    check_offsets,
     check_one_mask,
     int32,
     one_each,
@@ -57,27 +55,13 @@ class WindowFields(ScoringFields):
     """Window size: number of keys before its own position that a query sees; -1: all."""
 
 
-class PagedFields(WindowFields):
+class PagedFields(ExpectingFields, WindowFields):
     layer: Count
-    sequences: Ids
     cascade: Literal["auto", "always", "never"] = "auto"
     """Whether KV that several of the sequences share is read once for all of them."""
-    offsets: Offsets | None = None
-    """Expected kv_len of each sequence before the call. A mismatch is a 409 that changes
-    nothing."""
-    epochs: Epochs | None = None
-    """Of shards that were claimed: the epoch of each sequence. In another it is a 409."""
 
     def sizes(self, info: InfoAnswer) -> dict[str, int]:
         return pool_sizes(info) | {"B": len(self.sequences)}
-
-    @cached_property
-    def ids(self) -> tuple[str, ...]:
-        return tuple(self.sequences)
-
-    @cached_property
-    def offset_array(self) -> Int32 | None:
-        return None if self.offsets is None else int32(self.offsets)
 
 
 class DecodeFields(PagedFields):
@@ -115,15 +99,10 @@ class RaggedPrefillFields(WindowFields):
         return int32(self.kv_indptr)
 
 
-class CascadeLevelFields(Fields):
-    sequences: Ids
+class CascadeLevelFields(BatchFields):
     qo_indptr: Indptr
     """int32 [S+1]: rows `qo_indptr[s]:qo_indptr[s+1]` of q attend all of sequence s. Rows before
     the first and after the last attend nothing at this level."""
-
-    @cached_property
-    def ids(self) -> tuple[str, ...]:
-        return tuple(self.sequences)
 
     @cached_property
     def qo_indptr_array(self) -> Int32:
@@ -156,9 +135,7 @@ class AttentionAnswer(Fields):
 def check_paged(fields: PagedFields, entries: Entries, info: InfoAnswer) -> None:
     """Rules that decode and prefill share."""
     check_layer(fields.layer, info)
-    check_ids(fields.sequences)
-    check_offsets(fields.offsets, len(fields.sequences))
-    check_epochs(fields.epochs, len(fields.sequences))
+    check_batch(fields)
     missing = [name for name in ("k", "v") if name not in entries]
     if len(missing) == 1:
         refuse(f"tensors.{missing[0]}", None, "k and v are given together or not at all")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Annotated, Final
 
 from pydantic import Field
 
 from service.operations.schema.fields import (
+    BatchFields,
     Count,
     Counts,
     Entries,
@@ -19,7 +19,7 @@ from service.operations.schema.fields import (
     SequenceId,
     check_ids,
     check_indptr,
-    check_offsets,
+    check_one_each,
     int32,
     refuse,
 )
@@ -87,7 +87,7 @@ class CommitAnswer(Fields):
     """Key of the last of these pages, as used by pins."""
 
 
-class CommitSequencesFields(PageNames):
+class CommitSequencesFields(BatchFields, PageNames):
     sequences: Annotated[Ids, Field(max_length=MAX_BATCH)]
     """Sequences to commit; all or none."""
     names_indptr: Indptr
@@ -100,10 +100,6 @@ class CommitSequencesFields(PageNames):
     """Eviction priority, as in a commit of one sequence."""
     duration_s: Seconds | None = None
     """Seconds until the priority returns to 35; absent: never."""
-
-    @cached_property
-    def ids(self) -> tuple[str, ...]:
-        return tuple(self.sequences)
 
 
 class CommittedAnswer(Fields):
@@ -233,7 +229,7 @@ def check_commits(fields: CommitSequencesFields, entries: Entries, info: InfoAns
     batch = len(fields.sequences)
     given = entries[name].shape[0] if name in entries else len(getattr(fields, name))
     check_indptr("names_indptr", int32(fields.names_indptr), given, batch)
-    check_offsets(fields.offsets, batch)
+    check_one_each("offsets", fields.offsets, batch)
     for at, offset in enumerate(fields.offsets or ()):
         check_offset(f"offsets.{at}", offset, info)
     pages = given if name == "page_keys" else given // info.page_size

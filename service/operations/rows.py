@@ -8,21 +8,19 @@ from typing import Annotated, Final
 from pydantic import Field
 
 from service.operations.schema.fields import (
+    BatchFields,
     Count,
     Counts,
     DType,
     Entries,
     Epochs,
+    ExpectingFields,
     Fields,
-    Ids,
     Indptr,
     Int32,
-    Offsets,
-    check_epochs,
-    check_ids,
+    check_batch,
     check_indptr,
     check_layer,
-    check_offsets,
     int32,
     one_each,
     pool_sizes,
@@ -33,21 +31,15 @@ from service.operations.schema.spec import Operation
 from service.operations.schema.tensors import pair, row
 
 
-class AppendFields(Fields):
+class AppendFields(ExpectingFields):
     layer: Count | None = None
     """Layer to append at; required without `layers`."""
     layers: Annotated[Counts, Field(min_length=1)] | None = None
     """Layers to append at, with k and v `[L, n, Hkv, D]` in their order; all or none. A sequence
     must have one length at all of them."""
-    sequences: Ids
     append_indptr: Indptr | None = None
     """int32 [B+1]: sequence b gets rows `append_indptr[b]:append_indptr[b+1]` of k and v. Absent:
     one row per sequence."""
-    offsets: Offsets | None = None
-    """Expected kv_len of each sequence before the append. A mismatch is a 409 that changes nothing,
-    so a retry after a lost reply is safe."""
-    epochs: Epochs | None = None
-    """Of shards that were claimed: the epoch of each sequence. In another it is a 409."""
 
     def sizes(self, info: InfoAnswer) -> dict[str, int]:
         rows = {"n": len(self.sequences)} if self.append_indptr is None else {}
@@ -61,10 +53,6 @@ class AppendFields(Fields):
     def every_layer(self) -> list[int]:
         return self.layers or [self.layer or 0]
 
-    @cached_property
-    def ids(self) -> tuple[str, ...]:
-        return tuple(self.sequences)
-
     def indptr(self, rows: int) -> Int32:
         """The prefix sums over `rows` rows of k and v."""
         given = self.append_indptr_array
@@ -74,14 +62,9 @@ class AppendFields(Fields):
     def append_indptr_array(self) -> Int32 | None:
         return None if self.append_indptr is None else int32(self.append_indptr)
 
-    @cached_property
-    def offset_array(self) -> Int32 | None:
-        return None if self.offsets is None else int32(self.offsets)
 
-
-class GatherFields(Fields):
+class GatherFields(BatchFields):
     layer: Count
-    sequences: Ids
     dtype: DType | None = None
     """Dtype of k and v in the reply. Absent: the pool's, or fp16 for an fp8 pool."""
     start: Count = 0
@@ -90,10 +73,6 @@ class GatherFields(Fields):
     """End of the tokens to read, exclusive; absent or beyond a sequence's length: its length."""
     epochs: Epochs | None = None
     """Of shards that were claimed: the epoch of each sequence. In another it is a 409."""
-
-    @cached_property
-    def ids(self) -> tuple[str, ...]:
-        return tuple(self.sequences)
 
 
 class AppendAnswer(Fields):
@@ -116,18 +95,15 @@ def check_append(fields: AppendFields, entries: Entries, info: InfoAnswer) -> No
         check_layer(layer, info, "layer" if fields.layers is None else "layers")
     if len(set(fields.every_layer)) < len(fields.every_layer):
         refuse("layers", fields.layers, "duplicate layer")
-    check_ids(fields.sequences)
+    check_batch(fields)
     batch = len(fields.sequences)
     rows = entries["k"].shape[0 if fields.layers is None else 1]
     check_indptr("append_indptr", fields.indptr(rows), rows, batch)
-    check_offsets(fields.offsets, batch)
-    check_epochs(fields.epochs, batch)
 
 
 def check_gather(fields: GatherFields, entries: Entries, info: InfoAnswer) -> None:
     check_layer(fields.layer, info)
-    check_ids(fields.sequences)
-    check_epochs(fields.epochs, len(fields.sequences))
+    check_batch(fields)
     if fields.stop is not None and fields.stop < fields.start:
         refuse("stop", fields.stop, f"must not be below start = {fields.start}")
 

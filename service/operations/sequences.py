@@ -9,6 +9,7 @@ import numpy as np
 from pydantic import Field
 
 from service.operations.schema.fields import (
+    BatchFields,
     Count,
     Counts,
     Entries,
@@ -20,6 +21,7 @@ from service.operations.schema.fields import (
     check_ids,
     check_indptr,
     check_layer,
+    check_one_each,
     int32,
     refuse,
 )
@@ -162,7 +164,7 @@ class TruncateFields(Fields):
     """Of a shard that was claimed: its epoch, or a later one that begins with this."""
 
 
-class TruncateSequencesFields(Fields):
+class TruncateSequencesFields(BatchFields):
     sequences: Annotated[Ids, Field(max_length=MAX_BATCH)]
     """Sequences to truncate; all or none."""
     lengths: Annotated[Counts, Field(min_length=1)]
@@ -173,18 +175,9 @@ class TruncateSequencesFields(Fields):
     keep_indptr: Indptr | None = None
     """int32 [B+1], with `keep`: sequence b keeps `keep[keep_indptr[b]:keep_indptr[b+1]]`."""
 
-    @cached_property
-    def ids(self) -> tuple[str, ...]:
-        return tuple(self.sequences)
 
-
-class PageTableFields(Fields):
-    sequences: Ids
+class PageTableFields(BatchFields):
     layer: Count = 0
-
-    @cached_property
-    def ids(self) -> tuple[str, ...]:
-        return tuple(self.sequences)
 
 
 class SequenceAnswer(Fields):
@@ -322,8 +315,7 @@ def check_truncate(fields: TruncateFields, entries: Entries, info: InfoAnswer) -
 def check_truncates(fields: TruncateSequencesFields, entries: Entries, info: InfoAnswer) -> None:
     check_ids(fields.sequences)
     batch = len(fields.sequences)
-    if len(fields.lengths) != batch:
-        refuse("lengths", f"{len(fields.lengths)} numbers", f"must be {batch}, one per sequence")
+    check_one_each("lengths", fields.lengths, batch)
     if fields.keep is None:
         if fields.keep_indptr is not None:
             refuse("keep_indptr", "given", "goes with keep: leave it out")

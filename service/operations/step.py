@@ -20,7 +20,7 @@ from service.operations.schema.fields import (
     Offsets,
     check_ids,
     check_indptr,
-    check_offsets,
+    check_one_each,
     int32,
     one_each,
     refuse,
@@ -114,7 +114,7 @@ def check_step(fields: StepFields, _: Entries, info: InfoAnswer) -> None:
     if fields.sequences is None:
         refuse("sequences", None, "must be given")
     check_ids(fields.ids)
-    check_offsets(fields.offsets, len(fields.ids))
+    check_one_each("offsets", fields.offsets, len(fields.ids))
     if not fields.slots:
         refuse("slots", fields.slots, "at least one slot is required")
     check_heads(fields.num_qo_heads, info.num_kv_heads)

@@ -7,7 +7,7 @@ shared by all calls that repeat the same header, so they must not be written to.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NoReturn, Self, get_args
 
 import numpy as np
@@ -128,6 +128,30 @@ class Fields(BaseModel):
         return made
 
 
+class BatchFields(Fields):
+    """Fields of an operation on a batch of sequences."""
+
+    sequences: Ids
+
+    @cached_property
+    def ids(self) -> tuple[str, ...]:
+        return tuple(self.sequences)
+
+
+class ExpectingFields(BatchFields):
+    """Fields of an operation on a batch in an expected state."""
+
+    offsets: Offsets | None = None
+    """Expected kv_len of each sequence before the call. A mismatch is a 409 that changes nothing,
+    so a retry after a lost reply is safe."""
+    epochs: Epochs | None = None
+    """Epochs of claimed shards, one per sequence. A mismatch is a 409."""
+
+    @cached_property
+    def offset_array(self) -> Int32 | None:
+        return None if self.offsets is None else int32(self.offsets)
+
+
 @cache
 def naming_fields(model: type[Fields]) -> tuple[str, ...]:
     """The fields of a model that name sequences, or have fields that do."""
@@ -222,14 +246,16 @@ def check_indptr(
         refuse(field, last, f"must end at {rows}, the number of rows")
 
 
-def check_offsets(offsets: Sequence[int] | None, batch: int) -> None:
-    if offsets is not None and len(offsets) != batch:
-        refuse("offsets", f"{len(offsets)} numbers", f"must be {batch}, one per sequence")
+def check_one_each(field: str, values: Sequence[int] | None, batch: int) -> None:
+    if values is not None and len(values) != batch:
+        refuse(field, f"{len(values)} numbers", f"must be {batch}, one per sequence")
 
 
-def check_epochs(epochs: Sequence[int] | None, batch: int) -> None:
-    if epochs is not None and len(epochs) != batch:
-        refuse("epochs", f"{len(epochs)} numbers", f"must be {batch}, one per sequence")
+def check_batch(fields: BatchFields) -> None:
+    """Ids are distinct, with one offset and one epoch each."""
+    check_ids(fields.sequences)
+    for name in ("offsets", "epochs"):
+        check_one_each(name, getattr(fields, name, None), len(fields.sequences))
 
 
 def check_one_mask(entries: Entries) -> None:
