@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Final
 
 from attnd.wire.dtypes import DTYPE_NAMES
@@ -153,7 +154,8 @@ class Engine:
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_reader, False)
         os.set_blocking(self._wake_writer, False)
-        self._selector.register(self._wake_reader, selectors.EVENT_READ, self._awake)
+        empty_pipe = partial(os.read, self._wake_reader, 4096)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ, empty_pipe)
         self._beat_due = 0.0
         self._drain_ends: float | None = None
         self._must_drain = self._must_read_keys = False
@@ -225,7 +227,7 @@ class Engine:
 
     # Receive.
 
-    def _wait_s(self) -> float | None:
+    def _wait_s(self) -> float:
         """Seconds to wait for sockets: none while calls that come could join work in hand."""
         scheduler, launches = self.scheduler, self.scheduler.launches.in_flight
         if (oldest := launches[0] if launches else scheduler.long_work.running) is not None:
@@ -265,6 +267,8 @@ class Engine:
         if self.callers.ended or self.callers.ungreeted:
             for call in self.callers.close_ended():
                 self._cancel(call)
+        if self._must_read_keys or (self._must_drain and self._drain_ends is None):
+            self._handle_signals()
 
     def _run_layer(self, event: Ready) -> None:
         """A layer of a step in host memory."""
@@ -390,9 +394,8 @@ class Engine:
         with suppress(OSError):  # the engine has ended
             os.write(self._wake_writer, b"\0")
 
-    def _awake(self) -> None:
-        """Do what another thread or a signal has asked for."""
-        os.read(self._wake_reader, 4096)
+    def _handle_signals(self) -> None:
+        """Begin to drain, or read the keys again, as another thread or a signal has requested."""
         if self._must_drain and self._drain_ends is None:
             self._drain_ends = time.monotonic() + self._settings.server.drain_timeout_s
             self.state = State("draining", DRAINING)
