@@ -11,7 +11,7 @@ from typing import Final
 from service.core.shards.rows import check_epochs
 from service.engine.handlers.shards import batch, sequences, transfer
 from service.engine.handlers.shards.batch import refuse_shards
-from service.engine.handlers.table import TURNS, Begin
+from service.engine.handlers.table import HANDLERS, Begin
 from service.engine.loop.job import Seconds, Work
 from service.engine.loop.request import Request
 from service.engine.store.store import Store
@@ -21,7 +21,7 @@ Check = Callable[[Store, Request], None]
 
 def checked(operation: str, check: Check) -> Begin:
     """The plain handler of an operation, after a check."""
-    plain = TURNS[operation].begin
+    plain = HANDLERS[operation].begin
 
     def begin(store: Store, request: Request, seconds: Seconds) -> Work:
         check(store, request)
