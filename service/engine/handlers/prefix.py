@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from service.core.pool.namespaces import Namespace
 from service.core.prefix.keys import Prefix, as_keys
 from service.core.prefix.nodes import FOREVER, Retention
 from service.engine.handlers.drain import refuse_new
@@ -245,44 +244,6 @@ def finish(store: Store, request: Request, evicted: int, is_clear: bool) -> None
     if is_clear:
         store.tree.cache.cleared(request.tenant.namespace)
     request.place.lay({"num_pages": evicted})
-
-
-def get_namespace(store: Store, request: Request, _: Seconds) -> Work:
-    request.place.require(ANSWER_BYTES)
-    request.place.lay(namespace_fields(store, request.fields.name))
-    return Completed()
-
-
-def namespace_fields(store: Store, name: str) -> dict[str, Any]:
-    """A namespace's quota and use; an unknown namespace has none."""
-    held = store.tree.budget.namespaces.get(name) or Namespace(name)
-    return {
-        "name": name,
-        "max_pages": held.max_pages,
-        "reserved_pages": held.reserved_pages,
-        "used": held.used,
-        "referenced": held.referenced,
-        "cached": held.cached,
-        "pinned": held.pinned,
-        "leases": held.num_leases,
-        "sequences": held.num_sequences - store.imports.count(name),
-    }
-
-
-def list_namespaces(store: Store, request: Request, _: Seconds) -> Work:
-    every = store.tree.budget.namespaces.values()
-    names = sorted(one.name for one in every if one.used or one.num_sequences)
-    request.place.require(ANSWER_BYTES + sum(len(name) + 3 for name in names))
-    request.place.lay({"namespaces": names})
-    return Completed()
-
-
-def set_namespace(store: Store, request: Request, _: Seconds) -> Work:
-    fields = request.fields
-    request.place.require(ANSWER_BYTES)
-    store.tree.budget.set_quota(fields.name, fields.max_pages, fields.reserved_pages)
-    request.place.lay(namespace_fields(store, fields.name))
-    return Completed()
 
 
 def most_tokens(store: Store) -> int:

@@ -1,4 +1,4 @@
-"""The state of the service: its description, its pool, snapshots and events."""
+"""The state of the service: its description, its pool, namespaces, snapshots and events."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 from typing import Any, Final
 
 from service.core.errors import IntegrityError
+from service.core.pool.namespaces import Namespace
 from service.engine.loop.job import Completed, Cost, Seconds, SlicedWork, Slices, Work, in_slices
 from service.engine.loop.request import Request
 from service.engine.store.store import Store
@@ -119,4 +120,42 @@ def events(store: Store, request: Request, _: Seconds) -> Work:
     text = dump_json({"events": found, "next": following, "too_old": too_old})
     request.place.require(2 * len(text))  # quotes are escaped in the header
     request.place.lay_text(text)
+    return Completed()
+
+
+def get_namespace(store: Store, request: Request, _: Seconds) -> Work:
+    request.place.require(TEXT_BYTES)
+    request.place.lay(namespace_fields(store, request.fields.name))
+    return Completed()
+
+
+def namespace_fields(store: Store, name: str) -> dict[str, Any]:
+    """A namespace's quota and use; an unknown namespace has none."""
+    held = store.tree.budget.namespaces.get(name) or Namespace(name)
+    return {
+        "name": name,
+        "max_pages": held.max_pages,
+        "reserved_pages": held.reserved_pages,
+        "used": held.used,
+        "referenced": held.referenced,
+        "cached": held.cached,
+        "pinned": held.pinned,
+        "leases": held.num_leases,
+        "sequences": held.num_sequences - store.imports.count(name),
+    }
+
+
+def list_namespaces(store: Store, request: Request, _: Seconds) -> Work:
+    every = store.tree.budget.namespaces.values()
+    names = sorted(one.name for one in every if one.used or one.num_sequences)
+    request.place.require(TEXT_BYTES + sum(len(name) + 3 for name in names))
+    request.place.lay({"namespaces": names})
+    return Completed()
+
+
+def set_namespace(store: Store, request: Request, _: Seconds) -> Work:
+    fields = request.fields
+    request.place.require(TEXT_BYTES)
+    store.tree.budget.set_quota(fields.name, fields.max_pages, fields.reserved_pages)
+    request.place.lay(namespace_fields(store, fields.name))
     return Completed()

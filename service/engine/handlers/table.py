@@ -11,19 +11,17 @@ from service.engine.handlers.delete import delete_sequence, delete_sequences
 from service.engine.handlers.drain import drain_engine, hand_over
 from service.engine.handlers.exports import export_sequence
 from service.engine.handlers.imports import cancel_import, get_import, import_sequence
+from service.engine.handlers.page_tables import page_table
 from service.engine.handlers.prefix import (
     clear,
     commit,
     commit_sequences,
     evict,
-    get_namespace,
     holds,
-    list_namespaces,
     match_prefix,
     pin,
     release_lease,
     renew_lease,
-    set_namespace,
     unpin,
 )
 from service.engine.handlers.rows import append, gather
@@ -31,10 +29,18 @@ from service.engine.handlers.sequences import (
     create_sequences,
     get_sequence,
     list_sequences,
-    page_table,
 )
 from service.engine.handlers.states import merge, ragged_prefill
-from service.engine.handlers.status import engines, events, info, pool, snapshot
+from service.engine.handlers.status import (
+    engines,
+    events,
+    get_namespace,
+    info,
+    list_namespaces,
+    pool,
+    set_namespace,
+    snapshot,
+)
 from service.engine.handlers.steps import step
 from service.engine.handlers.truncate import truncate, truncate_sequences
 from service.engine.loop.job import Seconds, Work
