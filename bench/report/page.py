@@ -52,7 +52,7 @@ def of_part(name: str, render: Callable[[Any], str]) -> Callable[[Results], str]
 
 
 def svg(name: str, alt: str) -> str:
-    return f"![{alt}](results/{name}.svg)"
+    return f"![{alt}](results/pictures/{name}.svg)"
 
 
 SECTIONS: Final = (

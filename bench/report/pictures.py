@@ -1,4 +1,4 @@
-"""Pictures beside the results, as SVG: kernels, steps by place, cache and simulation."""
+"""Pictures of the results, as SVG: kernels, steps by place, cache and simulation."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ PLACES: Final = {
     "time_sliced": "step, one GPU, time-sliced",
 }
 ROAD_RESULTS: Final = RESULTS / "road-h200.json"
+PICTURES: Final = RESULTS / "pictures"
 DARK: Final = dict.fromkeys(
     ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#d0d7de"
 ) | dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "#0d1117")
@@ -159,10 +160,10 @@ def draw_rack(rack: Results, axes: Any) -> None:
 
 
 def draw_all() -> None:
-    """Every picture, beside its results."""
-    draw_kernels(read_results(KERNEL_RESULTS), KERNEL_RESULTS.with_suffix(".svg"))
-    draw_road(read_results(ROAD_RESULTS), ROAD_RESULTS.with_suffix(".svg"))
-    draw_cache(read_results(CACHE_RESULTS), CACHE_RESULTS.with_suffix(".svg"))
+    """Every picture, in bench/results/pictures."""
+    draw_kernels(read_results(KERNEL_RESULTS), PICTURES / "h200.svg")
+    draw_road(read_results(ROAD_RESULTS), PICTURES / "road-h200.svg")
+    draw_cache(read_results(CACHE_RESULTS), PICTURES / "cache-cpu.svg")
     simulated = read_results(RESULTS / "simulation.json")
     for dark, name in ((False, "simulation.svg"), (True, "simulation-dark.svg")):
-        draw_simulation(simulated, RESULTS / name, dark)
+        draw_simulation(simulated, PICTURES / name, dark)
