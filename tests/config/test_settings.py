@@ -209,4 +209,4 @@ def test_every_setting_that_names_a_file_can_be_made_absolute(
     settings = load_settings(given).with_absolute_paths()
     assert settings.auth.keys_file == str(tmp_path / "keys")
     assert settings.cluster.secret_file == "/run/secret"
-    assert settings.server == load_settings(given).server, "what is not given stays so"
+    assert settings.server == load_settings(given).server, "settings that are not given stay absent"

@@ -103,7 +103,7 @@ def test_names_of_any_length_are_refused_without_comparing_them_for_long() -> No
         (LengthMismatch({"a": 3}), "truncate the sequences first"),
     ],
 )
-def test_what_is_missing_or_in_the_way_comes_with_a_remedy(error: Exception, remedy: str) -> None:
+def test_an_error_of_state_comes_with_a_remedy(error: Exception, remedy: str) -> None:
     assert remedy in str(error)
 
 

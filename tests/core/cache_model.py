@@ -4,7 +4,7 @@
 
 Two namespaces use the same sequence ids, tokens, salts and keys. Whatever is read back is checked
 by content: a slot holds a number that only its namespace's tokens up to there can have. A follower
-of the events knows at any time what is cached. Now and then the process dies, and comes back empty.
+of the events knows the cached pages at any time. Now and then the process dies and restarts empty.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Model:
         return self.referenced() | set(self.names.values())
 
     def release(self, pages: Iterable[Page], held: set[Page]) -> None:
-        """Pages that were held: those that are not any more were used just now, deepest first."""
+        """Release pages: those without holders count as used now, deepest first."""
         still = self.referenced() | self.pinned()
         for page in sorted(set(pages) & held - still, key=depth, reverse=True):
             self.uses += 1
@@ -130,7 +130,7 @@ def depth(page: Page) -> int:
 
 
 def content(namespace: str, tokens: Iterable[int]) -> list[int]:
-    """What the slots of these tokens hold: nothing else has the same numbers."""
+    """The content of the slots of these tokens: nothing else has the same numbers."""
     value, values = hash(namespace), []
     for token in tokens:
         value = hash((value, token))
@@ -150,7 +150,7 @@ def page_keys(namespace: str, salt: str, tokens: list[int]) -> list[bytes]:
 
 
 class Driver:
-    """Does the same to a tree and to the model, and compares what they say."""
+    """Applies each operation to a tree and to the model, and compares the results."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -300,11 +300,11 @@ class Driver:
             return
         self.take_evicted()
         self.copy(copies)
-        gone = sequence.pages[full if shared else kept :]
+        released = sequence.pages[full if shared else kept :]
         sequence.pages = sequence.pages[: full if shared else kept]
         sequence.pages += [Page(namespace)] * shared
         sequence.tokens = sequence.tokens[:length]
-        self.model.release(gone, before)
+        self.model.release(released, before)
 
     def do_free(self, namespace: str, before: set[Page]) -> None:
         name = self.id(namespace, known=True)
@@ -498,7 +498,7 @@ class Driver:
         self.model.max_pages[namespace], self.model.reserved[namespace] = most, reserved
 
     def do_steal(self, namespace: str, before: set[Page]) -> None:
-        """Another's prompts find only what the thief has committed itself."""
+        """A namespace finds only pages that it committed itself under another's prompts."""
         known = sorted(self.model.names)
         if not known:
             return
@@ -524,7 +524,7 @@ class Driver:
             assert self.tree.cache.match(owner, Prefix(None, as_keys(key), salt)).num_pages == 0
         for owner in NAMESPACES:
             _, self.at[owner], too_old = self.history.page(owner, self.at[owner], 1)
-            assert too_old, "a follower must hear that what it knows is gone"
+            assert too_old, "a follower must learn that its events were dropped"
             self.known[owner].clear()
 
     # What must be so.
@@ -641,7 +641,7 @@ class Driver:
         self.tree.books.used[:] = times
 
     def end(self) -> None:
-        """With everybody gone and everything evicted, every page is free."""
+        """With all sequences deleted and all pages evicted, every page is free."""
         for name in list(self.model.sequences):
             self.tree.free([name])
         self.tree.tick(self.model.now + 1e6)

@@ -1,4 +1,4 @@
-"""A prefix tree beside a pool of plain token numbers: what was written can be read back."""
+"""A prefix tree with a pool of plain token numbers, to read written tokens back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def int32(*values: int) -> Int32:
 
 
 class TokenPool:
-    """One token number per slot and layer; what was never written is `EMPTY`."""
+    """One token number per slot and layer; unwritten slots are `EMPTY`."""
 
     def __init__(self, num_pages: int = 32, page_size: int = 4, num_layers: int = 1) -> None:
         self.tree = PrefixTree(num_pages, page_size, num_layers)

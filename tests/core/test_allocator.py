@@ -62,7 +62,7 @@ def test_all_pages_can_be_taken_and_given_back() -> None:
         (int32(0, 1, 0), "page 0 released twice at once"),
     ],
 )
-def test_releasing_what_is_not_held_is_a_bug_and_changes_nothing(given, message) -> None:
+def test_releasing_a_page_without_holders_is_a_bug_and_changes_nothing(given, message) -> None:
     pages = PageAllocator(4)
     pages.allocate(3)
     with pytest.raises(IntegrityError, match=f"{message}: this is a bug"):

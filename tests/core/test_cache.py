@@ -221,7 +221,7 @@ def test_forks_keep_their_pages_when_the_other_finds_them_cached(tree: PrefixTre
     tree.check_integrity()
 
 
-def test_a_refusal_says_what_the_namespace_holds(tree: PrefixTree) -> None:
+def test_out_of_pages_reports_the_namespaces_pages(tree: PrefixTree) -> None:
     keep(tree, 1, 2, namespace="other")
     tree.cache.lease("other", Prefix(ids(1, 2)), "lease-1", 10.0)
     tree.create([NewSpec("a")])
@@ -276,8 +276,8 @@ def test_changes_are_reported_to_a_client_that_listens(tree: PrefixTree) -> None
         stored.parent_key
         == blake2b(root_key("default", "") + ids(1).tobytes(), digest_size=16).digest()
     )
-    gone = [one.keys for one in removed if isinstance(one, Removed)]
-    assert stored.keys == gone[0][-16:]
+    evicted = [one.keys for one in removed if isinstance(one, Removed)]
+    assert stored.keys == evicted[0][-16:]
 
 
 def test_nothing_is_left_of_a_namespace_or_salt_that_has_nothing(tree: PrefixTree) -> None:
@@ -300,7 +300,7 @@ def begun(tree: PrefixTree, name: str, *pages: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["token ids", "page keys"])
-def test_a_commit_continues_from_what_is_committed_with_the_rest_of_the_names(kind: str) -> None:
+def test_a_commit_with_an_offset_names_the_remaining_pages(kind: str) -> None:
     tree = PrefixTree(16, PAGE, 2)
 
     def names(*pages: int, skipped: int = 0) -> Prefix:
@@ -334,7 +334,7 @@ def test_skipped_pages_count_towards_the_length_of_the_sequence(tree: PrefixTree
         tree.cache.commit("a", Prefix(ids(3), skipped=2))
 
 
-def test_many_sequences_are_committed_in_one_call_and_share_what_is_equal(
+def test_many_sequences_are_committed_in_one_call_and_share_equal_pages(
     tree: PrefixTree,
 ) -> None:
     begun(tree, "a", 1, 2)
@@ -376,7 +376,7 @@ def test_a_commit_of_many_leaves_no_trace_of_a_salt_when_it_fails(tree: PrefixTr
 
 
 @pytest.mark.parametrize("shared", [1, 2])
-def test_forks_that_name_what_they_share_differently_are_refused_together(
+def test_forks_that_name_shared_pages_differently_are_all_rejected(
     tree: PrefixTree, shared: int
 ) -> None:
     begun(tree, "a", 1, 2)

@@ -1,4 +1,4 @@
-"""Any history of a prefix cache leaves what a plain model of pages would hold."""
+"""After any history a prefix cache has the pages of a plain model."""
 
 from __future__ import annotations
 

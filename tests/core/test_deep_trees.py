@@ -1,4 +1,4 @@
-"""Trees that are deeper than one call walks: what it leaves out is right, only less shared."""
+"""Trees deeper than one call walks: results are right, with less sharing."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_of_a_pool_with_more_pages_than_can_be_listed_some_are(tree: PrefixTree)
     assert step == 4 and some.tolist() == whole[::4].tolist()
 
 
-def test_a_shared_prefix_stands_above_those_that_share_it(tree: PrefixTree) -> None:
+def test_a_shared_prefix_is_the_parent_of_its_sequences(tree: PrefixTree) -> None:
     start(tree, "a", 3)
     start(tree, "b", 2, parent="a")
     start(tree, "c", 1, parent="a")
@@ -95,11 +95,11 @@ def test_a_part_was_used_when_anything_below_it_was(tree: PrefixTree) -> None:
     grow(tree, "b", PAGE)
     view = outline(tree)
     found = sorted(zip(view.totals.tolist(), view.used.tolist(), strict=True))
-    # those below a: its own end has no pages; b has two; c and what is cached have one each
+    # children of a: its own end has no pages; b has two; c and the cached node have one each
     assert found == [(1, 1.0), (1, 2.0), (2, 9.0), (3, 9.0), (5, 9.0)]
 
 
-def test_namespaces_have_a_row_each_with_what_is_theirs(tree: PrefixTree) -> None:
+def test_each_namespace_has_a_row_with_its_own_pages(tree: PrefixTree) -> None:
     start(tree, "red/a", 2, namespace="red")
     start(tree, "blue/a", 5, namespace="blue")
     keep(tree, 1, 2, 3, namespace="red")

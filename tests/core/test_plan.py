@@ -139,7 +139,7 @@ def test_auto_makes_few_levels_of_a_chain_of_forks_and_still_reads_little() -> N
     ids = [f"s{i}" for i in range(100)]
     auto = make_plan(pool.tree, ids, 0, rows(100), True, "auto")
     assert make_plan(pool.tree, ids, 0, rows(100), True, "always").num_levels == 100
-    assert auto.num_levels <= 25, "each level has to save what it costs"
+    assert auto.num_levels <= 25, "each level must save more than it costs"
     assert auto.tokens_read < auto.tokens_flat / 5
 
 

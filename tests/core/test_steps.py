@@ -75,7 +75,7 @@ def test_a_step_of_a_deleted_sequence_cannot_be_rolled_back(pool: TokenPool) -> 
         (["a", "b"], int32(20, 20), None, OutOfPages),
     ],
 )
-def test_what_is_refused_changes_nothing(
+def test_a_rejected_step_changes_nothing(
     pool: TokenPool, ids: list[str], counts: np.ndarray, offsets: object, error: type[Exception]
 ) -> None:
     before, free = lengths(pool), pool.tree.allocator.num_free

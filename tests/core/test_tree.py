@@ -188,7 +188,7 @@ def test_a_parent_made_in_the_same_call_is_copied_from_the_original_page(pool) -
 
 
 @pytest.mark.parametrize("length", [0, 1, 4, 6, 8, 9, 10])
-def test_truncate_in_private_pages_gives_back_what_is_past_the_cut(pool, length) -> None:
+def test_truncate_within_private_pages_releases_the_pages_after_the_cut(pool, length) -> None:
     pool.start("a", range(11))
     assert len(pool.truncate("a", length)) == 0
     assert pool.tree.allocator.num_referenced == -(-length // 4), f"cut at {length}"
@@ -320,11 +320,11 @@ def test_undo_is_refused_once_its_own_sequences_have_changed(pool) -> None:
     with pytest.raises(IntegrityError):
         pool.tree.undo(extension)
     assert pool.tree.describe("a").lengths == (2, 2)
-    gone = pool.tree.extend(0, ["a"], int32(2))
+    deleted = pool.tree.extend(0, ["a"], int32(2))
     pool.tree.free(["a"])
     pool.start("a", range(4))
     with pytest.raises(IntegrityError):
-        pool.tree.undo(gone)
+        pool.tree.undo(deleted)
     assert pool.tree.describe("a").lengths == (4, 4)
 
 

@@ -236,7 +236,7 @@ class TreeAgainstLists(RuleBasedStateMachine):
                 assert self.pool.read_slots(name, layer) == tokens, (name, layer)
 
     @invariant()
-    def levels_read_back_what_the_flat_table_does(self) -> None:
+    def levels_and_flat_table_read_the_same(self) -> None:
         ids = list(self.model)
         qo_indptr = np.arange(len(ids) + 1, dtype=np.int32)
         for layer in range(NUM_LAYERS):

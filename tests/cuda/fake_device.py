@@ -58,7 +58,7 @@ class Event:
 
 
 class Stream:
-    """A queue of what is to run."""
+    """A queue of work."""
 
     def __init__(self, device: FakeDevice, name: str) -> None:
         self.device, self.name, self.ptr = device, name, 100 + len(device.streams)
@@ -136,7 +136,7 @@ class FakeDevice:
         `pool`: the stream whose pool takes them back, in its order; None: they are gone at once.
         """
         whole = np.empty(size + 256, np.uint8)
-        if size < 1 << 20:  # what is larger is only held in reserve
+        if size < 1 << 20:  # larger allocations are only reserves
             whole.fill(0xEE)
         begin = -whole.ctypes.data % 256
         memory = whole[begin : begin + size].view(Memory)
@@ -226,7 +226,7 @@ class FakeDevice:
             stream.queue.popleft()[1]()
 
     def check(self, kind: str, address: int, size: int) -> None:
-        """Bytes lie in one live allocation or range of a kind."""
+        """Check that bytes are in one live allocation or range of a kind."""
         spaces = ("pinned", "registered") if kind == "host" else (kind,)
         if size and not any(
             begin <= address and address + size <= end

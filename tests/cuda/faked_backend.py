@@ -28,7 +28,7 @@ FLOAT32 = np.dtype(np.float32)
 
 @dataclass(eq=False)
 class FakePlan:
-    """A plan on the device: `content` lies `at` an address of `buffer`, which kernels read."""
+    """A plan on the device: `content` is at address `at` of `buffer`, which kernels read."""
 
     num_rows: int
     buffer: Any
@@ -61,7 +61,7 @@ class Planner:
 
 @dataclass
 class Kernels:
-    """What the fake kernels do, and what they were given."""
+    """Fake kernels, and records of their arguments."""
 
     device: FakeDevice
     pool: Any = field(default_factory=lambda: np.zeros((2, 2, 32, 2, 64), np.float32))
@@ -149,7 +149,7 @@ class Kernels:
 
 
 def attention(q: Any, keys: Sequence[Any] = (), bit: int = 0) -> tuple[Any, Any]:
-    """What the fake kernel makes of q in its compute dtype: (o, lse)."""
+    """The fake kernel's result (o, lse) for q in its compute dtype."""
     extra = sum((float(x.astype(np.float32).sum()) for x in keys), float(bit))
     o = (q.astype(np.float32) * 2 + extra).astype(q.dtype)
     return o, q.astype(np.float32).sum(-1) + np.float32(extra)

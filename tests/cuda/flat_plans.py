@@ -27,7 +27,7 @@ def decode_plan(kv_lens: list[int], page_size: int = 16) -> Plan:
 
 
 def shared_pages(plan: Plan, count: int) -> Plan:
-    """The plan with the first `count` pages of every sequence those of the first one."""
+    """The plan in which every sequence has the first sequence's first `count` pages."""
     (level,) = plan.levels
     pages = level.kv_indices.copy()
     for begin in level.kv_indptr[1:-1]:

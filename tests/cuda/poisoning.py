@@ -24,7 +24,7 @@ class _Block:
         self.memory = allocate(size)
 
     def __del__(self) -> None:
-        if _Block.active:  # else its stream may be gone
+        if _Block.active:  # else its stream may be destroyed
             runtime.memsetAsync(self.memory.ptr, FREED, self.size, self.stream.ptr)
 
 

@@ -102,7 +102,7 @@ class Rig:
         return self.device.read(tensor) if isinstance(tensor, DeviceTensor) else np.array(tensor)
 
     def readings(self, place: AttentionState) -> tuple[Any, Any]:
-        """Of device memory what its stream finds there from now on, of arrays what they hold."""
+        """The content of arrays; of device memory as its stream finds it from now on."""
         o, lse = (
             self.device.reading(tensor)
             if isinstance(tensor, DeviceTensor)
@@ -112,14 +112,14 @@ class Rig:
         return o, lse
 
     def spoil(self, tensor: Tensor) -> None:
-        """Overwrite what has been given, as its owner may."""
+        """Overwrite inputs, as their owner is allowed to."""
         if isinstance(tensor, DeviceTensor):
             self.device.write(tensor, np.full(tensor.shape, np.nan, tensor.dtype))
         elif not isinstance(tensor, PinnedArray):
             tensor[...] = np.nan
 
     def of_kind(self, kind: int) -> list[Any]:
-        """Copies of tensors: those of plans are not among them."""
+        """Copies of tensors, without copies of plans."""
         plans = self.kernels.plans
         return [copy for copy in self.device.copies if copy.kind == kind and copy.to not in plans]
 

@@ -137,7 +137,7 @@ class Bench:
         )
 
     def launch(self, kernel: Any) -> None:
-        """What the backend's steps do: the table of a mask's tiles, then attention."""
+        """The backend's steps: the table of a mask's tiles, then attention."""
         import cupy
 
         from kernels.cuda.device.launch import Launcher
@@ -155,7 +155,7 @@ class Bench:
             Launcher(kernel, *sizes, variant.shared_bytes, struct, wide.PARAMETERS)()
 
     def merge(self) -> None:
-        """What the backend's merge kernel does: each listed chunk from its partial states."""
+        """The backend's merge kernel: each listed chunk from its partial states."""
         torch, case, merges = self.torch, self.case, self.work.merges
         heads, group, chunk = case.num_kv_heads, case.group, merges.chunk_rows
         part_o = self.partial_o.view(-1, heads, case.head_dim).double()
@@ -250,7 +250,7 @@ class Bench:
 
 
 def launch_errors(case: Case, seed: int) -> Iterator[tuple[float, float]]:
-    """`Bench.errors` of two launches: the second finds what the first left in the unit counters."""
+    """`Bench.errors` of two launches: the second finds the first one's unit counters."""
     variant = case_variant(case)
     case = dataclasses.replace(case, granule=variant.tile_keys)
     bench = Bench(case, variant, seed=seed, poison=True)

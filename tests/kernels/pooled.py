@@ -47,7 +47,7 @@ def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: DType) -> Ar
 
 
 def stored(values: Array, dtype: DType, scale: float) -> Array:
-    """What a pool of `dtype` makes of values, as float64: worked out with ml_dtypes alone."""
+    """Values as a pool of `dtype` stores them, in float64: computed with ml_dtypes alone."""
     if dtype not in FP8:
         return values.astype(NUMPY_DTYPES[dtype]).astype(np.float64)
     largest = 448.0 if dtype == "fp8_e4m3" else 57344.0
@@ -157,7 +157,7 @@ def expected(
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """How far o and lse may be off what the oracle makes of the operands `as_computed`."""
+    """Maximum errors of o and lse against the oracle with the operands `as_computed`."""
 
     o: float
     lse: float
@@ -165,7 +165,7 @@ class Bars:
 
 
 def compute_dtype(kind: str, q: DType, kv: DType) -> DType:
-    """What a kind of backend multiplies in, by the contract: the cpu float32, a device 16 bits."""
+    """The format that a kind of backend multiplies in: float32 on the cpu, 16 bits on a device."""
     if kind == "cpu":
         return "fp32"
     return next((dtype for dtype in (kv, q) if dtype in ("fp16", "bf16")), "fp16")
@@ -202,7 +202,7 @@ def check(got: AttentionState, want: oracle.State, bar: Bars, case: object = "")
 
 @contextmanager
 def refusals(kind: str, geometry: PoolGeometry) -> Iterator[None]:
-    """Around a case: what a kind says it does not run must be refused, and is then covered."""
+    """Context of a case: features that a kind lists as unsupported must be rejected."""
     if kind == "cuda" and geometry.dtype == "fp32":
         with pytest.raises(Unsupported):
             yield

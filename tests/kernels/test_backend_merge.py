@@ -24,9 +24,9 @@ def random_states(rng, rows: int, heads: int, dim: int, dtype, empty: float = 0.
     """States of which some are empty."""
     o = np.array(normal(rng, (rows, heads, dim), dtype))
     lse = (8 * rng.standard_normal((rows, heads))).astype(np.float32)
-    gone = rng.random((rows, heads)) < empty
-    lse[gone] = -np.inf
-    o[gone] = 0
+    is_empty = rng.random((rows, heads)) < empty
+    lse[is_empty] = -np.inf
+    o[is_empty] = 0
     return o, lse
 
 
@@ -81,7 +81,7 @@ def test_one_state_merges_to_itself(backend, rng) -> None:
     assert np.allclose(got.lse, lse, atol=1e-5)
 
 
-def test_what_an_empty_state_holds_is_never_read(backend, rng) -> None:
+def test_the_content_of_an_empty_state_is_never_read(backend, rng) -> None:
     o, lse = random_states(rng, 4, 4, 64, "fp16", empty=0)
     lse[1], o[1] = -np.inf, np.nan
     got = backend(GEOMETRY).merge(o, lse, int32([0, 2, 4])).result()

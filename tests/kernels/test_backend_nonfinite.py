@@ -1,4 +1,4 @@
-"""NaN and infinities in keys, values, queries and states: what they reach, and what they do not.
+"""NaN and infinities in keys, values, queries and states: the rows that they reach.
 
 A score of NaN or +inf that a row sees makes its o and lse NaN. Keys that a row does not see, and
 slots that hold no key, leave its lse alone; a row that sees nothing is (0, -inf) exactly.
@@ -83,7 +83,7 @@ def assert_state(got: AttentionState, want: oracle.State, dtype: str, tainted: A
     [("k", NAN), ("k", INF), ("k", -INF), ("q", NAN), ("q", INF), ("v", NAN), ("v", INF)],
     ids=lambda x: str(x),
 )
-def test_what_is_not_finite_reaches_the_rows_that_see_it(
+def test_nonfinite_values_reach_exactly_the_rows_that_see_them(
     backend, rng, part: str, value: float, shape: Shape, head_dim: int, dtype: Any
 ) -> None:
     pool = Pooled(backend(geometry(dtype, head_dim)), rng, dtype)
@@ -164,7 +164,7 @@ def test_ragged_keys_that_are_not_finite(backend, rng, value, rows, dtype) -> No
 @pytest.mark.parametrize("rows", [1, 75])
 @pytest.mark.parametrize("value", [NAN, INF], ids=str)
 def test_a_key_of_one_level_is_not_lost_in_the_merge(backend, rng, value, rows) -> None:
-    """A shared run and own runs: what is not finite in either makes its rows NaN, and no others."""
+    """A shared run and own runs: nonfinite values in either make its rows NaN, and no others."""
     pool = Pooled(backend(geometry("fp16", 128)), rng, "fp16")
     shared, own = pool.add(640), [pool.add(30) for _ in range(rows)]
     for run, token in ((own[rows // 2], 3),):

@@ -1,4 +1,4 @@
-"""Append, gather and row copies: what is written is what is read, and nothing else is touched."""
+"""Append, gather and row copies: rows are read as written, and others are unchanged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read(backend, layer: int, slots, dtype="fp32"):
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("tensor", TENSORS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_appended_is_gathered_dequantised(backend, rng, dtype, tensor, layout) -> None:
+def test_appended_rows_are_gathered_dequantised(backend, rng, dtype, tensor, layout) -> None:
     with refusals(backend.kind, geometry(dtype)):
         pool = backend(geometry(dtype, layout))
         slots = int32(rng.permutation(60)[:37])
@@ -177,7 +177,7 @@ def test_an_idle_pool_takes_no_memory() -> None:
     assert after - before < 100 * 1024, f"a 2 GiB pool took {(after - before) // 1024} MiB"
 
 
-def test_a_pool_too_large_for_the_machine_says_what_to_change() -> None:
+def test_the_error_of_a_pool_too_large_for_the_machine_has_a_remedy() -> None:
     with pytest.raises(MemoryError, match=r"bytes.*lower pool\.num_pages"):
         make_backend("cpu", PoolGeometry(32, 2**28, 16, 8, 128))
 

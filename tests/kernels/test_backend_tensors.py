@@ -242,7 +242,7 @@ def test_a_merge_into_states_has_no_other_place(backend):
         pool.merge(state.o, state.lse, int32([0, 1]), state, state)
 
 
-def test_memory_that_was_never_registered_is_let_be(backend):
+def test_unregistering_unknown_memory_has_no_effect(backend):
     backend(GEOMETRY).unregister(1 << 20)
 
 

@@ -1,4 +1,4 @@
-"""What the CPU backend keeps of a plan changes no answer, whatever else the plan is used for."""
+"""The CPU backend's cached work of a plan changes no result, however the plan is used."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_requests_of_one_launch_keep_their_layers_apart(pooled, rng) -> None:
             )
 
 
-def test_layers_share_what_is_kept_and_a_limited_number_of_plans_is(pooled, rng) -> None:
+def test_layers_share_cached_work_and_few_plans_are_cached(pooled, rng) -> None:
     prepare = Preparer(PagedShape(32, 16, 16 * 2 * 64))
     q, plan = normal(rng, (6, 8, 64), "fp16"), plan_of(pooled, rng)
     first, at = prepare([Attend(0, q, plan, SCORING)])

@@ -1,4 +1,4 @@
-"""`make_backend` and what a backend says of itself."""
+"""`make_backend`, and the properties that a backend reports."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_cpu_backend_refuses_nothing() -> None:
 
 
 @pytest.mark.parametrize("attempt", ATTEMPTS)
-def test_what_a_backend_lists_as_unsupported_is_refused_and_the_rest_runs(backend, attempt) -> None:
+def test_a_backend_rejects_exactly_what_it_lists_as_unsupported(backend, attempt) -> None:
     listed = any(line.startswith(attempt) for line in backend(GEOMETRY).unsupported)
     with pytest.raises(Unsupported) if listed else nullcontext():
         ATTEMPTS[attempt](backend)
@@ -103,7 +103,7 @@ def test_a_page_outside_the_pool_is_refused(backend, rng, page) -> None:
         pooled.backend.attend([Attend(0, q, Plan((level,), int32([1])), Scoring(1.0))])
 
 
-def test_what_is_returned_belongs_to_the_caller(backend, rng) -> None:
+def test_results_belong_to_the_caller(backend, rng) -> None:
     pooled = Pooled(backend(GEOMETRY), rng, "fp16")
     plan = pooled.flat([pooled.add(7)], [1], True)
     q = normal(rng, (1, 4, 64), "fp16")
@@ -119,7 +119,7 @@ def test_what_is_returned_belongs_to_the_caller(backend, rng) -> None:
     ("installed", "remedy"),
     [(False, "pip install 'cupy-cuda13x"), (True, "nvidia-smi")],
 )
-def test_cuda_without_a_device_says_what_is_missing_and_what_to_do(
+def test_cuda_without_a_device_reports_the_reason_and_a_remedy(
     monkeypatch: pytest.MonkeyPatch, installed: bool, remedy: str
 ) -> None:
     monkeypatch.setattr("kernels.cuda_devices", lambda: 0)

@@ -103,7 +103,7 @@ def test_numpy_equals_the_float64_oracle(a, b) -> None:
     assert_alike(merge_state(a, b), AttentionState(o, lse.astype(np.float32)))
 
 
-def test_what_an_empty_state_holds_is_never_read() -> None:
+def test_the_content_of_an_empty_state_is_never_read() -> None:
     spoilt = AttentionState(np.full((ROWS, HEADS, DIM), np.nan, np.float32), empty().lse)
     good = AttentionState(
         np.ones((ROWS, HEADS, DIM), np.float32), np.zeros((ROWS, HEADS), np.float32)

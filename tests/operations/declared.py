@@ -1,4 +1,4 @@
-"""What the tests of the operations share: a geometry, and requests prepared by their headers."""
+"""Helpers of the operations' tests: a geometry, and requests prepared by their headers."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ NUMBERS = {
 }
 
 
-def test_the_roads_numbers_stay_what_they_are() -> None:
+def test_the_roads_numbers_never_change() -> None:
     assert {operation.name: operation.number for operation in OPERATIONS} == NUMBERS
     assert len(BY_NAME) == len(BY_NUMBER) == len(OPERATIONS)
 
@@ -106,7 +106,7 @@ def test_a_query_becomes_fields() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "two", "1.0", "\u0661", "9" * 5000, "--1", " 1"])
-def test_what_is_no_number_is_left_for_the_fields_to_refuse(text: str) -> None:
+def test_text_that_is_no_number_is_left_for_the_fields_to_reject(text: str) -> None:
     assert query_values(BY_NAME["list_sequences"], [("limit", text)]) == {"limit": text}
 
 

@@ -1,4 +1,4 @@
-"""Requests that are right: what the engine reads off their fields, made once per header."""
+"""Valid requests: the values that the engine derives from their fields, once per header."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def stored(values: Any, dtype: DType, scale: float) -> Any:
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize("tensor", ["fp16", "bf16", "fp32"])
-def test_what_is_appended_is_gathered(layout: Any, dtype: DType, tensor: DType) -> None:
+def test_appended_rows_are_gathered(layout: Any, dtype: DType, tensor: DType) -> None:
     backend = backend_of(layout=layout, dtype=dtype, k_scale=0.25, v_scale=0.5)
     k_scale, v_scale = (0.25, 0.5) if dtype.startswith("fp8") else (1.0, 1.0)
     rng = np.random.default_rng(0)

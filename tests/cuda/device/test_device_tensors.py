@@ -75,7 +75,7 @@ class Caller:
 
 
 @pytest.mark.parametrize("requests", [1, 3])
-def test_a_launch_stands_between_what_its_tensors_streams_are_given(
+def test_a_launch_is_ordered_within_the_work_of_its_tensors_streams(
     backend: Backend, requests: int
 ) -> None:
     rng = np.random.default_rng(1)

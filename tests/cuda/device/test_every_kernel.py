@@ -13,7 +13,7 @@ import pytest
 SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
 
 
-def test_what_the_sanitizer_runs_is_right_on_the_cpu() -> None:
+def test_the_sanitizers_program_is_right_on_the_cpu() -> None:
     assert every_kernel.run("cpu", every_kernel.POOLS[:1]) == set()
 
 

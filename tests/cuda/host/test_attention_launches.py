@@ -1,4 +1,4 @@
-"""Plans to launches without a device: what the driver is given, call by call."""
+"""From plans to launches without a device: the driver's arguments, call by call."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Driver:
 
 
 class Memory:
-    """Stands for Transfers: uploads lie where a test can read them back."""
+    """A fake `Transfers`, whose uploads a test can read back."""
 
     def __init__(self) -> None:
         self.compute = self._nothing()

@@ -83,9 +83,9 @@ def test_a_compiled_kernel_is_found_in_the_cache(tmp_path: Path) -> None:
     wanted = spec("rows/rows", HEAD_DIM=64, TENSOR=0, STORE=0)
     (first,) = compile_all([wanted], "sm_80", tmp_path)
     (cubin,) = tmp_path.rglob("*.cubin")
-    cubin.write_bytes(b"what the cache holds")
+    cubin.write_bytes(b"cached bytes")
     (again,) = compile_all([wanted], "sm_80", tmp_path)
-    assert again.cubin == b"what the cache holds"
+    assert again.cubin == b"cached bytes"
     assert again.resources == first.resources
     assert not list(tmp_path.rglob("tmp*")), "a temporary file was left"
 

@@ -65,7 +65,7 @@ def test_several_plans_are_one_batch() -> None:
     assert kind_of(short, plan_of([1], [300])) == "usual"
 
 
-def test_only_measured_kernels_stand_in_for_the_usual_ones() -> None:
+def test_only_measured_kernels_replace_the_usual_ones() -> None:
     def kinds(config: AttentionConfig, arch: str = "sm_90a") -> set[BatchKind]:
         return set(kernel_sets(config, arch, MULTIPROCESSORS)) - {"usual"}
 

@@ -19,7 +19,7 @@ from kernels.lanes import Owner
 
 
 class Driver:
-    """Keeps what it was given."""
+    """Records its arguments."""
 
     def __init__(self) -> None:
         self.sent: list[list[tuple[int, int, int, int]]] = []
@@ -75,7 +75,7 @@ def test_an_owner_has_ended_when_its_process_has_ended_even_unnoticed() -> None:
     assert owner.has_ended and Owner.of(process.pid).started == ""
 
 
-def test_an_owner_that_cannot_be_seen_never_counts_as_gone() -> None:
+def test_an_owner_that_is_not_visible_never_counts_as_ended() -> None:
     assert not Owner(0, "").has_ended
 
 
@@ -105,7 +105,7 @@ KNOWN = Owner(70, "1", "a", 1000)
         "one that cannot be seen behind a living one",
     ],
 )
-def test_an_arena_goes_to_nobody_who_may_be_another(
+def test_an_arena_is_reused_only_by_the_same_namespace_and_user(
     monkeypatch: pytest.MonkeyPatch, later: Owner, earlier: Owner, may: bool
 ) -> None:
     monkeypatch.setattr(lanes_module, "process_start", lambda pid: "1")

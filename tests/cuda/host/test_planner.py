@@ -323,7 +323,7 @@ def test_whole_tiles_are_final_though_the_dearest_comes_first() -> None:
     plan = Plan((replace(level, causal=True),), np.tile(np.arange(768, 1024, dtype=np.int32), 40))
     work = make_work([(0, plan)], config(group=1))
     items = work.kernels[0].items
-    assert len(items) == 80 and (np.diff(items[:, 1]) < 0).any(), "tiles lie in another order"
+    assert len(items) == 80 and (np.diff(items[:, 1]) < 0).any(), "tiles are in another order"
     assert (items[:, 7] == FINAL).all()
     assert len(work.merges.chunks) == work.merges.num_partial_rows == 0
 

@@ -48,7 +48,7 @@ def section_sizes(elf: bytes) -> dict[str, int]:
     return {name: header[5] for name, header in zip(names, headers, strict=True)}
 
 
-def test_fields_are_those_of_the_declaration(
+def test_a_struct_has_the_fields_of_its_declaration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(structs, "SOURCES", tmp_path)

@@ -20,7 +20,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
     return Rig(monkeypatch, alone=True)
 
 
-def test_a_pinned_q_goes_to_the_device_from_where_it_lies(rig: Rig) -> None:
+def test_a_pinned_q_is_copied_without_staging(rig: Rig) -> None:
     q = rig.pinned(rig.values(3, 4, 64))
     rig.backend.attend([attend(q)])
     (copy,) = rig.of_kind(TO_DEVICE)
@@ -76,7 +76,7 @@ def test_pinned_memory_in_two_registered_ranges_goes_in_two_copies(rig: Rig) -> 
     assert np.array_equal(got.o, attention(values)[0])
 
 
-def test_a_device_q_is_read_where_it_lies_between_its_streams_work(rig: Rig) -> None:
+def test_a_device_q_is_read_in_place_in_its_streams_order(rig: Rig) -> None:
     values = rig.values(3, 4, 64)
     q = rig.give("device", values)
     pending = rig.backend.attend([attend(q)])

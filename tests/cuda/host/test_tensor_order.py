@@ -22,7 +22,7 @@ from kernels.tensor import PinnedArray
 def test_any_mixture_of_handles_gives_the_numbers_whatever_runs_first(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """Calls overlap; what was given is overwritten as soon as its owner may, and then dropped."""
+    """Calls overlap; inputs are overwritten as soon as their owner is allowed to, then dropped."""
     rig = Rig(monkeypatch, seed)
     pick = rig.device.order.choice
     waiting = []
@@ -96,7 +96,7 @@ def test_ragged_calls_in_flight_keep_their_plans(
 
 def test_owners_are_released_only_when_their_work_is_done(rig: Rig) -> None:
     class Owner:
-        """What a piece of work reads."""
+        """The inputs of a piece of work."""
 
     stream, freed = rig.device.stream(), []
     for _ in range(3 * MOST_INFLIGHT):

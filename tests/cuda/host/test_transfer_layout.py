@@ -1,4 +1,4 @@
-"""Where uploads lie on the device, and what is copied for them."""
+"""The layout of uploads on the device, and the copies for them."""
 
 from __future__ import annotations
 

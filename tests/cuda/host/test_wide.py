@@ -103,7 +103,7 @@ def test_ragged_keys_land_as_blocks_of_64_dims() -> None:
     assert (box_offsets(shape, (0, 37, 3 * 2 + 1)) == 2 * wanted.ravel()).all()
 
 
-def test_what_the_kernel_does_not_take_is_left_to_the_other_kernel() -> None:
+def test_geometries_that_the_kernel_does_not_support_go_to_the_other_kernel() -> None:
     assert wide.supports("sm_90a", 128, "fp16", "fp16", 16, 0.1)
     assert wide.supports("sm_90a", 64, "bf16", "bf16", 0, 0.1)
     assert wide.supports("sm_90a", 128, "bf16", "fp8_e4m3", 5, 0.1)

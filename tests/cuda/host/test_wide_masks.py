@@ -51,7 +51,7 @@ def test_the_finder_compiles_without_spills(arch: str) -> None:
 
 @dataclass
 class Settled:
-    """Stands for a Launcher."""
+    """A fake `Launcher`."""
 
     device: Device
     entry: str
@@ -65,7 +65,7 @@ class Settled:
 
 
 class Device:
-    """Stands for the library and the transfers: keeps what each launch got as its last struct."""
+    """A fake library and transfers: records the last struct of each launch."""
 
     def __init__(self, arch: str) -> None:
         self.arch, self.overlaps = arch, False
@@ -171,7 +171,7 @@ def test_a_batch_without_a_mask_looks_for_nothing(
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
 @pytest.mark.parametrize("cap", [0.0, 30.0], ids=["", "capped"])
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-def test_a_box_of_ragged_keys_is_what_the_kernel_waits_for(
+def test_a_box_of_ragged_keys_has_the_size_that_the_kernel_awaits(
     head_dim: int, cap: float, masked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     boxes: list[tuple[int, ...]] = []
