@@ -28,7 +28,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from service.processes.cells import Cells, Key
-from service.processes.remote_counts import Counts, Elsewhere, as_told
+from service.processes.remote_counts import Counts, RemoteCounts, as_reported
 from service.processes.usage import Usage, usage
 
 SECONDS: Final = (
@@ -44,19 +44,19 @@ REASONS: Final[tuple[Reason, ...]] = ("overloaded", "not_ready", "deadline_excee
 STATES: Final = ("free", "referenced", "cached", "pinned")
 RESULTS: Final = ("hit", "miss")
 MOST_ENGINES: Final = 512
-"""Series of so many have room in a process's cells."""
+"""A process's cells have room for the series of this many engines."""
 MODES: Final[tuple[Mode, ...]] = ("flat", "cascade", "explicit")
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """One metric: what it tells, and by which labels."""
+    """One metric."""
 
     kind: Literal["counter", "gauge", "histogram"]
     help: str
     labels: tuple[str, ...] = ()
     bounds: tuple[float, ...] = ()
-    """Of a histogram's buckets, the last one without a bound."""
+    """Upper bounds of a histogram's buckets; one more bucket has none."""
 
     @property
     def size(self) -> int:
@@ -65,9 +65,9 @@ class Spec:
 
 
 SPECS: Final[dict[str, Spec]] = {
-    "requests": Spec("counter", "Requests answered.", ("op", "code")),
+    "requests": Spec("counter", "Requests with a response.", ("op", "code")),
     "request_duration_seconds": Spec(
-        "histogram", "From a request's arrival to its encoded answer.", ("op",), SECONDS
+        "histogram", "Time from a request's arrival to its encoded response.", ("op",), SECONDS
     ),
     "queue_duration_seconds": Spec(
         "histogram", "Time an operation waited for its turn.", (), SECONDS
@@ -79,25 +79,25 @@ SPECS: Final[dict[str, Spec]] = {
     "slices": Spec("counter", "Slices that long operations were cut into."),
     "tokens_appended": Spec("counter", "Tokens written, counted once per layer."),
     "kv_bytes_read": Spec("counter", "Pool bytes that attention read."),
-    "kv_bytes_saved": Spec("counter", "Pool bytes flat attention would read on top."),
-    "cascade_batches": Spec("counter", "Attention operations by how they ran.", ("mode",)),
-    "out_of_pages": Spec("counter", "Operations refused for want of pages."),
+    "kv_bytes_saved": Spec("counter", "Additional pool bytes that flat attention would read."),
+    "cascade_batches": Spec("counter", "Attention operations by mode.", ("mode",)),
+    "out_of_pages": Spec("counter", "Operations rejected for lack of pages."),
     "rejected": Spec("counter", "Operations that did not run.", ("reason",)),
     "slow_passes": Spec(
         "counter",
-        "Passes of a loop that took more than 0.1 s, by process and by its longest operation.",
+        "Passes of a loop longer than 0.1 s, by process and longest operation.",
         ("process", "op"),
     ),
     "log_lines_dropped": Spec(
-        "counter", "Log lines dropped because nobody read standard error.", ("process",)
+        "counter", "Log lines dropped because standard error was not read.", ("process",)
     ),
-    "inflight": Spec("gauge", "Operations admitted and not answered."),
-    "waiting": Spec("gauge", "Operations admitted whose turn has not come."),
+    "inflight": Spec("gauge", "Operations accepted and not answered."),
+    "waiting": Spec("gauge", "Operations accepted whose turn has not come."),
     "sessions": Spec("gauge", "Connections to the engine, doors included."),
     "kv_pages": Spec("gauge", "Pages of the pool.", ("state",)),
     "kv_cache_usage_ratio": Spec("gauge", "Referenced pages over all pages."),
     "prefix_tokens": Spec(
-        "counter", "Tokens of prompts looked up, in whole pages, by what was found.", ("result",)
+        "counter", "Tokens of prompts looked up, in whole pages, by hit or miss.", ("result",)
     ),
     "pages_evicted": Spec("counter", "Cached pages evicted."),
     "leases": Spec("gauge", "Leases that hold cached pages."),
@@ -105,23 +105,23 @@ SPECS: Final[dict[str, Spec]] = {
     "prefix_nodes": Spec("gauge", "Nodes of the prefix tree."),
     "engine_kv_pages": Spec(
         "gauge",
-        "Pages of a cluster's engine, as a door knows it.",
+        "Pages of a cluster's engine, as last reported to a door.",
         ("door", "engine", "state"),
     ),
     "engine_sequences": Spec("gauge", "Sequences on one engine.", ("door", "engine")),
     "engine_queue_seconds": Spec(
-        "gauge", "Running mean of the time that calls wait on one engine.", ("door", "engine")
+        "gauge", "Running mean of the time that calls wait at one engine.", ("door", "engine")
     ),
     "engine_calls": Spec("counter", "Calls answered by one engine.", ("door", "engine")),
     "engine_moved": Spec(
-        "counter", "Sequences moved away from an engine that is emptied.", ("door", "engine")
+        "counter", "Sequences migrated from a draining engine.", ("door", "engine")
     ),
     "engine_not_moved": Spec(
-        "gauge", "What could not be moved away, at the last look.", ("door", "engine")
+        "gauge", "Sequences that could not be migrated at the last attempt.", ("door", "engine")
     ),
     "engine_up": Spec("gauge", "1 while the engine can be called.", ("door", "engine")),
     "process_restarts": Spec(
-        "counter", "Processes started again after they had ended.", ("process",)
+        "counter", "Restarts of processes.", ("process",)
     ),
     "build_info": Spec(
         "gauge", "Constant 1; the version and backend are its labels.", ("version", "backend")
@@ -132,9 +132,9 @@ USAGE: Final = (
     ("cpu_seconds", "counter", "User and system processor time."),
     ("resident_memory_bytes", "gauge", "Resident memory, shared memory included."),
     ("virtual_memory_bytes", "gauge", "Virtual memory."),
-    ("start_time_seconds", "gauge", "When the process began, since the epoch."),
+    ("start_time_seconds", "gauge", "Start of the process, since the epoch."),
     ("open_fds", "gauge", "Open file descriptors."),
-    ("max_fds", "gauge", "Most file descriptors that may be open."),
+    ("max_fds", "gauge", "Limit of open file descriptors."),
 )
 
 
@@ -151,11 +151,11 @@ class Metrics:
         self._own = self._all[process]
         self._own.claim()
         for key, cells in self._own.read().items():
-            if SPECS[key[0]].kind == "gauge":  # of a process that this one takes the place of
+            if SPECS[key[0]].kind == "gauge":  # of the process before a restart
                 cells[0] = 0.0
         self._answered: dict[tuple[str, str], tuple[memoryview[float], memoryview[float]]] = {}
         self._engines: set[str] = set()
-        self._elsewhere = Elsewhere(size_of, is_gauge)
+        self._remote = RemoteCounts(size_of, is_gauge)
         self._queue = self._block("queue_duration_seconds")
         self._stages = [self._block("stage_duration_seconds", stage) for stage in STAGES]
         self._rows = self._block("batch_rows")
@@ -184,16 +184,16 @@ class Metrics:
         return self._own.block(key, SPECS[key[0]].size)
 
     def own(self) -> dict[str, list[float]]:
-        """What this process has counted, as it is told to doors elsewhere."""
-        return as_told(self._own.read())
+        """This process's counts, for reports to doors of other services."""
+        return as_reported(self._own.read())
 
     def told(self, tag: str, counts: Counts) -> None:
-        """An engine that is no process of the service has told its counts."""
-        self._elsewhere.take(tag, counts)
+        """An engine that is not a process of this service has reported its counts."""
+        self._remote.take(tag, counts)
 
     def lost(self, tag: str) -> None:
-        """It can no longer be called."""
-        self._elsewhere.lose(tag)
+        """An engine can no longer be called: drop its gauges."""
+        self._remote.lose(tag)
 
     def has_process(self, name: str) -> bool:
         """Whether this is one of the service's own processes, whose counts are rendered here."""
@@ -223,7 +223,7 @@ class Metrics:
         copy_out: float,
         encode: float,
     ) -> None:
-        """Seconds that an operation spent in each stage; a stage of 0 was none."""
+        """Seconds that an operation spent in each stage; 0 for a stage that it skipped."""
         self._queue[bisect_left(SECONDS, queue)] += 1.0
         self._queue[-1] += queue
         for stage, spent in zip(
@@ -240,7 +240,7 @@ class Metrics:
         self._sessions[0] = sessions
 
     def rejected(self, reason: Reason) -> None:
-        """An operation was turned away, or dropped before it ran."""
+        """An operation was rejected before it ran."""
         self._rejected[reason][0] += 1.0
 
     def appended(self, tokens: int) -> None:
@@ -248,7 +248,7 @@ class Metrics:
         self._appended[0] += tokens
 
     def kv_read(self, read_bytes: int, saved_bytes: int, mode: Mode) -> None:
-        """One attention operation: what it read, and what flat would have read on top."""
+        """One attention operation: bytes it read, and bytes that flat attention would add."""
         self._read[0] += read_bytes
         if saved_bytes > 0:
             self._saved[0] += saved_bytes
@@ -264,7 +264,7 @@ class Metrics:
         self._block("slow_passes", self._process, op)[0] += 1.0
 
     def log_lines_dropped(self, total: int) -> None:
-        """So many log lines were dropped since the process began."""
+        """Log lines dropped since the process began."""
         self._dropped[0] = total
 
     def slices(self, count: int) -> None:
@@ -290,15 +290,15 @@ class Metrics:
         self._evicted[0] = evicted
 
     def looked_up(self, tokens: int, found: int) -> None:
-        """A prompt of `tokens` in whole pages was looked up, and so many were found."""
+        """A prompt of `tokens` in whole pages was looked up; `found` of them were cached."""
         self._looked_up["hit"][0] += found
         self._looked_up["miss"][0] += tokens - found
 
     def engine(
         self, engine: str, pages: Mapping[str, int], sequences: int, queue_s: float, calls: int
     ) -> None:
-        """What a cluster's door knows of an engine; one that is lost has nothing. The first so many
-        engines that a door meets are told of."""
+        """The state of a cluster's engine; a lost one has no pages. Only the first `MOST_ENGINES`
+        engines of a door are counted."""
         labels = (self._process, engine)
         self._engines.add(engine)
         if len(self._engines) > MOST_ENGINES:
@@ -311,15 +311,15 @@ class Metrics:
         self._block("engine_up", *labels)[0] = float(any(pages.values()))
 
     def moved(self, engine: str, moved: int, stayed: int) -> None:
-        """Sequences that an engine has handed to others since the last time, and those that stay
-        for want of room, or because they cannot be moved."""
+        """Sequences migrated from an engine since the last call, and those that stay for lack of
+        room, or because they cannot be migrated."""
         labels = (self._process, engine)
         if engine in self._engines and len(self._engines) <= MOST_ENGINES:
             self._block("engine_moved", *labels)[0] += moved
             self._block("engine_not_moved", *labels)[0] = stayed
 
     def build(self, version: str, backend: str) -> None:
-        """Which build this is; set once the backend is known."""
+        """The build's version and backend; set once the backend is known."""
         self._block("build_info", version, backend)[0] = 1.0
 
     def render(self) -> tuple[bytes, str]:
@@ -343,7 +343,7 @@ class Metrics:
         """The blocks of some counters and histograms, added up over processes and engines."""
         found: dict[Key, list[float]] = {}
         blocks: Iterator[Mapping[Key, Sequence[float]]] = chain(
-            (cells.read() for cells in self._all.values()), self._elsewhere
+            (cells.read() for cells in self._all.values()), self._remote
         )
         for one in blocks:
             for key, block in one.items():
@@ -360,8 +360,8 @@ class Metrics:
                 if process in alive or SPECS[key[0]].kind != "gauge":
                     before = found.get(key, [0.0] * len(block))
                     found[key] = [a + b for a, b in zip(before, block, strict=True)]
-        for told in self._elsewhere:
-            for key, counts in told.items():
+        for reported in self._remote:
+            for key, counts in reported.items():
                 before = found.get(key, [0.0] * len(counts))
                 found[key] = [a + b for a, b in zip(before, counts, strict=True)]
         pages = {key[1]: value[0] for key, value in found.items() if key[0] == "kv_pages"}
@@ -371,7 +371,7 @@ class Metrics:
 
 
 def size_of(name: str) -> int:
-    """Cells of one series of a metric; 0 of one that there is not."""
+    """Cells of one series of a metric; 0 for an unknown one."""
     return SPECS[name].size if name in SPECS else 0
 
 
@@ -380,7 +380,7 @@ def is_gauge(name: str) -> bool:
 
 
 class Everything(Collector):
-    """Hands the sums to prometheus_client whenever it is asked."""
+    """Gives the sums to prometheus_client at each scrape."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics

@@ -1,5 +1,4 @@
-"""The supervisor's watch over engine and doors: what it does when one of them ends, or a signal
-comes."""
+"""The supervisor: starts the engine and the doors, restarts doors, and handles signals."""
 
 from __future__ import annotations
 
@@ -19,34 +18,33 @@ from service.processes.handover import CANNOT_START, Child, Shared, start
 
 LOG: Final = logging.getLogger("attnd.supervisor")
 ENGINE: Final = "engine"
-"""The process without which the service ends; all others are started again: doors, and in a
-cluster engines, whose names begin like this."""
+"""The process whose end stops the service. Others are restarted: doors, and the engines of a
+cluster, whose names begin like this."""
 
 MAIN: Final = "main"
 """The supervisor's own name in logs and metrics."""
 
 YOUNG_S: Final = 10.0
-"""A door that dies younger than this died of its start."""
+"""A process that ends sooner than this after its start failed during startup."""
 
 MAX_YOUNG_DEATHS: Final = 5
-"""So many of them in a row, and starting the door again is no use."""
+"""After this many failed startups in a row, the service stops."""
 
 BACK_OFF_S: Final = 0.1
-"""Wait before a door is started again, doubled with every young death."""
+"""Wait before a restart, doubled with every failed startup."""
 
 GRACE_S: Final = 5.0
-"""Beyond server.drain_timeout_s, for processes to end by themselves."""
+"""Time after server.drain_timeout_s before processes are killed."""
 
 ECHO_S: Final = 0.2
-"""A second signal this soon is the first one's echo: `timeout` and shells send one to the process
-and one to its group."""
+"""A second signal this soon is ignored: `timeout` and shells signal the process and its group."""
 
 Status = int
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A process that was started."""
+    """A started process."""
 
     child: Child
     process: subprocess.Popen[bytes]
@@ -55,7 +53,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """The service is on its way out: with which status, since when, and when patience ends."""
+    """The service is stopping: its exit status, since when, and when processes are killed."""
 
     status: Status
     since: float
@@ -90,11 +88,11 @@ class Supervisor:
                 for child in self._children:
                     self._start(child)
                 while self._running:
-                    for number in arrived(self._patience()):
-                        self._heed(number)
+                    for number in arrived(self._wait_s()):
+                        self._handle_signal(number)
                     self._reap()
                     self._start_again()
-                    self._lose_patience()
+                    self._kill_overdue()
             finally:
                 self._kill()
         return self._stopping.status if self._stopping else 1
@@ -104,18 +102,18 @@ class Supervisor:
         self._running[child.process] = Running(child, process, time.monotonic())
         LOG.debug("%s is process %d", child.process, process.pid)
 
-    def _patience(self) -> float | None:
-        """Seconds until something is due by itself."""
+    def _wait_s(self) -> float | None:
+        """Seconds until the next restart or kill is due."""
         due = [at for at, _ in self._due.values()]
         if self._stopping:
             due.append(self._stopping.until)
         return max(0.0, min(due) - time.monotonic()) if due else None
 
-    def _heed(self, number: int) -> None:
+    def _handle_signal(self, number: int) -> None:
         if number == signal.SIGCHLD:
             return
         if number == signal.SIGHUP:
-            LOG.info("SIGHUP: keys and certificates are read again")
+            LOG.info("SIGHUP: reading keys and certificates again")
             if self._shared.files is not None:
                 self._shared.files.read_again()
             for running in self._running.values():
@@ -123,7 +121,7 @@ class Supervisor:
             return
         name = signal.Signals(number).name
         if self._stopping is None:
-            LOG.info("%s: finishing admitted work", name)
+            LOG.info("%s: finishing accepted requests", name)
             self._stop(0)
         elif time.monotonic() - self._stopping.since > ECHO_S:
             LOG.warning("%s while stopping: ending at once", name)
@@ -131,10 +129,10 @@ class Supervisor:
             self._kill()
 
     def _stop(self, status: Status) -> None:
-        """Ask every process to finish; the doors first, so that they take nothing new."""
-        patience = self._shared.settings.server.drain_timeout_s + GRACE_S
+        """Terminate every process; the doors first, so that they accept no new requests."""
+        limit_s = self._shared.settings.server.drain_timeout_s + GRACE_S
         now = time.monotonic()
-        self._stopping = Stopping(status, now, now + patience)
+        self._stopping = Stopping(status, now, now + limit_s)
         self._due.clear()
         self._stop_listening()
         for running in sorted(self._running.values(), key=has_pool):
@@ -153,28 +151,28 @@ class Supervisor:
         how = describe(status)
         if self._stopping:
             if status not in (0, -signal.SIGTERM):
-                LOG.error("%s %s while it finished its work", name, how)
+                LOG.error("%s %s while it finished requests", name, how)
                 self._stopping = replace(self._stopping, status=self._stopping.status or 1)
         elif status == CANNOT_START:
-            self._stop(1)  # it has said why
+            self._stop(1)  # it has logged why
         elif is_engine(running):
-            LOG.error("%s %s: stopping, since all sequences are lost with it", name, how)
+            LOG.error("%s %s: stopping, all sequences are lost", name, how)
             self._stop(1)
         else:
             self._one_ended(running, how)
 
     def _one_ended(self, running: Running, how: str) -> None:
-        """Start it again, unless it dies of its start."""
+        """Restart it, unless it failed during startup too often."""
         name = running.child.process
         now = time.monotonic()
         deaths = self._young_deaths[name] + 1 if now - running.since < YOUNG_S else 0
         self._young_deaths[name] = deaths
         if deaths >= MAX_YOUNG_DEATHS:
-            text = "%s %s, the %d. time in a row within %g s of its start: stopping"
+            text = "%s %s, %d times in a row within %g s of its start: stopping"
             LOG.error(text, name, how, deaths, YOUNG_S)
             self._stop(1)
         else:
-            LOG.warning("%s %s: starting it again", name, how)
+            LOG.warning("%s %s: restarting it", name, how)
             wait = BACK_OFF_S * 2 ** (deaths - 1) if deaths else 0.0
             self._due[name] = (now + wait, running.child)
 
@@ -185,15 +183,15 @@ class Supervisor:
                 self._restarts[name][0] += 1.0
                 self._start(child)
 
-    def _lose_patience(self) -> None:
+    def _kill_overdue(self) -> None:
         if self._running and self._stopping and time.monotonic() >= self._stopping.until:
-            text = "%s did not finish within server.drain_timeout_s = %g and %g s more: killed"
+            text = "%s did not finish within server.drain_timeout_s = %g plus %g s: killed"
             drain = self._shared.settings.server.drain_timeout_s
             LOG.warning(text, ", ".join(self._running), drain, GRACE_S)
             self._kill()
 
     def _kill(self) -> None:
-        """End every process now, and forget it."""
+        """Kill every process."""
         for running in self._running.values():
             running.process.kill()
         for running in self._running.values():
@@ -210,7 +208,7 @@ def has_pool(running: Running) -> bool:
 
 
 def describe(status: Status) -> str:
-    """A process's end in words."""
+    """The end of a process, for the log."""
     if status >= 0:
         return f"ended with exit status {status}"
     with suppress(ValueError):
@@ -220,8 +218,8 @@ def describe(status: Status) -> str:
 
 @contextmanager
 def arriving_signals(hang_ups: bool) -> Iterator[Callable[[float | None], bytes]]:
-    """Gives a function that waits (at most so many seconds) for SIGTERM, SIGINT, with `hang_ups`
-    SIGHUP, or the end of a child, and returns the numbers of the signals that came."""
+    """Yields a function that waits up to some seconds for SIGTERM, SIGINT, the end of a child, and
+    with `hang_ups` SIGHUP. It returns the numbers of the signals that came."""
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
     os.set_blocking(writing, False)

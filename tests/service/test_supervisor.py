@@ -140,7 +140,7 @@ def test_when_a_door_is_killed_it_is_started_again_and_the_others_do_not_notice(
         assert service.status() == 0
         ups = [entry["process"] for entry in service.entries() if entry["message"] == "up"]
     assert sorted(ups) == ["engine", "http-0", "http-0", "http-1"]
-    assert service.messages("warning") == ["http-0 was killed by SIGKILL: starting it again"]
+    assert service.messages("warning") == ["http-0 was killed by SIGKILL: restarting it"]
 
 
 @pytest.mark.long
@@ -148,8 +148,8 @@ def test_a_door_that_dies_of_every_start_ends_the_service_with_1(path: Path) -> 
     with supervised(door="die", socket=path) as service:
         assert service.status() == 1
     *again, last = service.messages("warning", "error")
-    assert again == ["http-0 ended with exit status 7: starting it again"] * 4
-    assert last.startswith("http-0 ended with exit status 7, the 5. time in a row")
+    assert again == ["http-0 ended with exit status 7: restarting it"] * 4
+    assert last.startswith("http-0 ended with exit status 7, 5 times in a row")
 
 
 @pytest.mark.parametrize("behave", ["serve", "never stop"])
@@ -168,7 +168,7 @@ def test_a_crash_while_finishing_is_reported_by_the_exit_status(path: Path) -> N
         pids(service, "engine", "http-0")
         service.send_signal(signal.SIGTERM)
         assert service.status() == 1
-    assert service.messages("error") == ["engine was killed by SIGABRT while it finished its work"]
+    assert service.messages("error") == ["engine was killed by SIGABRT while it finished requests"]
 
 
 def test_a_signal_during_the_start_ends_with_0(path: Path) -> None:

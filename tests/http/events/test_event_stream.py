@@ -170,7 +170,7 @@ def test_http_10_and_a_client_that_closes_its_side_get_a_stream_too(service: Ser
 
 def test_a_reader_who_reads_nothing_is_left_and_delays_no_other() -> None:
     with serving("--server.idle-timeout-s", "0.3") as running, running.client() as client:
-        running.doors[0][0].listening[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        running.doors[0][0].setup.sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         with socket.socket() as lazy:
             lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             host, _, port = running.url.partition("://")[2].partition(":")

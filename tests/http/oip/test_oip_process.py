@@ -34,7 +34,7 @@ def test_the_door_is_started_again_and_ends_with_the_others() -> None:
         wait_for(lambda: is_ready(port), "the gRPC door", WAIT_S)
         first = running.pid("grpc-0")
         os.kill(first, signal.SIGKILL)
-        running.find("grpc-0 was killed by SIGKILL: starting it again")
+        running.find("grpc-0 was killed by SIGKILL: restarting it")
         wait_for(lambda: is_ready(port), "the gRPC door again", WAIT_S)
         with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{port}") as client:
             assert client.infer("pool", []).get_response().parameters["sequences"].int64_param == 0

@@ -81,7 +81,7 @@ def test_a_door_that_is_started_again_has_the_last_good_files(
         for name in ("http-0", "grpc-0"):
             dead = running.pid(name)
             os.kill(dead, signal.SIGKILL)
-            running.find(f"{name} was killed by SIGKILL: starting it again")
+            running.find(f"{name} was killed by SIGKILL: restarting it")
             wait_for(lambda name=name, dead=dead: is_new(running, name, dead), name, START_S)
         wait_for(is_served, "the door to start again", START_S)
         assert page(url, context, "/v1/sequences/a", *RED).status_code == 200

@@ -132,7 +132,7 @@ def test_when_a_door_is_killed_it_starts_again_and_no_other_process_notices(
         for client in clients:
             client.close()
         assert running.stop() == 0
-    assert len([line for line in running.lines if "starting it again" in line]) == 1
+    assert len([line for line in running.lines if "restarting it" in line]) == 1
     assert running.messages("error") == []
 
 
