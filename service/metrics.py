@@ -120,9 +120,7 @@ SPECS: Final[dict[str, Spec]] = {
         "gauge", "Sequences that could not be migrated at the last attempt.", ("door", "engine")
     ),
     "engine_up": Spec("gauge", "1 while the engine can be called.", ("door", "engine")),
-    "process_restarts": Spec(
-        "counter", "Restarts of processes.", ("process",)
-    ),
+    "process_restarts": Spec("counter", "Restarts of processes.", ("process",)),
     "build_info": Spec(
         "gauge", "Constant 1; the version and backend are its labels.", ("version", "backend")
     ),
