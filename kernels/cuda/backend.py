@@ -96,7 +96,7 @@ class CudaBackend:
                     self.library.arch, geometry.head_dim, geometry.dtype, geometry.page_size
                 )
             )
-        # what the benchmarks time, beside attention.enqueue
+        # timed by the benchmarks, as is attention.enqueue
         self.enqueue_rows, self.enqueue_merge = self._rows.enqueue, self._merging.enqueue
 
     @contextmanager

@@ -29,7 +29,7 @@ LONG_PREFILL: Final = 1024
 
 
 BatchKind = Literal["usual", "short decode", "short prefill", "long prefill"]
-"""What a batch is throughout. Prefills: each sequence has rows for the kernel of many."""
+"""Class of a batch. Prefills: each sequence has enough rows for the kernel of many rows."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,7 +1,7 @@
 """Attention on the device: a batch is planned once, then launched for layer after layer.
 
 A `DevicePlan` serves any layer and any q; `AttentionRunner.enqueue` runs it on device addresses,
-which is also what the benchmarks time.
+which the benchmarks time too.
 """
 
 from __future__ import annotations

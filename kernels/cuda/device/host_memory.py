@@ -19,7 +19,7 @@ out of memory, the system's refusal, registered already, not supported."""
 
 
 def pinned_memory(size: int) -> Any:
-    """Pooled pinned memory of at least so many bytes.
+    """Pooled pinned memory of at least the given size.
 
     CuPy's pool gives a block again only for its very size, and never back: with powers of two it
     soon has a block for every request, and at most twice the memory in use at a time.

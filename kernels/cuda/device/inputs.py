@@ -63,7 +63,7 @@ def as_is(*tensors: Tensor) -> list[Wanted]:
 
 
 def upload(transfers: Transfers, wanted: Sequence[Wanted]) -> Uploaded:
-    """Bring tensors to the device; the compute stream waits for what has to be copied."""
+    """Copy tensors to the device where needed; the compute stream waits for the copies."""
     at: list[int] = []
     moved: list[int] = []
     pieces: list[_Piece] = []

@@ -39,7 +39,7 @@ def paged_shape(geometry: PoolGeometry) -> MapShape:
     """A pool as (64 dims, 8 slots, blocks of 64, groups of 8 slots, pages of all layers).
 
     One box is one page of one kv head: `[page_size / 8, head_dim / 64, 8, 64]` in shared memory. In
-    NHD the heads lie in the third dimension, in HND in the fourth.
+    NHD the heads are the third dimension, in HND the fourth.
     """
     g = geometry
     blocks, groups = g.head_dim // 64, g.page_size // 8

@@ -114,7 +114,7 @@ class CudaLane:
         self._attention = AttentionRunner(shared.library, transfers, shared.multiprocessors)
         self._flags: dict[int, Flags] = {}
         self._graphs: OrderedDict[object, Any] = OrderedDict()
-        """By what a step launches: a graph of it, or how often it came."""
+        """By a step's launches: their graph, or the number of times they were launched."""
         self.captures = True
         self._last: StepWork | None = None
         self._runs: deque[tuple[CudaRun, Any]] = deque()
@@ -149,7 +149,7 @@ class CudaLane:
         with self.shared.guarded():
             self._memory.next_side()
             laid = self._lay(work)
-            self._stream.wait_event(mark(self.shared.compute))  # what was appended before is there
+            self._stream.wait_event(mark(self.shared.compute))  # earlier appends are done
             self._memory.side.send()
             graph = self._launch(work, laid)
             run = CudaRun(self, work, mark(self._stream))

@@ -87,7 +87,7 @@ def _lists_gathered(
     seen, partial = _seen(first, width, num_chunks)
     chunks = _members(runs, partial.nonzero()[0], first, width, chunk)
 
-    # members gathered by chunk, those of one chunk in the order of their runs
+    # members grouped by chunk, within a chunk in the order of their runs
     order = chunks.argsort(kind="stable")
     chunks = chunks.take(order)
     fresh = np.empty(len(chunks), np.bool_)

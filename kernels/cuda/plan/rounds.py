@@ -21,7 +21,7 @@ AS_SOON: Final = 1.03
 """Fewer runs are taken where they end this much later at most."""
 MERGE_SECONDS: Final = 2e-6
 PARTIAL_SECONDS: Final = 3e-10
-"""What a merge costs, and a row of a partial state, written and read again."""
+"""Costs of a merge, and of writing and reading a row of a partial state."""
 
 
 @dataclass(frozen=True, slots=True)

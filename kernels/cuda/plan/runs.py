@@ -49,7 +49,7 @@ LATE: Final = 1.05
 can take over what it leaves, it cannot take over theirs."""
 MORE: Final = 1.2
 MOST_SHARE: Final = 0.9
-"""So many times its share, and no more of the device than this."""
+"""Maximum multiple of its share, and maximum part of the device."""
 SPARE: Final = 2
 """Workers assumed busy with earlier work."""
 

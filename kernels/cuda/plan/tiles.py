@@ -69,7 +69,7 @@ class TileShape:
 class PlannerConfig:
     """The planner's inputs besides the plans.
 
-    `page_bytes` are those of a page's K and V, of all heads. `team` forces the size of teams.
+    `page_bytes` counts a page's K and V of all heads. `team` forces the size of teams.
     `chunk`: packed rows that always travel together, whichever kernel has them. `takes`: how many
     rows each shape takes at most; the last one any.
     """

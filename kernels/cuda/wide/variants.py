@@ -37,7 +37,7 @@ STORED_PARAMETERS: Final = (0, STORED_KV.itemsize)
 class WideVariant:
     """One specialisation of the kernel.
 
-    `page_size` 0 stands for ragged keys and, in fp8 pools (`storage`), for pages of any size.
+    `page_size` 0: ragged keys or, in fp8 pools (`storage`), pages of any size.
     """
 
     head_dim: int
