@@ -24,7 +24,7 @@ from service.engine.store.pool_size import geometry
 from service.metrics import Metrics
 from service.road.engine_end.listening import listen
 from tests.image.image_fuzz import INFO
-from tests.road.frame_fuzz import hello
+from tests.road.random_frames.frame_fuzz import hello
 
 ARENA_BYTES: Final = 2**20
 SLOT_BYTES: Final = 4096

@@ -37,7 +37,7 @@ from tests.engine.random_calls.hostile_caller import (
     live_engine,
 )
 from tests.image.image_fuzz import INFO, VALUES, broken_image
-from tests.road.frame_fuzz import conversation
+from tests.road.random_frames.frame_fuzz import conversation
 
 BATCH: Final = 64
 """Calls that are sent at once: half of their slots are for requests, half for answers."""

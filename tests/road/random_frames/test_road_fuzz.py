@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.road.frame_fuzz import conversation
-from tests.road.fuzz import run
+from tests.road.random_frames.frame_fuzz import conversation
+from tests.road.random_frames.session_fuzz import run
 
 
 @pytest.mark.parametrize("seed", range(0, 40_000, 10_000))

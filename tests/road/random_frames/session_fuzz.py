@@ -1,6 +1,6 @@
 """Hostile conversations played against sessions: what must hold, whatever a caller sends.
 
-python -m tests.road.fuzz --cases 1000000 --seed 7 [--tcp]
+python -m tests.road.random_frames.session_fuzz --cases 1000000 --seed 7 [--tcp]
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from service.road.engine_end.calls import Call, SessionConfig
 from service.road.engine_end.session import Session
 from service.road.messages import State
 from service.road.tcp import proof
-from tests.road.frame_fuzz import NUMBERS, Conversation, conversation, with_images
+from tests.road.random_frames.frame_fuzz import NUMBERS, Conversation, conversation, with_images
 
 MAX_ARENA_BYTES: Final = 2**18
 MAX_CALLS: Final = 32
