@@ -2,7 +2,7 @@
 #pragma once
 
 // The next kernel of the stream, if it was launched to overlap its predecessor, may begin once every block has
-// called the first or ended. The second returns when the predecessor has ended: what it wrote may be read and
+// called the first or ended. The second returns when the predecessor has ended: its output can be read and
 // overwritten. Elsewhere, and without a predecessor to overlap, they do nothing.
 __device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900

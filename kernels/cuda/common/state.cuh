@@ -3,7 +3,7 @@
 // Scores are kept in base 2: s2 = score * log2(e), so that exp is one ex2. A row's running state is
 // (max, sum): max over s2 seen so far (-inf when it saw nothing) and the sum of 2^(s2 - max). The
 // output accumulator is scaled by 2^-max too. A finished state is (o, lse), lse natural; the empty
-// state is (0, -inf), and a sum of 0 is what tells it. No large finite number stands in for -inf anywhere.
+// state is (0, -inf), recognised by its sum of 0. No large finite number replaces -inf anywhere.
 //
 // A score that is NaN or +inf makes the row's sum NaN, and so its o and lse: maxima pass over NaN, weights
 // do not.
@@ -51,7 +51,7 @@ __device__ __forceinline__ float tanh_accurate(float x) {
   return fabsf(x) < 0.3f ? near : far;
 }
 
-// What to subtract from a row's scores: its maximum, or 0 where the row has seen nothing, because
+// The number to subtract from a row's scores: its maximum, or 0 if the row has seen no key, because
 // -inf - -inf is NaN while 2^(-inf - 0) is the 0 we want.
 __device__ __forceinline__ float state_reference(float max) {
   return max == minus_infinity() ? 0.0f : max;

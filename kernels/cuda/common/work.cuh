@@ -1,4 +1,4 @@
-// Work items: how the host tells the attention kernels what to do. One launch runs many items.
+// Work items: the host's instructions for the attention kernels. One launch runs many items.
 //
 // Query rows are packed: packed row p of a plan is (plan row p / group_size, query head p % group_size
 // of the kv head's group). An item is a tile of consecutive packed rows times a run of keys of one

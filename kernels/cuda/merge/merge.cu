@@ -57,7 +57,7 @@ struct MergeParams {
   int into;            // 1: row t of o, lse is one more member of list t
 };
 
-// kVector values as they lie in memory, so that a batch of loads costs few registers.
+// kVector values as stored in memory, so that a batch of loads costs few registers.
 template <int kFormat>
 struct Raw {
   uint32 word[kVector * format_bytes<kFormat>() > 4 ? kVector * format_bytes<kFormat>() / 4 : 1];
@@ -206,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads)
     }
   }
 
-  // where list element `e` lies, in rows of all heads; the lists were there before the states, too
+  // the row of list element `e`, in rows of all heads; the lists were written before the states, too
   const auto row_of = [&](int e) {
     int at = e;
     if constexpr (kPartials) at = e < end ? p.members[e] + in_chunk : 0;
@@ -218,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads)
 
   // passes over the head dimension, a span at a time (one, up to 128 or 256 values)
   const int passes = kAnyDim ? (head_dim + kSpan - 1) / kSpan : kPasses;
-  wait_for_predecessor();  // what is read above was there before it
+  wait_for_predecessor();  // everything read above was written before it
   float into_lse = minus_infinity();
   if (active && p.into) into_lse = p.lse[out_row];
   __syncwarp();  // lane 0 overwrites it below
@@ -242,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads)
         }
       }
       e += split * kBatch;
-      const int next = passes > 1 && e >= end ? begin + share : e;  // the next pass begins anew
+      const int next = passes > 1 && e >= end ? begin + share : e;  // the next pass restarts
       if (!kOnce) {
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) rows[b] = row_of(next + b * split);

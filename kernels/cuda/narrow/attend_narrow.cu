@@ -1,7 +1,7 @@
 // Attention for tiles of few query rows (decode, small shared nodes): bound by memory, so built to
 // keep bytes in flight, and these in registers: a warp loads the next tile's K as soon as the scores
 // of the present one have taken the last, and V likewise, so one of the two is always under way. No
-// shared memory, no barrier and no wait stand between a load and the product it is for.
+// shared memory, no barrier and no wait separate a load from its product.
 //
 // A team of `team` warps owns a contiguous list of work items for one kv head and shares each of them:
 // warp r takes the tiles r, r + team, ... Loads run ahead straight across the ends of items. At an
@@ -18,7 +18,7 @@
 
 // Walks this warp's tiles of all items, one tile ahead of the arithmetic; lane l looks after token l.
 // A page's id is read one tile ahead of that. Tokens past a run's end are its last one again: their
-// scores are hidden, and what is weighed by 0 is a value of the same run, never dead memory.
+// scores are hidden, and values weighted by 0 are of the same run, never unwritten memory.
 struct TileCursor {
   int item, end;     // of the tile looked up
   int first, keys;   // its first token, and the run's length
@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   if (p.alone) launch_dependents();  // who waits for this one, and so for what this one waits for
   if (more) prefetch_tile(p, row);
   wait_for_predecessor();  // up to here, only the plan was read
-  launch_dependents();     // the wide kernel, which reads what was there before this one
+  launch_dependents();     // the wide kernel, which reads nothing that this one writes
   load_keys(k, p, row, more);
   if constexpr (!kTakeTurns) load_values(v, p, row, more);
   Queries queries;

@@ -1,7 +1,7 @@
-// How a warp of the narrow kernel loads a tile of K and V: which lane takes what, and so what a fragment's dims and
-// tokens stand for.
+// How a warp of the narrow kernel loads a tile of K and V: the elements of each lane, and so the dims and
+// tokens of a fragment.
 //
-// Eight lanes' 16 bytes leave the L1 cache together if they lie in different banks, which is to say at
+// Eight lanes' 16 bytes leave the L1 cache together if they are in different banks, which is to say at
 // different places of a line of 128 bytes; else one after the other, and that, not the memory, is
 // then what a tile takes. Where rows are few, fragments have room to see to it:
 //
@@ -53,7 +53,7 @@ __device__ __forceinline__ int token_of(int i) {
 }
 
 // Loads of K and V: streaming, since they are read once, unless teams beside each other read the same.
-// Where `wanted` is 0 the registers keep what they hold: a branch around the load would cost copies of
+// Where `wanted` is 0 the registers keep their content: a branch around the load would cost copies of
 // them, made where the load is waited for.
 #if HEADS_FIRST
 #define LOAD "ld.global"
@@ -87,7 +87,7 @@ __device__ __forceinline__ void load_unit(uint32* to, const char* from, int want
 }
 #undef LOAD
 
-// `row`: lane l holds where token l (modulo kTile) lies, in rows of kHeadDim stored elements.
+// `row`: lane l holds the position of token l (modulo kTile), in rows of kHeadDim stored elements.
 __device__ __forceinline__ void load_keys(Keys& k, const AttendParams& p, uint32 row, int wanted) {
   const int lane = threadIdx.x & 31, g = lane >> 2, j = lane & 3;
   const int first = (kHalves ? g % 2 * 4 + j : j) * kKeyUnit;

@@ -49,7 +49,7 @@ __device__ __forceinline__ RowPlace find_row(const AttendParams& p, const WorkIt
   return place;
 }
 
-// Hide what a row must not see: keys past the run's end, the future, the window, the custom mask.
+// Hide a row's invisible keys: past the run's end, in the future, outside the window, or masked.
 struct RowRules {
   int position[kN];  // of rows my_row(0) and my_row(1)
   int64 mask[kN];    // bit of key position 0; used with a custom mask only

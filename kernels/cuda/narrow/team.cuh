@@ -85,7 +85,7 @@ __device__ __forceinline__ void write_state(const Accumulator<kN>& acc, const At
         const WarpShared member{leader.at + w * kWarpBytes};
         const float2 state = *reinterpret_cast<const float2*>(member.max_sum(row));
         const float weight = state_rescale(state.x, max);
-        const bool live = state.y != 0.0f;  // else its o may be what a hidden inf or NaN left
+        const bool live = state.y != 0.0f;  // else its o may come from a hidden inf or NaN
         sum = fmaf(state.y, weight, sum);
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {

@@ -1,11 +1,11 @@
 // One warp's arithmetic in the narrow kernel: kN * 8 packed query rows against kTile tokens whose K and
-// V lie in its registers, loaded there straight from memory in the shape the products want:
+// V are in its registers, loaded straight from memory in the shape that the products need:
 //
 //   S [16 rows x 8 tokens] = Q [16 x dims] K^T,   O^T [16 dims x 8 rows] += V^T [16 x 16 tokens] P^T
 //
 // Fragment geometry (mma m16n8k16), lane = 4 * g + j: A holds rows g, g + 8 and columns 2j, 2j + 1,
 // 2j + 8, 2j + 9; B column g and the same for rows; C rows g, g + 8 and columns 2j, 2j + 1. So S in C
-// is P^T in B as it stands.
+// is P^T in B unchanged.
 //
 // Which dims a step of K's fragment stands for is free as long as Q agrees, and which dims a row of
 // V^T's stands for as long as the output is written alike. So lane j loads whole units of up to 16
@@ -80,7 +80,7 @@ __device__ __forceinline__ int output_dim(int t, int g, int part) {
          kElementBytes;
 }
 
-// Q lies in shared memory as fragments, [kKeySteps][32 lanes] of 16 bytes: what a lane's unit of K meets.
+// Q is in shared memory as fragments, [kKeySteps][32 lanes] of 16 bytes: the factors of a lane's unit of K.
 // Where the fragment of four dims of a row, which begin at `dim`, has its first two; the others are 8 bytes
 // on. `group`: lanes that have the row.
 __device__ __forceinline__ int query_place(int row, int group, int dim) {

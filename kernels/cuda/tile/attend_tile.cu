@@ -25,14 +25,14 @@ struct TileParams {
   VisibleTable visible;
 };
 
-// The block's number, read anew: what follows from it takes no register in between.
+// The block's number, read again at each use: values derived from it occupy no register in between.
 __device__ __forceinline__ int fresh_block() {
   int block;
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
   return block;
 }
 
-// The item's row of the table, found anew each time, because registers are short.
+// The item's row of the table, computed at each use, because registers are short.
 __device__ __forceinline__ const VisibleTiles* visible_tiles(const VisibleTable& table,
                                                              const AttendParams& p) {
   return table.tiles + static_cast<int64>(fresh_block() / p.num_kv_heads) * table.words;

@@ -37,7 +37,7 @@ __device__ __forceinline__ void find_rows(Rows<kM>& rows, const AttendParams& p,
   }
 }
 
-// Hide what a row must not see: keys past the run's end, the future, the window, the custom mask.
+// Hide a row's invisible keys: past the run's end, in the future, outside the window, or masked.
 // `first` is the index in the run of the tile's first key.
 template <int kM, int kTokens>
 __device__ __forceinline__ void hide_scores(float (&s)[kM][kTokens / 8][4], const Rows<kM>& rows,

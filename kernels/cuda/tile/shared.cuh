@@ -1,4 +1,4 @@
-// What the tile kernel holds in shared memory, and how it gets there: rows of Q, and tokens of K and V.
+// The tile kernel's shared memory and its loads: rows of Q, and tokens of K and V.
 #pragma once
 
 #include "common/mma.cuh"

@@ -58,7 +58,7 @@ __device__ __forceinline__ void clear_values(const Shared& shared, const Ring<kS
   named_barrier_sync(4 + consumer, 128);
 }
 
-// Scores of a tile to weights; true where what was summed before must be rescaled.
+// Scores of a tile to weights; true if earlier sums must be rescaled.
 __device__ __forceinline__ bool softmax_tile(float (&s)[kScores], Rows& rows, const KeyTile& tile,
                                             float (&factor)[2], const Shared& shared, int stage,
                                             const WideParams& params) {

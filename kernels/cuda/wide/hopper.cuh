@@ -9,7 +9,7 @@ struct alignas(64) TensorMap {
   uint8 opaque[128];
 };
 
-// The lane's number, read anew: addresses built from it are not kept in registers across a long loop.
+// The lane's number, read at each use: addresses built from it occupy no registers across a long loop.
 __device__ __forceinline__ int fresh_lane() {
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
@@ -45,7 +45,7 @@ __device__ __forceinline__ void barrier_arrive(uint32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives and adds `bytes` to what the copy engine must still deliver in this phase.
+// Arrives, and adds `bytes` to the bytes that the copy engine must still deliver in this phase.
 __device__ __forceinline__ void barrier_arrive_expect(uint32 barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");

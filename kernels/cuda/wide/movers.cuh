@@ -143,7 +143,7 @@ __device__ __forceinline__ void copy_swizzled(const Shared& shared, const WidePa
     int source[kAtOnce];
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
-      const int row = (i + j * 32) / kChunks;  // those of a warp are in one of its registers
+      const int row = (i + j * 32) / kChunks;  // a warp's rows are in one of its registers
       source[j] = __shfl_sync(
           kAllLanes, row < 32 ? rows[0].source : rows[kRowsPerLane - 1].source, row % 32);
     }

@@ -1,4 +1,4 @@
-// Rings in shared memory, and what the data movers of the wide kernel hand through them to the consumers
+// Rings in shared memory, through which the wide kernel's data movers pass data to the consumers
 // beside the tiles themselves: the units, and with a custom mask which tiles come.
 #pragma once
 
@@ -25,7 +25,7 @@ __device__ __forceinline__ bool next_unit(const Shared& shared, Ring<kUnitSlots>
   return unit.head >= 0;
 }
 
-// Tells the consumers which tile comes in a stage of keys; its barrier hands it over.
+// Sends the consumers the tile of a stage of keys, through the stage's barrier.
 __device__ __forceinline__ void publish_visit(const Shared& shared, int stage, const TileCursor& cursor) {
 #if HAS_MASK
   shared.visit(stage) = KeyTile::pack(cursor);

@@ -16,7 +16,7 @@ __device__ __forceinline__ int my_row() {
   return (thread / 128 - 1) * 64 + thread / 32 % 4 * 16 + thread % 32 / 4;
 }
 
-// A unit's two rows when their last key is summed: what is left is to write them.
+// A unit's two rows after their last key: only the write is left.
 struct Finished {
   float inverse[2], lse[2];
   int slot;
@@ -34,7 +34,7 @@ struct Finished {
                                         const Shared& shared, int row) const;
 };
 
-// How far above its row's reference a score may lie, in base 2: weights of up to 2^kSlack are as exact as any.
+// How far a score may be above its row's reference, in base 2: weights of up to 2^kSlack are as exact as any.
 constexpr float kSlack = 8.0f;
 // Up to references of this size, in base 2, products and references are fine enough for weights of fp16 (2^28) or
 // bf16 (2^30): a float's spacing is 16, or 64, below it. Rows beyond come out as NaN.
@@ -87,7 +87,7 @@ struct Rows {
   }
 
   // Raises the limits if a score of the warp's 16 rows has reached its row's. True where a reference has moved:
-  // `factor` brings what was summed before to the new ones. Floats that are not negative are ordered as their
+  // `factor` rescales earlier sums to the new ones. Floats that are not negative are ordered as their
   // bits are, above all that are negative, and the highest of three integers is one instruction; a row whose limit
   // is negative is looked at each time.
   __device__ __forceinline__ bool raise(const float (&s)[kScores], float (&factor)[2], float scale) {
@@ -115,7 +115,7 @@ struct Rows {
     return __any_sync(kAllLanes, factor[0] != 1.0f || factor[1] != 1.0f);
   }
 
-  // Visible scores to weights, in place, and their sum to what was summed before.
+  // Turns visible scores into weights, in place, and adds them to the earlier sum.
   __device__ __forceinline__ void weigh(float (&s)[kScores], float scale) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -162,7 +162,7 @@ struct Rows {
 };
 
 #if HAS_MASK
-// Hides what the custom mask hides of the tile that starts at key `begin`: 32 bits at a time.
+// Applies the custom mask to the tile that starts at key `begin`: 32 bits at a time.
 __device__ __forceinline__ void hide_masked(float (&s)[kScores], int begin, const Shared& shared,
                                             int stage, int row, const uint32* mask_bits) {
 #pragma unroll

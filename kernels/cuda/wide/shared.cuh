@@ -39,7 +39,7 @@ static_assert(kPagesPerTile % kPagesAtOnce == 0, "whole turns");
 
 constexpr int kTileRows = 64 * kConsumers;
 constexpr int kThreads = 128 * (kConsumers + 1);
-// What the data movers give up of the registers that a launch gets, the consumers take.
+// The consumers take the registers that the data movers give up.
 constexpr int kProducerRegisters = kIsFp8 ? 72 : kConsumers == 3 ? 32 : 40;
 constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kIsFp8 || kConsumers == 1 ? 216 : 232;
 static_assert(128 * kCtas * (kProducerRegisters + kConsumers * kConsumerRegisters) <= 65536, "no more than there are");
@@ -53,7 +53,7 @@ constexpr int kTileBytes = kTileKeys * kHeadDim * 2;
 constexpr int kGroupStride = kPageSize > 0 ? kBlocks * 1024 : 1024;
 constexpr int kBlockStride = kPageSize > 0 ? 1024 : kTileKeys * 128;
 // Queries that the products read: per consumer [block of 64 dims][64 rows], swizzled. On their way to registers:
-// row after row, 16 bytes between them, so that the chunks of eight rows lie in different banks.
+// row after row, 16 bytes between them, so that the chunks of eight rows are in different banks.
 constexpr int kQueryBlockStride = 64 * 128;
 constexpr int kQueryRowBytes = kHeadDim * 2;
 constexpr int kQueryRowStride = kQueryRowBytes + 16;

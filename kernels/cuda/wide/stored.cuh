@@ -144,7 +144,7 @@ struct RowLookup {
   }
 };
 
-// A tile of this warp's is whole: what it wrote may be read by the tensor cores.
+// A tile of this warp is complete: the tensor cores can read it.
 __device__ __forceinline__ void hand_over(uint32 barrier) {
   fence_async_proxy();
   __syncwarp();

@@ -48,7 +48,7 @@ struct TileCursor {
   }
 };
 
-// A tile on the way, as the consumers know it. With a mask, the warp that streams K tells them.
+// A tile on the way, as the consumers know it. With a mask, the warp that streams K sends it.
 struct KeyTile {
   int index;
 #if HAS_MASK
