@@ -48,7 +48,7 @@ OTHER_FILES: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class Commands:
-    """How the processes are started; `service/processes/handover.py` says what they are handed."""
+    """The commands of the processes; `service/processes/handover.py` has their protocol."""
 
     engine: tuple[str, ...] = command_of("service.engine")
     door: tuple[str, ...] = command_of("service.doors.http")
@@ -176,7 +176,7 @@ def supervise(
 
 
 def allow_open_files(settings: Settings) -> None:
-    """Raise the soft limit of open files, which the processes inherit, to what they may need."""
+    """Raise the soft limit of open files, which the processes inherit, to their needs."""
     server = settings.server
     needed = max(server.max_connections, 3 * server.max_sessions) + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,4 +1,4 @@
-"""Where the service listens: HTTP's address, and the engine's own socket."""
+"""The addresses of the service: HTTP's, and the engine's own socket."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BACKLOG: Final = 2048
 """Connections that may wait for a door to accept them; the system may allow fewer."""
 
 NOT_HERE: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
-"""A name may have an IPv6 address where IPv6 is off: its other address will do."""
+"""A name may have an IPv6 address on a host without IPv6: its other address is used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ class Addresses:
     """HTTP's, when it is a Unix socket."""
 
     def close(self) -> None:
-        """Close the supervisor's ends, so that nobody waits at a door that has gone; the files of
-        Unix sockets are removed where they are still ours."""
+        """Close the supervisor's sockets, so that no client waits for a door that has ended; remove
+        the files of the service's Unix sockets."""
         for engine in self.engines:
             engine.close()
         if self.uds is not None:
@@ -122,7 +122,7 @@ def engine_paths(path: Path, count: int) -> list[Path]:
 
 
 def engine_path(server: ServerSettings, port: int) -> Path:
-    """Where the engine listens: as told, else beside HTTP's Unix socket, else by HTTP's port."""
+    """The engine's socket: the setting, else beside HTTP's Unix socket, else by HTTP's port."""
     if server.socket is not None:
         return Path(server.socket)
     return default_path(port) if server.uds is None else Path(f"{server.uds}.road")
@@ -157,12 +157,12 @@ def listen_tcp(
 
 
 def check_loopback(host: str, addresses: Sequence[str]) -> None:
-    """Without keys whoever reaches the service may do everything. Raises `CannotListen`."""
+    """A service without keys listens on the loopback interface only. Raises `CannotListen`."""
     for address in addresses:
         if not ip_address(address.partition("%")[0]).is_loopback:
             raise CannotListen(
                 f"server.host {host}: {address} can be reached from other machines, and the "
-                "service has no keys: set auth.keys_file, or auth.open: true if that is meant"
+                "service has no keys: set auth.keys_file, or auth.open: true to allow that"
             )
 
 
@@ -182,7 +182,7 @@ def bind_tcp(family: int, address: tuple[object, ...]) -> socket.socket:
 
 
 def describe(error: OSError) -> str:
-    """What the system says, in the case of the rest of the line, and what to do."""
+    """The system's error in lower case, and the remedy."""
     text = (error.strerror or str(error)).lower()
     if error.errno == errno.EADDRINUSE:
         return f"{text}: stop what listens there, or set another port"

@@ -1,4 +1,4 @@
-"""How to install what only some settings need."""
+"""Extras: packages that only some settings need."""
 
 from __future__ import annotations
 

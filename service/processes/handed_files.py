@@ -1,4 +1,4 @@
-"""Contents of key and certificate files, in memory that the supervisor hands to its processes."""
+"""Contents of key and certificate files, in memory that the supervisor shares."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 ReadFile = Callable[[str], bytes]
-"""Gives a file's contents by its path. Raises OSError."""
+"""Returns a file's contents by its path. Raises OSError."""
 LENGTH_BYTES: Final = 8
 DIGEST_BYTES: Final = 32
 RETRY_S: Final = 0.01
@@ -22,8 +22,7 @@ RETRIES: Final = 500
 
 
 def anonymous_memory(name: str) -> int:
-    """A file descriptor of memory without a name in the file system; it goes with its last
-    user."""
+    """A file descriptor of memory without a name; it is freed with its last user."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:
@@ -35,7 +34,7 @@ def from_disk(path: str) -> bytes:
 
 
 def why_unreadable(error: OSError) -> str:
-    """What the system says of a file, and the remedy."""
+    """The system's error for a file, and the remedy."""
     text = error.strerror or str(error)
     if isinstance(error, FileNotFoundError):
         return f"{text}: name a file that exists"
@@ -47,7 +46,7 @@ def why_unreadable(error: OSError) -> str:
 class HandedFiles:
     """Files by their paths. The supervisor writes them, its processes read them.
 
-    A digest shows a reader that a write is underway; it then reads again.
+    A digest shows a reader that a write is in progress; it then reads again.
     """
 
     def __init__(self, fd: int) -> None:

@@ -1,9 +1,9 @@
-"""What the supervisor hands to the processes it starts, and how they take it over.
+"""What the supervisor passes to the processes that it starts.
 
 `python -m service` starts one engine (`python -m service.engine`) and `server.http_workers` doors
 (`python -m service.doors.http`), and with `server.grpc_port` a gRPC door (`python -m
 service.doors.grpc`), which binds its port itself; with `cache.zmq_endpoint` a ZeroMQ door
-(`python -m service.doors.zmq`), which does likewise. The `__main__` of each begins with
+(`python -m service.doors.zmq`), which does the same. The `__main__` of each begins with
 
     inherited = receive()
     set_up_logs(inherited.settings.log, inherited.process)
@@ -14,13 +14,13 @@ socket for the engine, HTTP's (TCP or Unix: look at `.family`) for a door. A doo
 at `inherited.engine_socket`; connecting works from the start and waits for the engine to accept.
 
 - `inherited.lifeline` becomes readable when the supervisor is gone: `os._exit(1)` at once.
-- SIGINT is ignored from the start. SIGHUP is kept until `on_hang_up` says what it does: keys and
-  certificates are read again. SIGTERM must be made "finish admitted work within
+- SIGINT is ignored from the start. SIGHUP is pending until `on_hang_up` sets its handler, which
+  reads keys and certificates again. SIGTERM must be made "finish admitted work within
   `server.drain_timeout_s`, then exit 0"; before that is set up it ends the process, which is right.
   It may come twice, when somebody signals the whole group: the second one changes nothing.
-- Exit with `CANNOT_START` after one line of `LOG.error` that says why: the service then stops with
-  status 1 and says nothing more. Any other end that nobody asked for is told by the supervisor; a
-  door is then started again, with the engine the service ends.
+- Exit with `CANNOT_START` after one line of `LOG.error` with the reason: the service then stops
+  with status 1. The supervisor logs any other unexpected end; it restarts a door, and stops the
+  service after the engine.
 - The supervisor says where the service listens (`inherited.url`); the engine says `ready: ...`.
 """
 
@@ -44,8 +44,7 @@ from service.processes.checked_files import CheckedFiles
 from service.processes.handed_files import HandedFiles, ReadFile, from_disk
 
 CANNOT_START: Final = 3
-"""A process's exit status: it has said in one line why it cannot serve; starting it again would
-not help."""
+"""Exit status of a process that cannot serve and has logged why; a restart would not help."""
 
 PR_SET_PDEATHSIG: Final = 1
 
@@ -62,7 +61,7 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What every process is given alike."""
+    """What every process gets."""
 
     settings: Settings
     lifeline: int
@@ -70,7 +69,7 @@ class Shared:
     engine_socket: str
     url: str
     secret: str
-    """By which the engine knows the service's own doors; nobody else is told."""
+    """Identifies the service's own doors to the engine."""
     metrics: Mapping[str, int] = field(default_factory=dict)
     """For each process by name, the shared memory it counts in (`service/metrics.py`)."""
     files: CheckedFiles | None = None
@@ -85,7 +84,7 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class Inherited:
-    """What a process takes over from the supervisor; the file descriptors are its own now."""
+    """What a process got from the supervisor, which includes the file descriptors."""
 
     settings: Settings
     process: str
@@ -99,11 +98,11 @@ class Inherited:
     secret: str
     metrics: Mapping[str, int]
     read_file: ReadFile
-    """Gives the contents of key and certificate files."""
+    """Returns the contents of key and certificate files."""
 
 
 def start(child: Child, shared: Shared) -> subprocess.Popen[bytes]:
-    """Start a process; it inherits the environment, standard error and what it is handed."""
+    """Start a process; it inherits the environment, standard error and the descriptors."""
     sockets = [one.fileno() for one in child.sockets]
     reading, writing = os.pipe()
     try:
@@ -120,7 +119,7 @@ def start(child: Child, shared: Shared) -> subprocess.Popen[bytes]:
 
 
 def hand_over(child: Child, shared: Shared, sockets: Sequence[int]) -> bytes:
-    """All that a process needs to know, as JSON."""
+    """A process's handover as JSON."""
     handed: dict[str, Any] = {
         "settings": shared.settings.model_dump(mode="json"),
         "process": child.process,
@@ -139,9 +138,8 @@ def hand_over(child: Child, shared: Shared, sockets: Sequence[int]) -> bytes:
 
 @contextmanager
 def interrupts_waiting() -> Iterator[None]:
-    """Ctrl-C goes to the whole foreground group: a process that has not got as far as ignoring it
-    would die with a traceback, so it starts with the signal blocked; and with SIGHUP too, by which
-    it would die as well."""
+    """Start a process with SIGINT and SIGHUP blocked. Ctrl-C goes to the whole foreground group: a
+    process that does not ignore it yet would end with a traceback."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
     try:
         yield
@@ -150,9 +148,9 @@ def interrupts_waiting() -> Iterator[None]:
 
 
 def receive(argv: Sequence[str] | None = None) -> Inherited:
-    """Take over what the supervisor handed to this process; called first in its `__main__`.
+    """Read the handover; called first in a process's `__main__`.
 
-    A process started by hand, or whose supervisor has died meanwhile, ends here.
+    Exits in a process that was started by hand, or whose supervisor has ended.
     """
     parser = argparse.ArgumentParser(description="started by `python -m service`, not by hand")
     parser.add_argument("--process", required=True)
@@ -178,27 +176,27 @@ def receive(argv: Sequence[str] | None = None) -> Inherited:
 
 
 def on_hang_up(act: Callable[[], object]) -> None:
-    """From now on SIGHUP has `act` called, also one that has come since the start."""
+    """Call `act` on SIGHUP, also on one that is pending since the start."""
     signal.signal(signal.SIGHUP, lambda *_: act())
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
 
 
 def listening(fd: int) -> socket.socket:
-    """The socket of that file descriptor, as Python is to see it."""
+    """The non-blocking socket of a file descriptor."""
     found = socket.socket(fileno=fd)
     found.setblocking(False)
     return found
 
 
 def own(fd: int) -> int:
-    """A file descriptor that was handed over goes no further."""
+    """A descriptor of the handover, not inherited by further processes."""
     os.set_inheritable(fd, False)
     return fd
 
 
 def die_with(supervisor: int) -> None:
-    """End when the supervisor does, even while busy: Linux sends the signal, elsewhere (and for a
-    supervisor that is gone already) the lifeline and this check must do."""
+    """End with the supervisor, even while busy: Linux sends a signal. Elsewhere the lifeline
+    and this check have to suffice."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != supervisor:

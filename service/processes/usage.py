@@ -1,4 +1,4 @@
-"""What the system says of a process: processor time, memory, open files, from /proc."""
+"""A process's processor time, memory and open files, from /proc."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PROC: Final = Path("/proc")
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Of one process, in base units."""
+    """The usage of one process, in base units."""
 
     parent: int
     cpu_seconds: float
@@ -26,7 +26,7 @@ class Usage:
 
 
 def usage(pid: int) -> Usage | None:
-    """None when there is no such process, or no /proc."""
+    """None without such a process, or without /proc."""
     try:
         line = (PROC / str(pid) / "stat").read_text(encoding="ascii", errors="replace")
         # the name in front may hold spaces and brackets: numbers begin behind the last one

@@ -1,5 +1,5 @@
-"""Watchdogs of loops: a pass that takes longer than `LIMIT_S` is logged, with what it did, and
-counted in `attnd_slow_passes_total`."""
+"""Watchdogs of loops: log a pass longer than `LIMIT_S` with its operation, and count it in
+`attnd_slow_passes_total`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from service.metrics import Metrics
 LOG: Final = logging.getLogger("attnd.watchdog")
 LIMIT_S: Final = 0.1
 BEAT_S: Final = 0.05
-"""Between two looks at an event loop."""
+"""Interval of checks of an event loop."""
 UNNAMED: Final = "no single operation"
 
 
 class Watchdog:
-    """Of a loop that says itself what it does: `note` each operation, `passed` after each pass."""
+    """For a loop that reports its work: `note` for each operation, `passed` after each pass."""
 
     __slots__ = ("_longest_s", "_metrics", "_name", "_process")
 
@@ -32,7 +32,7 @@ class Watchdog:
         self._longest_s = 0.0
 
     def note(self, name: str, seconds: float) -> None:
-        """An operation took so long in this pass."""
+        """An operation took `seconds` in this pass."""
         if seconds > self._longest_s:
             self._name, self._longest_s = name, seconds
 
@@ -46,8 +46,8 @@ class Watchdog:
 
 
 class LoopWatchdog:
-    """Of an asyncio loop, which does not say what it does: a timer of the loop's and a thread that
-    looks at the loop's stack when the timer is late."""
+    """For an asyncio loop: a timer in the loop, and a thread that inspects its stack when the
+    timer is late."""
 
     def __init__(self, process: str, metrics: Metrics) -> None:
         """Call it in the loop's thread."""
@@ -57,7 +57,7 @@ class LoopWatchdog:
         self._thread_id = threading.get_ident()
         self._beat = time.monotonic()
         self._found = ""
-        """What the loop was at when it was late."""
+        """The loop's work when it was late."""
         self._ended = threading.Event()
         self._timer = self._loop.call_later(BEAT_S, self._on_time)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
@@ -79,7 +79,7 @@ class LoopWatchdog:
             LOG.warning(text, self._process, late_s, name)
 
     def _watch(self) -> None:
-        """The thread: one look at the stack for every late beat."""
+        """The thread: inspects the stack once for every late beat."""
         while not self._ended.wait(BEAT_S):
             if self._found or time.monotonic() - self._beat < LIMIT_S:
                 continue
@@ -88,7 +88,7 @@ class LoopWatchdog:
 
 
 def place_of(frame: FrameType | None) -> str:
-    """The operation that a stack works on, and the innermost function of the service in it."""
+    """The operation in a stack, and its innermost function of the service."""
     place, operation = "", ""
     while frame is not None and not (place and operation):
         module = frame.f_globals.get("__name__", "")

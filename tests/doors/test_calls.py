@@ -94,8 +94,8 @@ def test_path_and_query_are_fields(door: Running, client: httpx.Client) -> None:
     client.get("/v1/sequences", params={"after": "a", "limit": "7"})
     client.get("/v1/sequences/chat-1")
     client.post("/v1/sequences/chat-2/truncate", json={"length": 3})
-    told = [(heard.operation, heard.fields) for heard in door.engine.heard]
-    assert told == [
+    reply = [(heard.operation, heard.fields) for heard in door.engine.heard]
+    assert reply == [
         ("list_sequences", {"after": "a", "limit": 7}),
         ("get_sequence", {"id": "chat-1"}),
         ("truncate", {"id": "chat-2", "length": 3}),
@@ -105,9 +105,9 @@ def test_path_and_query_are_fields(door: Running, client: httpx.Client) -> None:
 def test_the_status_is_the_operations_own(door: Running, client: httpx.Client) -> None:
     made = client.post("/v1/sequences", json={"sequences": [{}]})
     assert (made.status_code, made.json()) == (201, {"sequences": [{}]})
-    gone = client.delete("/v1/sequences/a")
-    assert (gone.status_code, gone.content) == (204, b"")
-    assert "content-length" not in gone.headers and "content-type" not in gone.headers
+    deleted = client.delete("/v1/sequences/a")
+    assert (deleted.status_code, deleted.content) == (204, b"")
+    assert "content-length" not in deleted.headers and "content-type" not in deleted.headers
     assert client.get("/v1/pool").status_code == 200, "and the connection goes on"
 
 
@@ -170,8 +170,8 @@ def test_a_request_id_that_no_log_should_have_is_replaced(door: Running, name: s
 
 
 def test_the_stages_are_told_in_milliseconds(client: httpx.Client) -> None:
-    told = post(client, "/v1/decode", decode_body()).headers["server-timing"]
-    assert told == (
+    reply = post(client, "/v1/decode", decode_body()).headers["server-timing"]
+    assert reply == (
         "queue;dur=1.000, plan;dur=2.000, copy-in;dur=3.000, kernel;dur=4.000, "
         "copy-out;dur=5.000, encode;dur=6.000"
     )

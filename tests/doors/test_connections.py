@@ -75,8 +75,8 @@ def test_a_request_may_come_in_any_pieces(door: Running, pieces: int) -> None:
 
 def test_requests_sent_ahead_are_answered_in_their_order(door: Running) -> None:
     bodies = [decode_body(rows) for rows in (1, 20_000, 3, 4)]
-    asked = b"".join(request("/v1/decode", body) for body in bodies)
-    found = replies(door.say(asked + request("/v1/pool", method="GET", connection="close")))
+    call = b"".join(request("/v1/decode", body) for body in bodies)
+    found = replies(door.say(call + request("/v1/pool", method="GET", connection="close")))
     assert [reply.status for reply in found] == [200] * 5
     assert [heard.image for heard in door.engine.heard[:4]] == bodies
 

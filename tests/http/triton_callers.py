@@ -105,12 +105,12 @@ def fill(triton: Triton, rng: np.random.Generator, name: str, n: int) -> tuple[A
     for layer in range(LAYERS):
         k, v = rows(rng, n), rows(rng, n)
         indptr = np.array([0, n], np.int32)
-        told, _ = triton.infer(
+        reply, _ = triton.infer(
             "append",
             {"k": k, "v": v, "append_indptr": indptr},
             layer=layer,
             sequences=[name],
             offsets=[0],
         )
-        assert told == {"lengths": [n]}
+        assert reply == {"lengths": [n]}
     return k, v

@@ -164,8 +164,8 @@ def test_connections_that_send_nothing_or_too_slowly_end() -> None:
 def test_a_client_that_closes_its_side_gets_its_answer(service: Service) -> None:
     body = b'{"sequences": [{"id": "half"}]}'
     made = say(service, request("POST", "/v1/sequences", body, close=False), half_close=True)
-    gone = say(service, request("DELETE", "/v1/sequences/half", close=False), half_close=True)
-    assert [one.status for one in (*made, *gone)] == [201, 204]
+    deleted = say(service, request("DELETE", "/v1/sequences/half", close=False), half_close=True)
+    assert [one.status for one in (*made, *deleted)] == [201, 204]
 
 
 @pytest.mark.parametrize("path", ["/health/live", "/health/ready", "/v1/info", "/metrics"])

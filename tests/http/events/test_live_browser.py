@@ -108,13 +108,13 @@ def check_quiet(driver: Chrome, service: Service) -> None:
     """No error on the console, no request to another host."""
     reply = [one for one in driver.get_log("browser") if one["level"] not in ("INFO", "DEBUG")]
     assert reply == []
-    asked = [
+    request = [
         fields["request"]["url"]
         for event, fields in network(driver)
         if event == "Network.requestWillBeSent"
     ]
-    assert asked
-    strange = [url for url in asked if not url.startswith((f"{service.url}/", "data:", "blob:"))]
+    assert request
+    strange = [url for url in request if not url.startswith((f"{service.url}/", "data:", "blob:"))]
     assert strange == []
 
 

@@ -14,8 +14,10 @@ def test_a_sequence_goes_out_and_in_part_by_part(triton: Triton, rng: np.random.
     reply, _ = triton.infer("import_sequence", id="b", header=header, digest=before)
     assert (reply["state"], reply["next_part"]) == ("receiving", 0)
     for part in range(header["num_parts"]):
-        asked = {"generation": header["generation"], "part_bytes": header["part_bytes"]}
-        reply, tensors = triton.infer("export_sequence", id="a", part=part, before=before, **asked)
+        request = {"generation": header["generation"], "part_bytes": header["part_bytes"]}
+        reply, tensors = triton.infer(
+            "export_sequence", id="a", part=part, before=before, **request
+        )
         before = reply["digest"]
         triton.infer("import_sequence", tensors, id="b", part=part, digest=before)
     reply, _ = triton.infer("import_sequence", id="b", digest=before)

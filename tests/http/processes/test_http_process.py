@@ -188,16 +188,16 @@ def test_what_cannot_be_bound_or_made_stops_the_start_with_one_line(tmp_path: Pa
 
 @pytest.mark.long
 def test_two_workers_count_as_one_service(rng: np.random.Generator) -> None:
-    asked = 24
+    request = 24
     with listening("--server.http-workers", "2") as (running, url):
         clients = [httpx.Client(base_url=url, timeout=WAIT_S) for _ in range(12)]
         for index, client in enumerate(clients * 2):
             reply = client.get("/v1/info", headers={"x-request-id": f"one-{index}"})
             assert reply.status_code == 200
-        running.find(f"one-{asked - 1}")
+        running.find(f"one-{request - 1}")
         seen = [e["process"] for e in running.entries() if str(e.get("id")).startswith("one-")]
         assert set(seen) == {"http-0", "http-1"}, seen
-        wanted = f'attnd_requests_total{{code="ok",op="info"}} {asked}.0'
+        wanted = f'attnd_requests_total{{code="ok",op="info"}} {request}.0'
         for client in clients:  # whichever door is asked
             wait_for(lambda c=client: wanted in c.get("/metrics").text, "the sum over both doors")
         text = clients[0].get("/metrics").text

@@ -52,10 +52,10 @@ def busy(
             return post(client, "/v1/ragged-prefill", *endless_prefill())
 
     with listening(*arguments) as (running, url):
-        asked = pool.submit(ask_for_it, url)
+        request = pool.submit(ask_for_it, url)
         with httpx.Client(base_url=url, timeout=WAIT_S) as client:
             wait_for(lambda: slices(client) > 3, "the prefill to run")
-        yield running, url, asked
+        yield running, url, request
 
 
 def slices(client: httpx.Client) -> float:
@@ -67,9 +67,9 @@ def slices(client: httpx.Client) -> float:
 def test_sigterm_during_an_operation_longer_than_the_drain_ends_it_with_503(
     pool: ThreadPoolExecutor,
 ) -> None:
-    with busy(pool, "--server.drain-timeout-s", "1") as (running, _, asked):
+    with busy(pool, "--server.drain-timeout-s", "1") as (running, _, request):
         assert running.stop() == 0
-        check_problem(asked.result(WAIT_S), 503, "not_ready")
+        check_problem(request.result(WAIT_S), 503, "not_ready")
     assert not [line for line in running.lines if "Traceback" in line or "terminate" in line]
     reply = running.messages("warning", "error")
     assert reply == ["drain: 1 operations were not done in 1 s"], "nothing had to be killed"
@@ -97,9 +97,9 @@ def test_a_partial_body_does_not_hold_up_the_end() -> None:
 def test_when_the_engine_is_killed_doors_answer_503_and_the_service_ends_with_1(
     pool: ThreadPoolExecutor,
 ) -> None:
-    with busy(pool) as (running, _, asked):
+    with busy(pool) as (running, _, request):
         os.kill(running.pid("engine"), signal.SIGKILL)
-        check_problem(asked.result(WAIT_S), 503, "not_ready")
+        check_problem(request.result(WAIT_S), 503, "not_ready")
         assert running.child.wait(WAIT_S) == 1
     (reply,) = running.messages("error")
     assert "engine was killed by SIGKILL" in reply, reply
@@ -161,12 +161,12 @@ def came_back(running: Process, dead: int) -> bool:
 
 @needs_a_slow_device
 def test_when_the_supervisor_is_killed_nothing_is_left_behind(pool: ThreadPoolExecutor) -> None:
-    with busy(pool) as (running, url, asked):
+    with busy(pool) as (running, url, request):
         others = [running.pid(name) for name in ("engine", "http-0")]
         running.child.kill()
         wait_for(lambda: not any(map(is_alive, others)), "engine and door to end")
         with pytest.raises(httpx.TransportError):
-            asked.result(WAIT_S)
+            request.result(WAIT_S)
         with pytest.raises(httpx.ConnectError):
             httpx.get(url, timeout=WAIT_S)
 
@@ -193,12 +193,12 @@ def test_ctrl_c_reaches_every_process_and_admitted_work_is_still_answered(
     some_seconds = {name: rng.standard_normal((2500, 8, 64), np.float32) for name in "qkv"}
     fields = {"qo_indptr": [0, 2500], "kv_indptr": [0, 2500]}
     with listening() as (running, url), httpx.Client(base_url=url, timeout=WAIT_S) as client:
-        asked = pool.submit(post, client, "/v1/ragged-prefill", fields, some_seconds)
+        request = pool.submit(post, client, "/v1/ragged-prefill", fields, some_seconds)
         with httpx.Client(base_url=url, timeout=WAIT_S) as other:
             wait_for(lambda: slices(other) > 3, "the prefill to run")
         everyone = [running.pid("http-0"), running.pid("engine"), running.child.pid]
         for pid in everyone:  # as a terminal does
             os.kill(pid, signal.SIGINT)
-        assert asked.result(WAIT_S).status_code == 200
+        assert request.result(WAIT_S).status_code == 200
         assert running.child.wait(WAIT_S) == 0
     assert not [line for line in running.lines if "Traceback" in line]

@@ -218,13 +218,13 @@ def test_what_is_no_key_is_answered_401_at_every_route(
 def test_a_key_is_accepted_with_its_scheme_in_any_case_and_space_around_it(
     guarded: tuple[Service, set[str]], shown: bytes
 ) -> None:
-    asked = request_of("GET", f"/v1/sequences/{SECRET_ID}", b"authorization: " + shown)
-    assert statuses(guarded[0], asked) == [200]
+    request = request_of("GET", f"/v1/sequences/{SECRET_ID}", b"authorization: " + shown)
+    assert statuses(guarded[0], request) == [200]
 
 
 def test_a_key_of_64_kib_is_refused(guarded: tuple[Service, set[str]]) -> None:
-    asked = request_of("GET", "/v1/info", b"authorization: Bearer " + b"x" * 2**16)
-    assert statuses(guarded[0], asked) == [431]
+    request = request_of("GET", "/v1/info", b"authorization: Bearer " + b"x" * 2**16)
+    assert statuses(guarded[0], request) == [431]
 
 
 ODD_LINES = (
@@ -249,7 +249,7 @@ def test_no_head_makes_any_route_answer_500(guarded: tuple[Service, set[str]]) -
         for method in {route, "HEAD", "PUT", "OPTIONS"}:
             for _ in range(4):
                 lines = [key, *chance.sample(ODD_LINES, 2)]
-                asked = path + chance.choice(("", *ODD_QUERIES))
-                data = request_of(method, asked, *lines).replace("\xff".encode(), b"\xff")
+                request = path + chance.choice(("", *ODD_QUERIES))
+                data = request_of(method, request, *lines).replace("\xff".encode(), b"\xff")
                 found = statuses(service, data)
-                assert found and 500 not in found, (method, asked, lines, found)
+                assert found and 500 not in found, (method, request, lines, found)

@@ -159,9 +159,9 @@ def lives_meanwhile(service: Service, work: Future[Any]) -> tuple[float, list[fl
     started = monotonic()
     with service.client() as client:
         while not work.done():
-            asked = monotonic()
+            request = monotonic()
             assert client.get("/health/live").status_code == 200
-            took.append(monotonic() - asked)
+            took.append(monotonic() - request)
     return monotonic() - started, took
 
 
