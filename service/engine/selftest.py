@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.backend import NUMPY_DTYPES, TENSOR_DTYPES, Array, DType, PoolGeometry
-from service.engine.handlers.table import handle
+from service.engine.dispatch import handle
 from service.engine.loop.job import Seconds, SharedAttention, SlicedWork, SoloLaunch
 from service.engine.loop.place import AnswerPlace
 from service.engine.loop.request import Request

@@ -174,20 +174,6 @@ def handler_of(request: Request) -> Handler:
     return HANDLERS[request.operation.name]
 
 
-def handle(store: Store, request: Request, seconds: Seconds) -> Work:
-    """Call a request's handler.
-
-    On an engine that has held shards, and for requests with a field for shards, that is the one in
-    `handlers/shards`. It passes requests for whole sequences on to the plain handler.
-    """
-    name = request.operation.name
-    if not (store.has_shards or request.is_for_shards):
-        return HANDLERS[name].begin(store, request, seconds)
-    from service.engine.handlers.shards.table import SHARD_HANDLERS
-
-    return SHARD_HANDLERS.get(name, HANDLERS[name].begin)(store, request, seconds)
-
-
 def refuse_moving(store: Store, request: Request) -> None:
     """Raises SequenceMoving where a request is for a sequence that is marked for transfer."""
     handler = handler_of(request)

@@ -17,7 +17,8 @@ from typing import Final
 
 from kernels.lanes import Lanes
 from service.core.pool.budget import NO_LIMIT, EvictionPaused
-from service.engine.handlers.table import handle, handler_of, refuse_moving, sharing_of
+from service.engine.dispatch import handle
+from service.engine.handlers.table import handler_of, refuse_moving, sharing_of
 from service.engine.loop.errors import refusal_of
 from service.engine.loop.fair import FairQueue
 from service.engine.loop.job import Job, OpenedStep, SlicedWork, SoloLaunch
