@@ -1,4 +1,4 @@
-"""What sequences of a cluster must hold, and calls that are held against it."""
+"""The expected content of a cluster's sequences, and calls that are checked against it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCALE = DIM**-0.5
 
 @dataclass
 class Book:
-    """What sequences hold, by layer; calls that must succeed, held against it."""
+    """Sequences by layer, and calls that must succeed and agree with them."""
 
     cluster: Cluster
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(3))
@@ -52,7 +52,7 @@ class Book:
     async def attend(
         self, names: list[str], counts: list[int], layer: int, *, appends: bool, **how: Any
     ) -> None:
-        """A prefill where `causal` is said, else a decode; against the oracle."""
+        """A prefill where `causal` is given, else a decode, compared with the oracle."""
         new = self.grow(names, counts, layer) if appends else {}
         q = rows(self.rng, sum(counts), 2 * HEADS)
         fields: dict[str, Any] = {"layer": layer, "sequences": names} | how
@@ -84,7 +84,7 @@ class Book:
         self.held[name] = [(k[:length], v[:length]) for k, v in self.held[name]]
 
     async def check(self, name: str) -> None:
-        """What is reply of a sequence, and all its rows."""
+        """Checks a sequence's description, and all its rows."""
         reply = await self.cluster.fields("get_sequence", {"id": name})
         lengths = [len(k) for k, _ in self.held[name]]
         pages = -(-max(lengths) // PAGE)
@@ -92,6 +92,6 @@ class Book:
         assert (reply["lengths"], reply["pages"], reply["last_page_len"]) == (lengths, pages, last)
         for layer in range(LAYERS):
             fields = {"layer": layer, "sequences": [name], "dtype": "fp32"}
-            told_rows = (await self.cluster.ok("gather", fields)).arrays
+            found = (await self.cluster.ok("gather", fields)).arrays
             for part, want in zip("kv", self.held[name][layer], strict=True):
-                np.testing.assert_array_equal(told_rows[part], want, err_msg=f"{part}, {layer}")
+                np.testing.assert_array_equal(found[part], want, err_msg=f"{part}, {layer}")

@@ -2,8 +2,8 @@
 
 python -m tests.cluster.faults --seconds 600 --engines 3
 
-Clients keep what they have stored, and check every answer against it: gathered rows bit by bit,
-attention in float64. What may be refused is named in `ALLOWED`; whatever else comes is a fault.
+Clients remember their rows and check every reply: gathered rows bit by bit, attention in float64.
+Errors outside `ALLOWED` are faults.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tests.cluster.harness import (
 from tests.oracle import attend, visible
 
 ALLOWED: Final = frozenset({"lost_sequence", "not_ready", "out_of_pages", "deadline_exceeded"})
-"""What a client of a cluster that loses engines must be ready for."""
+"""Errors that a client must handle while engines die."""
 MAX_INFLIGHT_S: Final = SETTINGS.server.deadline_s + GRACE_S + 2.0
 MOST_SEQUENCES: Final = 8
 MOST_TOKENS: Final = 40
@@ -51,7 +51,7 @@ COME_BACK_S: Final = 120.0
 
 @dataclass(slots=True)
 class Stored:
-    """What a sequence must hold: rows of k and v of each layer."""
+    """The expected rows of a sequence: k and v of each layer."""
 
     k: list[Any]
     v: list[Any]
@@ -67,7 +67,7 @@ class Stored:
 
 @dataclass(slots=True)
 class Client:
-    """One caller, with sequences of its own."""
+    """A caller with sequences of its own."""
 
     cluster: Cluster
     number: int
@@ -93,7 +93,7 @@ class Client:
             await does()
 
     async def ask(self, name: str, fields: dict[str, Any], **arrays: Any) -> Answer | None:
-        """The answer, or None where it was refused as it may be."""
+        """The reply; None for an allowed error."""
         started = time.monotonic()
         async with asyncio.timeout(MAX_INFLIGHT_S):
             answer = await self.cluster.call(name, fields, **arrays)
@@ -105,9 +105,9 @@ class Client:
         self.outcomes[code] += 1
         assert code in ALLOWED, f"{name} {fields}: {answer}"
         if code == "lost_sequence":
-            gone = answer.fields["sequences"]
-            assert gone and set(gone) <= self.stored.keys(), f"{name}: {gone} is not what was asked"
-            for one in gone:
+            lost = answer.fields["sequences"]
+            assert lost and set(lost) <= self.stored.keys(), f"{name}: {lost} was not in the call"
+            for one in lost:
                 del self.stored[one]
         return answer if "done" in answer.fields else None
 
@@ -156,7 +156,7 @@ class Client:
         before: Sequence[int],
         counts: Sequence[int],
     ) -> set[str]:
-        """Which of the sequences have grown. Where nobody said, their lengths tell."""
+        """The sequences that have grown; without a reply they are asked for their lengths."""
         if reply is not None:
             return set(ids if reply.status < 300 else reply.fields["done"])
         grown = set()
@@ -210,7 +210,7 @@ def even(one: Stored) -> bool:
 
 
 async def make_faults(cluster: Cluster, ends: float, rng: random.Random, kinds: Any) -> None:
-    """Kill an engine, or let it hang, and wait until there is one in its place."""
+    """Kills or stops engines, one after another, and waits until each is back."""
     engines, members = cluster.engines, cluster.router.members
     while time.monotonic() < ends:
         await asyncio.sleep(rng.uniform(*REST_S))
@@ -236,7 +236,7 @@ async def make_faults(cluster: Cluster, ends: float, rng: random.Random, kinds: 
 
 
 async def play(engines: LocalEngines, seconds: float, seed: int, clients: int = 6) -> Counter[str]:
-    """So many seconds of load and faults; how it went. AssertionError where anything is wrong."""
+    """Load and faults for some seconds; returns counts. AssertionError where anything is wrong."""
     router = Router(SETTINGS.server)
     cluster = Cluster(router, engines)
     outcomes: Counter[str] = Counter()

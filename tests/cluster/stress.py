@@ -1,5 +1,5 @@
-"""A cluster whose engines are emptied back and forth and stopped, and whose doors are killed: no
-engine dies, so nothing may be lost, be there twice, or be said to be unknown.
+"""A cluster whose engines are drained and stopped, and whose doors are killed: no engine dies, so
+no sequence may be lost, duplicated or reported unknown.
 
 python -m tests.cluster.stress --seconds 600 --engines 3
 
@@ -39,7 +39,7 @@ STEP: Final = 1000
 AGAIN: Final = frozenset(
     {"sequence_moving", "not_ready", "overloaded", "sequence_taken", "deadline_exceeded"}
 )
-"""What a client of a cluster must be ready for while no engine dies."""
+"""Errors that a client must retry while no engine dies."""
 UNCERTAIN: Final = frozenset({"deadline_exceeded", "broken"})
 """It may have been done, or be done yet."""
 SETTLED_S: Final = 60.0
@@ -127,7 +127,7 @@ class Caller:
         del self.outcomes[f"tried {one.id}"]
 
     async def append(self, some: Sequence[Written]) -> None:
-        """A batch; what was not done of it again, until all is."""
+        """Appends a batch, and repeats the rest until all is done."""
         left = {one.id: self.random.randint(1, 5) for one in some if one.length < MOST_TOKENS}
         by_id = {one.id: one for one in some}
         while left:
@@ -155,7 +155,7 @@ class Caller:
             await asyncio.sleep(0.01)
 
     async def has_come(self, one: Written) -> bool:
-        """Whether an append of which nobody knew was done after all."""
+        """Whether an uncertain append has taken effect."""
         before = one.length
         await self.look([one])
         return one.length > before
@@ -275,7 +275,7 @@ async def drains(caller: Caller, names: Sequence[str], ends: float) -> None:
 
 
 async def stalls(service: Service, seed: int, ends: float, longest_s: float, count: Any) -> None:
-    """An engine is stopped, and goes on."""
+    """Stops engines for a while."""
     rng = random.Random(seed)
     while time.monotonic() < ends:
         await asyncio.sleep(rng.uniform(1.0, 5.0))
@@ -304,7 +304,7 @@ async def kills(service: Service, seed: int, ends: float, count: Counter[str]) -
 async def play(
     service: Service, seconds: float, seed: int, longest_stall_s: float, num_callers: int = 4
 ) -> Counter[str]:
-    """So many seconds; how it went. AssertionError where anything is wrong."""
+    """Plays for some seconds; returns counts. AssertionError where anything is wrong."""
     outcomes: Counter[str] = Counter()
     names = sorted(service.engines.processes)
     async with client_of(service) as client:

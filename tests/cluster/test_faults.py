@@ -23,37 +23,37 @@ def engines():  # type: ignore[no-untyped-def]
         yield found
 
 
-def test_clients_see_right_numbers_or_documented_refusals_while_engines_die(engines) -> None:  # type: ignore[no-untyped-def]
+def test_clients_get_right_numbers_or_documented_errors_while_engines_die(engines) -> None:  # type: ignore[no-untyped-def]
     outcomes = asyncio.run(play(engines, KILLING_S, seed=int.from_bytes(os.urandom(2))))
     print(dict(outcomes))
     assert outcomes["killed"] and outcomes["ok"] > 50
 
 
-def test_what_an_engine_took_along_is_told_by_id_and_its_names_may_be_used_again(engines) -> None:  # type: ignore[no-untyped-def]
+def test_lost_sequences_are_listed_by_id_and_their_ids_may_be_reused(engines) -> None:  # type: ignore[no-untyped-def]
     async def check(cluster: Cluster) -> None:
         names = [f"chat-{n}" for n in range(4)]
         await cluster.ok("create_sequences", {"sequences": [{"id": name} for name in names]})
         ids = names + await cluster.create(4)
-        gone = [name for name in ids if cluster.home(name) == "engine-0"]
-        kept = [name for name in ids if name not in gone]
+        lost_ids = [name for name in ids if cluster.home(name) == "engine-0"]
+        kept = [name for name in ids if name not in lost_ids]
         engines.kill("engine-0")
         lost = await cluster.call("gather", {"layer": 0, "sequences": ids})
         assert (lost.status, lost.fields["code"]) == (410, "lost_sequence")
-        assert set(lost.fields["sequences"]) == set(gone)
+        assert set(lost.fields["sequences"]) == set(lost_ids)
         await cluster.ok("gather", {"layer": 0, "sequences": kept})
-        await cluster.ok("create_sequences", {"sequences": [{"id": gone[0]}]})
-        assert cluster.home(gone[0]) == "engine-1"
+        await cluster.ok("create_sequences", {"sequences": [{"id": lost_ids[0]}]})
+        assert cluster.home(lost_ids[0]) == "engine-1"
         engines.start("engine-0")
         members = cluster.router.members
-        await cluster.until(lambda: len(members.engines) == 2, "the engine that was started anew")
-        still = await cluster.call("get_sequence", {"id": gone[-1]})
+        await cluster.until(lambda: len(members.engines) == 2, "the restarted engine")
+        still = await cluster.call("get_sequence", {"id": lost_ids[-1]})
         assert still.status == 410
         assert (await cluster.fields("list_sequences"))["next"] is None
 
     run(engines, check)
 
 
-def test_an_engine_that_hangs_holds_up_nobody_beyond_the_deadline(engines) -> None:  # type: ignore[no-untyped-def]
+def test_an_engine_that_hangs_delays_no_call_beyond_its_deadline(engines) -> None:  # type: ignore[no-untyped-def]
     async def check(cluster: Cluster) -> None:
         there: list[str] = []
         elsewhere: list[str] = []

@@ -18,7 +18,7 @@ LONGEST_STALL_S = 4.0
 
 
 @pytest.mark.parametrize("num_engines", [2, 3])
-def test_nothing_is_lost_unknown_or_there_twice_while_no_engine_dies(num_engines: int) -> None:
+def test_nothing_is_lost_unknown_or_duplicated_while_no_engine_dies(num_engines: int) -> None:
     with served(num_engines) as service:
         outcomes = asyncio.run(play(service, SECONDS, num_engines, LONGEST_STALL_S))
     print(dict(outcomes))
@@ -37,20 +37,20 @@ def test_a_door_that_starts_is_ready_once_it_has_met_all_engines() -> None:
                     process.kill()
                     process.wait()
                 service.doors.check()
-                await until_told(client, "/v1/engines", 200)
+                await until_status(client, "/v1/engines", 200)
                 for path in ("/health/ready", "/v2/health/ready", "/v2/models/decode/ready"):
                     reply = await client.get(path)
                     assert reply.status_code == 503 and "engine-1" in reply.text, reply.text
             finally:
                 stopped.send_signal(signal.SIGCONT)
             await until_ready(client, 2)
-            await until_told(client, "/v2/models/decode/ready", 200)
+            await until_status(client, "/v2/models/decode/ready", 200)
 
     with served(2) as service:
         asyncio.run(check(service))
 
 
-async def until_told(client: httpx.AsyncClient, path: str, status: int) -> None:
+async def until_status(client: httpx.AsyncClient, path: str, status: int) -> None:
     async with asyncio.timeout(60.0):
         while True:
             with suppress(httpx.TransportError):

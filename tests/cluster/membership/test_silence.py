@@ -1,5 +1,4 @@
-"""An engine that is stopped, or that a door has not met yet, may have all its sequences: nothing is
-lost, made twice or deleted for its silence."""
+"""A silent engine may have all its sequences: none is lost, created twice or deleted meanwhile."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ def remote_pair() -> Iterator[LocalEngines]:
 
 
 @pytest.fixture(autouse=True)
-def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine counts as silent early, so that a stall need not be long."""
     monkeypatch.setattr(polling, "ASK_DEADLINE_S", 0.5)
     for module in (polling, finding):
@@ -58,7 +57,7 @@ def stopped(engines: LocalEngines, name: str) -> Iterator[None]:
 
 @asynccontextmanager
 async def door_that_starts(first: Cluster, count: int) -> AsyncIterator[Cluster]:
-    """A router that has met so many engines."""
+    """A router with sessions with `count` engines."""
     router = Router(SETTINGS.server)
     try:
         async with asyncio.timeout(30):
@@ -104,7 +103,7 @@ def both_there(cluster: Cluster) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["pair", "remote_pair"])
-def test_what_a_stalled_engine_has_is_refused_for_the_moment_and_there_afterwards(
+def test_sequences_of_a_stalled_engine_are_refused_and_there_afterwards(
     kind: str, request: pytest.FixtureRequest
 ) -> None:
     engines = request.getfixturevalue(kind)
@@ -118,7 +117,7 @@ def test_what_a_stalled_engine_has_is_refused_for_the_moment_and_there_afterward
             one = rows(np.random.default_rng(0), 1)
             new = {"layer": 0, "sequences": ["both"], "append_indptr": [0, 1]}
             await is_refused(cluster, "append", new, k=one, v=one)
-            for name in ("there", "both", "new"):  # whose names may be taken there
+            for name in ("there", "both", "new"):  # the silent engine may have them
                 await is_refused(cluster, "create_sequences", {"sequences": [{"id": name}]})
             await is_refused(cluster, "delete_sequences", {"prefix": "t"})
             await is_refused(cluster, "list_sequences", {})
@@ -147,7 +146,7 @@ def test_a_door_that_starts_while_an_engine_is_stalled_loses_nothing(
         with stopped(pair, "engine-1"):
             async with door_that_starts(first, 1) as door:
                 assert kind == "remote_pair" or door.router.state[0] == "starting"
-                door.router.ready()  # what is known to be elsewhere is served
+                door.router.ready()  # sequences of other engines are served
                 for name in ("there", "both", "unknown", tagged):
                     await is_refused(door, "get_sequence", {"id": name})
                     await is_refused(door, "gather", {"layer": 0, "sequences": [name]})
@@ -201,7 +200,7 @@ async def test_an_engine_that_refuses_a_poll_stays(
 
 
 @PAIR
-async def test_what_is_over_engines_of_which_one_dies_is_let_go_by_the_others(
+async def test_other_engines_delete_their_shards_when_one_engine_dies(
     cluster: Cluster,
 ) -> None:
     await filled(cluster)

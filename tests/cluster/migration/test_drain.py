@@ -1,4 +1,4 @@
-"""An engine that is emptied while callers go on: every number stays right, whoever dies."""
+"""An engine is drained while callers continue: every number stays right, whatever dies."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.cluster.sharded.test_ranks_doors import another_door, prefix_states
 Array = Any
 SOURCE = "engine-0"
 AGAIN = {"sequence_moving", "not_ready", "overloaded", "sequence_taken"}
-GONE = {"lost_sequence", "unknown_sequence"}
+LOST = {"lost_sequence", "unknown_sequence"}
 
 
 @dataclass
 class Caller:
-    """One that appends to, decodes, forks and cuts sequences of its own, and knows what they hold;
+    """Appends to, decodes, forks and truncates sequences of its own, and checks their rows.
     `may_lose`: engines are killed meanwhile."""
 
     door: Cluster
@@ -43,7 +43,7 @@ class Caller:
         self.rng = np.random.default_rng(self.number)
 
     async def ask(self, name: str, fields: Any, about: str, **arrays: Array) -> Any:
-        """The answer, None where the sequence is lost; what may be tried again is."""
+        """The reply, None where the sequence is lost; retries what may be retried."""
         async with asyncio.timeout(60):
             while True:
                 reply = await self.door.call(name, fields, **arrays)
@@ -51,7 +51,7 @@ class Caller:
                 if reply.status < 300:
                     return reply
                 code = reply.fields["code"]
-                if self.may_lose and code in GONE | {"deadline_exceeded"}:
+                if self.may_lose and code in LOST | {"deadline_exceeded"}:
                     self.lost.add(about)
                     self.held.pop(about, None)
                     return None
@@ -157,7 +157,7 @@ async def all_there(cluster: Cluster, count: int = 3) -> None:
 
 
 async def begin_at_source(doors: Sequence[Cluster], callers: Sequence[Caller], count: int) -> None:
-    """Every caller's first sequences, all on the engine that is to be emptied."""
+    """Creates every caller's first sequences on the engine that will be drained."""
     for door in doors:
         door.only_on(SOURCE)
     for caller in callers:
@@ -168,7 +168,7 @@ async def begin_at_source(doors: Sequence[Cluster], callers: Sequence[Caller], c
 
 @THREE
 @pytest.mark.long
-async def test_an_engine_is_emptied_while_callers_at_another_door_go_on(
+async def test_an_engine_is_drained_while_callers_at_another_door_continue(
     cluster: Cluster,
 ) -> None:
     async with another_door(cluster) as second:
@@ -195,12 +195,12 @@ async def test_an_engine_is_emptied_while_callers_at_another_door_go_on(
         assert {one["id"] for one in listed} == names, "no copy is left over"
         stopped = await second.ok("drain_engine", {"name": SOURCE, "stop": True})
         assert stopped.fields == {"name": SOURCE, "draining": False, "sequences": 0}
-        refused = await cluster.call("drain_engine", {"name": "nobody"})
+        refused = await cluster.call("drain_engine", {"name": "no-such-engine"})
         assert (refused.status, refused.fields["field"]) == (422, "name")
 
 
 @THREE
-async def test_what_forks_share_and_names_of_pages_are_kept(cluster: Cluster) -> None:
+async def test_shared_and_committed_pages_stay_shared_and_committed(cluster: Cluster) -> None:
     cluster.only_on(SOURCE)
     book = Book(cluster)
     await book.create("root", ttl_s=500.0)
@@ -236,7 +236,7 @@ async def test_what_forks_share_and_names_of_pages_are_kept(cluster: Cluster) ->
 
 @THREE
 @pytest.mark.long
-async def test_parts_of_sequences_are_moved_while_callers_at_two_doors_go_on(
+async def test_shards_are_moved_while_callers_at_two_doors_continue(
     cluster: Cluster,
 ) -> None:
     async with another_door(cluster) as second:
@@ -274,7 +274,7 @@ async def test_parts_of_sequences_are_moved_while_callers_at_two_doors_go_on(
 
 
 @THREE
-async def test_parts_that_share_pages_share_them_there_too(cluster: Cluster) -> None:
+async def test_shards_that_share_pages_share_them_after_the_move(cluster: Cluster) -> None:
     book = Book(cluster)
     cluster.only_on(SOURCE, "engine-1")
     await book.create("root", ranks=2)
@@ -302,7 +302,7 @@ async def test_parts_that_share_pages_share_them_there_too(cluster: Cluster) -> 
 
 
 @THREE
-async def test_what_has_no_room_elsewhere_stays_until_there_is(cluster: Cluster) -> None:
+async def test_sequences_stay_while_no_other_engine_has_room(cluster: Cluster) -> None:
     book = Book(cluster)
     engines = sorted(one.name for one in cluster.router.members.engines)
     for name in engines:
@@ -326,7 +326,7 @@ async def test_what_has_no_room_elsewhere_stays_until_there_is(cluster: Cluster)
 
 
 @THREE
-async def test_pins_and_leases_are_kept_and_imports_are_waited_for(cluster: Cluster) -> None:
+async def test_pins_and_leases_are_moved_and_imports_are_waited_for(cluster: Cluster) -> None:
     book, ids = Book(cluster), list(range(9 * PAGE))
     cluster.only_on(SOURCE)
     await book.create("root")
@@ -391,7 +391,7 @@ async def test_pins_and_leases_are_kept_and_imports_are_waited_for(cluster: Clus
 
 @THREE
 @pytest.mark.long
-async def test_a_pin_that_has_no_room_elsewhere_stays_until_there_is(
+async def test_pins_stay_while_no_other_engine_has_room(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     book, ids = Book(cluster), list(range(60 * PAGE))
@@ -420,7 +420,7 @@ async def test_a_pin_that_has_no_room_elsewhere_stays_until_there_is(
 
 @pytest.mark.long
 @pytest.mark.parametrize("victim", [SOURCE, "engine-1"])
-def test_an_engine_that_dies_meanwhile_takes_only_its_own_along(
+def test_an_engine_that_dies_during_a_drain_loses_only_its_own_sequences(
     mortal_engines: LocalEngines, victim: str
 ) -> None:
     engines = mortal_engines
@@ -452,7 +452,7 @@ def test_an_engine_that_dies_meanwhile_takes_only_its_own_along(
             for door in (first, second):
                 await all_there(door)
             await first.end_drain(SOURCE)
-            async with asyncio.timeout(90):  # what nobody finished is given up
+            async with asyncio.timeout(90):  # abandoned imports are cancelled
                 while True:
                     pool = await first.fields("pool")
                     if pool["imports"] == 0:
@@ -463,17 +463,17 @@ def test_an_engine_that_dies_meanwhile_takes_only_its_own_along(
 
 
 class Died(Exception):
-    """The door, in the middle."""
+    """The door has died during a move."""
 
 
 @THREE
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("when", ["leaving", "handed", "named", "given up"])
-async def test_a_door_that_dies_while_a_sequence_changes_its_engine_loses_nothing(
+async def test_a_door_that_dies_while_a_sequence_moves_loses_nothing(
     cluster: Cluster, ranks: int, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever asks next at another door finds out where it is."""
+    """The next call at another door settles its owner."""
     async with another_door(cluster) as second:
         book = Book(cluster)
         cluster.only_on(SOURCE, "engine-1")
@@ -521,10 +521,10 @@ async def count_nothing(*_: Any) -> int:
 
 @THREE
 @pytest.mark.long
-async def test_copies_on_the_way_go_soon_where_their_door_has_died(
+async def test_copies_expire_soon_after_their_door_has_died(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A door that lives uses them again and again, however long it takes."""
+    """A living door keeps them in use."""
     monkeypatch.setattr(drain, "ANCHOR_TTL_S", 0.6)
     monkeypatch.setattr(families, "ANCHOR_TTL_S", 0.6)
     book, begun = Book(cluster), asyncio.Event()

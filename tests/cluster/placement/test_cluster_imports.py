@@ -50,7 +50,7 @@ async def brought(cluster: Cluster, name: str, parts: list[Answer], first: int =
         await cluster.ok("import_sequence", fields, **part.arrays)
 
 
-async def test_an_import_is_placed_gone_on_with_and_found_by_a_router_that_forgot_it(
+async def test_an_import_is_placed_and_continued_by_a_router_that_has_forgotten_it(
     cluster: Cluster, rng: np.random.Generator
 ) -> None:
     (name,) = await cluster.create(1)

@@ -29,7 +29,7 @@ def removed(*pages: int) -> dict[str, Any]:
     return stored(*pages) | {"type": "removed"}
 
 
-def test_what_an_engine_is_to_have_is_awaited_from_the_prompt_that_brings_it() -> None:
+def test_expected_pages_are_awaited_from_the_prompt_that_brings_them() -> None:
     known, first, second = Prefixes(), InflightPrompt(), InflightPrompt()
     known.add("a", stored(0, 1))
     assert known.awaited("a", KEYS[:2]) == (2, None)
@@ -42,7 +42,7 @@ def test_what_an_engine_is_to_have_is_awaited_from_the_prompt_that_brings_it() -
     assert known.awaited("a", []) == (0, None)
 
 
-def told(known: Prefixes) -> list[tuple[str, list[int]]]:
+def logged(known: Prefixes) -> list[tuple[str, list[int]]]:
     page = known.log.page(0, 100)
     return [
         (one["type"], [bytes.fromhex(key)[0] for key in one["page_keys"]]) for one in page["events"]
@@ -60,7 +60,7 @@ def test_the_match_is_how_far_each_engine_has_the_chain_from_its_beginning() -> 
     assert known.matched(iter(())) == {}
 
 
-def test_no_more_keys_are_made_than_somebody_has() -> None:
+def test_no_more_keys_are_computed_than_some_engine_has() -> None:
     known = Prefixes()
     known.add("a", stored(0))
     made = []
@@ -87,10 +87,10 @@ def test_pages_are_expected_for_a_while_where_their_prompt_was_placed() -> None:
     known.add("b", stored(0, 1))
     assert known.matched(KEYS, 100.0) == {"a": 2, "b": 2}
     known.expect("b", (), now=100.0)
-    assert not known.expected, "what is over is forgotten"
+    assert not known.expected, "expired entries are removed"
 
 
-def test_what_is_expected_is_bounded() -> None:
+def test_the_number_of_expected_pages_is_bounded() -> None:
     known = Prefixes()
     for prompt in range(2 * MAX_EXPECTED // EXPECTED_PAGES):
         names = [(prompt * EXPECTED_PAGES + n).to_bytes(16) for n in range(EXPECTED_PAGES)]
@@ -115,7 +115,7 @@ def test_the_cluster_stores_with_the_first_engine_and_removes_with_the_last() ->
     known.add("b", removed(0))
     known.add("b", stored(1) | {"type": "cleared"})
     known.forget("a", "default")
-    assert told(known) == [("stored", [0, 1]), ("removed", [0]), ("removed", [1])]
+    assert logged(known) == [("stored", [0, 1]), ("removed", [0]), ("removed", [1])]
 
 
 def test_numbers_of_another_door_are_too_old() -> None:

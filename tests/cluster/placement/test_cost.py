@@ -46,7 +46,7 @@ def test_a_prompt_waits_for_its_pages_no_longer_than_they_are_worth() -> None:
         assert choose(loads, {"a": 100}, 1000) == "a"
 
 
-def test_an_engine_by_its_own_pace_is_charged_for_what_it_must_compute() -> None:
+def test_the_pages_to_compute_cost_time_at_the_engines_own_pace() -> None:
     slow = replace(IDLE, pace=Pace(page_s=1e-2, read_s=0.0))
     assert choose({"a": slow, "b": IDLE}, {}, 50) == "b"
     behind = replace(IDLE, work_s=0.3)
@@ -54,7 +54,7 @@ def test_an_engine_by_its_own_pace_is_charged_for_what_it_must_compute() -> None
     assert choose({"a": slow, "b": behind}, {}, 20) == "a"
 
 
-def test_a_pace_that_a_busy_moment_has_told_keeps_no_engine_from_prompts() -> None:
+def test_a_pace_measured_in_a_busy_moment_keeps_no_engine_from_prompts() -> None:
     usual, spoiled = Pace(1e-3, 1e-5, 1e-6), Pace(1e-3, 2e-4, 3e-5)
     others = [usual, Pace(9e-4, 9e-6, 9e-7), spoiled, usual]
     assert spoiled.near(others) == Pace(1e-3, 2e-5, 2e-6)
@@ -73,7 +73,7 @@ def test_late_pages_of_a_long_prompt_take_longer() -> None:
     assert pace.span_s(200.0, 300) > pace.span_s(0.0, 100)
 
 
-def test_what_is_held_weighs_as_much_as_it_takes_to_read_for_an_answer() -> None:
+def test_held_pages_cost_the_time_to_read_them_for_an_answer() -> None:
     busy = replace(IDLE, free=500, held=500)
     assert choose({"a": busy, "b": IDLE}, {"a": 20}, 40) == "a", "40 ms of 20 pages, 40 of reading"
     slow = replace(busy, pace=replace(PACE, read_s=1e-3))
@@ -86,7 +86,7 @@ def test_of_two_engines_with_a_beginning_the_longer_one_wins_unless_most_is_ther
     assert choose(loads, {"a": 10, "b": 8}, 40) == "b"
 
 
-def test_an_engine_is_busy_for_what_it_was_given_and_never_thought_to_be_for_ever() -> None:
+def test_the_assumed_work_of_an_engine_is_bounded() -> None:
     assert busy_until_s(5.0, 10.0, 2.0) == 12.0
     assert busy_until_s(15.0, 10.0, 2.0) == 17.0
     assert busy_until_s(15.0, 10.0, 1e9) == 10.0 + MOST_WORK_S
@@ -101,7 +101,7 @@ def test_a_shared_beginning_does_not_draw_everything_to_one_engine() -> None:
     assert work_s["b"] > 0.9 * work_s["a"], work_s
 
 
-def test_what_was_promised_since_the_last_numbers_counts() -> None:
+def test_pages_promised_since_the_latest_poll_count() -> None:
     loads = {"a": Load(free=1000, promised=500), "b": Load(free=1000, held=20)}
     assert choose(loads, {}, 10) == "b"
 

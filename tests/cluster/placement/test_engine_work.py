@@ -1,4 +1,4 @@
-"""What a door thinks that an engine has yet to do: what it was given, until that should be done."""
+"""A door's estimate of an engine's remaining work."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from service.operations.attention import PREFILL
 from service.operations.rows import APPEND
 from service.operations.sequences import CREATE_SEQUENCES, DELETE_SEQUENCES
 
-NOBODY: Any = None
+UNUSED: Any = None
 """Neither link nor arena is asked for anything."""
 
 
 def engine() -> Engine:
-    made = Engine("a", NOBODY, NOBODY)
+    made = Engine("a", UNUSED, UNUSED)
     made.load = Load(free=100, pace=Pace(page_s=1.0, pair_s=0.5))
     return made
 
 
-def test_a_prompt_is_work_at_the_pace_that_the_engine_told() -> None:
+def test_a_prompt_is_work_at_the_engines_pace() -> None:
     one = engine()
     one.add_work(0, 4)
     assert one.load_now.work_s == pytest.approx(8.0, abs=0.5)
@@ -32,7 +32,7 @@ def test_a_prompt_is_work_at_the_pace_that_the_engine_told() -> None:
     assert one.load_now.work_s == pytest.approx(15.0, abs=0.5), "all of it was cached"
 
 
-def test_a_prompt_that_is_announced_and_never_comes_keeps_nobody_away_for_ever() -> None:
+def test_an_announced_prompt_that_never_comes_does_not_block_an_engine_forever() -> None:
     one = engine()
     one.add_work(0, 10**9)
     assert one.load_now.work_s <= MOST_WORK_S
@@ -51,7 +51,7 @@ def test_pages_that_were_promised_are_held_once_their_rows_are_written() -> None
     one.set_held(50, APPEND)
     assert (one.load_now.held, one.load_now.promised) == (50, 0), "more than was promised"
     one.set_held(20, DELETE_SEQUENCES)
-    one.set_held(None, APPEND)  # not told
+    one.set_held(None, APPEND)  # not reported
     assert (one.load_now.held, one.load_now.room, one.load_now.total) == (20, 80, 100)
 
 

@@ -51,7 +51,7 @@ async def waited(prompts: InflightPrompts, *waits: Wait, space: str = "default")
     return had_to
 
 
-def test_what_has_begun_is_waited_for_until_it_is_committed() -> None:
+def test_a_prompt_that_has_begun_is_waited_for_until_it_is_committed() -> None:
     async def check() -> None:
         prompts = InflightPrompts()
         one = begun(prompts)
@@ -72,7 +72,7 @@ def test_a_caller_that_makes_many_before_it_sends_rows_is_not_held_up() -> None:
     asyncio.run(check())
 
 
-def test_nobody_waits_again_soon_for_a_caller_that_commits_late() -> None:
+def test_no_prompt_waits_soon_again_for_a_caller_that_commits_late() -> None:
     async def check() -> None:
         prompts = InflightPrompts()
         one = begun(prompts)
@@ -94,23 +94,23 @@ def test_nobody_waits_again_soon_for_a_caller_that_commits_late() -> None:
     asyncio.run(check())
 
 
-def test_nobody_waits_for_more_than_half_of_what_the_caller_has_time_for() -> None:
+def test_a_wait_takes_at_most_half_of_the_callers_deadline() -> None:
     async def check() -> None:
         prompts, call = InflightPrompts(), call_of(deadline_us=200_000)
         async with asyncio.timeout(LONG_S):
             await prompts.wait(call, [Wait(begun(prompts), LONG_S)])
-        assert 1 <= call.deadline_us <= 100_000, "the engine is reply what is left"
+        assert 1 <= call.deadline_us <= 100_000, "the engine gets the rest"
 
     asyncio.run(check())
 
 
-def test_what_never_ends_ends_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_never_ends_expires(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inflight_prompts, "MAX_INFLIGHT_S", 0.05)
 
     async def check() -> None:
         prompts = InflightPrompts()
         one, other = begun(prompts), InflightPrompt()
-        prompts.begin("default", "a", other)  # deleted, and made anew
+        prompts.begin("default", "a", other)  # deleted, and created again
         await asyncio.sleep(0.03)
         prompts.expire("default", "a", one)
         assert not other.ended.is_set()

@@ -78,11 +78,11 @@ class Nodes:
 
     process: subprocess.Popen[str]
 
-    def tell(self, what: str) -> None:
+    def send(self, command: str) -> None:
         assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(f"{what}\n")
+        self.process.stdin.write(f"{command}\n")
         self.process.stdin.flush()
-        assert self.process.stdout.readline() == f"{what}\n"
+        assert self.process.stdout.readline() == f"{command}\n"
 
 
 @contextmanager
@@ -120,7 +120,7 @@ def statuses(client: httpx.Client, names: list[str]) -> set[int]:
 
 
 def engine_processes() -> list[int]:
-    """Those that the replicas of this test's cluster have started."""
+    """Processes started by the replicas of this test's cluster."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -167,15 +167,15 @@ def test_two_engines_are_one_service_and_one_that_dies_comes_back(client: httpx.
     wait_for(lambda: len(engines(client)) == 2)
     after = {one["instance_id"] for one in engines(client)}
     assert len(before & after) == 1, "the one that died is another one now"
-    told = client.get("/metrics").text
-    assert len(re.findall(r"^attnd_engine_up\{.*\} 1\.0$", told, re.M)) == 2
-    appended = re.search(r"^attnd_tokens_appended_total (\S+)$", told, re.M)
+    metrics = client.get("/metrics").text
+    assert len(re.findall(r"^attnd_engine_up\{.*\} 1\.0$", metrics, re.M)) == 2
+    appended = re.search(r"^attnd_tokens_appended_total (\S+)$", metrics, re.M)
     assert appended is not None and float(appended[1]) > 0, "as the engines have counted"
 
 
 @dataclass
 class Written:
-    """One sequence, and what it must hold."""
+    """One sequence and its expected rows."""
 
     client: httpx.Client
     name: str
@@ -204,10 +204,10 @@ class Written:
     def check(self) -> None:
         """A decode that appends, and all rows."""
         new, q = self.grow(1), self.rng.standard_normal((1, 1, 4)).astype(np.float32)
-        told = self.post("/v1/decode", {}, q=q, k=new, v=-new)["o"]["data"]
+        found = self.post("/v1/decode", {}, q=q, k=new, v=-new)["o"]["data"]
         weights = np.exp(self.k[:, 0] @ q[0, 0] / 2)
         expected = weights @ -self.k[:, 0] / weights.sum()
-        np.testing.assert_allclose(told, expected, atol=2e-5)
+        np.testing.assert_allclose(found, expected, atol=2e-5)
         rows = self.post("/v1/gather", {"dtype": "fp32"})
         np.testing.assert_array_equal(rows["k"]["data"], self.k.ravel())
 
@@ -257,41 +257,41 @@ def test_engines_of_two_nodes_are_one_service_and_a_node_that_is_lost_is_replace
     from service.cluster.ray.app import HEALTH_CHECK_S
 
     with several_nodes() as (address, nodes):
-        nodes.tell("add")
+        nodes.send("add")
         with served("--cluster.ingress-resource", "door", RAY_ADDRESS=address) as client:
             names: list[str] = []
             fill_both(client, names)
             over_both = over_two_engines(client, "over-both")
             there = {one["instance_id"] for one in engines(client)}
-            nodes.tell("directory")
+            nodes.send("directory")
             time.sleep(3 * HEALTH_CHECK_S)
             over_both.check()
             assert {one["instance_id"] for one in engines(client)} == there
-            nodes.tell("kill")
+            nodes.send("kill")
             wait_for(lambda: statuses(client, names) == {200, 410})  # 503 until it counts as lost
             lost = client.get(f"/v1/sequences/{over_both.name}")
             assert (lost.status_code, lost.json()["code"]) == (410, "lost_sequence")
             assert len(engines(client)) == 1
-            nodes.tell("add")
+            nodes.send("add")
             wait_for(lambda: len(engines(client)) == 2)
             assert len(there & {one["instance_id"] for one in engines(client)}) == 1
             over_two_engines(client, "again")
 
 
 @pytest.mark.filterwarnings("ignore")  # what Ray does as it is imported is its own
-def test_the_policy_decides_when_all_engines_have_told() -> None:
+def test_the_policy_decides_when_all_engines_have_reported() -> None:
     from service.cluster.ray.app import Policy
 
     def context(current: int, *loads: Load) -> Any:
         fields = ("free", "cached", "held", "queue_s")
-        told = {name: {n: getattr(one, name) for n, one in enumerate(loads)} for name in fields}
+        means = {name: {n: getattr(one, name) for n, one in enumerate(loads)} for name in fields}
         return SimpleNamespace(
-            aggregated_metrics=told, current_num_replicas=current, target_num_replicas=current
+            aggregated_metrics=means, current_num_replicas=current, target_num_replicas=current
         )
 
     policy = Policy(least_free=0.1, most_queue_s=0.25)
     full, idle = Load(free=1, held=99), Load(free=100)
     assert policy(context(1, full))[0] == 2
-    assert policy(context(2, full))[0] == 2, "the second has not told yet"
+    assert policy(context(2, full))[0] == 2, "the second has not reported yet"
     assert policy(context(2, idle, idle))[0] == 1
     assert policy(context(1))[0] == 1

@@ -80,7 +80,7 @@ def test_an_engine_is_forgotten_when_it_has_ended_and_not_when_it_is_silent(
     own = listener.getsockname()
     every = [
         place("silent", path=own),
-        place("ended", path="/gone"),
+        place("ended", path="/ended"),
         place("moved", path="/taken"),
         place("on a dead node", node="dead", path=own),
         place("leaving", path=own, is_leaving=True),

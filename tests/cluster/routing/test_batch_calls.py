@@ -45,7 +45,7 @@ def problem(error: Exception, done: Sequence[str] = ()) -> ProblemText:
         ([RuntimeError("a bug")], ["c"], "internal", ["c"], None),
     ],
 )
-def test_a_refusal_has_what_all_parts_and_their_parts_have_done(
+def test_a_joint_error_lists_what_all_pieces_have_done(
     errors: list[BaseException], done: list[str], code: str, every: Any, lost: Any
 ) -> None:
     reply = document_of(joint_error(errors, done), b"")
@@ -66,7 +66,7 @@ async def apart(cluster: Cluster, book: Book) -> tuple[Engine, Engine]:
     return first, second
 
 
-async def test_what_was_done_in_a_part_that_was_cut_again_is_told(cluster: Cluster) -> None:
+async def test_an_error_lists_what_a_piece_that_was_split_again_has_done(cluster: Cluster) -> None:
     book = Book(cluster)
     first, _ = await apart(cluster, book)
     cluster.router.locator.tags.learn(("default", "b"), first.tag)  # it has left since
@@ -82,7 +82,7 @@ async def test_what_was_done_in_a_part_that_was_cut_again_is_told(cluster: Clust
 
 
 @pytest.mark.parametrize("names", [["b"], ["a", "b"], ["b", "c"]])
-async def test_sequences_that_change_their_engine_again_and_again_are_found(
+async def test_sequences_that_keep_moving_are_found(
     cluster: Cluster, names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     book, locator, looks = Book(cluster), cluster.router.locator, 0
@@ -105,7 +105,7 @@ async def test_sequences_that_change_their_engine_again_and_again_are_found(
 
 
 @pytest.mark.parametrize("operation", ["get_sequence", "gather", "delete_sequence"])
-async def test_a_sequence_that_one_look_has_missed_is_looked_for_again(
+async def test_a_sequence_missed_by_one_look_is_found_by_the_next(
     cluster: Cluster, operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has left an engine that was asked late for one that was asked before."""
@@ -128,7 +128,7 @@ async def test_a_sequence_that_one_look_has_missed_is_looked_for_again(
 
 @pytest.mark.parametrize("name", ["mask", "packed_mask"])
 @pytest.mark.parametrize("appends", [False, True])
-async def test_a_mask_over_sequences_of_several_engines_hides_what_it_hides_on_one(
+async def test_a_mask_over_several_engines_gives_the_numbers_of_one_engine(
     cluster: Cluster, name: str, appends: bool
 ) -> None:
     book, names, counts = Book(cluster), ["b", "a", "both", "c"], [2, 3, 1, 2]

@@ -51,7 +51,7 @@ def test_rows_of_many_layers_go_with_their_sequences() -> None:
     assert rows == [[[0, 1, 3, 4, 5], [6, 7, 9, 10, 11]], [[], []], [[2], [8]]]
 
 
-def test_cuts_and_what_they_keep_go_with_their_sequences() -> None:
+def test_truncations_and_kept_rows_go_with_their_sequences() -> None:
     fields = TruncateSequencesFields(
         sequences=["a", "b", "c", "d"],
         lengths=[1, 2, 3, 4],
@@ -114,7 +114,7 @@ def test_states_come_back_in_the_order_of_the_request() -> None:
     np.testing.assert_array_equal(arrays["lse"], q[:, :, 0])
 
 
-def test_gathered_rows_are_as_many_as_each_engine_tells() -> None:
+def test_gathered_rows_follow_each_engines_kv_indptr() -> None:
     pieces = split_batch(dumped(GatherFields(layer=0, sequences=["a", "b", "c", "d"])), {}, GROUPS)
     rows = [np.array([[1.0], [2.0], [9.0]]), np.empty((0, 1)), np.array([[5.0]])]
     replies = [

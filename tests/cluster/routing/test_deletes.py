@@ -1,4 +1,4 @@
-"""Many sequences deleted while some change their engine: each goes whole, or stays whole."""
+"""Bulk deletes while sequences move: each is deleted as a whole, or stays whole."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Ask = Callable[..., Awaitable[EngineReply]]
 NONE_LEFT = {"sequences": [], "next": None}
 
 
-async def dealt(cluster: Cluster, book: Book, name: str) -> None:
-    """A sequence over the engine that is to be emptied and another."""
+async def shard_on_source(cluster: Cluster, book: Book, name: str) -> None:
+    """A sequence over the engine that will be drained and another."""
     for engine in cluster.router.members.engines:
         engine.is_leaving = engine.name == TARGET
     await book.create(name, ranks=2)
@@ -31,8 +31,8 @@ async def dealt(cluster: Cluster, book: Book, name: str) -> None:
     cluster.only_on()
 
 
-async def begun(cluster: Cluster, book: Book, name: str, length: int) -> None:
-    """A sequence on the engine that is to be emptied."""
+async def create_on_source(cluster: Cluster, book: Book, name: str, length: int) -> None:
+    """A sequence on the engine that will be drained."""
     cluster.only_on(SOURCE)
     await book.create(name)
     await book.append(name, length)
@@ -40,7 +40,7 @@ async def begun(cluster: Cluster, book: Book, name: str, length: int) -> None:
 
 
 async def moved(cluster: Cluster) -> None:
-    """The engine is emptied, and takes new sequences again."""
+    """Drains the engine; then it accepts new sequences again."""
     await cluster.drain(SOURCE)
     await emptied(cluster)
     await cluster.drained(SOURCE)
@@ -50,7 +50,7 @@ async def moved(cluster: Cluster) -> None:
 def meanwhile(
     monkeypatch: pytest.MonkeyPatch, state: str, then: Callable[[], Awaitable[None]]
 ) -> None:
-    """Do something once, when a sequence has come to this on its way."""
+    """Runs `then` once, when a moving sequence has reached a state."""
     left, set_state = [then], ownership.set_state
 
     async def hand(source: Any, tenant: Any, sequence: str, now: str, **given: Any) -> None:
@@ -63,10 +63,10 @@ def meanwhile(
 
 @THREE
 @pytest.mark.parametrize("how", ["ids", "prefix", "path"])
-async def test_what_is_on_its_way_for_too_long_is_not_deleted_and_stays_whole(
+async def test_a_sequence_that_moves_for_too_long_is_not_deleted_and_stays_whole(
     cluster: Cluster, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others of a bulk delete are, and whoever asks again has the rest deleted."""
+    """A bulk delete deletes the others, and the same call again deletes the rest."""
     asked: tuple[str, dict[str, Any]] = {
         "ids": ("delete_sequences", {"ids": ["a", "b", "c"]}),
         "prefix": ("delete_sequences", {"prefix": ""}),
@@ -76,8 +76,8 @@ async def test_what_is_on_its_way_for_too_long_is_not_deleted_and_stays_whole(
         book, answers = Book(cluster), []
         cluster.only_on(TARGET)
         await book.create("b")
-        await dealt(cluster, book, "a")
-        await dealt(cluster, book, "c")
+        await shard_on_source(cluster, book, "a")
+        await shard_on_source(cluster, book, "c")
 
         async def delete() -> None:
             monkeypatch.setattr(engines_of, "RETRY_BUDGET_S", 1.0)
@@ -102,15 +102,15 @@ async def test_what_is_on_its_way_for_too_long_is_not_deleted_and_stays_whole(
 @THREE
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("how", [{"ids": ["a"]}, {"prefix": "a"}])
-async def test_what_comes_to_an_engine_that_was_asked_already_is_deleted_there(
+async def test_a_sequence_that_moves_to_an_engine_asked_before_is_deleted_there(
     cluster: Cluster, ranks: int, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with another_door(cluster) as second:
         book, is_moved = Book(cluster), asyncio.Event()
         if ranks == 1:
-            await begun(cluster, book, "a", 5 * PAGE + 1)
+            await create_on_source(cluster, book, "a", 5 * PAGE + 1)
         else:
-            await dealt(cluster, book, "a")
+            await shard_on_source(cluster, book, "a")
         for engine in cluster.router.members.engines:  # it is moved there
             engine.is_leaving = engine.name == "engine-1"
 
@@ -137,13 +137,13 @@ async def test_what_comes_to_an_engine_that_was_asked_already_is_deleted_there(
 
 
 @THREE
-async def test_an_engine_is_emptied_while_doors_delete_what_it_has(cluster: Cluster) -> None:
+async def test_an_engine_is_drained_while_doors_delete_its_sequences(cluster: Cluster) -> None:
     async with another_door(cluster) as second:
         book, rng = Book(cluster), np.random.default_rng(5)
         for number in range(10):
-            await dealt(cluster, book, f"d{number}")
+            await shard_on_source(cluster, book, f"d{number}")
         for number in range(10):
-            await begun(cluster, book, f"w{number}", 3 * PAGE + number)
+            await create_on_source(cluster, book, f"w{number}", 3 * PAGE + number)
         names = rng.permutation(sorted(book.held)).tolist()
         emptying = asyncio.ensure_future(moved(cluster))
         deleted = 0

@@ -48,7 +48,7 @@ def test_pages_follow_each_other_and_trees_hang_below_their_namespaces() -> None
     assert arrays["tree_states"].dtype == np.uint8 and arrays["tree_idle_s"].dtype == np.float32
 
 
-def test_pools_that_tell_of_every_so_manyth_page_tell_so_together() -> None:
+def test_pools_with_different_page_steps_are_joined_at_the_larger_one() -> None:
     _, arrays = join_snapshots(
         ["a", "b"], [snapshot([1, 2, 3], 4, 12, []), snapshot([0, 1, 2, 3, 1, 2], 1, 6, [])]
     )

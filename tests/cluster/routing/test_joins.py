@@ -9,7 +9,7 @@ from service.operations.status import PoolAnswer
 from service.operations.table import OPERATIONS
 
 BY_HAND = {"delete_sequences", "match_prefix", "evict", "events", "engines", "snapshot", "holds"}
-"""Asked of one engine after another, or answered from what is known."""
+"""Joined by code of their own in `broadcast.py` and `deletes.py`."""
 
 
 def test_every_operation_of_all_engines_has_its_way_of_joining() -> None:
@@ -20,8 +20,8 @@ def test_every_operation_of_all_engines_has_its_way_of_joining() -> None:
 def pool(referenced: int, sharing: float, integrity: str = "ok") -> dict[str, Any]:
     counts = ("cached", "pinned", "total", "available", "leases", "sequences", "imports", "nodes")
     numbers = dict.fromkeys(("free", *counts), 1)
-    told = {"referenced": referenced, "sharing_ratio": sharing, "integrity": integrity}
-    return numbers | told
+    rest = {"referenced": referenced, "sharing_ratio": sharing, "integrity": integrity}
+    return numbers | rest
 
 
 def test_pools_are_added_and_sharing_is_that_of_all_pages() -> None:

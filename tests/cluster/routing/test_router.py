@@ -29,7 +29,7 @@ from tests.cluster.harness import (
 SCALE = DIM**-0.5
 
 
-async def test_new_sequences_are_spread_and_ids_tell_their_engine(cluster: Cluster) -> None:
+async def test_new_sequences_are_spread_and_their_ids_name_their_engine(cluster: Cluster) -> None:
     ids = await cluster.create(8)
     if not ON_GPU:  # there they wait for each other, and who has waited less gets more
         assert {cluster.home(name) for name in ids} == {"engine-0", "engine-1"}
@@ -113,17 +113,17 @@ async def test_ids_that_callers_choose_are_found_by_a_router_that_has_never_met_
     k = rows(rng, 6)
     await cluster.ok("append", {"layer": 1, "sequences": ids}, k=k, v=k)
     assert {name: cluster.home(name) for name in ids} == homes
-    for name in ids:  # what is remembered may be wrong
+    for name in ids:  # the memory may be wrong
         tags = [one.tag for one in cluster.router.members.engines]
         wrong = [tag for tag in tags if cluster.router.members.by_tag[tag].name != homes[name]]
         cluster.router.locator.tags.learn(("default", name), wrong[0])
     gathered = await cluster.ok("gather", {"layer": 1, "sequences": ids})
     np.testing.assert_array_equal(gathered.arrays["v"], k)
     await cluster.ok("delete_sequence", {"id": ids[0]})
-    for name in (ids[0], "nobody"):
-        gone = await cluster.call("get_sequence", {"id": name})
-        assert (gone.status, gone.fields["code"]) == (404, "unknown_sequence")
-        assert gone.fields["sequences"] == [name]
+    for name in (ids[0], "unknown"):
+        missing = await cluster.call("get_sequence", {"id": name})
+        assert (missing.status, missing.fields["code"]) == (404, "unknown_sequence")
+        assert missing.fields["sequences"] == [name]
 
 
 async def test_an_id_exists_once_whichever_router_makes_it(cluster: Cluster) -> None:
@@ -139,7 +139,7 @@ async def test_an_id_exists_once_whichever_router_makes_it(cluster: Cluster) -> 
         refused = await cluster.call("create_sequences", new)
         assert (refused.status, refused.fields["code"]) == (409, "sequence_exists")
         listed = (await cluster.fields("list_sequences"))["sequences"]
-        assert len(listed) == before, "those that were made first are unmade"
+        assert len(listed) == before, "those created first are deleted"
 
 
 async def test_prompts_that_begin_alike_go_to_the_same_engine(cluster: Cluster) -> None:
@@ -181,7 +181,7 @@ async def test_sequences_of_two_engines_have_no_page_table_together(cluster: Clu
     await cluster.ok("page_table", {"sequences": alone})
 
 
-async def test_a_batch_that_one_engine_refuses_tells_what_the_other_has_done(
+async def test_a_batch_that_one_engine_refuses_lists_what_the_other_has_done(
     cluster: Cluster,
 ) -> None:
     ids = await cluster.create_apart()
@@ -213,14 +213,12 @@ async def test_a_batch_that_one_engine_refuses_tells_what_the_other_has_done(
 
 
 @pytest.mark.parametrize("name", ["append", "decode", "get_sequence", "create_sequences"])
-async def test_what_an_engine_would_refuse_is_refused_with_the_same_words(
-    cluster: Cluster, name: str
-) -> None:
+async def test_invalid_requests_are_rejected_by_the_router(cluster: Cluster, name: str) -> None:
     refused = await cluster.call(name, {"layer": 0, "sequences": ["a b"], "id": "a b"})
     assert (refused.status, refused.fields["code"]) == (422, "invalid_request")
 
 
-async def test_the_pool_is_that_of_all_engines_and_each_tells_its_own(cluster: Cluster) -> None:
+async def test_the_pool_is_the_sum_of_all_engines(cluster: Cluster) -> None:
     await cluster.create(4)
     pool = await cluster.fields("pool")
     assert (pool["total"], pool["sequences"]) == (2 * PAGES, 4)
@@ -267,7 +265,7 @@ async def test_an_import_stays_on_the_engine_that_it_was_begun_on(
     assert unknown.status == 404
 
 
-def test_a_door_tells_what_engines_have_counted_that_are_no_processes_of_its_service(
+def test_a_door_reports_the_counts_of_engines_of_other_services(
     two_engines: LocalEngines,
 ) -> None:
     metrics = Metrics("http-0")
@@ -300,7 +298,7 @@ def test_a_door_tells_what_engines_have_counted_that_are_no_processes_of_its_ser
     assert not counted("sessions"), "gauges go"
 
 
-async def test_cuts_commits_and_appends_of_many_are_done_on_both_engines(
+async def test_truncations_commits_and_appends_of_many_run_on_both_engines(
     cluster: Cluster,
 ) -> None:
     rng = np.random.default_rng(5)

@@ -1,4 +1,4 @@
-"""Where sequences are: what ids tell, and what is remembered."""
+"""The engine of a sequence: by its id, or by memory."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from service.cluster.routing.tags import Tags, new_id, tag_in, tag_of_instance
 from service.operations.schema.fields import ID_PATTERN
 
 
-def test_an_id_that_was_made_tells_its_engine() -> None:
+def test_a_generated_id_names_its_engine() -> None:
     tag = tag_of_instance("0123456789abcdef0123456789abcdef")
     name = new_id(tag)
     assert tag_in(name) == tag == "01234567"
     assert re.fullmatch(ID_PATTERN, name) and new_id(tag) != name
 
 
-def test_most_ids_that_callers_choose_tell_nothing() -> None:
+def test_chosen_ids_without_a_tag_name_no_engine() -> None:
     assert [tag_in(name) for name in ("chat-1", "a.b", "x.0123456", "y.0123456g")] == [None] * 4
 
 
-def test_what_is_remembered_goes_before_what_the_id_tells() -> None:
+def test_the_memory_takes_precedence_over_the_id() -> None:
     names = Tags()
     name = ("default", new_id("aaaaaaaa"))
     names.learn(name, "bbbbbbbb")
@@ -37,7 +37,7 @@ def test_equal_ids_of_two_namespaces_are_two_sequences() -> None:
     assert (names.tag(("red", "chat")), names.tag(("blue", "chat"))) == (None, "bbbbbbbb")
 
 
-def test_what_becomes_another_thing_is_counted() -> None:
+def test_changes_are_counted() -> None:
     names = Tags()
     name = ("default", new_id("aaaaaaaa"))
     names.learn(name, "aaaaaaaa")
@@ -50,7 +50,7 @@ def test_what_becomes_another_thing_is_counted() -> None:
     assert names.changes == 3
 
 
-def test_the_memory_is_bounded_and_forgets_what_was_learned_first() -> None:
+def test_the_memory_is_bounded_and_forgets_the_oldest() -> None:
     names = Tags(most=2)
     for name in ("a", "b", "a", "c"):
         names.learn(("default", name), "aaaaaaaa")
