@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import oracle
 
-from tests.cluster.harness import ATOL, DIM, HEADS, LAYERS, PAGE, Cluster, rows
+from tests.cluster.harness import ATOL, DIM, HEADS, LAYERS, PAGE, Answer, Cluster, rows
 
 Array = Any
 SCALE = DIM**-0.5
@@ -21,16 +22,35 @@ class Book:
     cluster: Cluster
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(3))
     held: dict[str, list[tuple[Array, Array]]] = field(default_factory=dict)
+    retried: frozenset[str] = frozenset()
+    """Codes of errors after which a call is repeated."""
+    losing: frozenset[str] = frozenset()
+    """Codes of errors after which the sequence counts as lost."""
+
+    async def ask(self, about: str, name: str, fields: Any, **arrays: Array) -> Answer | None:
+        """The reply to a call for a sequence; None where that is lost."""
+        async with asyncio.timeout(60):
+            while True:
+                answer = await self.cluster.call(name, fields, **arrays)
+                if answer.status < 300:
+                    return answer
+                code = answer.fields["code"]
+                if code in self.losing:
+                    self.held.pop(about, None)
+                    return None
+                assert code in self.retried, (name, fields, answer)
+                await asyncio.sleep(0.01)
 
     async def create(self, name: str, **given: Any) -> None:
-        await self.cluster.ok("create_sequences", {"sequences": [{"id": name} | given]})
-        none = rows(self.rng, 0)
-        self.held[name] = [(none, none)] * LAYERS
+        new = {"sequences": [{"id": name} | given]}
+        if await self.ask(name, "create_sequences", new) is not None:
+            none = rows(self.rng, 0)
+            self.held[name] = [(none, none)] * LAYERS
 
     async def fork(self, parent: str, name: str, length: int | None = None) -> None:
-        asked = {"id": name, "parent": parent} | ({} if length is None else {"length": length})
-        await self.cluster.ok("create_sequences", {"sequences": [asked]})
-        self.held[name] = [(k[:length], v[:length]) for k, v in self.held[parent]]
+        new = {"id": name, "parent": parent} | ({} if length is None else {"length": length})
+        if await self.ask(parent, "create_sequences", {"sequences": [new]}) is not None:
+            self.held[name] = [(k[:length], v[:length]) for k, v in self.held[parent]]
 
     def grow(self, names: list[str], counts: list[int], layer: int) -> dict[str, Array]:
         new = {"k": rows(self.rng, sum(counts)), "v": rows(self.rng, sum(counts))}
@@ -45,9 +65,12 @@ class Book:
 
     async def append(self, name: str, count: int) -> None:
         for layer in range(LAYERS):
-            fields = {"layer": layer, "sequences": [name], "append_indptr": [0, count]}
-            reply = await self.cluster.ok("append", fields, **self.grow([name], [count], layer))
-            assert reply.fields["lengths"] == [len(self.held[name][layer][0])]
+            if name in self.held:
+                fields = {"layer": layer, "sequences": [name], "append_indptr": [0, count]}
+                fields["offsets"] = [len(self.held[name][layer][0])]
+                reply = await self.ask(name, "append", fields, **self.grow([name], [count], layer))
+                if reply is not None:
+                    assert reply.fields["lengths"] == [len(self.held[name][layer][0])]
 
     async def attend(
         self, names: list[str], counts: list[int], layer: int, *, appends: bool, **how: Any
@@ -59,7 +82,9 @@ class Book:
         name = "prefill" if "causal" in how else "decode"
         if name == "prefill":
             fields["qo_indptr"] = [0, *np.cumsum(counts).tolist()]
-        reply = await self.cluster.ok(name, fields, q=q, **new)
+        reply = await self.ask(names[0], name, fields, q=q, **new)
+        if reply is None:
+            return
         begin = 0
         for one, count in zip(names, counts, strict=True):
             mine = slice(begin, begin + count)
@@ -79,19 +104,37 @@ class Book:
             begin += count
 
     async def truncate(self, name: str, length: int) -> None:
-        reply = await self.cluster.ok("truncate", {"id": name, "length": length})
+        reply = await self.ask(name, "truncate", {"id": name, "length": length})
+        if reply is None:
+            return
         assert reply.fields["lengths"] == [length] * LAYERS
         self.held[name] = [(k[:length], v[:length]) for k, v in self.held[name]]
 
     async def check(self, name: str) -> None:
         """Checks a sequence's description, and all its rows."""
-        reply = await self.cluster.fields("get_sequence", {"id": name})
-        lengths = [len(k) for k, _ in self.held[name]]
+        reply = await self.ask(name, "get_sequence", {"id": name})
+        if reply is None:
+            return
+        view, lengths = reply.fields, [len(k) for k, _ in self.held[name]]
         pages = -(-max(lengths) // PAGE)
         last = max(lengths) - max(pages - 1, 0) * PAGE
-        assert (reply["lengths"], reply["pages"], reply["last_page_len"]) == (lengths, pages, last)
+        assert (view["lengths"], view["pages"], view["last_page_len"]) == (lengths, pages, last)
         for layer in range(LAYERS):
             fields = {"layer": layer, "sequences": [name], "dtype": "fp32"}
-            found = (await self.cluster.ok("gather", fields)).arrays
+            reply = await self.ask(name, "gather", fields)
+            if reply is None:
+                return
             for part, want in zip("kv", self.held[name][layer], strict=True):
-                np.testing.assert_array_equal(found[part], want, err_msg=f"{part}, {layer}")
+                np.testing.assert_array_equal(reply.arrays[part], want, err_msg=f"{part}, {layer}")
+
+
+def prefix_states(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    """Attention of one query row, float64, over each prefix of the keys: o [m, Hq, D], lse [m, Hq];
+    entry i sees i + 1 keys."""
+    q, k, v = (np.asarray(one, np.float64) for one in (q, k, v))
+    group = q.shape[0] // k.shape[1]
+    k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
+    weights = np.exp(np.einsum("hd,mhd->mh", q, k) * DIM**-0.5)
+    sums = np.cumsum(weights, axis=0)
+    o = np.cumsum(weights[..., None] * v, axis=0) / sums[..., None]
+    return o, np.log(sums)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -107,8 +108,6 @@ class Cluster:
         """The fields of the reply to a call that must succeed."""
         return (await self.ok(name, fields, **arrays)).fields
 
-    told = ok
-
     async def error(self, name: str, fields: Any, **arrays: Any) -> tuple[int, str, Answer]:
         """The status, the code and all of the error reply to a call."""
         answer = await self.call(name, fields, **arrays)
@@ -199,3 +198,19 @@ def run(engines: LocalEngines, test: Callable[[Cluster], Coroutine[Any, Any, Non
 
 def rows(rng: np.random.Generator, count: int, heads: int = HEADS) -> Any:
     return rng.standard_normal((count, heads, DIM)).astype(FLOAT)
+
+
+@asynccontextmanager
+async def another_door(first: Cluster, has_keys: bool = False) -> AsyncIterator[Cluster]:
+    """A second router over the same engines."""
+    router = Router(SETTINGS.server, has_keys)
+    try:
+        async with asyncio.timeout(60):
+            await router.connect(str(first.engines.members), "test-2", first.engines.secret)
+        second = Cluster(router, first.engines)
+        await second.until(
+            lambda: len(router.members.engines) == len(first.router.members.engines), "all engines"
+        )
+        yield second
+    finally:
+        router.close()

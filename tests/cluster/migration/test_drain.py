@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,13 +17,20 @@ from service.cluster.migration.families import Family
 from service.cluster.migration.transfer import Transfer
 from service.operations.transfer import CANCEL_IMPORT
 from tests.cluster.checked_calls import Book
-from tests.cluster.harness import ATOL, HEADS, LAYERS, PAGE, PAGES, THREE, Cluster, rows, run
-from tests.cluster.sharded.test_ranks_doors import another_door, prefix_states
+from tests.cluster.harness import (
+    LAYERS,
+    PAGE,
+    PAGES,
+    THREE,
+    Cluster,
+    another_door,
+    run,
+)
 
 Array = Any
 SOURCE = "engine-0"
-AGAIN = {"sequence_moving", "not_ready", "overloaded", "sequence_taken"}
-LOST = {"lost_sequence", "unknown_sequence"}
+AGAIN = frozenset({"sequence_moving", "not_ready", "overloaded", "sequence_taken"})
+LOST = frozenset({"lost_sequence", "unknown_sequence", "deadline_exceeded"})
 
 
 @dataclass
@@ -35,108 +42,50 @@ class Caller:
     number: int
     may_lose: bool = False
     ranks: int = 1
-    held: dict[str, list[tuple[Array, Array]]] = field(default_factory=dict)
-    lost: set[str] = field(default_factory=set)
-    calls: int = 0
 
     def __post_init__(self) -> None:
-        self.rng = np.random.default_rng(self.number)
-
-    async def ask(self, name: str, fields: Any, about: str, **arrays: Array) -> Any:
-        """The reply, None where the sequence is lost; retries what may be retried."""
-        async with asyncio.timeout(60):
-            while True:
-                reply = await self.door.call(name, fields, **arrays)
-                self.calls += 1
-                if reply.status < 300:
-                    return reply
-                code = reply.fields["code"]
-                if self.may_lose and code in LOST | {"deadline_exceeded"}:
-                    self.lost.add(about)
-                    self.held.pop(about, None)
-                    return None
-                assert code in AGAIN, (name, fields, reply.fields)
-                await asyncio.sleep(0.01)
+        rng, losing = (
+            np.random.default_rng(self.number),
+            LOST if self.may_lose else frozenset[str](),
+        )
+        self.book = Book(self.door, rng, retried=AGAIN, losing=losing)
 
     async def begin(self, count: int) -> None:
-        none = rows(self.rng, 0)
         for index in range(count):
             name = f"c{self.number}-{index}"
-            new = {"sequences": [{"id": name, "ranks": self.ranks}]}
-            if await self.ask("create_sequences", new, name) is not None:
-                self.held[name] = [(none, none)] * LAYERS
-                await self.append(name, 3 * PAGE + self.number)
-
-    async def append(self, name: str, count: int) -> None:
-        for layer in range(LAYERS):
-            if name not in self.held:
-                return
-            k, v = self.held[name][layer]
-            new = rows(self.rng, count), rows(self.rng, count)
-            fields = {
-                "layer": layer,
-                "sequences": [name],
-                "append_indptr": [0, count],
-                "offsets": [len(k)],
-            }
-            reply = await self.ask("append", fields, name, k=new[0], v=new[1])
-            if reply is not None:
-                both = np.concatenate((k, new[0])), np.concatenate((v, new[1]))
-                self.held[name][layer] = both
+            await self.book.create(name, ranks=self.ranks)
+            await self.book.append(name, 3 * PAGE + self.number)
 
     async def decode(self, name: str) -> None:
         for layer in range(LAYERS):
-            if name not in self.held:
-                return
-            k, v = self.held[name][layer]
-            new = rows(self.rng, 1), rows(self.rng, 1)
-            q = rows(self.rng, 1, 2 * HEADS)
-            fields = {"layer": layer, "sequences": [name], "offsets": [len(k)]}
-            reply = await self.ask("decode", fields, name, q=q, k=new[0], v=new[1])
-            if reply is not None:
-                k, v = np.concatenate((k, new[0])), np.concatenate((v, new[1]))
-                self.held[name][layer] = k, v
-                o, lse = prefix_states(q[0], k, v)
-                np.testing.assert_allclose(reply.arrays["o"][0], o[-1], atol=ATOL, err_msg=name)
-                np.testing.assert_allclose(reply.arrays["lse"][0], lse[-1], atol=ATOL)
-
-    async def fork(self, name: str, fork: str) -> None:
-        new = {"sequences": [{"id": fork, "parent": name}]}
-        if await self.ask("create_sequences", new, name) is not None:
-            self.held[fork] = list(self.held[name])
-
-    async def cut(self, name: str, length: int) -> None:
-        if await self.ask("truncate", {"id": name, "length": length}, name) is not None:
-            self.held[name] = [(k[:length], v[:length]) for k, v in self.held[name]]
+            if name in self.book.held:
+                offsets = [len(self.book.held[name][layer][0])]
+                await self.book.attend([name], [1], layer, appends=True, offsets=offsets)
 
     async def work(self, until: asyncio.Event) -> None:
-        number = 0
-        while not until.is_set() and self.held:
-            names = sorted(self.held)
-            name, number = names[int(self.rng.integers(len(names)))], number + 1
-            length = len(self.held[name][0][0])
-            match int(self.rng.integers(8)):
+        number, book = 0, self.book
+        while not until.is_set() and book.held:
+            names = sorted(book.held)
+            name, number = names[int(book.rng.integers(len(names)))], number + 1
+            length = len(book.held[name][0][0])
+            match int(book.rng.integers(8)):
                 case 0 if len(names) < 6:
-                    await self.fork(name, f"c{self.number}-f{number}")
+                    await book.fork(name, f"c{self.number}-f{number}")
                 case 1 if length > 4 * PAGE:
-                    await self.cut(name, int(self.rng.integers(length)))
+                    await book.truncate(name, int(book.rng.integers(length)))
                 case 2 if length < 8 * PAGE:
-                    await self.append(name, int(self.rng.integers(1, 2 * PAGE)))
+                    await book.append(name, int(book.rng.integers(1, 2 * PAGE)))
                 case _ if length < 10 * PAGE:
                     await self.decode(name)
                 case _:
-                    await self.cut(name, PAGE + 1)
+                    await book.truncate(name, PAGE + 1)
             await asyncio.sleep(0)
 
-    async def check(self) -> None:
-        for name in sorted(self.held):
-            for layer in range(LAYERS):
-                fields = {"layer": layer, "sequences": [name], "dtype": "fp32"}
-                reply = await self.ask("gather", fields, name)
-                if reply is None:
-                    break
-                for part, want in zip("kv", self.held[name][layer], strict=True):
-                    np.testing.assert_array_equal(reply.arrays[part], want, err_msg=name)
+    async def check(self, door: Cluster | None = None) -> None:
+        """Checks all sequences, by default at the caller's own door."""
+        self.book.cluster = door or self.door
+        for name in sorted(self.book.held):
+            await self.book.check(name)
 
 
 async def left_at(cluster: Cluster, name: str) -> int:
@@ -187,11 +136,10 @@ async def test_an_engine_is_drained_while_callers_at_another_door_continue(
         await asyncio.gather(*working)
         for caller in callers:
             await caller.check()
-            assert not caller.lost
         assert await left_at(cluster, SOURCE) == 0
         assert SOURCE not in {second.home(name) for name in made}
         listed = (await cluster.fields("list_sequences", {"limit": 100}))["sequences"]
-        names = {name for caller in callers for name in caller.held} | set(made)
+        names = {name for caller in callers for name in caller.book.held} | set(made)
         assert {one["id"] for one in listed} == names, "no copy is left over"
         stopped = await second.ok("drain_engine", {"name": SOURCE, "stop": True})
         assert stopped.fields == {"name": SOURCE, "draining": False, "sequences": 0}
@@ -246,7 +194,7 @@ async def test_shards_are_moved_while_callers_at_two_doors_continue(
             door.only_on(SOURCE, "engine-1")
         for caller in callers:
             await caller.begin(2)
-            await caller.fork(f"c{caller.number}-0", f"c{caller.number}-f")
+            await caller.book.fork(f"c{caller.number}-0", f"c{caller.number}-f")
         for door in doors:
             door.only_on()
         over = asyncio.Event()
@@ -262,11 +210,10 @@ async def test_shards_are_moved_while_callers_at_two_doors_continue(
             await all_there(door, 2)
         await asyncio.sleep(0.3)
         for caller in callers:
-            for caller.door in doors:
-                await caller.check()
-            assert not caller.lost
+            for door in doors:
+                await caller.check(door)
         listed = (await cluster.fields("list_sequences", {"limit": 100}))["sequences"]
-        names = {name for caller in callers for name in caller.held}
+        names = {name for caller in callers for name in caller.book.held}
         assert {one["id"] for one in listed} == names, "no copy is left over"
         cluster.engines.start(SOURCE)
         for door in doors:
@@ -445,7 +392,7 @@ def test_an_engine_that_dies_during_a_drain_loses_only_its_own_sequences(
             await asyncio.gather(*working)
             for caller in callers:
                 await caller.check()
-            assert any(caller.held for caller in callers), "something has lived on"
+            assert any(caller.book.held for caller in callers), "something has lived on"
             for door in (first, second):
                 door.router.drains.stop(SOURCE)
             engines.start(victim)

@@ -13,9 +13,8 @@ from service.cluster.membership import engine as engines_of
 from service.cluster.membership.engine import Call, EngineReply
 from service.cluster.migration import ownership
 from tests.cluster.checked_calls import Book
-from tests.cluster.harness import PAGE, THREE, Cluster
+from tests.cluster.harness import PAGE, THREE, Cluster, another_door
 from tests.cluster.migration.test_drain import SOURCE, emptied
-from tests.cluster.sharded.test_ranks_doors import another_door
 
 TARGET = "engine-2"
 Ask = Callable[..., Awaitable[EngineReply]]

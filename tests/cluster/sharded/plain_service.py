@@ -17,7 +17,7 @@ IDS = list(range(PAGE))
 
 async def every_operation(cluster: Cluster) -> None:
     """Each must succeed; attention is compared with the oracle."""
-    book, succeed = Book(cluster), cluster.told
+    book, succeed = Book(cluster), cluster.ok
     await book.create("a")
     await book.append("a", 2 * PAGE + 1)
     await book.fork("a", "b", 2 * PAGE)

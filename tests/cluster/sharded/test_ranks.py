@@ -38,11 +38,11 @@ def test_results_equal_one_engine_at_every_offset_in_a_page(
                 await book.attend(["a"], [1], layer, appends=True, lse_base="2")
                 await book.attend(["plain", "a"], [1, 1], layer, appends=False)
             await book.check("a")
-        listed = (await cluster.told("list_sequences", {"limit": 2})).fields["sequences"]
+        listed = (await cluster.ok("list_sequences", {"limit": 2})).fields["sequences"]
         assert [one["id"] for one in listed] == ["a", "plain"]
         assert listed[0]["length"] == len(book.held["a"][0][0])
         for name, expected in (("a", 1), ("nobody", 0), ("plain", 1)):
-            reply = await cluster.told("delete_sequences", {"ids": [name]})
+            reply = await cluster.ok("delete_sequences", {"ids": [name]})
             assert reply.fields == {"num_deleted": expected}
 
     run(two_engines, test)
@@ -69,7 +69,7 @@ def test_results_equal_one_engine_in_any_order_of_calls(
 ) -> None:
     async def test(cluster: Cluster) -> None:
         book = Book(cluster)
-        await cluster.told("delete_sequences", {"prefix": ""})  # of an example that failed
+        await cluster.ok("delete_sequences", {"prefix": ""})  # of an example that failed
         await book.create("s0", ranks=2)
         for number, (kind, count, chosen, window) in enumerate(steps):
             names = sorted(book.held)
@@ -108,12 +108,12 @@ def test_an_append_that_one_rank_refuses_is_undone_at_the_other(two_engines: Loc
         for engine in cluster.router.members.engines:
             if engine is not full:
                 engine.is_leaving = True
-        await cluster.told("create_sequences", filler)
+        await cluster.ok("create_sequences", filler)
         for engine in cluster.router.members.engines:
             engine.is_leaving = False
         taken = (PAGES - 1) * PAGE
         fields = {"layer": 0, "sequences": ["filler"], "append_indptr": [0, taken]}
-        await cluster.told("append", fields, k=rows(book.rng, taken), v=rows(book.rng, taken))
+        await cluster.ok("append", fields, k=rows(book.rng, taken), v=rows(book.rng, taken))
         free = await cluster.free_pages()
         count = 9 * PAGE
         new = {"k": rows(book.rng, count), "v": rows(book.rng, count)}
@@ -122,7 +122,7 @@ def test_an_append_that_one_rank_refuses_is_undone_at_the_other(two_engines: Loc
         assert (reply.status, reply.fields["code"]) == (507, "out_of_pages"), reply
         assert await cluster.free_pages() == free
         await book.check("a")
-        await cluster.told("delete_sequence", {"id": "filler"})
+        await cluster.ok("delete_sequence", {"id": "filler"})
         for pause in (0.0, 0.0, 0.001, 0.003, 0.01):  # a caller that cancels at any moment
             asking = asyncio.ensure_future(cluster.call("append", fields, **new))
             await asyncio.sleep(pause)
@@ -302,13 +302,13 @@ def test_more_ranks_than_engines_that_accept_sequences_get_503(
 ) -> None:
     async def test(cluster: Cluster) -> None:
         book = Book(cluster)
-        await cluster.told("drain_engine", {"name": "engine-2"})
+        await cluster.ok("drain_engine", {"name": "engine-2"})
         await cluster.until(lambda: cluster.router.drains.tasks["engine-2"].done(), "drained")
         for ranks, status, code in ((3, 503, "not_ready"), (4, 422, "invalid_request")):
             new = {"sequences": [{"id": "a", "ranks": ranks}]}
             reply = await cluster.call("create_sequences", new)
             assert (reply.status, reply.fields["code"]) == (status, code), reply
-        await cluster.told("drain_engine", {"name": "engine-2", "stop": True})
+        await cluster.ok("drain_engine", {"name": "engine-2", "stop": True})
         members = cluster.router.members
         await cluster.until(lambda: all(one.takes_new for one in members.engines), "all engines")
         await book.create("a", ranks=3)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +10,7 @@ import numpy as np
 import pytest
 
 from service.cluster.membership.local_engines import LocalEngines
-from service.cluster.routing.router import Router
+from tests.cluster.checked_calls import prefix_states
 from tests.cluster.harness import (
     ATOL,
     DIM,
@@ -21,42 +19,14 @@ from tests.cluster.harness import (
     LAYERS,
     PAGE,
     PAGES,
-    SETTINGS,
     Cluster,
+    another_door,
     rows,
     run,
 )
 
 Array = Any
 NAME = "book"
-
-
-@asynccontextmanager
-async def another_door(first: Cluster, has_keys: bool = False) -> AsyncIterator[Cluster]:
-    """A second router over the same engines."""
-    router = Router(SETTINGS.server, has_keys)
-    try:
-        async with asyncio.timeout(60):
-            await router.connect(str(first.engines.members), "test-2", first.engines.secret)
-        second = Cluster(router, first.engines)
-        await second.until(
-            lambda: len(router.members.engines) == len(first.router.members.engines), "all engines"
-        )
-        yield second
-    finally:
-        router.close()
-
-
-def prefix_states(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-    """Attention of one query row, float64, over each prefix of the keys: o [m, Hq, D], lse [m, Hq];
-    entry i sees i + 1 keys."""
-    q, k, v = (np.asarray(one, np.float64) for one in (q, k, v))
-    group = q.shape[0] // k.shape[1]
-    k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
-    weights = np.exp(np.einsum("hd,mhd->mh", q, k) * DIM**-0.5)
-    sums = np.cumsum(weights, axis=0)
-    o = np.cumsum(weights[..., None] * v, axis=0) / sums[..., None]
-    return o, np.log(sums)
 
 
 @dataclass
@@ -125,7 +95,7 @@ class Hammer:
         whole = []
         for layer in range(LAYERS):
             fields = {"layer": layer, "sequences": [NAME], "dtype": "fp32"}
-            replies = [(await door.told("gather", fields)).arrays for door in self.doors]
+            replies = [(await door.ok("gather", fields)).arrays for door in self.doors]
             for other in replies[1:]:
                 np.testing.assert_array_equal(replies[0]["k"], other["k"])
             whole.append((replies[0]["k"], replies[0]["v"]))
@@ -158,13 +128,13 @@ def test_concurrent_appends_through_two_doors_are_all_kept_in_one_order(
 ) -> None:
     async def test(first: Cluster) -> None:
         async with another_door(first) as second:
-            await first.told("create_sequences", {"sequences": [{"id": NAME, "ranks": 2}]})
+            await first.ok("create_sequences", {"sequences": [{"id": NAME, "ranks": 2}]})
             rng = np.random.default_rng(0)
             start = []
             for layer in range(LAYERS):
                 fields = {"layer": layer, "sequences": [NAME]}
                 start.append(rows(rng, 1))
-                await first.told("append", fields, k=start[layer], v=rows(rng, 1))
+                await first.ok("append", fields, k=start[layer], v=rows(rng, 1))
             hammer = Hammer([first, second])
             writers = [hammer.write(seed, 24) for seed in range(1, 5)]
             await asyncio.gather(*writers, *(hammer.look(seed, 24) for seed in (6, 7)))
@@ -180,7 +150,7 @@ def test_of_two_appends_at_the_same_offset_one_succeeds_and_one_gets_the_new_len
 ) -> None:
     async def test(first: Cluster) -> None:
         async with another_door(first) as second:
-            await first.told("create_sequences", {"sequences": [{"id": NAME, "ranks": 2}]})
+            await first.ok("create_sequences", {"sequences": [{"id": NAME, "ranks": 2}]})
             rng, length = np.random.default_rng(1), 0
             for count in (1, PAGE, PAGE + 1, 3 * PAGE, 2, 5 * PAGE - 1):
                 fields = {
@@ -199,7 +169,7 @@ def test_of_two_appends_at_the_same_offset_one_succeeds_and_one_gets_the_new_len
                 refused, done = sorted(replies, key=lambda one: -one.status)
                 assert done.fields["lengths"] == [length + count]
                 assert refused.fields["lengths"] == {NAME: length + count}
-                there = await second.told("gather", fields_of(length))
+                there = await second.ok("gather", fields_of(length))
                 winner = new[replies.index(done)]
                 np.testing.assert_array_equal(there.arrays["k"], winner)
                 length += count
@@ -213,7 +183,7 @@ def test_of_two_appends_at_the_same_offset_one_succeeds_and_one_gets_the_new_len
 def test_a_door_notices_lengths_that_another_door_has_changed(two_engines: LocalEngines) -> None:
     async def test(first: Cluster) -> None:
         async with another_door(first) as second:
-            await first.told("create_sequences", {"sequences": [{"id": NAME, "ranks": 2}]})
+            await first.ok("create_sequences", {"sequences": [{"id": NAME, "ranks": 2}]})
             rng = np.random.default_rng(2)
             for number, door in enumerate((first, second, second, first, first, second) * 2):
                 other = second if door is first else first
@@ -224,27 +194,27 @@ def test_a_door_notices_lengths_that_another_door_has_changed(two_engines: Local
                     "append_indptr": [0, 3],
                     "offsets": [3 * number],
                 }
-                await door.told("append", fields, k=k, v=k)
-                reply = (await other.told("get_sequence", {"id": NAME})).fields
+                await door.ok("append", fields, k=k, v=k)
+                reply = (await other.ok("get_sequence", {"id": NAME})).fields
                 assert reply["lengths"] == [3 * number + 3, 0]
                 read = {"layer": 0, "sequences": [NAME]}
                 q = rows(rng, 1, 2 * HEADS)
-                both = [await one.told("decode", read, q=q) for one in (door, other)]
+                both = [await one.ok("decode", read, q=q) for one in (door, other)]
                 np.testing.assert_array_equal(both[0].arrays["o"], both[1].arrays["o"])
-                gathered = (await other.told("gather", read | {"dtype": "fp32"})).arrays["k"]
+                gathered = (await other.ok("gather", read | {"dtype": "fp32"})).arrays["k"]
                 np.testing.assert_array_equal(gathered[-3:], k)
             fork = {"id": "fork", "parent": NAME, "length": 0}
-            await first.told("create_sequences", {"sequences": [fork]})
-            await second.told("truncate", {"id": NAME, "length": 0})
-            reply = (await first.told("get_sequence", {"id": NAME})).fields
+            await first.ok("create_sequences", {"sequences": [fork]})
+            await second.ok("truncate", {"id": NAME, "length": 0})
+            reply = (await first.ok("get_sequence", {"id": NAME})).fields
             assert reply["lengths"] == [0] * LAYERS
             k = rows(rng, 2)
             for door in (second, first):
-                await door.told("append", {"layer": 0, "sequences": ["fork"]}, k=k[:1], v=k[:1])
-                await door.told("append", {"layer": 1, "sequences": ["fork"]}, k=k[:1], v=k[:1])
+                await door.ok("append", {"layer": 0, "sequences": ["fork"]}, k=k[:1], v=k[:1])
+                await door.ok("append", {"layer": 1, "sequences": ["fork"]}, k=k[:1], v=k[:1])
             for door, name in ((second, "a"), (first, "b")):
                 asked = {"sequences": [{"id": name, "parent": "fork"}]}
-                made = (await door.told("create_sequences", asked)).fields["sequences"]
+                made = (await door.ok("create_sequences", asked)).fields["sequences"]
                 assert made[0]["lengths"] == [2, 2], "a fork has all of its parent"
 
     run(two_engines, test)
@@ -269,21 +239,19 @@ def test_concurrent_appends_and_truncations_leave_prefixes_of_appends_in_one_ord
     async def truncate(door: Cluster, seed: int) -> None:
         rng = np.random.default_rng(seed)
         for _ in range(16):
-            length = (await door.told("get_sequence", {"id": NAME})).fields["length"]
+            length = (await door.ok("get_sequence", {"id": NAME})).fields["length"]
             shorter = int(rng.integers(0, length + 1))
             reply = await door.call("truncate", {"id": NAME, "length": shorter})
             assert reply.status in (200, 409, 422), reply
 
     async def test(first: Cluster) -> None:
         async with another_door(first) as second:
-            await first.told("create_sequences", {"sequences": [{"id": NAME, "ranks": 2}]})
+            await first.ok("create_sequences", {"sequences": [{"id": NAME, "ranks": 2}]})
             work = [append(first, 1), append(second, 2), truncate(first, 3), truncate(second, 4)]
             await asyncio.gather(*work)
             for layer in range(LAYERS):
                 fields = {"layer": layer, "sequences": [NAME], "dtype": "fp32"}
-                one, other = [
-                    (await door.told("gather", fields)).arrays for door in (first, second)
-                ]
+                one, other = [(await door.ok("gather", fields)).arrays for door in (first, second)]
                 np.testing.assert_array_equal(one["k"], one["v"])
                 np.testing.assert_array_equal(one["k"], other["k"])
                 number, place = one["k"][:, 0, 0], one["k"][:, 0, 1]
@@ -307,7 +275,7 @@ def test_a_rank_that_dies_under_two_doors_leaves_no_pages_behind(
 
     async def test(first: Cluster) -> None:
         async with another_door(first) as second:
-            await first.told("create_sequences", {"sequences": [{"id": NAME, "ranks": 2}]})
+            await first.ok("create_sequences", {"sequences": [{"id": NAME, "ranks": 2}]})
             tags = (first.router.locator.tags.tag(("default", NAME)) or "").split("-")
             victim = next(one for one in first.router.members.engines if one.tag == tags[1])
             hammer = Hammer([first, second])
