@@ -41,6 +41,7 @@ LONG = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "variant",
     [*PLAIN, *OTHERS, *filter(None, [*SHORT, *LONG])],

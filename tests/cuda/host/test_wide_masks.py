@@ -41,6 +41,7 @@ def test_a_table_has_words_for_the_longest_run_of_any_item(
     assert visible.table_words(items_of(*num_keys), 128) == words
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_finder_compiles_without_spills(arch: str) -> None:
     resources = compile_spec(visible.SPEC, arch).resources
