@@ -12,6 +12,8 @@ import pytest
 from bench.driver.servers import attnd
 from service.keys import line_of, new_key
 
+pytestmark = pytest.mark.long
+
 PAGES: Final = sorted(Path(__file__).resolve().parents[1].glob("docs/tutorials/*.md"))
 TENANTS: Final = {
     "SEARCH_KEY": ("search", ("read", "append")),

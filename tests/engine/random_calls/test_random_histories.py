@@ -31,6 +31,8 @@ MISHAPS: tuple[Any, ...] = (RuntimeError("a bug"), Unsupported("q", "odd", "not 
 REFUSED = ("internal", "invalid_request", "out_of_pages")
 SCALE = GEOMETRY.head_dim**-0.5
 
+LONG = pytest.mark.long
+
 
 class Unreliable(FakeBackend):
     """Fails one call in eight, on the way in or when waited for."""
@@ -132,7 +134,7 @@ class Client:
 
 @pytest.mark.parametrize("slice_ms", [20.0, 1e-6], ids=["short", "sliced"])
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=LONG) for n in (1, 2, 3))])
 def test_replies_agree_with_the_pool(
     seed: int, late: bool, slice_ms: float, caplog: pytest.LogCaptureFixture
 ) -> None:
