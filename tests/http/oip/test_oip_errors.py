@@ -239,7 +239,7 @@ def check_error(response: httpx.Response, status: int, words: str) -> None:
         (q_input(1024, id=7), 1024, 422, "id = 7: must be a string"),
         (q_input(1024, outputs={}), 1024, 422, "outputs = {}: must be a list"),
         (q_input(1024, outputs=[{"name": 1}]), 1024, 422, "outputs.0.name = 1"),
-        (q_input(1024, parameters={"layer": {"a": [0]}}), 1024, 422, "layer = "),
+        (q_input(1024, parameters={"sequences": {"a": [0]}}), 1024, 422, "sequences = "),
         ({"inputs": [1]}, 0, 422, "inputs.0 = 1: must be an object"),
         ({"inputs": [{"name": "q", "datatype": "FP32"}]}, 0, 422, "q.shape"),
         ({"inputs": [{"name": "q", "datatype": "FP32", "shape": [-1]}]}, 0, 422, "q.shape"),
