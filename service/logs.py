@@ -33,7 +33,7 @@ PLAIN: Final = re.compile(r'[^\s"=\\\x00-\x1f\x7f-\U0010ffff]+')
 class BackgroundHandler(logging.Handler):
     """Writes lines to a file descriptor in a thread of its own, in order.
 
-    Whoever reads the log may stop reading, and a loop must not wait for that: `MAX_WAITING` lines
+    The reader of the log may stop reading, and a loop must not wait for that: `MAX_WAITING` lines
     and `MAX_CHARS` characters wait, further lines are dropped. A line says how many, once lines are
     read again, and `on_dropped` is called with the number since the process began.
     """
@@ -43,7 +43,7 @@ class BackgroundHandler(logging.Handler):
         self._fd = fd
         self._waiting: deque[str] = deque()
         self._chars = 0
-        self._dropped = self._told = 0
+        self._dropped = self._reported = 0
         self._changed = threading.Condition()
         self._is_writing = False
         self.on_dropped: Callable[[int], object] = ignore
@@ -84,8 +84,8 @@ class BackgroundHandler(logging.Handler):
                 self._chars = 0
             self._put("\n".join(lines) + "\n")
             dropped = self._dropped
-            if dropped != self._told:
-                count, self._told = dropped - self._told, dropped
+            if dropped != self._reported:
+                count, self._reported = dropped - self._reported, dropped
                 self._put(self._format_dropped(count) + "\n")
 
     def _put(self, text: str) -> None:
@@ -96,13 +96,13 @@ class BackgroundHandler(logging.Handler):
                 data = data[os.write(self._fd, data) :]
 
     def _format_dropped(self, count: int) -> str:
-        told = f"{count} log lines were dropped: nobody read standard error fast enough"
-        record = logging.LogRecord("attnd.log", logging.WARNING, "", 0, told, None, None)
+        text = f"{count} log lines were dropped: standard error was not read fast enough"
+        record = logging.LogRecord("attnd.log", logging.WARNING, "", 0, text, None, None)
         return self.format(record)
 
 
 def ignore(_: int) -> None:
-    """Where nobody counts dropped lines."""
+    """Counter of dropped lines where metrics have none."""
 
 
 def count_dropped(count: Callable[[int], object]) -> None:
@@ -124,7 +124,7 @@ def set_up_logs(settings: LogSettings, process: str) -> None:
     forget_origins()
     for name in OWN_LINES:
         logging.getLogger(name).disabled = True
-    # its start and stop are told in our own words
+    # its start and stop are logged in our own words
     logging.getLogger("uvicorn.error").setLevel(max(logging.WARNING, root.level))
 
 
@@ -156,7 +156,7 @@ class JsonLines(logging.Formatter):
             "message": record.getMessage(),
         }
         end = {"exception": self.formatException(record.exc_info)} if record.exc_info else {}
-        return "\n".join([json.dumps(line | each | end, default=str) for each in told_of(record)])
+        return "\n".join([json.dumps(line | each | end, default=str) for each in fields_of(record)])
 
 
 class ConsoleLines(logging.Formatter):
@@ -176,14 +176,14 @@ class ConsoleLines(logging.Formatter):
             line = line.encode("unicode_escape").decode("ascii")
         lines = [
             line + "".join([f" {name}={shown(value)}" for name, value in fields.items()])
-            for fields in told_of(record)
+            for fields in fields_of(record)
         ]
         if record.exc_info:
             lines.append(self.formatException(record.exc_info))
         return "\n".join(lines)
 
 
-def told_of(record: logging.LogRecord) -> list[dict[str, Any]]:
+def fields_of(record: logging.LogRecord) -> list[dict[str, Any]]:
     """The fields of each of a record's lines."""
     each: list[dict[str, Any]] | None = getattr(record, "each", None)
     return [getattr(record, "fields", {})] if each is None else each

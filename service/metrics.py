@@ -185,7 +185,7 @@ class Metrics:
         """This process's counts, for reports to doors of other services."""
         return as_reported(self._own.read())
 
-    def told(self, tag: str, counts: Counts) -> None:
+    def record_remote(self, tag: str, counts: Counts) -> None:
         """An engine that is not a process of this service has reported its counts."""
         self._remote.take(tag, counts)
 

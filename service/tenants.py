@@ -45,7 +45,7 @@ class Tenant:
 
 OPEN: Final = Tenant("default", frozenset(SCOPES), "")
 """Every caller of a service without keys."""
-NOBODY: Final = Tenant("", frozenset(), MARK)
+ANONYMOUS: Final = Tenant("", frozenset(), MARK)
 """The door's own identity, for calls not made on a client's behalf."""
 
 

@@ -17,7 +17,7 @@ at `inherited.engine_socket`; connecting works from the start and waits for the 
 - SIGINT is ignored from the start. SIGHUP is pending until `on_hang_up` sets its handler, which
   reads keys and certificates again. SIGTERM must be made "finish admitted work within
   `server.drain_timeout_s`, then exit 0"; before that is set up it ends the process, which is right.
-  It may come twice, when somebody signals the whole group: the second one changes nothing.
+  It may come twice, when a signal goes to the whole group: the second one changes nothing.
 - Exit with `CANNOT_START` after one line of `LOG.error` with the reason: the service then stops
   with status 1. The supervisor logs any other unexpected end; it restarts a door, and stops the
   service after the engine.

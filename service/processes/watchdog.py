@@ -105,7 +105,7 @@ def operation_in(frame: FrameType) -> str:
     for name in ("operation", "call", "exchange"):
         found = local.get(name)
         found = getattr(found, "operation", found)
-        told = getattr(found, "op", None) or getattr(found, "name", None)
-        if isinstance(told, str):
-            return told
+        op = getattr(found, "op", None) or getattr(found, "name", None)
+        if isinstance(op, str):
+            return op
     return ""

@@ -50,15 +50,15 @@ class Triton:
             for name, value in fields.items()
         }
         result = self.client.infer(model, given, parameters=parameters, **(options or {}))
-        told = result.get_response()
+        reply = result.get_response()
         if self.module is tritonclient.http:
-            names = [one["name"] for one in told["outputs"]]
-            answered = told.get("parameters", {})
+            names = [one["name"] for one in reply["outputs"]]
+            answered = reply.get("parameters", {})
         else:
-            names = [one.name for one in told.outputs]
+            names = [one.name for one in reply.outputs]
             answered = {
                 name: getattr(value, value.WhichOneof("parameter_choice"))
-                for name, value in told.parameters.items()
+                for name, value in reply.parameters.items()
             }
         spelled = {name: unspell(value) for name, value in answered.items()}
         return spelled, {name: result.as_numpy(name) for name in names}

@@ -15,7 +15,7 @@ from service.road.engine_end.admission import Admission
 from service.road.engine_end.calls import Call, SessionConfig
 from service.road.engine_end.session import Session
 from service.road.messages import Announced, announced
-from service.tenants import NOBODY, OPEN, tenant_of
+from service.tenants import ANONYMOUS, OPEN, tenant_of
 
 SECRET = "known to the service's own processes only"
 
@@ -114,8 +114,8 @@ def test_a_door_names_the_tenants_of_its_calls_and_has_no_rights_itself() -> Non
             call_frame(4, reserved=0),
         )
         calls = calls_of(session)
-        assert [call.tenant for call in calls] == [cave, mountain, cave, NOBODY]
-        assert not NOBODY.scopes
+        assert [call.tenant for call in calls] == [cave, mountain, cave, ANONYMOUS]
+        assert not ANONYMOUS.scopes
 
 
 def test_calls_for_a_tenant_that_was_not_announced_end_the_session() -> None:

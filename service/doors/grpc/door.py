@@ -21,7 +21,7 @@ from service.doors.grpc.messages import (
 from service.doors.grpc.rpc import Rpc, problem_metadata, status_of
 from service.doors.grpc.tensors import read_request, write_answer
 from service.doors.kit.authentication import Authenticator
-from service.doors.kit.ledger import CLIENT_GONE, Ledger
+from service.doors.kit.ledger import CLIENT_CLOSED, Ledger
 from service.doors.kit.link import QUIET_S, Link
 from service.doors.kit.problems import ProblemText, document_of
 from service.doors.kit.tracing import Tracing
@@ -120,7 +120,7 @@ class GrpcDoor:
                 response.infer_response.CopyFrom(await self.call(rpc, request))
                 rpc.end()
             except asyncio.CancelledError:
-                rpc.end(CLIENT_GONE, "client_gone")
+                rpc.end(CLIENT_CLOSED, "client_gone")
                 raise
             except Exception as error:
                 problem = document_of(error, rpc.request_id)
@@ -192,7 +192,7 @@ class GrpcDoor:
         try:
             response = await work()
         except asyncio.CancelledError:
-            rpc.end(CLIENT_GONE, "client_gone")
+            rpc.end(CLIENT_CLOSED, "client_gone")
             self.ledger.add(rpc)
             raise
         except Exception as error:

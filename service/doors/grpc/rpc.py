@@ -12,7 +12,7 @@ from attnd.wire.frames import NO_STAGES
 from service.doors.kit.headers import call_id_of, request_id_of, server_timing, traceparent_of
 from service.doors.oip.models import error_text
 from service.image.json_text import dump_json
-from service.tenants import NOBODY
+from service.tenants import ANONYMOUS
 
 SERVICE: Final = "/inference.GRPCInferenceService"
 PROBLEM_KEY: Final = "attnd-problem"
@@ -57,7 +57,7 @@ class Rpc:
         self.metadata = dict(context.invocation_metadata() or ())
         self.request_id = request_id_of(self.given("x-request-id"))
         self.traceparent = traceparent_of(self.given("traceparent"))
-        self.tenant = NOBODY
+        self.tenant = ANONYMOUS
 
     def given(self, name: str) -> bytes:
         """A value of the metadata; empty if it is missing."""

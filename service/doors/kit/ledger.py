@@ -12,7 +12,7 @@ from typing import Final, Protocol
 
 from service.doors.kit.tracing import Tracing
 from service.metrics import Metrics
-from service.tenants import NOBODY, OPEN, Tenant
+from service.tenants import ANONYMOUS, OPEN, Tenant
 
 ACCESS: Final = logging.getLogger("attnd.access")
 DELAY_S: Final = 0.01
@@ -21,7 +21,7 @@ OTHERS_S: Final = 0.015
 """After this delay the other processes have recorded their earlier requests, too."""
 QUIET: Final = frozenset({"live", "ready", "metrics"})
 """Called by machines every few seconds: logged at debug."""
-CLIENT_GONE: Final = 499
+CLIENT_CLOSED: Final = 499
 """The status logged for a client that closed its connection before the response."""
 
 
@@ -102,6 +102,6 @@ def fields_of(request: Request) -> dict[str, object]:
         "duration_ms": round(request.seconds * 1e3, 3),
         "peer": request.peer,
     }
-    if request.tenant not in (OPEN, NOBODY):
+    if request.tenant not in (OPEN, ANONYMOUS):
         fields["namespace"] = request.tenant.namespace
     return fields

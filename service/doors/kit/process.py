@@ -47,7 +47,7 @@ class Setup:
     name: str
     """The process's name in logs and metrics, and for the engine."""
     secret: str
-    """Tells the engine that this is a door of its service."""
+    """Informs the engine that this is a door of its service."""
     make_upstream: MakeUpstream = Link
     read_file: ReadFile = from_disk
     """Returns the contents of key and certificate files."""

@@ -12,7 +12,7 @@ from service.errors import Unauthorized
 from service.keys import Key, Keys
 from service.road.messages import Hello, read_announced
 from service.road.tcp import engine_proof, proof
-from service.tenants import NOBODY, OPEN, Tenant
+from service.tenants import ANONYMOUS, OPEN, Tenant
 
 REMEDY: Final = "give it as api_key of the session, or as key in HELLO"
 
@@ -53,7 +53,7 @@ class Standing:
                     "send false"
                 )
             self.is_door = True
-            self.tenants[0] = OPEN if keys is None else NOBODY
+            self.tenants[0] = OPEN if keys is None else ANONYMOUS
         elif keys is None:
             self.tenants[0] = OPEN
         else:

@@ -13,7 +13,7 @@ from starlette.routing import Match
 from service.doors.http.endpoints.problems import problem_response
 from service.doors.http.protocol.bodies import ClientGone
 from service.doors.http.protocol.exchange import Exchange
-from service.doors.kit.ledger import CLIENT_GONE
+from service.doors.kit.ledger import CLIENT_CLOSED
 from service.errors import AttndError, Internal
 from service.road.caller_end.slots import Slot
 
@@ -42,11 +42,11 @@ async def run(door: Door, exchange: Exchange) -> None:
         else:
             await run_application(door, exchange)
     except asyncio.CancelledError:
-        if not exchange.is_gone:
+        if not exchange.is_disconnected:
             raise
-        finish(door, exchange, CLIENT_GONE, "client_gone")
+        finish(door, exchange, CLIENT_CLOSED, "client_gone")
     except ClientGone:
-        finish(door, exchange, CLIENT_GONE, "client_gone")
+        finish(door, exchange, CLIENT_CLOSED, "client_gone")
     except Exception as error:
         respond_problem(door, exchange, error)
     finally:

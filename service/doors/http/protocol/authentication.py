@@ -9,7 +9,7 @@ from service.doors.http.protocol.exchange import Exchange
 from service.doors.kit.authentication import Authenticator
 from service.errors import Unauthorized
 from service.keys import Keys
-from service.tenants import NOBODY
+from service.tenants import ANONYMOUS
 
 
 class ConnectionKey:
@@ -21,7 +21,7 @@ class ConnectionKey:
         self.authenticator = authenticator
         self.keys: Keys | None = None
         self.authorization = b""
-        self.tenant = NOBODY
+        self.tenant = ANONYMOUS
 
     def authenticate(self, exchange: Exchange) -> None:
         """Set the request's tenant, or its refusal."""
@@ -31,7 +31,7 @@ class ConnectionKey:
             try:
                 self.tenant = self.authenticator.tenant_of(authorization)
             except Unauthorized as error:
-                exchange.tenant, exchange.refusal = NOBODY, error
+                exchange.tenant, exchange.refusal = ANONYMOUS, error
                 return
             self.keys, self.authorization = keys, authorization
         exchange.tenant = self.tenant

@@ -279,7 +279,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def hang_up(self, exchange: Exchange) -> None:
         """The client is gone: cancel its request."""
-        exchange.is_gone = True
+        exchange.is_disconnected = True
         if exchange.body is not None and not exchange.body.complete:
             exchange.body.fail(ClientGone())
         elif self.task is not None:

@@ -48,7 +48,7 @@ class Exchange:
         "head",
         "headers",
         "is_answered",
-        "is_gone",
+        "is_disconnected",
         "keep_alive",
         "method",
         "op",
@@ -75,7 +75,7 @@ class Exchange:
         self.stages: Sequence[float] = NO_STAGES
         self.connection: Connection | None = None
         self.body: Body | None = None
-        self.is_answered = self.is_gone = False
+        self.is_answered = self.is_disconnected = False
         self.tenant = OPEN
         self.refusal: AttndError | None = None
         """Why the request has no tenant: only endpoints without a key respond."""
