@@ -19,7 +19,9 @@ Target = tuple[tuple[str, ...], Engine]
 NOT_ONE: Final[tuple[()]] = ()
 """They are on several engines."""
 MAX_BYTES: Final = 8 * 2**20
-"""Of remembered headers; one header may take an eighth of it."""
+"""Total size of remembered headers."""
+MAX_HEADER_BYTES: Final = MAX_BYTES // 8
+"""Size of one remembered header."""
 ENTRY_BYTES: Final = 512
 """Memory of an entry beside its header."""
 ID_FIELD: Final = {"sequence": "id", "sequences": "sequences"}
@@ -41,8 +43,8 @@ class FastPath:
     def target(self, call: Call, header: bytes) -> Target | None:
         """None where the header is malformed or long, or its sequences are not known to be on one
         engine."""
-        if call.operation.routed not in ID_FIELD:
-            return None
+        if call.operation.routed not in ID_FIELD or len(header) > MAX_HEADER_BYTES:
+            return None  # long headers are not even hashed
         changes = self.locator.members.changes, self.locator.tags.changes
         if self.changes != changes:
             self.clear()
@@ -62,7 +64,7 @@ class FastPath:
         self, call: Call, header: bytes, ids: tuple[str, ...]
     ) -> Target | tuple[()] | None:
         found = self.look_up(call, ids)
-        if found is not None and len(header) <= MAX_BYTES // 8:
+        if found is not None and len(header) <= MAX_HEADER_BYTES:
             self.num_bytes += len(header) + ENTRY_BYTES
             if self.num_bytes > MAX_BYTES:
                 self.clear()

@@ -19,15 +19,13 @@ class OneByOne:
         self._turn = asyncio.Lock()
 
     async def do(self, pieces: Pieces[T]) -> T:
-        """The result of the work. Work of a single piece runs at once."""
-        try:
-            next(pieces)
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
+        """The result of the work. Work of a single piece runs at once if no other work is under
+        way. Otherwise even its first piece waits: requests that arrive together must not share a
+        pass of the loop."""
         async with self._turn:
             while True:
-                await asyncio.sleep(0)
                 try:
                     next(pieces)
                 except StopIteration as end:
                     return end.value  # type: ignore[no-any-return]
+                await asyncio.sleep(0)
