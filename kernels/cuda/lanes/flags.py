@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from cupy_backends.cuda.api import driver
 
-from kernels.lanes import FLAG_BYTES, LAYER_FLAGS
+from kernels.lanes.lane import FLAG_BYTES, LAYER_FLAGS
 
 UNSET: Final = 0
 SET: Final = 1

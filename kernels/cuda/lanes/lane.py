@@ -26,7 +26,7 @@ from kernels.cuda.lanes.flags import Flags
 from kernels.cuda.lanes.memory import SIDES, LaneMemory, Outgrown
 from kernels.cuda.rows.mover import APPENDED_UNITS, THREADS, append_entry
 from kernels.cuda.rows.variants import rows_spec
-from kernels.lanes import Owner, StepWork
+from kernels.lanes.lane import Owner, StepWork
 
 MOST_GRAPHS: Final = 8
 CAPTURE_ERRORS: Final = (runtime.CUDARuntimeError, CUDADriverError)

@@ -21,7 +21,7 @@ from kernels.cuda.lanes.lane import Arena, CudaLane, Shared, scale
 from kernels.cuda.lanes.memory import SIDES
 from kernels.cuda.lanes.pool import BlockPool
 from kernels.errors import NoMemory
-from kernels.lanes import Lane, NoRoom, Owner, address_of
+from kernels.lanes.lane import Lane, NoRoom, Owner, address_of
 
 OUT_OF_MEMORY: Final = 2
 """`cudaErrorMemoryAllocation`."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from attnd.wire.dtypes import DTYPES
 
 from kernels.backend import Scoring
-from kernels.lanes import FLAG_BYTES, LAYER_FLAGS, Lane, Slot, StepWork
+from kernels.lanes.lane import FLAG_BYTES, LAYER_FLAGS, Lane, Slot, StepWork
 from service.core.sequences.books import Batch
 from service.core.steps import StepExtension, check_level, extend_layers, undo_layers
 from service.engine.handlers.attention import LOG2_E, counts_of

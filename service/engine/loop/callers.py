@@ -13,7 +13,7 @@ from typing import Final
 
 from config.settings import ServerSettings
 from kernels.backend import Backend
-from kernels.lanes import address_of
+from kernels.lanes.lane import address_of
 from service.errors import NotReady, Overloaded, Unauthorized
 from service.operations.schema.info import InfoAnswer
 from service.operations.table import BY_NAME

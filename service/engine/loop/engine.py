@@ -19,7 +19,7 @@ from attnd.wire.dtypes import DTYPE_NAMES
 
 from config.settings import Settings, device_queues
 from kernels.backend import NUMPY_DTYPES, TENSOR_DTYPES, Backend
-from kernels.lane_factory import make_lanes
+from kernels.lanes.lane_factory import make_lanes
 from service import __version__
 from service.engine.loop.callers import Callers
 from service.engine.loop.job import Job

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeVar
 
 from kernels.backend import Attend, AttentionState, Done, Pending
-from kernels.lanes import Lane, Run
+from kernels.lanes.lane import Lane, Run
 from kernels.pending import StageSeconds
 from service.core.sequences.books import Watch
 from service.core.steps import StepExtension

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from kernels.lanes import Lane, Lanes
+from kernels.lanes.lane import Lane, Lanes
 from service.engine.handlers.table import handler_of
 from service.engine.loop.job import Job, OpenedStep
 from service.engine.loop.long_work import unwanted

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from kernels.lanes import Lanes
+from kernels.lanes.lane import Lanes
 from service.core.pool.budget import NO_LIMIT, EvictionPaused
 from service.engine.dispatch import handle
 from service.engine.handlers.table import handler_of, refuse_moving, sharing_of

@@ -8,7 +8,7 @@ from typing import Any
 
 from attnd.wire.frames import DEVICE_ARENA, DONE, json_frame, layer_frame, opened_frame
 
-from kernels.lanes import Lane, Lanes, NoRoom, Owner
+from kernels.lanes.lane import Lane, Lanes, NoRoom, Owner
 from service.engine.handlers.steps import StepPlace
 from service.engine.loop.open_steps import OpenSteps
 from service.engine.loop.place import AnswerPlace

@@ -23,7 +23,7 @@ from kernels.backend import (  # noqa: E402
     RaggedAttend,
     Scoring,
 )
-from kernels.lanes import Owner, Slot, StepWork  # noqa: E402
+from kernels.lanes.lane import Owner, Slot, StepWork  # noqa: E402
 from kernels.tensor import DeviceTensor  # noqa: E402
 
 HALF, FLOAT32 = np.dtype(np.float16), np.dtype(np.float32)

@@ -13,9 +13,9 @@ pytest.importorskip("cupy")
 
 from attnd.torch import driver
 
-from kernels import lanes as lanes_module
 from kernels.cuda.lanes import flags
-from kernels.lanes import Owner
+from kernels.lanes import lane as lanes_module
+from kernels.lanes.lane import Owner
 
 
 class Driver:

@@ -26,7 +26,7 @@ from kernels.cuda.lanes.lane import CudaLane, Laid
 from kernels.cuda.lanes.lanes import CudaLanes, most_lanes
 from kernels.cuda.lanes.pool import BlockPool
 from kernels.errors import NoMemory
-from kernels.lanes import NoRoom, Owner, StepWork
+from kernels.lanes.lane import NoRoom, Owner, StepWork
 
 MIB = 1 << 20
 
@@ -124,7 +124,7 @@ def owner(pid: int, namespace: str = "a") -> Owner:
 def living(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """The processes that live; the others have ended."""
     pids = {1, 2, 3}
-    module = "kernels.lanes.process_start"
+    module = "kernels.lanes.lane.process_start"
     monkeypatch.setattr(module, lambda pid: "1" if pid in pids else "")
     return pids
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from config.settings import Settings
-from kernels.lanes import Owner, StepWork
+from kernels.lanes.lane import Owner, StepWork
 from service.core.values import NewSpec
 from service.engine.handlers.steps import StepPlace
 from service.engine.loop.engine import make_info

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from config.settings import Settings
-from kernels.host_lanes import HostLanes
+from kernels.lanes.host_lanes import HostLanes
 from service.engine.loop import request as requests
 from service.engine.loop.engine import make_info
 from service.engine.loop.job import Job

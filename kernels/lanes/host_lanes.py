@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from kernels.backend import Array, Attend, AttentionState, Backend
-from kernels.lanes import Lane, Owner, StepWork, address_of
+from kernels.lanes.lane import Lane, Owner, StepWork, address_of
 
 
 class HostLanes:

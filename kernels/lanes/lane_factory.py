@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 
 from kernels.backend import Backend
-from kernels.host_lanes import HostLanes
-from kernels.lanes import Lanes
+from kernels.lanes.host_lanes import HostLanes
+from kernels.lanes.lane import Lanes
 
 
 def make_lanes(backend: Backend, device_bytes: int, most: int, queues: int) -> Lanes:

@@ -1,0 +1,1 @@
+"""Lanes: steps executed layer by layer; the contract, and lanes in host memory."""
