@@ -26,6 +26,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import numpy as np
+import torch
 from attnd import Client, Session
 
 from bench.cases.loads import Decode, Heads, fill
@@ -91,6 +92,9 @@ def measure_steps(chosen: argparse.Namespace) -> None:
     device = device_name(results["device"])
     publish(results, table(results), RESULTS / f"service-{device}.json", chosen)
     places = [place for place in chosen.places.split(",") if place]
+    if "other_gpu" in places and torch.cuda.device_count() < 2:
+        print("other_gpu left out: this machine has one GPU")
+        places.remove("other_gpu")
     if places:
         by_place = placed_steps(places)
         if chosen.out:
