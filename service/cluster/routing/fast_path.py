@@ -43,8 +43,8 @@ class FastPath:
     def target(self, call: Call, header: bytes) -> Target | None:
         """None where the header is malformed or long, or its sequences are not known to be on one
         engine."""
-        if call.operation.routed not in ID_FIELD or len(header) > MAX_HEADER_BYTES:
-            return None  # long headers are not even hashed
+        if not can_remember(call, header):
+            return None
         changes = self.locator.members.changes, self.locator.tags.changes
         if self.changes != changes:
             self.clear()
@@ -57,14 +57,14 @@ class FastPath:
 
     def learn(self, call: Call, header: bytes, prepared: Prepared) -> None:
         """Remembers the target of a header that is too long to be read by `target`."""
-        if call.operation.routed in ID_FIELD:
+        if can_remember(call, header):
             self.remember(call, header, ids_of(call.operation, prepared))
 
     def remember(
         self, call: Call, header: bytes, ids: tuple[str, ...]
     ) -> Target | tuple[()] | None:
         found = self.look_up(call, ids)
-        if found is not None and len(header) <= MAX_HEADER_BYTES:
+        if found is not None:
             self.num_bytes += len(header) + ENTRY_BYTES
             if self.num_bytes > MAX_BYTES:
                 self.clear()
@@ -86,6 +86,11 @@ class FastPath:
             return None
         engine = engines.pop()
         return NOT_ONE if engine is None or engines else (ids, engine)
+
+
+def can_remember(call: Call, header: bytes) -> bool:
+    """Whether the call names sequences, in a header of bounded size: others are not even hashed."""
+    return call.operation.routed in ID_FIELD and len(header) <= MAX_HEADER_BYTES
 
 
 def ids_of(operation: Operation, prepared: Prepared) -> tuple[str, ...]:

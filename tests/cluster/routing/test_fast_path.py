@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from service.cluster.routing.fast_path import MAX_BYTES, FastPath, ids_in
+from service.cluster.routing.fast_path import MAX_BYTES, MAX_HEADER_BYTES, FastPath, ids_in
 from service.cluster.routing.tags import Tags
 from service.operations.table import BY_NAME
 
@@ -108,3 +108,14 @@ def test_the_memory_is_bounded(fast_path: FastPath) -> None:
         assert fast_path.target(call(), header(sequences=ids)) is not None
         assert sum(len(key[2]) for key in fast_path.known) <= MAX_BYTES
     assert fast_path.known
+
+
+def test_ids_of_a_header_too_long_to_remember_are_not_looked_up(fast_path: FastPath) -> None:
+    def tag(named: tuple[str, str]) -> str:
+        raise RuntimeError(f"{named} is looked up")
+
+    locator: Any = fast_path.locator
+    locator.tags = SimpleNamespace(tag=tag)
+    prepared: Any = SimpleNamespace(fields=SimpleNamespace(sequences=(f"a.{HERE}",)))
+    fast_path.learn(call(), b" " * (MAX_HEADER_BYTES + 1), prepared)
+    assert not fast_path.known
