@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-from attnd.wire.dtypes import BOOL, DTYPES, Array, DType
+from attnd.wire.dtypes import BOOL, DTYPES, Array
+from attnd.wire.images import Entry
 
 from service.errors import MalformedBody
 from service.image.json_pieces import Pieces, finish, loading
@@ -34,16 +35,6 @@ LARGEST: Final = 2**63 - 1
 INTEGERS: Final = frozenset({int})
 ENTRY_KEYS: Final = frozenset({"dtype", "shape", "data_offsets"})
 REQUEST: Final = "request"
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor of a header; `begin` is its first byte in the data."""
-
-    name: str
-    dtype: DType
-    shape: tuple[int, ...]
-    begin: int
 
 
 @dataclass(frozen=True, slots=True)

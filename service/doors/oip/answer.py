@@ -8,13 +8,14 @@ from functools import lru_cache
 from typing import Any, Final
 
 from attnd.wire.dtypes import DTYPE_NAMES
+from attnd.wire.images import Entry
 
 from service.doors.oip.datatypes import DATATYPES
 from service.doors.oip.request import Wanted
 from service.errors import InvalidRequest
 from service.image.json_body import fields_text
 from service.image.json_text import dump_json, load_json
-from service.image.reading import Entry, read_entry
+from service.image.reading import read_entry
 from service.image.writing import RESPONSE
 
 MAX_CACHED_BYTES: Final = 2048

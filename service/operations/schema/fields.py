@@ -11,12 +11,12 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NoReturn, Self, get_args
 
 import numpy as np
+from attnd.wire.images import Entry
 from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from service.errors import InvalidRequest
 from service.image.json_pieces import ITEMS, Pieces, finish
-from service.image.reading import Entry
 
 if TYPE_CHECKING:
     from service.operations.schema.info import InfoAnswer

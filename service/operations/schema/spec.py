@@ -8,11 +8,12 @@ from functools import cache
 from typing import Any, Final, Literal, TypeVar, get_args
 
 from attnd.wire.dtypes import DTYPE_NAMES
+from attnd.wire.images import Entry
 from pydantic import ValidationError
 
 from service.errors import invalid_fields, unknown_tensor
 from service.image.json_pieces import ITEMS, Pieces, finish
-from service.image.reading import Entry, Layout, reading_layout
+from service.image.reading import Layout, reading_layout
 from service.operations.schema.fields import Entries, Fields, refuse, unchecked
 from service.operations.schema.info import InfoAnswer
 from service.operations.schema.routing import Routing, default_routing

@@ -44,7 +44,7 @@ Shaped = tuple[str, DType, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One array of an image; its bytes begin `begin` bytes after the header."""
+    """One array of an image; `begin` is its first byte in the data after the header."""
 
     name: str
     dtype: DType
