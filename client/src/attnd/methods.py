@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import wraps
 from typing import (
@@ -110,12 +111,12 @@ def awaiting(build: Callable[P, Call[T]]) -> Callable[Concatenate[Any, P], Await
     return documented(method, build)
 
 
-class Calls:
+class Calls(ABC):
     """The methods that `Client` and `Session` share."""
 
+    @abstractmethod
     def send(self, call: Call[T]) -> T:
         """Execute one call, retries included; raises `AttndError`."""
-        raise NotImplementedError
 
     create_sequences = blocking(control.create_sequences)
     create_sequence = blocking(control.create_sequence)
@@ -200,12 +201,12 @@ class Calls:
             time.sleep(POLL_S)
 
 
-class AsyncCalls:
+class AsyncCalls(ABC):
     """The methods of `Calls`, awaited."""
 
+    @abstractmethod
     async def send(self, call: Call[T]) -> T:
         """Execute one call, retries included; raises `AttndError`."""
-        raise NotImplementedError
 
     create_sequences = awaiting(control.create_sequences)
     create_sequence = awaiting(control.create_sequence)

@@ -49,7 +49,6 @@ def library() -> Any:
     """The driver, with the calls' types set."""
     cuda = CDLL("libcuda.so.1")
     cuda.cuIpcOpenMemHandle_v2.argtypes = (POINTER(c_uint64), IpcHandle, c_uint)
-    cuda.cuIpcCloseMemHandle.argtypes = (c_uint64,)
     cuda.cuStreamBatchMemOp_v2.argtypes = (c_void_p, c_uint, c_char_p, c_uint)
     cuda.cuMemsetD8Async.argtypes = (c_uint64, c_ubyte, c_size_t, c_void_p)
     cuda.cuGetErrorName.argtypes = (c_int, POINTER(c_char_p))
@@ -71,10 +70,6 @@ def open_memory(handle: bytes) -> int:
     status = library().cuIpcOpenMemHandle_v2(byref(address), shared, LAZY_PEER_ACCESS)
     check(status, "the engine's arena cannot be mapped (is its GPU visible here?)")
     return address.value
-
-
-def close_memory(address: int) -> None:
-    check(library().cuIpcCloseMemHandle(address), "cuIpcCloseMemHandle")
 
 
 def operations(kinds: Sequence[tuple[int, int, int]]) -> Callable[[int], None]:
