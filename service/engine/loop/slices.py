@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +16,6 @@ from service.engine.store.pace import DevicePace
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
-
-FIRST_TRY: Final = 8
-"""The first slice of a kind that was never measured is this many times shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +38,10 @@ def even_spans(num_rows: int, cost: Cost, num_spans: int) -> list[RowSpan]:
 def paced_spans(
     pace: DevicePace, kind: str, rows: int | Int64, cost: Cost, fixed: Cost | None = None
 ) -> Iterator[RowSpan]:
-    """Runs of rows of about a slice each, by the pace that earlier runs have shown.
+    """Runs of rows of about a slice each; the same for the same call while the pace is steady.
 
     `rows` is a number of rows of equal cost, or the weights of unequal ones; every run pays `fixed`
-    again. The cuts follow the measured pace, so two calls may differ in their results' last bits:
-    cuts known beforehand would make slices too long on a device slower than expected, or too many
-    on a faster one.
+    again.
     """
     total = None if isinstance(rows, int) else np.cumsum(rows)
     size = rows if isinstance(rows, int) else rows.size
@@ -58,8 +53,6 @@ def paced_spans(
     while first < size:
         left = (whole - done) / whole
         number = pace.num_slices(kind, Cost(cost.num_bytes * left, cost.flops * left), fixed)
-        if not pace.knows(kind):
-            number *= FIRST_TRY
         target, last = done + (whole - done) / number, size
         if number > 1:
             last = int(target) if total is None else int(np.searchsorted(total, target)) + 1

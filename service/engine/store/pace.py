@@ -20,6 +20,12 @@ high."""
 FAR_TOO_LONG: Final = 2.0
 """A slice this many times too long corrects the rate fully: others wait for each like it."""
 MOST_CORRECTION: Final = 4.0
+STEADY: Final = 1.25
+FAR_OFF: Final = 2.0
+MANY: Final = 32
+"""Cuts follow a rate that moves only if the measured one is `FAR_OFF` times slower, or differs by
+more than `STEADY` times `MANY` times running: measurements differ from call to call, and the same
+call must be cut the same way."""
 FURTHEST: Final = 1e6
 """Largest factor between a rate and its first guess, for measurements near 0."""
 
@@ -33,6 +39,10 @@ class DevicePace:
         self._flops_per_s = flops_per_s
         self._short_s = max(SHORT_SHARE * slice_s, SHORT_S)
         self._factors: dict[str, float] = {}
+        self._steady: dict[str, float] = {}
+        """Factors that cuts follow."""
+        self._num_off: dict[str, int] = {}
+        """Latest measurements running that disagree with them."""
         self._overheads: dict[str, float] = {}
 
     def seconds(self, kind: str, cost: Cost) -> float:
@@ -42,23 +52,19 @@ class DevicePace:
 
     def is_long(self, kind: str, cost: Cost) -> bool:
         """Whether work takes more than one slice."""
-        return self.seconds(kind, cost) > self.slice_s
+        return self._steady_seconds(kind, cost) > self.slice_s
 
     def is_short(self, cost: Cost) -> bool:
         """Whether the overhead of calls and launches was first estimated to exceed the work."""
         return cost.num_bytes / self._bytes_per_s + cost.flops / self._flops_per_s < self._short_s
-
-    def knows(self, kind: str) -> bool:
-        """Whether work of that kind was measured."""
-        return kind in self._factors or kind in self._overheads
 
     def num_slices(self, kind: str, cost: Cost, fixed: Cost | None = None) -> int:
         """Number of slices for work of which every slice pays `fixed` again.
 
         At least half of a slice is work of its own, however long that makes it.
         """
-        again = 0.0 if fixed is None else self.seconds(kind, fixed)
-        own = max(self.seconds(kind, cost) - again, 0.0)
+        again = 0.0 if fixed is None else self._steady_seconds(kind, fixed)
+        own = max(self._steady_seconds(kind, cost) - again, 0.0)
         return max(1, math.ceil(own / max(self.slice_s - again, self.slice_s / 2, again)))
 
     def correct(self, kind: str, cost: Cost, measured_s: float) -> None:
@@ -78,4 +84,14 @@ class DevicePace:
             return
         ratio = min(max(ratio, 1 / MOST_CORRECTION), MOST_CORRECTION)
         weight = 1.0 if measured_s > FAR_TOO_LONG * self.slice_s else CORRECTION
-        self._factors[kind] = min(max(factor * ratio**weight, 1 / FURTHEST), FURTHEST)
+        factor = min(max(factor * ratio**weight, 1 / FURTHEST), FURTHEST)
+        self._factors[kind] = factor
+        off = factor / self._steady.get(kind, 1.0)
+        self._num_off[kind] = 0 if 1 / STEADY <= off <= STEADY else self._num_off.get(kind, 0) + 1
+        if off > FAR_OFF or self._num_off[kind] >= MANY:
+            self._steady[kind], self._num_off[kind] = factor, 0
+
+    def _steady_seconds(self, kind: str, cost: Cost) -> float:
+        """As `seconds`, at the rates that cuts follow."""
+        guess = cost.num_bytes / self._bytes_per_s + cost.flops / self._flops_per_s
+        return guess * self._steady.get(kind, 1.0)

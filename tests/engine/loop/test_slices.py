@@ -267,6 +267,13 @@ def test_estimates_approach_measurements_from_any_first_guess(factor: float) -> 
     assert pace.seconds("append", cost) == pytest.approx(0.05), "each kind has its own rate"
 
 
+def test_measurements_that_differ_from_call_to_call_do_not_move_the_cuts(rng: Rng) -> None:
+    pace, cost = DevicePace(1e9, 1e12, slice_s=0.02), Cost(2e8)
+    for off in rng.uniform(0.7, 1.4, 500):
+        pace.correct("attend", Cost(2e7), 0.02 * float(off))
+        assert pace.num_slices("attend", cost) == 10
+
+
 def test_work_measured_at_no_time_leaves_an_estimate() -> None:
     pace = DevicePace(1e9, 1e12, 0.01)
     for _ in range(3000):
