@@ -16,9 +16,9 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    public = import_module("attnd.public")
-    names = {exported: getattr(public, exported) for exported in public.__all__}
-    globals().update(names, __all__=[*names, "__version__"])
+    public = vars(import_module("attnd.public"))
+    names = {name: value for name, value in public.items() if not name.startswith("_")}
+    globals().update(names, __all__=[*sorted(names), "__version__"])
     if name not in globals():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return globals()[name]

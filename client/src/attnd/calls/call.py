@@ -37,6 +37,12 @@ def no_recovery(error: ServiceError) -> None:
     """No error shows that an earlier attempt was executed."""
 
 
+def settled_by(kind: type[ServiceError]) -> Callable[[ServiceError], Settled[None] | None]:
+    """Recovers a deletion: an error of this kind on the second attempt means that the first was
+    executed."""
+    return lambda error: Settled(None) if isinstance(error, kind) else None
+
+
 @dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a call
 class Call(Generic[T]):
     """An operation of the service by name, with its fields and arrays; a transport writes them.
@@ -50,7 +56,7 @@ class Call(Generic[T]):
 
     operation: str
     parse: Callable[[Reply], T]
-    repeatable: bool
+    repeatable: bool = True
     fields: dict[str, Any] = field(default_factory=dict)
     arrays: Mapping[str, Array] = field(default_factory=dict)
     answer_bytes: int = 0

@@ -17,10 +17,10 @@ from attnd.calls.arguments import (
     whole_number,
     whole_numbers,
 )
-from attnd.calls.call import Array, Call, Reply, Settled
+from attnd.calls.call import Array, Call, Reply, settled_by
 from attnd.calls.parsing import nothing, reads, reads_into, result_of
 from attnd.calls.prefix import Prefix, indptr_of
-from attnd.errors import ServiceError, UnknownSequence
+from attnd.errors import UnknownSequence
 from attnd.results import (
     EngineInfo,
     EnginePages,
@@ -132,7 +132,6 @@ def delete_sequences(ids: Sequence[str] | None = None, *, prefix: str | None = N
     return Call(
         "delete_sequences",
         reads(lambda reply: int(reply.fields["num_deleted"])),
-        repeatable=True,
         fields=plain_fields({"prefix": prefix, "ids": named}),
     )
 
@@ -146,7 +145,6 @@ def sequence_page(after: str | None = None, limit: int | None = None) -> Call[Se
                 tuple(sequence_infos(reply)), reply.fields.get("next"), reply.meta
             )
         ),
-        repeatable=True,
         fields=plain_fields({"after": after, "limit": limit}),
     )
 
@@ -154,7 +152,7 @@ def sequence_page(after: str | None = None, limit: int | None = None) -> Call[Se
 def get_sequence(sequence: str) -> Call[SequenceInfo]:
     """One sequence; raises `UnknownSequence`."""
     fields = {"id": sequence_id(sequence)}
-    return Call("get_sequence", reads_into(SequenceInfo), repeatable=True, fields=fields)
+    return Call("get_sequence", reads_into(SequenceInfo), fields=fields)
 
 
 def delete_sequence(sequence: str) -> Call[None]:
@@ -162,15 +160,9 @@ def delete_sequence(sequence: str) -> Call[None]:
     return Call(
         "delete_sequence",
         nothing,
-        repeatable=True,
         fields={"id": sequence_id(sequence)},
-        recover=deleted_before,
+        recover=settled_by(UnknownSequence),
     )
-
-
-def deleted_before(error: ServiceError) -> Settled[None] | None:
-    """A sequence unknown on the second attempt was deleted by the first."""
-    return Settled(None) if isinstance(error, UnknownSequence) else None
 
 
 def truncate(sequence: str, length: int, *, keep: Indices | None = None) -> Call[SequenceInfo]:
@@ -222,19 +214,18 @@ def page_table(sequences: Sequence[str], layer: int = 0) -> Call[PageTable]:
     return Call(
         "page_table",
         reads(page_table_of),
-        repeatable=True,
         fields=plain_fields({"sequences": sequence_ids(sequences), "layer": layer}),
     )
 
 
 def info() -> Call[Info]:
     """Geometry, dtypes, backend, device, limits, version, instance id."""
-    return Call("info", reads_into(Info), repeatable=True)
+    return Call("info", reads_into(Info))
 
 
 def pool() -> Call[Pool]:
     """Page and sequence counts, and the integrity check's verdict."""
-    return Call("pool", reads_into(Pool), repeatable=True)
+    return Call("pool", reads_into(Pool))
 
 
 def engines(*, counts: bool = False) -> Call[tuple[EngineInfo, ...]]:
@@ -243,7 +234,6 @@ def engines(*, counts: bool = False) -> Call[tuple[EngineInfo, ...]]:
     return Call(
         "engines",
         reads(lambda reply: tuple(result_of(EngineInfo, one) for one in reply.fields["engines"])),
-        repeatable=True,
         fields=given,
     )
 
@@ -255,7 +245,6 @@ def drain_engine(name: str, *, stop: bool = False) -> Call[int]:
     return Call(
         "drain_engine",
         reads(lambda reply: int(reply.fields["sequences"])),
-        repeatable=True,
         fields={"name": name, "stop": stop},
     )
 
@@ -266,22 +255,22 @@ def snapshot() -> Call[Snapshot]:
     Needs the scope `admin`. It is at most a fifth of a second old, a very large tree a little
     more.
     """
-    return Call("snapshot", reads(snapshot_of), repeatable=True)
+    return Call("snapshot", reads(snapshot_of))
 
 
 def live() -> Call[Health]:
     """Whether the process answers at all."""
-    return Call("live", health_of, repeatable=True, also_answers=(503,))
+    return Call("live", health_of, also_answers=(503,))
 
 
 def ready() -> Call[Health]:
     """Whether the service takes requests; a service that does not is an answer, not an error."""
-    return Call("ready", health_of, repeatable=True, also_answers=(503,))
+    return Call("ready", health_of, also_answers=(503,))
 
 
 def metrics() -> Call[str]:
     """The metrics in Prometheus' text format."""
-    return Call("metrics", lambda reply: reply.text, repeatable=True)
+    return Call("metrics", lambda reply: reply.text)
 
 
 def sequence_infos(reply: Reply) -> list[SequenceInfo]:

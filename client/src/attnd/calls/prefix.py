@@ -18,9 +18,9 @@ from attnd.calls.arguments import (
     whole_number,
     whole_numbers,
 )
-from attnd.calls.call import Call, Reply, Settled
+from attnd.calls.call import Call, Reply, settled_by
 from attnd.calls.parsing import nothing, reads, reads_into, result_of
-from attnd.errors import ServiceError, UnknownLease, UnknownPage
+from attnd.errors import UnknownLease, UnknownPage
 from attnd.results import (
     CacheEvent,
     CommitResult,
@@ -128,7 +128,6 @@ def commit(
     return Call(
         "commit",
         reads_into(CommitResult),
-        repeatable=True,
         fields=plain_fields(fields),
         arrays=prefix.arrays(),
     )
@@ -164,7 +163,6 @@ def commit_sequences(
     return Call(
         "commit_sequences",
         reads(commits_of),
-        repeatable=True,
         fields=plain_fields(fields),
         arrays=arrays,
     )
@@ -178,14 +176,12 @@ def indptr_of(parts: Sequence[Sized]) -> list[int]:
 def renew_lease(lease: str, lease_s: float = DEFAULT_LEASE_S) -> Call[Lease]:
     """Extend a lease to `lease_s` seconds from now; raises `UnknownLease`."""
     fields = {"id": lease, "lease_s": float(lease_s)}
-    return Call("renew_lease", reads_into(Lease), repeatable=True, fields=fields)
+    return Call("renew_lease", reads_into(Lease), fields=fields)
 
 
 def release_lease(lease: str) -> Call[None]:
     """End a lease; raises `UnknownLease`."""
-    return Call(
-        "release_lease", nothing, repeatable=True, fields={"id": lease}, recover=lease_ended_before
-    )
+    return Call("release_lease", nothing, fields={"id": lease}, recover=settled_by(UnknownLease))
 
 
 def pin(
@@ -205,14 +201,14 @@ def pin(
     fields |= {"cache_salt": cache_salt} if cache_salt else {}
     fields |= {"hard": True} if hard else {}
     fields |= {} if soft_ttl_s is None else {"soft_ttl_s": float(soft_ttl_s)}
-    return Call("pin", reads(num_pages), repeatable=True, fields=fields)
+    return Call("pin", reads(num_pages), fields=fields)
 
 
 def unpin(page_key: str | bytes, *, cache_salt: str = "") -> Call[None]:
     """Remove the hard and soft pins of a page; raises `UnknownPage` where it has none."""
     fields = {"page_key": hex_key(page_key)}
     fields |= {"cache_salt": cache_salt} if cache_salt else {}
-    return Call("unpin", nothing, repeatable=True, fields=fields, recover=unpinned_before)
+    return Call("unpin", nothing, fields=fields, recover=settled_by(UnknownPage))
 
 
 def holds() -> Call[tuple[Hold, ...]]:
@@ -220,7 +216,6 @@ def holds() -> Call[tuple[Hold, ...]]:
     return Call(
         "holds",
         reads(lambda reply: tuple(result_of(Hold, one) for one in reply.fields["holds"])),
-        repeatable=True,
     )
 
 
@@ -232,12 +227,12 @@ def evict(num_pages_at_most: int) -> Call[int]:
 
 def clear() -> Call[int]:
     """Evict all pages that nothing holds; returns their number."""
-    return Call("clear", reads(num_pages), repeatable=True)
+    return Call("clear", reads(num_pages))
 
 
 def get_namespace(name: str) -> Call[Namespace]:
     """The quota of a namespace, and its pages by state."""
-    return Call("get_namespace", reads_into(Namespace), repeatable=True, fields={"name": name})
+    return Call("get_namespace", reads_into(Namespace), fields={"name": name})
 
 
 def set_namespace(
@@ -250,28 +245,18 @@ def set_namespace(
         "max_pages": None if max_pages is None else whole_number(max_pages, "max_pages"),
         "reserved_pages": whole_number(reserved_pages, "reserved_pages"),
     }
-    return Call("set_namespace", reads_into(Namespace), repeatable=True, fields=fields)
+    return Call("set_namespace", reads_into(Namespace), fields=fields)
 
 
 def event_page(after: int = FROM_NOW, limit: int | None = None) -> Call[EventPage]:
     """Changes of cached pages since event `after` (0: all events kept; -1: none, only the number of
     the latest event), at most `limit`."""
     fields = plain_fields({"after": after, "limit": limit})
-    return Call("events", reads(event_page_of), repeatable=True, fields=fields)
+    return Call("events", reads(event_page_of), fields=fields)
 
 
 def hex_key(key: str | bytes) -> str:
     return key if isinstance(key, str) else key.hex()
-
-
-def lease_ended_before(error: ServiceError) -> Settled[None] | None:
-    """A lease unknown on the second attempt was released by the first."""
-    return Settled(None) if isinstance(error, UnknownLease) else None
-
-
-def unpinned_before(error: ServiceError) -> Settled[None] | None:
-    """A page without pins on the second attempt was unpinned by the first."""
-    return Settled(None) if isinstance(error, UnknownPage) else None
 
 
 def num_pages(reply: Reply) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnd.calls.arguments import plain_fields, sequence_id
-from attnd.calls.call import Call, Reply, Settled
+from attnd.calls.call import Call, Reply, Settled, settled_by
 from attnd.calls.parsing import nothing, reads, reads_into
 from attnd.calls.prefix import Prefix
 from attnd.errors import PartMismatch, SequenceExists, ServiceError, UnknownImport
@@ -84,7 +84,7 @@ def export_header(sequence: str, *, part_bytes: int | None = None) -> Call[Expor
     Raises `UnknownSequence`.
     """
     fields = plain_fields({"id": sequence_id(sequence), "part_bytes": part_bytes})
-    return Call("export_sequence", reads(header_of), repeatable=True, fields=fields)
+    return Call("export_sequence", reads(header_of), fields=fields)
 
 
 def export_part(
@@ -105,9 +105,7 @@ def export_part(
         return ExportPart(number, before, digest, arrays["k"], arrays["v"], reply.meta)
 
     room = int(header.fields["part_bytes"])
-    return Call(
-        "export_sequence", reads(part_of), repeatable=True, fields=fields, answer_bytes=room
-    )
+    return Call("export_sequence", reads(part_of), fields=fields, answer_bytes=room)
 
 
 def begin_import(
@@ -166,20 +164,13 @@ def end_import(sequence: str, digest: str) -> Call[ImportState]:
 
 def get_import(sequence: str) -> Call[ImportState]:
     """Progress of an import; raises `UnknownImport`."""
-    return Call(
-        "get_import", reads_into(ImportState), repeatable=True, fields={"id": sequence_id(sequence)}
-    )
+    return Call("get_import", reads_into(ImportState), fields={"id": sequence_id(sequence)})
 
 
 def cancel_import(sequence: str) -> Call[None]:
     """Cancel an import and free its pages; raises `UnknownImport`."""
     fields = {"id": sequence_id(sequence)}
-    return Call("cancel_import", nothing, repeatable=True, fields=fields, recover=cancelled_before)
-
-
-def cancelled_before(error: ServiceError) -> Settled[None] | None:
-    """An import unknown on the second attempt was cancelled by the first."""
-    return Settled(None) if isinstance(error, UnknownImport) else None
+    return Call("cancel_import", nothing, fields=fields, recover=settled_by(UnknownImport))
 
 
 def import_call(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Generic, Protocol, Self
 
 from attnd.errors import ServiceError
@@ -119,12 +118,7 @@ class Step(Generic[A]):
             raise
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> None:
         if exc is not None:
             self.abort()
         elif self._run.left:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from types import TracebackType
 from typing import Final, Self
 
 import torch
@@ -112,12 +111,7 @@ class TorchSession:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -7,7 +7,6 @@ import contextlib
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
@@ -243,12 +242,7 @@ class AttndCache(Cache):  # type: ignore[misc]  # transformers asks isinstance(.
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
