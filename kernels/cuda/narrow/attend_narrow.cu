@@ -111,10 +111,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     if (lane < kRows) own.query(lane) = place.query;
     RowRules rules;
 #pragma unroll
-    for (int n = 0; n < kN; ++n) {
+    for (int n = 0; n < kN; ++n)
       rules.position[n] = __shfl_sync(kAllLanes, place.position, my_row(n));
-      rules.mask[n] = kGeneral ? __shfl_sync(kAllLanes, place.mask, my_row(n)) : 0;
-    }
     __syncwarp();
     Accumulator<kN> acc;
     clear(acc);

@@ -34,17 +34,15 @@ __device__ __forceinline__ int my_row(int n) {
 struct RowPlace {
   int query;     // row of q and o, in heads; -1: no such row
   int position;
-  int64 mask;    // bit of key position 0; used with a custom mask only
 };
 
 __device__ __forceinline__ RowPlace find_row(const AttendParams& p, const WorkItem& item, int head) {
   const int lane = threadIdx.x & 31;
-  RowPlace place = {-1, 0, 0};
+  RowPlace place = {-1, 0};
   if (lane < item.num_rows) {
     const PackedRow row(item.row_begin + lane, p.group_size);
     place.query = row.query(p, head);
     place.position = p.positions[row.plan_row];
-    if (kGeneral && p.mask_bits != nullptr) place.mask = p.mask_row_offsets[row.plan_row];
   }
   return place;
 }
@@ -52,7 +50,6 @@ __device__ __forceinline__ RowPlace find_row(const AttendParams& p, const WorkIt
 // Hide a row's invisible keys: past the run's end, in the future, outside the window, or masked.
 struct RowRules {
   int position[kN];  // of rows my_row(0) and my_row(1)
-  int64 mask[kN];    // bit of key position 0; used with a custom mask only
 
   __device__ __forceinline__ void hide(Scores& s, const WorkItem& item, int first,
                                        const AttendParams& p) const {
@@ -65,8 +62,11 @@ struct RowRules {
         const int key = first + token_of(i);
         bool visible = keys.has(key);
         if constexpr (kGeneral) {
-          if (p.mask_bits != nullptr && visible && my_row(n) < item.num_rows)
-            visible = unmasked(p.mask_bits, mask[n] + item.kv_start + key);
+          if (p.mask_bits != nullptr && visible && my_row(n) < item.num_rows) {
+            const PackedRow row(item.row_begin + my_row(n), p.group_size);  // kept, it costs registers
+            const int64 first_bit = p.mask_row_offsets[row.plan_row] + item.kv_start;
+            visible = unmasked(p.mask_bits, first_bit + key);
+          }
         }
         if (!visible) s[i / 2][n * 2 + i % 2] = minus_infinity();
       }

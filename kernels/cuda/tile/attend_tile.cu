@@ -65,10 +65,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   TokenLoader loader;
   loader.start(p, item.layer, head);
   const int num_tiles = (item.num_keys + kTile - 1) / kTile;
-  const bool masked = kGeneral && table.tiles != nullptr;
+  const auto masked = [&]() { return kGeneral && table.tiles != nullptr; };  // kept, it costs a register
   int load_tile = 0;
   const auto look_up_next = [&]() {
-    if (masked) load_tile = first_seen(visible_tiles(table, p), load_tile, num_tiles);
+    if (masked()) load_tile = first_seen(visible_tiles(table, p), load_tile, num_tiles);
     loader.look_up(p, item.kv_begin, item.num_keys, load_tile * kTile + warp * 16);
     ++load_tile;
   };
@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     copy_async_commit();
     if (kGeneral && threadIdx.x == 0) {
       const int tile = load_tile - 1;
-      const bool cut = masked && tile < num_tiles &&
+      const bool cut = masked() && tile < num_tiles &&
                        (visible_tiles(table, p)[tile >> 5].cut >> (tile & 31) & 1);
       tile_in[stage] = tile << 1 | cut;
     }
