@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import struct
 import time
@@ -12,9 +13,9 @@ import httpx
 import pytest
 from scripted import (
     SAFETENSORS,
-    Reply,
     Running,
     decode_body,
+    only,
     receive_all,
     replies,
     request,
@@ -24,11 +25,6 @@ from scripted import (
 
 BODY = decode_body()
 GOOD = request("/v1/decode", BODY)
-
-
-def only(data: bytes) -> Reply:
-    (reply,) = replies(data)
-    return reply
 
 
 # what is no request
@@ -81,12 +77,17 @@ def test_requests_sent_ahead_are_answered_in_their_order(door: Running) -> None:
     assert [heard.image for heard in door.engine.heard[:4]] == bodies
 
 
-def test_a_broken_request_behind_a_good_one_harms_only_itself(door: Running) -> None:
+@pytest.mark.parametrize("broken", [b"\0broken", b"GET / HTTP/9.9", b"POST /v1/merge"])
+def test_a_broken_request_behind_a_good_one_harms_only_itself(
+    door: Running, caplog: pytest.LogCaptureFixture, broken: bytes
+) -> None:
     before = door.counted("internal", "decode")
-    first, second = replies(door.say(GOOD + b"\x00broken\r\n\r\n"))
+    first, second = replies(door.say(GOOD + broken + b"\r\n\r\n"))
     assert (first.status, second.status) == (200, 400)
     assert second.problem["code"] == "malformed_request"
+    assert second.headers["connection"] == "close"
     assert door.counted("internal", "decode") == before
+    assert not [one for one in caplog.records if one.levelno >= logging.ERROR], caplog.text
 
 
 def test_transfer_codings_beside_chunked_are_refused(door: Running) -> None:

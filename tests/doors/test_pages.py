@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import re
+from typing import Any
 
 import httpx
+import pytest
 from scripted import Running, decode_body, request, wait_for
 
+from service.logs import ConsoleLines
 from service.operations.table import OPERATIONS
 
 
@@ -69,21 +73,31 @@ def test_what_is_no_request_is_counted_too(door: Running) -> None:
     wait_for(lambda: door.counted("malformed_request", "unknown") == before + 1, "the count")
 
 
-def test_the_access_line_names_the_peer(door: Running, caplog: object) -> None:
-    import logging
+def test_the_access_line_names_the_peer_and_cannot_be_forged(
+    door: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "attnd.access")
 
-    caplog.set_level(logging.INFO, "attnd.access")  # type: ignore[attr-defined]
-    with door.connect() as peer:
-        name = "{}:{}".format(*peer.getsockname())
-        peer.sendall(request("/v1/decode", decode_body(), x_request_id="find-me"))
-        peer.recv(100)
+    def logged(number: int) -> dict[str, Any]:
+        """The fields of the line of one request, and the peer they must have."""
+        lines = [each for one in caplog.records for each in one.__dict__.get("each", ())]
+        return next((fields for fields in lines if fields["id"] == f"find-{number}"), {})
 
-    def lines() -> list[dict[str, object]]:
-        records = caplog.records  # type: ignore[attr-defined]
-        reply = [record.each for record in records if record.name == "attnd.access"]
-        return [fields for each in reply for fields in each if fields["id"] == "find-me"]
-
-    wait_for(lines, "the line")
-    (mine,) = lines()
-    assert (mine["peer"], mine["op"], mine["status"]) == (name, "decode", 200)
-    assert (mine["method"], mine["path"], mine["code"]) == ("POST", "/v1/decode", "ok")
+    forged = "/v1/nothing%20status=200%20code=ok%2212:00:00.000%20info"
+    wanted = (("POST", "/v1/decode", "decode", 200, "ok"), ("GET", forged, "unknown", 404, ""))
+    for number, (method, path, op, status, code) in enumerate(wanted):
+        with door.connect() as peer:
+            name = "{}:{}".format(*peer.getsockname())
+            body = decode_body() if method == "POST" else b""
+            peer.sendall(request(path, body, method, x_request_id=f"find-{number}"))
+            peer.recv(100)
+        wait_for(lambda number=number: logged(number), "the line")
+        fields = logged(number)
+        assert (fields["peer"], fields["op"], fields["status"]) == (name, op, status)
+        if code:
+            assert (fields["method"], fields["path"], fields["code"]) == (method, path, code)
+    record = logging.makeLogRecord({"msg": "request", "each": [logged(1)]})
+    (line,) = ConsoleLines("http-0").format(record).splitlines()
+    outside = re.sub(r'"[^"]*"', '""', line)
+    assert re.findall(r" status=(\S+)", outside) == ["404"], line
+    assert re.findall(r" code=(\S+)", outside) == ["not_found"], line

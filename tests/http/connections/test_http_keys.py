@@ -14,7 +14,6 @@ from http_messages import (
     KIND,
     QO_HEADS,
     append,
-    ask,
     check_problem,
     create,
     post,
@@ -62,41 +61,13 @@ def clean(client: httpx.Client) -> None:
         client.delete(f"/v1/sequences/{sequence['id']}")
 
 
-PATHS = (
-    ("GET", "/v1/info"),
-    ("GET", "/v1/pool"),
-    ("GET", "/v1/sequences"),
-    ("DELETE", "/v1/sequences/a"),
-    ("POST", "/v1/decode"),
-    ("GET", "/metrics"),
-    ("GET", "/docs"),
-    ("GET", "/openapi.json"),
-    ("GET", "/no/such/path"),
-    ("PUT", "/v1/info"),
-)
-
-
-@pytest.mark.parametrize(
-    "header", [None, "Bearer a-key-of-nobody", "Bearer", "a-key-of-red", "Basic YTpi"]
-)
-def test_nothing_but_health_is_open(guarded: Service, header: str | None) -> None:
-    headers = {} if header is None else {"authorization": header}
-    with guarded.client() as client:
-        for method, path in PATHS:
-            refused = client.request(method, path, headers=headers)
-            check_problem(refused, 401, "unauthorized")
-            assert refused.headers["www-authenticate"] == "Bearer"
-            assert "red" not in refused.text
-        assert client.get("/health/live").status_code == 200
-        assert client.get("/health/ready").status_code == 200
-
-
 def test_a_body_is_neither_waited_for_nor_held_without_a_key(guarded: Service) -> None:
     length = 100 * 2**20
     with closing(guarded.connect()) as client:
         head = f"POST /v1/decode HTTP/1.1\r\nhost: localhost\r\ncontent-length: {length}\r\n\r\n"
         client.sendall(head.encode())
-        assert client.recv(64).startswith(b"HTTP/1.1 401 ")
+        reply = client.recv(65536)
+        assert reply.startswith(b"HTTP/1.1 401 ") and b"www-authenticate: Bearer\r\n" in reply
         assert guarded.door.link.caller.mapping.size < length
 
 
@@ -108,23 +79,6 @@ def test_the_scheme_is_read_in_any_case_and_a_connection_may_change_its_key(
         for key, status in [("red", 200), ("blue", 404), ("nobody", 401), ("red", 200)]:
             headers = {"authorization": f"bEARER  a-key-of-{key}"}
             assert client.get("/v1/sequences/mine", headers=headers).status_code == status
-
-
-def test_the_same_id_in_two_namespaces_is_two_sequences(
-    red: httpx.Client, blue: httpx.Client, rng: np.random.Generator
-) -> None:
-    for client, count in ((red, 3), (blue, 6)):
-        (made,) = create(client, "same")
-        assert made["id"] == "same"
-        append(client, 0, "same", rows(rng, count), rows(rng, count))
-    for client, count in ((red, 3), (blue, 6)):
-        reply = client.get("/v1/sequences/same").json()
-        assert (reply["id"], reply["lengths"][0]) == ("same", count)
-        assert [one["id"] for one in client.get("/v1/sequences").json()["sequences"]] == ["same"]
-    refused = red.post("/v1/sequences", json={"sequences": [{"id": "same"}]})
-    check_problem(refused, 409, "sequence_exists", sequences=["same"])
-    assert blue.delete("/v1/sequences/same").status_code == 204
-    assert red.get("/v1/sequences/same").json()["lengths"][0] == 3
 
 
 def test_bodies_that_are_the_same_byte_for_byte_are_each_callers_own(
@@ -180,26 +134,6 @@ def test_guessed_ids_are_404_in_every_route(
         check_problem(answer, 404, "unknown_sequence", sequences=["guess"])
     assert blue.get("/v1/sequences").json()["sequences"] == []
     assert red.get("/v1/sequences/guess").json()["lengths"][0] == 5
-
-
-def test_a_fork_and_its_page_table_stay_within_the_namespace(
-    red: httpx.Client, blue: httpx.Client, rng: np.random.Generator
-) -> None:
-    for client in (red, blue):
-        create(client, "trunk")
-        for layer in (0, 1):
-            append(client, layer, "trunk", rows(rng, 9), rows(rng, 9))
-        create(client, {"id": "fork", "parent": "trunk"})
-    tables = [
-        client.post("/v1/page-table", json={"sequences": ["trunk", "fork"]}).json()
-        for client in (red, blue)
-    ]
-    pages = [set(table["kv_indices"]) for table in tables]
-    assert pages[0].isdisjoint(pages[1])
-    assert red.get("/v1/sequences/fork").json()["parent"] == "trunk"
-    fields = {"layer": 0, "sequences": ["trunk", "fork"], "cascade": "always"}
-    reply, _ = ask(red, "/v1/decode", fields, {"q": rows(rng, 2, QO_HEADS)})
-    assert reply["cascade"] is True
 
 
 def test_scopes_say_what_a_key_may_do(

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import socket
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any
 
 import httpx
 import numpy as np
@@ -17,7 +14,6 @@ from http_messages import (
     QO_HEADS,
     SAFETENSORS,
     append,
-    ask,
     check_problem,
     create,
     post,
@@ -72,7 +68,7 @@ def hold(service: Service, pool: ThreadPoolExecutor) -> list[Future[httpx.Respon
     return [inside, behind]
 
 
-def test_a_full_queue_is_answered_429_while_what_was_admitted_finishes(
+def test_a_full_queue_answers_429_accepts_what_frees_pages_and_finishes_what_waits(
     tight: Service, pool: ThreadPoolExecutor
 ) -> None:
     admitted = hold(tight, pool)
@@ -83,55 +79,15 @@ def test_a_full_queue_is_answered_429_while_what_was_admitted_finishes(
     problem = check_problem(refused, 429, "overloaded")
     assert problem["retry_after_s"] > 0
     assert int(refused.headers["retry-after"]) >= problem["retry_after_s"]
-    with tight.client() as client:
+    with tight.client() as client, tight.client() as other:
         assert client.get("/health/ready").status_code == 200
-    tight.backend.gate.set()
+        deleted = pool.submit(other.delete, "/v1/sequences/x")
+        wait_for(lambda: tight.num_waiting == DEPTH + 1, "the delete to wait with the others")
+        tight.backend.gate.set()
+        assert deleted.result().status_code == 204, deleted.result().text
     for one in admitted:
         assert one.result().status_code == 200, one.result().text
     assert decode(tight).status_code == 200, "there is room again"
-
-
-def test_a_full_queue_lets_in_what_gives_pages_back(
-    tight: Service, pool: ThreadPoolExecutor
-) -> None:
-    admitted = hold(tight, pool)
-    for waiting in range(1, DEPTH):
-        admitted.append(pool.submit(decode, tight))
-        wait_for(lambda n=waiting: tight.num_waiting == n + 1, "a place in the queue")
-
-    def delete() -> httpx.Response:
-        with tight.client() as client:
-            return client.delete("/v1/sequences/x")
-
-    check_problem(decode(tight), 429, "overloaded")
-    deleted = pool.submit(delete)
-    wait_for(lambda: tight.num_waiting == DEPTH + 1, "the delete to wait with the others")
-    tight.backend.gate.set()
-    assert deleted.result().status_code == 204, deleted.result().text
-    for one in admitted:
-        assert one.result().status_code == 200, one.result().text
-
-
-def test_a_deadline_that_passes_in_the_queue_means_it_did_not_run(
-    tight: Service, pool: ThreadPoolExecutor, rng: np.random.Generator
-) -> None:
-    before = hold(tight, pool)
-    kv = {"k": rows(rng, 1), "v": rows(rng, 1)}
-    fields = {"layer": 0, "sequences": ["x"]}
-
-    def late() -> httpx.Response:
-        with tight.client() as client:
-            headers = {"x-attnd-deadline-ms": "20"}
-            return post(client, "/v1/append", fields, kv, headers=headers)
-
-    waiting = pool.submit(late)
-    wait_for(lambda: tight.num_waiting == 2, "the append to wait")
-    time.sleep(0.05)
-    tight.backend.gate.set()
-    check_problem(waiting.result(), 504, "deadline_exceeded")
-    assert [one.result().status_code for one in before] == [200, 200]
-    with tight.client() as client:
-        assert client.get("/v1/sequences/x").json()["lengths"] == [0, 0]
 
 
 def test_a_client_that_hangs_up_leaves_no_trace(
@@ -175,53 +131,6 @@ def test_calls_wait_in_the_socket_while_the_engine_is_at_a_long_kernel(
     tight.backend.gate.set()
     for one in admitted:
         assert one.result().status_code == 200, one.result().text
-
-
-@pytest.mark.parametrize("path", ["/v1/append", "/v1/sequences"])
-def test_a_client_that_hangs_up_in_the_middle_of_its_body_leaves_no_trace(
-    tight: Service, path: str
-) -> None:
-    with tight.client() as client:
-        before = client.get("/v1/pool").json()
-        with tight.connect() as peer:
-            peer.sendall(
-                f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-                "content-length: 1000\r\n\r\n{".encode()
-            )
-            wait_for(lambda: tight.door.active == 1, "the head to be read")
-            peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-        wait_for(lambda: tight.door.active == 0, "the request to be dropped")
-        assert client.get("/v1/pool").json() == before
-
-
-def test_two_interleaved_clients_get_the_same_numbers_as_alone(
-    pool: ThreadPoolExecutor,
-) -> None:
-    def session(service: Service, name: str, seed: int) -> list[Any]:
-        """Append and decode step by step, over both layers; everything that was answered."""
-        mine = np.random.default_rng(seed)
-        reply: list[Any] = []
-        with service.client() as client:
-            create(client, name)
-            for step in range(12):
-                for layer in (0, 1):
-                    kv = {"k": rows(mine, 1), "v": rows(mine, 1), "q": rows(mine, 1, QO_HEADS)}
-                    fields = {"layer": layer, "sequences": [name], "offsets": [step]}
-                    _, tensors = ask(client, "/v1/decode", fields, kv)
-                    reply += [tensors["o"], tensors["lse"]]
-        return reply
-
-    with serving() as service:
-        alone = [session(service, f"alone-{seed}", seed) for seed in (1, 2)]
-        together = [pool.submit(session, service, f"together-{seed}", seed) for seed in (1, 2)]
-        for seed, (one, other) in enumerate(zip(alone, together, strict=True)):
-            for at, (wanted, got) in enumerate(zip(one, other.result(), strict=True)):
-                np.testing.assert_allclose(
-                    got.astype(np.float64),
-                    wanted.astype(np.float64),
-                    atol=1e-5 if wanted.dtype == np.float32 else 1e-3,
-                    err_msg=f"client {seed}, array {at}",
-                )
 
 
 def test_a_drain_finishes_what_was_admitted_and_refuses_the_rest(

@@ -22,17 +22,6 @@ def test_decode_appends_first_and_says_how_it_ran(triton: Triton, rng: np.random
     assert reply == {"lse_base": "e", "levels": 1, "cascade": False}
 
 
-def test_forks_share_a_prefix_and_cascade(triton: Triton, rng: np.random.Generator) -> None:
-    k, v = fill(triton, rng, "root", 18)
-    forks = [{"id": f"fork-{i}", "parent": "root"} for i in range(3)]
-    reply, _ = triton.infer("create_sequences", sequences=forks)
-    assert [one["length"] for one in reply["sequences"]] == [18] * 3
-    q, names = rows(rng, 3, QO_HEADS), [one["id"] for one in forks]
-    reply, tensors = triton.infer("decode", {"q": q}, layer=1, sequences=names, cascade="always")
-    check(tensors, *oracle.attend(q, k, v, seen(q, k), sm_scale=SCALE), "forks")
-    assert reply["cascade"] is True and reply["levels"] == 2
-
-
 @pytest.mark.parametrize("packed", [False, True], ids=["BOOL", "packed"])
 def test_prefill_takes_masks_and_an_indptr_as_an_input(
     triton: Triton, rng: np.random.Generator, packed: bool
@@ -49,16 +38,6 @@ def test_prefill_takes_masks_and_an_indptr_as_an_input(
     _, tensors = triton.infer("prefill", inputs, layer=1, sequences=["a"], causal=True)
     visible = seen(q, k, causal=True, mask=mask)
     check(tensors, *oracle.attend(q, k, v, visible, sm_scale=SCALE), "a masked prefill")
-
-
-def test_ragged_prefill_takes_both_indptrs(triton: Triton, rng: np.random.Generator) -> None:
-    q, k, v = rows(rng, 3, QO_HEADS), rows(rng, 7), rows(rng, 7)
-    inputs = {"q": q, "k": k, "v": v, "kv_indptr": np.array([0, 4, 7], np.int32)}
-    _, tensors = triton.infer("ragged_prefill", inputs, qo_indptr=[0, 1, 3])
-    for name, (begin, end, first, last) in {"one": (0, 1, 0, 4), "two": (1, 3, 4, 7)}.items():
-        mine = {key: array[begin:end] for key, array in tensors.items()}
-        part, keys, values = q[begin:end], k[first:last], v[first:last]
-        check(mine, *oracle.attend(part, keys, values, seen(part, keys), sm_scale=SCALE), name)
 
 
 def test_an_explicit_cascade_answers_the_levels_that_are_asked_for(

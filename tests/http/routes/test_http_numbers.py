@@ -12,16 +12,12 @@ from http_messages import (
     DTYPES,
     HEAD_DIM,
     JSON,
-    KV_HEADS,
     QO_HEADS,
-    SAFETENSORS,
     SCALE,
     append,
     ask,
     check,
     create,
-    post,
-    read_body,
     rows,
     seen,
 )
@@ -55,18 +51,6 @@ def test_decode_equals_the_oracle(
         mine = {key: array[i : i + 1] for key, array in tensors.items()}
         check(mine, o, lse, f"row {i}, sequence {name}")
     assert reply == {"lse_base": "e", "levels": 1, "cascade": False}
-
-
-def test_decode_appends_its_k_and_v_first(
-    client: httpx.Client, rng: np.random.Generator, media: str
-) -> None:
-    k, v = fill(client, rng, "a", 4)
-    q, new_k, new_v = rows(rng, 1, QO_HEADS), rows(rng, 1), rows(rng, 1)
-    fields = {"layer": 1, "sequences": ["a"], "offsets": [4], "sm_scale": 0.25}
-    _, reply = ask(client, "/v1/decode", fields, {"q": q, "k": new_k, "v": new_v}, media)
-    k, v = np.concatenate((k, new_k)), np.concatenate((v, new_v))
-    check(reply, *oracle.attend(q, k, v, seen(q, k), sm_scale=0.25), "decode with an append")
-    assert client.get("/v1/sequences/a").json()["lengths"] == [4, 5]
 
 
 @pytest.mark.parametrize("cascade", ["auto", "always", "never"])
@@ -214,18 +198,6 @@ def test_merge_takes_dense_and_ragged_states(
     check({"o": reply["o"][2], "lse": reply["lse"][2]}, *wanted, "ragged")
 
 
-def test_merge_in_base_two_equals_merge_in_base_e(
-    client: httpx.Client, rng: np.random.Generator, media: str
-) -> None:
-    o, lse = rows(rng, 4, 2), rng.standard_normal((4, 2)).astype(np.float32)
-    fields = {"indptr": [0, 4], "lse_base": "2"}
-    base_2 = (lse / np.log(2)).astype(np.float32)
-    reply_fields, reply = ask(client, "/v1/merge", fields, {"o": o, "lse": base_2}, media)
-    wanted_o, wanted_lse = oracle.merge([(o[i], lse[i]) for i in range(4)])
-    check(reply, wanted_o[None], wanted_lse[None] / np.log(2), "base 2")
-    assert reply_fields == {"lse_base": "2"}
-
-
 def test_gather_gives_back_what_was_appended(
     client: httpx.Client, rng: np.random.Generator, media: str
 ) -> None:
@@ -256,20 +228,6 @@ def test_queries_of_any_float_get_outputs_of_their_own(
     np.testing.assert_allclose(reply["lse"], lse, atol=1e-3)
 
 
-def test_accept_chooses_the_form_of_the_answer(
-    client: httpx.Client, rng: np.random.Generator, media: str
-) -> None:
-    fill(client, rng, "a", 2)
-    other = "application/json" if media == SAFETENSORS else SAFETENSORS
-    tensors = {"q": rows(rng, 1, QO_HEADS)}
-    fields = {"layer": 0, "sequences": ["a"]}
-    same = post(client, "/v1/decode", fields, tensors, media)
-    turned = post(client, "/v1/decode", fields, tensors, media, {"accept": other})
-    assert same.headers["content-type"] == media
-    assert turned.headers["content-type"] == other
-    np.testing.assert_array_equal(read_body(same)[1]["o"], read_body(turned)[1]["o"])
-
-
 def test_append_answers_the_lengths_of_its_layer(
     client: httpx.Client, rng: np.random.Generator, media: str
 ) -> None:
@@ -280,17 +238,3 @@ def test_append_answers_the_lengths_of_its_layer(
     one_each = {"k": rows(rng, 2), "v": rows(rng, 2)}
     fields = {"layer": 0, "sequences": ["a", "b"]}
     assert ask(client, "/v1/append", fields, one_each, media)[0] == {"lengths": [3, 2]}
-
-
-def test_queries_without_rows_are_legal(
-    client: httpx.Client, rng: np.random.Generator, media: str
-) -> None:
-    fill(client, rng, "a", 2)
-    q = rows(rng, 0, QO_HEADS)
-    fields = {"layer": 0, "sequences": ["a"], "qo_indptr": [0, 0]}
-    _, reply = ask(client, "/v1/prefill", fields, {"q": q}, media)
-    assert reply["o"].shape == (0, QO_HEADS, HEAD_DIM) and reply["lse"].shape == (0, QO_HEADS)
-    nothing = {"q": q, "k": rows(rng, 0), "v": rows(rng, 0)}
-    fields = {"qo_indptr": [0, 0], "kv_indptr": [0, 0]}
-    assert ask(client, "/v1/ragged-prefill", fields, nothing, media)[1]["o"].shape[0] == 0
-    assert nothing["k"].shape[1] == KV_HEADS
