@@ -31,13 +31,11 @@ from service.cluster.membership.members_file import engine_name, list_members
 from service.cluster.membership.secret import SecretError, secret_of
 from service.doors.kit.tls import TlsError
 from service.extras import how_to_install
-from service.key_command import key_command
-from service.keys import KeysError
+from service.keys import KeysError, key_command
 from service.launch import HOME, command_of
 from service.logs import set_up_logs
 from service.processes.cells import make_shared
-from service.processes.checked_files import CheckedFiles
-from service.processes.handover import Child, Shared
+from service.processes.handover import CheckedFiles, Child, Shared
 from service.road.engine_end.listening import CannotListen
 from service.supervisor import ENGINE, MAIN, Supervisor
 
@@ -51,9 +49,9 @@ class Commands:
     """The commands of the processes; `service/processes/handover.py` has their protocol."""
 
     engine: tuple[str, ...] = command_of("service.engine")
-    door: tuple[str, ...] = command_of("service.doors.http")
-    grpc: tuple[str, ...] = command_of("service.doors.grpc")
-    zmq: tuple[str, ...] = command_of("service.doors.zmq")
+    door: tuple[str, ...] = (*command_of("service.doors"), "http")
+    grpc: tuple[str, ...] = (*command_of("service.doors"), "grpc")
+    zmq: tuple[str, ...] = (*command_of("service.doors"), "zmq")
 
 
 CLUSTER_DOOR: Final = command_of("service.cluster")

@@ -1,12 +1,14 @@
-"""API keys: makes them, reads the key file, finds a key's tenant."""
+"""API keys: makes them, reads the key file, authenticates by them, and `attnd key new`."""
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import logging
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -131,3 +133,58 @@ def line_of(key: str, namespace: str, scopes: Iterable[str]) -> str:
     tenant = tenant_of(namespace, scopes)
     listed = ",".join(scope for scope in SCOPES if scope in tenant.scopes)
     return f"{hashlib.sha256(key.encode()).hexdigest()} {tenant.namespace} {listed}"
+
+
+SCHEME: Final = b"bearer"
+REMEDY: Final = "send the header Authorization: Bearer KEY"
+
+
+class Authenticator:
+    """The service's keys; `keys` is replaced when the key file is read again."""
+
+    __slots__ = ("auth", "keys", "read")
+
+    def __init__(self, auth: AuthSettings, keys: Keys, read: ReadFile = from_disk) -> None:
+        self.auth = auth
+        self.keys = keys
+        self.read = read
+
+    def tenant_of(self, authorization: bytes) -> Tenant:
+        """The tenant of an Authorization header's value, empty for none. Raises Unauthorized."""
+        scheme, _, key = authorization.partition(b" ")
+        if authorization and scheme.lower() != SCHEME:
+            raise Unauthorized(f"the scheme of Authorization is not Bearer: {REMEDY}")
+        return self.keys.check(key.strip(), REMEDY).tenant
+
+    def read_again(self) -> None:
+        """Read the key file again; an unusable file changes nothing."""
+        self.keys = read_again(self.auth, self.keys, self.read) or self.keys
+
+
+def make_authenticator(auth: AuthSettings, read: ReadFile = from_disk) -> Authenticator | None:
+    """None for a service without keys. Raises KeysError."""
+    keys = keys_of(auth, read)
+    return None if keys is None else Authenticator(auth, keys, read)
+
+
+SCOPE_HELP = "what the key may do; may be given several times. Without it: read and append"
+
+
+def key_command(argv: Sequence[str]) -> int:
+    """`attnd key new`: print a new key and its line for `auth.keys_file`; the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="attnd key", description="Makes keys for `auth.keys_file`."
+    )
+    commands = parser.add_subparsers(required=True)
+    new = commands.add_parser("new", description="Prints a key, and below it its line.")
+    new.add_argument("--namespace", required=True, help="whose sequences the key is for")
+    new.add_argument("--scope", action="append", choices=SCOPES, help=SCOPE_HELP)
+    given = parser.parse_args(argv)
+    key = new_key()
+    try:
+        line = line_of(key, given.namespace, given.scope or ("read", "append"))
+    except ValueError as error:
+        print(f"attnd: {error}", file=sys.stderr)
+        return 2
+    print(key, line, sep="\n")
+    return 0

@@ -27,8 +27,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from service.processes.cells import Cells, Key
-from service.processes.remote_counts import Counts, RemoteCounts, as_reported
+from service.processes.cells import Cells, Counts, Key, RemoteCounts, as_reported
 from service.processes.usage import Usage, usage
 
 SECONDS: Final = (

@@ -47,9 +47,9 @@ def http_request(request: Request) -> bytes:
 
 def grpc_message(request: Request) -> bytes:
     """A ModelInferRequest with its tensors as raw contents."""
-    from service.doors.grpc import messages
+    from service.doors.grpc.tensors import message
 
-    made = messages.message("ModelInferRequest")(model_name=request.operation)
+    made = message("ModelInferRequest")(model_name=request.operation)
     for name, value in parameters(request).items():
         kind = "string_param" if isinstance(value, str) else "int64_param"
         setattr(made.parameters[name], kind, value)

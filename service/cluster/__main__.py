@@ -5,20 +5,8 @@ from __future__ import annotations
 
 import sys
 
-
-def main() -> int:
-    """Serves until drained; returns the exit status."""
-    kind = sys.argv.pop(1)
-    from service.cluster.routing.router import Router
-
-    if kind == "grpc":
-        from service.doors.grpc.__main__ import main as serve
-    elif kind == "zmq":
-        from service.doors.zmq.__main__ import main as serve
-    else:
-        from service.doors.http.__main__ import main as serve
-    return serve(Router)
-
+from service.cluster.routing.router import Router
+from service.doors.__main__ import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(Router))

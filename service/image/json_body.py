@@ -10,6 +10,7 @@ from typing import Any, Final
 from attnd.wire.dtypes import Part
 
 from service.errors import InvalidRequest, MalformedBody
+from service.image.json_pieces import Pieces, is_short, loading
 from service.image.json_tensors import cut_data, read_tensors, write_tensor
 from service.image.json_text import check_counts, dump_json, load_json
 from service.image.reading import (
@@ -19,6 +20,7 @@ from service.image.reading import (
     Layout,
     place,
     read_entry,
+    split,
 )
 from service.image.writing import RESPONSE, image
 
@@ -113,3 +115,37 @@ def fields_text(document: dict[str, Any], key: str) -> str:
     if not isinstance(text, str):
         raise MalformedBody(f"__metadata__.{key} is not a string")
     return text
+
+
+def placing_fields(whole: memoryview, given: Mapping[str, Any]) -> Pieces[list[Part]]:
+    """A request's image with the fields `given` by its path, made in pieces; the tensors' bytes are
+    not copied.
+
+    Raises `MalformedBody`, and `InvalidRequest` for a field that is given twice. The rest is for
+    the engine to check.
+    """
+    header, start = split(whole)
+    if (count := header.count(b",")) > MAX_VALUES:
+        raise MalformedBody(f"the safetensors header has {count} values: at most {MAX_VALUES}")
+    document = yield from loading(header, "the safetensors header")
+    if not isinstance(document, dict):
+        raise MalformedBody("the safetensors header is not a JSON object")
+    metadata = document.setdefault("__metadata__", {})
+    if not isinstance(metadata, dict):
+        raise MalformedBody("__metadata__ is not a JSON object")
+    text = metadata.get(REQUEST, "{}")
+    if not isinstance(text, str):
+        raise MalformedBody(f"__metadata__.{REQUEST} is not a string in the safetensors header")
+    data = text.encode("utf-8", "surrogatepass")
+    fields = yield from loading(data, f"__metadata__.{REQUEST}")
+    if not isinstance(fields, dict):
+        raise MalformedBody(f"__metadata__.{REQUEST} is not a JSON object")
+    if twice := given.keys() & fields.keys():
+        name = min(twice)
+        raise InvalidRequest(name, fields[name], "is given by the path: leave it out")
+    metadata[REQUEST] = dump_fields({**fields, **given})
+    if not is_short(data):
+        yield
+    laid = dump_json(document).encode()
+    laid += b" " * (-len(laid) % 8)
+    return [len(laid).to_bytes(8, "little") + laid, whole[start:]]

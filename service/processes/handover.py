@@ -1,9 +1,9 @@
 """What the supervisor passes to the processes that it starts.
 
 `python -m service` starts one engine (`python -m service.engine`) and `server.http_workers` doors
-(`python -m service.doors.http`), and with `server.grpc_port` a gRPC door (`python -m
-service.doors.grpc`), which binds its port itself; with `cache.zmq_endpoint` a ZeroMQ door
-(`python -m service.doors.zmq`), which does the same. The `__main__` of each begins with
+(`python -m service.doors http`), and with `server.grpc_port` a gRPC door, with
+`cache.zmq_endpoint` a ZeroMQ door, which bind their ports themselves. The `main` of each begins
+with
 
     inherited = receive()
     set_up_logs(inherited.settings.log, inherited.process)
@@ -29,6 +29,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import logging
 import os
 import signal
 import socket
@@ -40,8 +41,64 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from config.sections import Settings
-from service.processes.checked_files import CheckedFiles
-from service.processes.handed_files import HandedFiles, ReadFile, from_disk
+from service.doors.kit.tls import TlsError, make_tls
+from service.keys import KeysError, keys_of
+from service.processes.handed_files import HandedFiles, ReadFile, anonymous_memory, from_disk
+
+LOG: Final = logging.getLogger("attnd.files")
+
+
+class CheckedFiles:
+    """The last usable contents of `auth.keys_file` and of the files of TLS, in the memory `fd`."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Raises KeysError, TlsError."""
+        self.settings = settings
+        self.usable: dict[str, bytes] = {}
+        self.check_keys()
+        self.check_tls()
+        self.fd = anonymous_memory("attnd-files")
+        HandedFiles(self.fd).write(self.usable)
+
+    def check_keys(self) -> None:
+        """Read the key file. Raises KeysError."""
+        read, found = recording()
+        keys_of(self.settings.auth, read)
+        self.usable |= found
+
+    def check_tls(self) -> None:
+        """Read certificate and key, and at the start the authorities of clients, whose change needs
+        a restart. Raises TlsError."""
+        authorities = self.settings.server.tls_client_ca
+        read, found = recording()
+        make_tls(self.settings.server, read)
+        if authorities is not None and authorities in self.usable:
+            found[authorities] = self.usable[authorities]
+        self.usable |= found
+
+    def read_again(self) -> None:
+        """Read the files again; an unusable one is logged."""
+        try:
+            self.check_keys()
+        except KeysError as error:
+            LOG.error("%s: the keys are unchanged", error)
+        try:
+            self.check_tls()
+        except TlsError as error:
+            LOG.error("%s: the certificate is unchanged", error)
+        HandedFiles(self.fd).write(self.usable)
+
+
+def recording() -> tuple[ReadFile, dict[str, bytes]]:
+    """A function that reads from disk, and a dict to which it adds the contents, by path."""
+    found: dict[str, bytes] = {}
+
+    def read(path: str) -> bytes:
+        found[path] = from_disk(path)
+        return found[path]
+
+    return read, found
+
 
 CANNOT_START: Final = 3
 """Exit status of a process that cannot serve and has logged why; a restart would not help."""

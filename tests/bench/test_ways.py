@@ -64,7 +64,7 @@ def test_a_workers_error_is_raised_here_and_the_worker_continues(worker: Worker)
 
 def test_the_memory_of_a_service_is_that_of_all_its_processes(service: Server) -> None:
     processes = {one.name: one for one in map(memory, family(service.pid))}
-    assert processes.keys() >= {"service", "service.engine", "service.doors.http"}
+    assert processes.keys() >= {"service", "service.engine", "service.doors"}
     assert all(0 < one.pss <= one.rss for one in processes.values())
 
 

@@ -11,7 +11,7 @@ import pytest
 from images import write_image
 from scripted import Running, decode_body, only, receive_all, request, serving, wait_for
 
-from service.doors.http.protocol.body_shares import FIRST_BYTES, BodyShares
+from service.doors.http.protocol.bodies import FIRST_BYTES, BodyShares
 from service.errors import Overloaded
 
 MIB = 2**20

@@ -10,8 +10,8 @@ import pytest
 from scripted import Running, only, receive_all, serving
 
 from config.settings import load_settings
+from service.doors.http.protocol.admission import HostRule
 from service.doors.http.protocol.heads import ONCE, Headers
-from service.doors.http.protocol.hosts import HostRule
 from service.errors import Forbidden, MalformedRequest
 from service.keys import line_of
 

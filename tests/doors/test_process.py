@@ -64,7 +64,7 @@ def process(directory: Path) -> Iterator[Process]:
         port = listener.getsockname()[1]
         path, url = str(engine.stand_in.path), f"http://:{port}"
         shared = Shared(load_settings([]), reading, path, url, SECRET)
-        command = (sys.executable, "-m", "service.doors.http")
+        command = (sys.executable, "-m", "service.doors", "http")
         child = start(Child("http-0", command, (listener,)), shared)
         running = Process(child, engine, port, writing)
         try:
@@ -109,7 +109,7 @@ def test_without_its_supervisor_it_ends_at_once(tmp_path: Path) -> None:
 
 def test_it_imports_nothing_of_the_engine() -> None:
     program = (
-        "import sys, service.doors.http.__main__, service.doors.http.server\n"
+        "import sys, service.doors.__main__, service.doors.http.server\n"
         "names = {name.split('.')[0] for name in sys.modules}\n"
         "inner = {name for name in sys.modules if name.startswith(('service.engine', "
         "'service.core', 'kernels'))}\n"

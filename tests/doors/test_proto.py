@@ -8,7 +8,7 @@ from typing import Any
 
 from tritonclient.grpc import model_config_pb2, service_pb2
 
-from service.doors.grpc.messages import DESCRIPTORS, POOL, SERVICE
+from service.doors.grpc.tensors import DESCRIPTORS, POOL, SERVICE
 
 FIELD = re.compile(r"^ +(?:repeated )?(?:map<.*>|[\w.]+) (\w+) = (\d+);", re.M)
 RPC = re.compile(r"rpc (\w+)\(")

@@ -22,8 +22,7 @@ from scripted_engine_end import ScriptedEnd, config, echo, standing_in
 from service.errors import NotReady
 from service.road.arena import PAGE, anonymous_file, seal
 from service.road.caller_end.caller import RoadCaller
-from service.road.caller_end.shared_arena import OwnArena
-from service.road.caller_end.slots import Mapping
+from service.road.caller_end.slots import Mapping, OwnArena
 from service.road.engine_end.admission import Admission
 from service.road.engine_end.calls import Call, Cancel
 from service.road.engine_end.session import Session

@@ -11,8 +11,7 @@ from config.sections import Settings
 from service.addresses import Addresses
 from service.launch import command_of
 from service.processes.cells import make_shared
-from service.processes.checked_files import CheckedFiles
-from service.processes.handover import Child, Shared, start
+from service.processes.handover import CheckedFiles, Child, Shared, start
 
 COMMAND: Final = command_of("service.cluster")
 

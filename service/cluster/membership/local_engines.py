@@ -18,8 +18,7 @@ from service.addresses import listen_tcp
 from service.cluster.membership.members_file import MemberEntry, write_members
 from service.launch import command_of
 from service.processes.cells import make_shared
-from service.processes.checked_files import CheckedFiles
-from service.processes.handover import Child, Shared, start
+from service.processes.handover import CheckedFiles, Child, Shared, start
 from service.road.engine_end.listening import Listening, listen
 
 LOST_AFTER_S: Final = 1.0

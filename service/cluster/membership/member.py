@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from service.cluster.membership.engine import Engine
-from service.road.caller_end.peer_process import PeerProcess
+from service.road.caller_end.greeting import PeerProcess
 from service.road.tcp import is_remote
 from service.tenants import Tenant
 

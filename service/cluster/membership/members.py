@@ -34,7 +34,7 @@ from service.errors import AttndError, NotReady
 from service.metrics import STATES, Metrics
 from service.operations.schema.info import InfoAnswer
 from service.road.caller_end.caller import RoadCaller
-from service.road.caller_end.peer_process import PeerProcess
+from service.road.caller_end.greeting import PeerProcess
 from service.tenants import OPEN, SCOPES, Tenant, tenant_of
 
 if TYPE_CHECKING:

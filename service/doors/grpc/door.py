@@ -10,28 +10,27 @@ import grpc
 from google.protobuf.json_format import ParseDict
 
 from config.server import ServerSettings
-from service.doors.grpc.admission import Admission, tenant_of
-from service.doors.grpc.messages import (
+from service.doors.grpc.rpc import Admission, Rpc, problem_metadata, status_of, tenant_of
+from service.doors.grpc.tensors import (
     SERVICE,
     ModelStreamInferResponse,
     decoder,
     message,
     read_infer_request,
+    read_request,
+    write_answer,
 )
-from service.doors.grpc.rpc import Rpc, problem_metadata, status_of
-from service.doors.grpc.tensors import read_request, write_answer
-from service.doors.kit.authentication import Authenticator
 from service.doors.kit.ledger import CLIENT_CLOSED, Ledger
 from service.doors.kit.link import QUIET_S, Link
 from service.doors.kit.problems import ProblemText, document_of
 from service.doors.kit.tracing import Tracing
 from service.doors.kit.upstream import MakeUpstream
 from service.doors.oip import models
-from service.doors.oip.models import MODELS, error_text, model_of
-from service.doors.oip.statistics import statistics
+from service.doors.oip.models import MODELS, error_text, model_of, statistics
 from service.errors import NotReady, RequestTimeout
 from service.image.json_body import fields_text_of_image
 from service.image.writing import PROBLEM
+from service.keys import Authenticator
 from service.metrics import Metrics
 from service.tenants import Tenant
 

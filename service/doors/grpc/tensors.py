@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from attnd.wire.dtypes import DType, Part
+from google.protobuf.descriptor_pb2 import FileDescriptorSet
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message import DecodeError
+from google.protobuf.message_factory import GetMessageClass
 
-from service.doors.grpc.messages import ModelInferResponse
 from service.doors.oip.answer import read_answer
 from service.doors.oip.models import VERSION, Model
 from service.doors.oip.request import (
@@ -24,8 +28,38 @@ from service.doors.oip.request import (
     refuse_keys,
     refuse_regions,
 )
-from service.errors import InvalidRequest
+from service.errors import InvalidRequest, MalformedBody
 from service.image.reading import MAX_TENSORS
+
+DESCRIPTORS: Final = Path(__file__).with_name("open_inference.binpb")
+POOL: Final = DescriptorPool()
+for file in FileDescriptorSet.FromString(DESCRIPTORS.read_bytes()).file:
+    POOL.Add(file)
+SERVICE: Final = POOL.FindServiceByName("inference.GRPCInferenceService")
+
+
+def message(name: str) -> Any:
+    """The class of a message."""
+    return GetMessageClass(POOL.FindMessageTypeByName(f"inference.{name}"))
+
+
+def decoder(name: str) -> Callable[[bytes], Any]:
+    """A function that reads a message of that name, and raises MalformedBody."""
+    read = message(name).FromString
+
+    def decode(data: bytes) -> Any:
+        try:
+            return read(data)
+        except DecodeError as error:
+            raise MalformedBody(f"not a message {name}: {error}") from None
+
+    return decode
+
+
+ModelInferResponse: Final = message("ModelInferResponse")
+ModelStreamInferResponse: Final = message("ModelStreamInferResponse")
+read_infer_request: Final = decoder("ModelInferRequest")
+
 
 CONTENTS: Final = {
     "BOOL": "bool_contents",

@@ -14,16 +14,16 @@ from config.sections import Settings
 from config.server import ServerSettings
 from service.doors.http.application import make_application
 from service.doors.http.long_json import LongJson
-from service.doors.http.protocol.body_shares import BodyShares
+from service.doors.http.protocol.admission import HostRule
+from service.doors.http.protocol.bodies import BodyShares
 from service.doors.http.protocol.connection import Connection
-from service.doors.http.protocol.hosts import HostRule
-from service.doors.kit.authentication import Authenticator
 from service.doors.kit.ledger import Ledger
 from service.doors.kit.link import QUIET_S, Link
 from service.doors.kit.pieces import OneByOne
 from service.doors.kit.tracing import Tracing
 from service.doors.kit.upstream import MakeUpstream
 from service.errors import AttndError, NotReady, Overloaded
+from service.keys import Authenticator
 from service.metrics import Metrics
 
 LOG: Final = logging.getLogger("attnd.http")

@@ -50,9 +50,9 @@ def inference(name: str) -> Callable[[memoryview, dict[str, Any]], Converted]:
     """A conversion of the Open Inference Protocol, whose import takes 0.3 s."""
 
     def convert(source: memoryview, given: dict[str, Any]) -> Converted:
-        from service.doors.oip import long_json
+        from service.doors.oip import answer
 
-        found: Converted = getattr(long_json, name)(source, given)
+        found: Converted = getattr(answer, name)(source, given)
         return found
 
     return convert

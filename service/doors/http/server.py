@@ -11,13 +11,13 @@ from typing import Any, Final
 import uvicorn
 
 from service.doors.http.door import Door
+from service.doors.http.protocol.admission import HostRule
 from service.doors.http.protocol.connection import Connection
-from service.doors.http.protocol.hosts import HostRule
-from service.doors.kit.authentication import make_authenticator
 from service.doors.kit.process import DRAINING, ENGINE_LATER_S, Setup, connect
 from service.doors.kit.tls import HANDSHAKE_S, Tls, make_tls
 from service.doors.kit.tracing import make_tracing
 from service.errors import NotReady
+from service.keys import make_authenticator
 
 BACKLOG: Final = 2048
 CUT_OFF: Final = "the drain ended while the engine ran the operation; it may have been applied"

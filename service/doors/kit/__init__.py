@@ -1,1 +1,1 @@
-"""What all doors share: authentication, the link to the engine, its arena, problems, TLS."""
+"""What all doors share: the link to the engine, its arena, problems, TLS."""

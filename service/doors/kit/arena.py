@@ -1,31 +1,116 @@
-"""The arena of a door with several engines, shared by all engines of its host.
-
-A door receives a body before the engine is chosen, so every engine of the host maps the arena that
-holds it, and writes replies where the door sends them from. Engines of other hosts get and send
-images over TCP.
-"""
+"""A door's arena: its spare slots, the shares of namespaces, and an arena for several engines."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from attnd.wire.dtypes import Part
 
 from config.server import ServerSettings
-from service.doors.kit.answer_shares import AnswerShares
-from service.doors.kit.spare_slots import SpareSlots
 from service.errors import AttndError, Overloaded
 from service.road.arena import PAGE, anonymous_file, pages, seal
-from service.road.caller_end.shared_arena import OwnArena
-from service.road.caller_end.slots import ArenaFull, Mapping, Slot
+from service.road.caller_end.slots import ArenaFull, Mapping, OwnArena, Slot
+
+OF_ONE: Final = 2
+"""The replies of one namespace get 1/2 of the arena."""
+
+
+class AnswerShares:
+    """Limits each namespace's share of an arena for replies, until their last byte is sent: a
+    client that does not read its responses keeps their memory. Slots of up to `MAX_BYTES` are not
+    counted: the number of connections bounds them."""
+
+    __slots__ = ("by_namespace", "limit", "returned")
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.by_namespace: dict[str, int] = {}
+        self.returned: deque[tuple[str, int]] = deque()
+        """Freed slots; the garbage collector appends to it at any moment."""
+
+    def check(self, namespace: str, size: int) -> None:
+        """Raises Overloaded if a reply of `size` bytes exceeds the namespace's share. Its only
+        large reply may have any size."""
+        while self.returned:
+            name, freed = self.returned.popleft()
+            self.by_namespace[name] -= freed
+            if not self.by_namespace[name]:
+                del self.by_namespace[name]
+        held = self.by_namespace.get(namespace, 0)
+        if held and held + size > self.limit // OF_ONE:
+            text = (
+                f"this namespace's unread responses hold {held} bytes, the limit is "
+                f"{self.limit // OF_ONE}: read the responses, or raise server.max_inflight_bytes"
+            )
+            raise Overloaded(text, retry_after_s=1.0)
+
+    def count(self, namespace: str, slot: Slot) -> None:
+        """Count a slot until nothing refers to its bytes any more."""
+        if slot.size > MAX_BYTES:
+            self.by_namespace[namespace] = self.by_namespace.get(namespace, 0) + slot.size
+            freed = (namespace, slot.size)
+            weakref.finalize(slot.array, self.returned.append, freed).atexit = False
+
+
+MIN_BYTES: Final = 4 * 2**10
+MAX_BYTES: Final = 256 * 2**10
+"""Longer slots are cut each time."""
+MAX_SLOTS: Final = 32
+"""Unused slots of one size."""
+
+
+class SpareSlots:
+    """Unused slots by their sizes, which are powers of two."""
+
+    def __init__(self) -> None:
+        self.by_size: dict[int, list[Slot]] = {}
+
+    def take(self, size: int, cut: Callable[[int], Slot]) -> Slot:
+        """A slot of at least `size` bytes, newly cut if none is unused. Raises ArenaFull."""
+        if size <= MAX_BYTES:
+            size = 1 << (size - 1 if size > MIN_BYTES else MIN_BYTES - 1).bit_length()
+            if spare := self.by_size.get(size):
+                return spare.pop()
+        try:
+            return cut(size)
+        except ArenaFull:
+            if not self.by_size:
+                raise
+            self.free()
+            return cut(size)
+
+    def put(self, slot: Slot) -> None:
+        """Keep a slot for later; one that a call or the transport still uses is left to them."""
+        size = slot.size
+        if slot.holds == 1 and size <= MAX_BYTES and size & (size - 1) == 0:
+            spare = self.by_size.setdefault(size, [])
+            if len(spare) < MAX_SLOTS:
+                spare.append(slot)
+                return
+        slot.free()
+
+    def free(self) -> None:
+        """Return every unused slot to the arena."""
+        unused, self.by_size = self.by_size, {}
+        for slots in unused.values():
+            for slot in slots:
+                slot.free()
+
 
 FIRST_BYTES: Final = 64 * 2**20
 
 
 class DoorArena:
-    """Slots of one growing memory, which the door brings to its sessions."""
+    """Slots of one growing memory, which a door with several engines brings to its sessions.
+
+    A door receives a body before the engine is chosen, so every engine of the host maps the arena
+    that holds it, and writes replies where the door sends them from. Engines of other hosts get and
+    send images over TCP.
+    """
 
     def __init__(self, limits: ServerSettings) -> None:
         self.limit = limits.max_inflight_bytes

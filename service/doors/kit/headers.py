@@ -1,4 +1,4 @@
-"""Headers and metadata that all doors have: request ids, trace contexts, the time of each stage."""
+"""Headers and metadata that all doors have: media types, request ids, trace contexts, stages."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from random import getrandbits
 from typing import Final
+
+SAFETENSORS: Final = "application/vnd.safetensors"
+JSON: Final = "application/json"
+PROBLEM: Final = "application/problem+json"
+OCTETS: Final = "application/octet-stream"
+
 
 REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 TRACEPARENT: Final = re.compile(

@@ -11,9 +11,7 @@ from typing import Final
 from attnd.wire.dtypes import Part
 
 from config.server import ServerSettings
-from service.doors.kit.answer_shares import AnswerShares
-from service.doors.kit.arena import DoorArena, overloaded
-from service.doors.kit.spare_slots import MAX_BYTES, SpareSlots
+from service.doors.kit.arena import MAX_BYTES, AnswerShares, DoorArena, SpareSlots, overloaded
 from service.doors.kit.timeouts import CHECK_S, GRACE_S
 from service.errors import AnswerTooLarge, NotReady, Overloaded
 from service.metrics import Metrics

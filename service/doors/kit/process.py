@@ -36,6 +36,12 @@ DRAINING: Final = "draining: finishing accepted requests, accepting no new ones"
 ENGINE_LATER_S: Final = 2.0
 """After its own drain the engine still replies to unfinished calls, once its slice is done."""
 
+NEEDS: Final[dict[str, tuple[tuple[str, ...], str]]] = {
+    "grpc": (("grpc", "google.protobuf"), "server.grpc_port"),
+    "zmq": (("zmq", "msgspec"), "cache.zmq_endpoint"),
+}
+"""Modules of an extra that a door of the same name imports, and the setting that requires them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Setup:
@@ -74,22 +80,14 @@ class Server(Protocol):
         """Read keys and certificate again; in the loop's thread."""
 
 
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """Packages of an extra that a door imports, and the setting that requires them."""
-
-    modules: tuple[str, ...] = ()
-    setting: str = ""
-    extra: str = ""
-
-
-def run_door(server_module: str, make_upstream: MakeUpstream, needs: Needs) -> int:
-    """Run the `Server` of a module until it is drained; returns the process's exit status."""
+def run_door(kind: str, make_upstream: MakeUpstream) -> int:
+    """Run a door, `http`, `grpc` or `zmq`, until it is drained; returns the process's exit
+    status."""
     inherited = receive()
     set_up_logs(inherited.settings.log, inherited.process)
-    if not all(is_installed(name) for name in needs.modules):
-        remedy = how_to_install(needs.extra)
-        LOG.error("cannot start: %s needs %s: %s", needs.setting, needs.modules[0], remedy)
+    modules, setting = NEEDS.get(kind, ((), ""))
+    if not all(is_installed(name) for name in modules):
+        LOG.error("cannot start: %s needs %s: %s", setting, modules[0], how_to_install(kind))
         return CANNOT_START
     raise_limit_of_files()
 
@@ -113,7 +111,7 @@ def run_door(server_module: str, make_upstream: MakeUpstream, needs: Needs) -> i
         on_ready=lambda: LoopWatchdog(inherited.process, metrics),
     )
     try:
-        server: Server = import_module(server_module).Server(setup)
+        server: Server = import_module(f"service.doors.{kind}.server").Server(setup)
     except (KeysError, TlsError, TracingError) as error:
         LOG.error("cannot start: %s", error)
         return CANNOT_START

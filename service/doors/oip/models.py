@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from attnd.wire.dtypes import DTYPES, DType
+
 from service import __version__
-from service.doors.oip.datatypes import DATATYPES
 from service.errors import NoSuchRoute
 from service.image.json_text import dump_json
+from service.metrics import Metrics
 from service.operations.schema.spec import Operation, TensorSpec
 from service.operations.table import OPERATIONS
+
+DATATYPES: Final = {
+    "F64": "FP64",
+    "F32": "FP32",
+    "F16": "FP16",
+    "BF16": "BF16",
+    "F8_E4M3": "FP8_E4M3",  # the protocol has no FP8: these two names are the project's own
+    "F8_E5M2": "FP8_E5M2",
+    "I64": "INT64",
+    "I32": "INT32",
+    "I16": "INT16",
+    "I8": "INT8",
+    "U64": "UINT64",
+    "U32": "UINT32",
+    "U16": "UINT16",
+    "U8": "UINT8",
+    "BOOL": "BOOL",
+}
+DTYPES_BY_DATATYPE: Final[dict[str, DType]] = {
+    datatype: DTYPES[name] for name, datatype in DATATYPES.items()
+}
+
 
 VERSION: Final = "1"
 """The only version of every model."""
@@ -156,3 +180,32 @@ def index(state: tuple[str, str]) -> list[dict[str, Any]]:
     state_of_all = {"version": VERSION, "state": "READY" if is_ready else "UNAVAILABLE"}
     reason = "" if is_ready else state[1]
     return [{"name": name, **state_of_all, "reason": reason} for name in MODELS]
+
+
+UNCOUNTED: Final = ("queue", "compute_input", "compute_infer", "compute_output")
+"""Durations that the protocol's tools expect."""
+
+
+def statistics(models: Iterable[Model], metrics: Metrics) -> list[dict[str, Any]]:
+    """The calls of each model, over all doors: the number of successes, with the time of all
+    calls, and the number of errors. Other durations are not counted by model, and are 0."""
+    sums = metrics.sums(metrics.processes())
+    succeeded: dict[str, int] = {}
+    failed: dict[str, int] = {}
+    for (metric, *labels), block in sums.items():
+        if metric == "requests":
+            op, code = labels
+            counts = succeeded if code == "ok" else failed
+            counts[op] = counts.get(op, 0) + int(block[0])
+    found = []
+    for model in models:
+        count = succeeded.get(model.name, 0)
+        seconds = sums.get(("request_duration_seconds", model.name), [0.0])[-1]
+        of_all = {
+            "success": {"count": count, "ns": round(seconds * 1e9)},
+            "fail": {"count": failed.get(model.name, 0), "ns": 0},
+            **{duration: {"count": 0, "ns": 0} for duration in UNCOUNTED},
+        }
+        counts = {"inference_count": count, "execution_count": count}
+        found.append({"name": model.name, "version": VERSION, **counts, "inference_stats": of_all})
+    return found

@@ -10,8 +10,7 @@ from typing import Any, Final
 import numpy as np
 from attnd.wire.dtypes import DType, Part
 
-from service.doors.oip.datatypes import DTYPES_BY_DATATYPE
-from service.doors.oip.models import NUMBERED, Model
+from service.doors.oip.models import DTYPES_BY_DATATYPE, NUMBERED, Model
 from service.errors import InvalidRequest, NotSupported, unknown_name
 from service.image.json_body import dump_fields
 from service.image.json_text import load_json

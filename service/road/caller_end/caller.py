@@ -14,10 +14,8 @@ from typing import Final
 from attnd.wire import frames as f
 
 from service.errors import DeadlineExceeded, NotReady
-from service.road.caller_end.greeting import greet, greet_remote
-from service.road.caller_end.peer_process import PeerProcess
-from service.road.caller_end.shared_arena import OwnArena
-from service.road.caller_end.slots import Mapping, Slot, Slots
+from service.road.caller_end.greeting import PeerProcess, greet, greet_remote
+from service.road.caller_end.slots import Mapping, OwnArena, Slot, Slots
 from service.road.messages import (
     Announced,
     Hello,

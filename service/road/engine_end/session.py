@@ -22,9 +22,15 @@ from service.errors import (
 from service.image.json_text import dump_json
 from service.road.arena import Arena, check_place
 from service.road.engine_end.admission import Standing
-from service.road.engine_end.calls import Call, Cancel, Event, SessionConfig
+from service.road.engine_end.calls import (
+    STEPPING,
+    Call,
+    Cancel,
+    Event,
+    SessionConfig,
+    read_stepping,
+)
 from service.road.engine_end.door_arena import DoorArena
-from service.road.engine_end.stepping import STEPPING, read_stepping
 from service.road.messages import (
     Grown,
     Hello,

@@ -21,8 +21,7 @@ from http_service import SECRET, Service, serving
 
 from config.settings import SettingsError, load_settings
 from service.doors.kit.process import Setup
-from service.doors.zmq.batches import payload
-from service.doors.zmq.server import Server
+from service.doors.zmq.server import Server, payload
 from service.metrics import Metrics
 from tests.harness.waiting import WAIT_S, wait_for
 

@@ -15,8 +15,8 @@ from http_service import serving
 from triton_callers import grpc_door
 
 from service.doors.grpc import door as door_module
-from service.doors.grpc.messages import message
 from service.doors.grpc.server import Server
+from service.doors.grpc.tensors import message
 from tests.harness.waiting import WAIT_S, wait_for
 
 NAME = "/inference.GRPCInferenceService/"

@@ -12,7 +12,6 @@ from urllib.parse import parse_qsl
 
 from starlette.routing import Route
 
-from service.doors.http.endpoints.problems import wrong_method
 from service.doors.http.endpoints.responses import (
     EXCHANGE,
     Receive,
@@ -20,11 +19,12 @@ from service.doors.http.endpoints.responses import (
     Send,
     begin_stream,
     finish,
+    wrong_method,
 )
-from service.doors.http.protocol.authentication import is_still_valid
+from service.doors.http.protocol.admission import is_still_valid
 from service.doors.http.protocol.exchange import Exchange
-from service.doors.kit.engine_calls import events_after
 from service.doors.kit.problems import ProblemText
+from service.doors.kit.upstream import events_after
 from service.errors import AttndError, NotReady
 from service.image.json_text import dump_json
 from service.operations.events import FROM_NOW

@@ -15,7 +15,6 @@ from service.doors.http.endpoints.operation import (
     LESS_JSON,
     call_engine,
 )
-from service.doors.http.endpoints.problems import wrong_method
 from service.doors.http.endpoints.responses import (
     EXCHANGE,
     NO_PARAMS,
@@ -24,13 +23,13 @@ from service.doors.http.endpoints.responses import (
     Send,
     read_body,
     respond,
+    wrong_method,
 )
 from service.doors.http.protocol.exchange import CONTENT_TYPES, Exchange
 from service.doors.http.protocol.heads import MAX_DIGITS
-from service.doors.kit.media import JSON, OCTETS
-from service.doors.oip.json_answer import answer_parts
+from service.doors.kit.headers import JSON, OCTETS
+from service.doors.oip.answer import answer_parts, wanted_of
 from service.doors.oip.json_request import Requests
-from service.doors.oip.long_json import wanted_of
 from service.doors.oip.models import MODELS, Model, model_of
 from service.doors.oip.request import Call, Wanted
 from service.errors import AnswerTooLarge, BodyTooLarge, InvalidRequest, MalformedBody

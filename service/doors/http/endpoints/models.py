@@ -13,10 +13,9 @@ from service.doors.http.endpoints.inference import InferenceEndpoint
 from service.doors.http.endpoints.pages import named
 from service.doors.http.endpoints.responses import EXCHANGE
 from service.doors.http.protocol.exchange import Exchange
-from service.doors.kit.media import JSON
+from service.doors.kit.headers import JSON
 from service.doors.oip import models
-from service.doors.oip.models import MODELS, Model, model_of
-from service.doors.oip.statistics import statistics
+from service.doors.oip.models import MODELS, Model, model_of, statistics
 from service.image.json_text import dump_json
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from service.doors.http.protocol.exchange import (
     MAX_DEADLINE_MS,
     MIN_DEADLINE_MS,
 )
-from service.doors.kit.media import JSON, PROBLEM, SAFETENSORS
+from service.doors.kit.headers import JSON, PROBLEM, SAFETENSORS
 from service.operations.openapi import error_response, operation_object, schemas
 from service.operations.table import OPERATIONS
 

@@ -9,7 +9,6 @@ from urllib.parse import parse_qsl
 
 from attnd.wire.dtypes import Part
 
-from service.doors.http.endpoints.problems import wrong_method
 from service.doors.http.endpoints.responses import (
     EXCHANGE,
     Receive,
@@ -17,15 +16,19 @@ from service.doors.http.endpoints.responses import (
     Send,
     read_body,
     respond,
+    wrong_method,
 )
 from service.doors.http.protocol.exchange import CONTENT_TYPES, Exchange
-from service.doors.kit.headers import call_id_of
-from service.doors.kit.media import JSON, SAFETENSORS
+from service.doors.kit.headers import JSON, SAFETENSORS, call_id_of
 from service.doors.kit.problems import ProblemText
 from service.errors import AnswerTooLarge, AttndError, Internal, MalformedBody
-from service.image.json_body import fields_text_of_image, image_of_json, json_of_image
+from service.image.json_body import (
+    fields_text_of_image,
+    image_of_json,
+    json_of_image,
+    placing_fields,
+)
 from service.image.json_text import dump_json
-from service.image.path_fields import placing_fields
 from service.image.reading import REQUEST
 from service.image.writing import PROBLEM, header
 from service.operations.schema.query import query_values

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import cache
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,16 +15,61 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from service.doors.http.endpoints.index import index_page
 from service.doors.http.endpoints.responses import EXCHANGE
 from service.doors.http.protocol.exchange import Exchange
+from service.doors.kit.headers import JSON
 from service.doors.kit.ledger import OTHERS_S
-from service.doors.kit.media import JSON
 from service.errors import InvalidRequest, NoSuchRoute
 from service.image.json_text import dump_json
 
 if TYPE_CHECKING:
     from service.doors.http.door import Door
+
+LINKS: Final = (
+    ("live", "Shows the pool, the prefix tree and the load as they are now."),
+    ("docs", "Lists every route with its fields, tensors and errors."),
+    ("openapi.json", "Is the same list as an OpenAPI document."),
+    ("v1/info", "Gives the pool's shape, the backend and the limits."),
+    ("v1/pool", "Counts the pages by state."),
+    ("metrics", "Has the counters and gauges of all processes for Prometheus."),
+    ("health/ready", "Answers 200 when requests will be answered, else 503 with the reason."),
+    ("health/live", "Answers 200 while this door serves HTTP."),
+)
+"""Paths relative to the page, so that it works behind a proxy's prefix."""
+
+PAGE: Final = """\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<meta name="color-scheme" content="light dark">
+<title>attnd</title>
+</head>
+<body>
+<h1>attnd</h1>
+<p>Attention and KV cache as a service.</p>
+<dl>
+{links}
+</dl>
+{keys}
+</body>
+</html>
+"""
+KEYS: Final = """\
+<p>This service has keys. A route that needs one answers 401 without it: send the key in the
+header <code>Authorization: Bearer KEY</code>.</p>"""
+
+
+def index_page(has_live: bool, has_keys: bool) -> str:
+    """The page of a service with these settings."""
+    links = (
+        f'<dt><a href="{path}">/{escape(path)}</a></dt><dd>{escape(text)}</dd>'
+        for path, text in LINKS
+        if has_live or path != "live"
+    )
+    return PAGE.format(links="\n".join(links), keys=KEYS if has_keys else "")
+
 
 ASSETS: Final = Path(fastapi_offline.__file__).with_name("static")
 SCRIPT, STYLE, ICON = "swagger-ui-bundle.js", "swagger-ui.css", "favicon.png"

@@ -11,8 +11,8 @@ import numpy as np
 from attnd.wire.dtypes import Array
 
 from service.doors.http.live.samples import COLUMNS, Samples
-from service.doors.kit.engine_calls import call_engine
 from service.doors.kit.problems import ProblemText
+from service.doors.kit.upstream import call_engine
 from service.errors import AttndError, NotReady
 from service.image.json_text import dump_json
 from service.operations.snapshot import SNAPSHOT

@@ -19,7 +19,6 @@ from service.doors.http.endpoints.events import (
     wait_until_read,
 )
 from service.doors.http.endpoints.pages import named
-from service.doors.http.endpoints.problems import wrong_method
 from service.doors.http.endpoints.responses import (
     EXCHANGE,
     Receive,
@@ -27,10 +26,11 @@ from service.doors.http.endpoints.responses import (
     Send,
     begin_stream,
     finish,
+    wrong_method,
 )
 from service.doors.http.live.feed import Feed
 from service.doors.http.live.samples import Samples
-from service.doors.http.protocol.authentication import is_still_valid
+from service.doors.http.protocol.admission import is_still_valid
 from service.doors.http.protocol.exchange import Exchange
 from service.doors.kit.problems import ProblemText
 from service.errors import AttndError, InvalidRequest, NoSuchRoute

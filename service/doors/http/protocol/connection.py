@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attnd.wire.dtypes import Part
 
-from service.doors.http.endpoints.problems import problem_response
-from service.doors.http.endpoints.responses import finish, respond_problem, run
-from service.doors.http.protocol.authentication import ConnectionKey
+from service.doors.http.endpoints.responses import finish, problem_response, respond_problem, run
+from service.doors.http.protocol.admission import ConnectionKey
 from service.doors.http.protocol.bodies import Body, ClientGone
 from service.doors.http.protocol.exchange import Exchange
 from service.doors.http.protocol.half_closed import CONTINUE, HalfClosed

@@ -13,8 +13,7 @@ from attnd.wire.frames import NO_STAGES
 
 from service.doors.http.protocol.bodies import Body
 from service.doors.http.protocol.heads import Head, Headers
-from service.doors.kit.headers import server_timing
-from service.doors.kit.media import JSON, PROBLEM, SAFETENSORS
+from service.doors.kit.headers import JSON, PROBLEM, SAFETENSORS, server_timing
 from service.errors import AttndError, InvalidRequest, UnsupportedMediaType
 from service.tenants import OPEN
 

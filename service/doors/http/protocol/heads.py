@@ -12,8 +12,7 @@ from urllib.parse import unquote
 import httptools
 from attnd.wire.slots import ALIGNMENT
 
-from service.doors.kit.headers import REQUEST_ID, traceparent_of
-from service.doors.kit.media import JSON, SAFETENSORS
+from service.doors.kit.headers import JSON, REQUEST_ID, SAFETENSORS, traceparent_of
 from service.errors import AttndError, HeadersTooLarge, MalformedRequest
 
 END: Final = b"\r\n\r\n"

@@ -1,18 +1,17 @@
-"""The process of the ZeroMQ door; started by `python -m service`."""
+"""The process of a door, `http`, `grpc` or `zmq`; started by `python -m service`."""
 
 from __future__ import annotations
 
 import sys
 
 from service.doors.kit.link import Link
-from service.doors.kit.process import Needs, run_door
+from service.doors.kit.process import run_door
 from service.doors.kit.upstream import MakeUpstream
 
 
 def main(make_upstream: MakeUpstream = Link) -> int:
     """Serve until drained; returns the process's exit status."""
-    needs = Needs(("zmq", "msgspec"), "cache.zmq_endpoint", "zmq")
-    return run_door("service.doors.zmq.server", make_upstream, needs)
+    return run_door(sys.argv.pop(1), make_upstream)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Host names that requests may use for the service, and origins from which a browser may call it.
+"""Admission of a connection's requests by their keys, host names and origins.
+
+Endpoints that need no key declare it themselves (`needs_no_key`).
 
 Without keys, everybody who can reach the service may call it. A browser on this machine can reach
 it on behalf of any site: by a name of that site that resolves to 127.0.0.1 (DNS rebinding), or by a
@@ -8,12 +10,16 @@ form. Such requests have a foreign name in `Host` or `Origin`.
 from __future__ import annotations
 
 import re
+from hmac import compare_digest
 from ipaddress import ip_address
 from typing import Final
 
 from config.sections import Settings
+from service.doors.http.protocol.exchange import Exchange
 from service.doors.http.protocol.heads import Headers
-from service.errors import AttndError, Forbidden, MalformedRequest
+from service.errors import AttndError, Forbidden, MalformedRequest, Unauthorized
+from service.keys import Authenticator, Keys
+from service.tenants import ANONYMOUS
 
 HOST: Final = re.compile(r"(\[[0-9a-f:.%]+\]|[a-z0-9._~-]+)(:[0-9]{1,5})?")
 LOOPBACK: Final = "localhost"
@@ -84,3 +90,36 @@ def is_loopback(name: str) -> bool:
 def foreign(header: str, value: str) -> AttndError:
     remedy = "to allow it, add its name to server.allowed_hosts"
     return Forbidden(f"{header} is {value[:100]!r}: {remedy}", scope="")
+
+
+class ConnectionKey:
+    """Caches the last key of a connection: most requests of a connection send the same one."""
+
+    __slots__ = ("authenticator", "authorization", "keys", "tenant")
+
+    def __init__(self, authenticator: Authenticator) -> None:
+        self.authenticator = authenticator
+        self.keys: Keys | None = None
+        self.authorization = b""
+        self.tenant = ANONYMOUS
+
+    def authenticate(self, exchange: Exchange) -> None:
+        """Set the request's tenant, or its refusal."""
+        authorization = exchange.headers.authorization
+        keys = self.authenticator.keys
+        if self.keys is not keys or not compare_digest(self.authorization, authorization):
+            try:
+                self.tenant = self.authenticator.tenant_of(authorization)
+            except Unauthorized as error:
+                exchange.tenant, exchange.refusal = ANONYMOUS, error
+                return
+            self.keys, self.authorization = keys, authorization
+        exchange.tenant = self.tenant
+
+
+def is_still_valid(authenticator: Authenticator | None, exchange: Exchange) -> bool:
+    """Whether the key of a long response is still valid for the same tenant. Raises
+    Unauthorized."""
+    if authenticator is None:
+        return True
+    return authenticator.tenant_of(exchange.headers.authorization) is exchange.tenant
