@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated, Final, Literal
 
 import numpy as np
@@ -175,15 +175,15 @@ def check_cascade(fields: CascadeFields, entries: Entries, info: InfoAnswer) -> 
         check_indptr(f"{field}.qo_indptr", level.qo_indptr_array, rows, batch, partial=True)
 
 
-DECODE: Final = Operation(
+operation = partial(Operation, tag="tensors")
+
+DECODE: Final = operation(
     name="decode",
     number=9,
-    method="POST",
-    path="/v1/decode",
+    route="POST /v1/decode",
     summary="One query row per sequence over all of its KV",
     description="k and v, if given, are appended first; all or none. KV that forked sequences "
     "share is read once if `cascade` allows.",
-    tag="tensors",
     fields=DecodeFields,
     takes=(query("B"), *pair("B", "to append first", optional=True)),
     gives=state(),
@@ -195,15 +195,13 @@ DECODE: Final = Operation(
     example={"layer": 0, "sequences": ["chat-1"], "tensors": row("q", 2)},
 )
 
-PREFILL: Final = Operation(
+PREFILL: Final = operation(
     name="prefill",
     number=10,
-    method="POST",
-    path="/v1/prefill",
+    route="POST /v1/prefill",
     summary="Many query rows per sequence over all of its KV",
     description="k and v, if given, are appended first, by the same qo_indptr. A mask covers the "
     "whole kv_len, appended rows included, and applies in addition to causal and window_left.",
-    tag="tensors",
     fields=PrefillFields,
     takes=(query(), *pair("n", "to append first", optional=True), *MASKS),
     gives=state(),
@@ -221,14 +219,12 @@ PREFILL: Final = Operation(
     },
 )
 
-RAGGED_PREFILL: Final = Operation(
+RAGGED_PREFILL: Final = operation(
     name="ragged_prefill",
     number=11,
-    method="POST",
-    path="/v1/ragged-prefill",
+    route="POST /v1/ragged-prefill",
     summary="Attention over the request's own K and V, without the pool",
     description="The tensors decide heads and head_dim. q, k and v have one dtype.",
-    tag="tensors",
     fields=RaggedPrefillFields,
     takes=(*pair("nnz", "of all requests", like="q"), query(), *MASKS),
     gives=state(),
@@ -244,15 +240,13 @@ RAGGED_PREFILL: Final = Operation(
     routing="anywhere",
 )
 
-CASCADE: Final = Operation(
+CASCADE: Final = operation(
     name="cascade",
     number=12,
-    method="POST",
-    path="/v1/cascade",
+    route="POST /v1/cascade",
     summary="Attention over explicit levels: each row attends one whole sequence per level",
     description="The states of all levels are merged. Levels at which a row would see a page twice "
     "are rejected (422).",
-    tag="tensors",
     fields=CascadeFields,
     takes=(query(),),
     gives=(*state(), *state(".{i}", optional=True)),

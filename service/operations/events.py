@@ -59,8 +59,7 @@ class EventsAnswer(Fields):
 EVENTS: Final = Operation(
     name="events",
     number=27,
-    method="GET",
-    path="/v1/events/page",
+    route="GET /v1/events/page",
     summary="Events about the namespace's cached pages, after a number",
     description="`GET /v1/events` streams the same.",
     tag="prefix cache",

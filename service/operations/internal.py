@@ -60,8 +60,7 @@ def check_hand_over(fields: HandOverFields, entries: Entries, info: InfoAnswer) 
 CLAIM: Final = Operation(
     name="claim",
     number=34,
-    method="POST",
-    path="/v1/sequences/{id}/claim",
+    route="POST /v1/sequences/{id}/claim",
     summary="Claim a shard: start a new epoch and reject writers of earlier ones",
     tag="sequences",
     fields=ClaimFields,
@@ -73,8 +72,7 @@ CLAIM: Final = Operation(
 HAND_OVER: Final = Operation(
     name="hand_over",
     number=35,
-    method="POST",
-    path="/v1/sequences/{id}/hand-over",
+    route="POST /v1/sequences/{id}/hand-over",
     summary="Transfer the ownership of a sequence to another engine",
     description="`leaving` first: from then on it can only be exported. `handed` once the other "
     "engine has all of it: from then on it cannot return by timeout. `gone` deletes it here, "
@@ -84,7 +82,6 @@ HAND_OVER: Final = Operation(
     answer=None,
     check=check_hand_over,
     scope="move",
-    status=204,
     answer_text="Done.",
     example={"state": "leaving"},
 )

@@ -58,8 +58,7 @@ def check_merge(fields: MergeFields, entries: Entries, info: InfoAnswer) -> None
 MERGE: Final = Operation(
     name="merge",
     number=13,
-    method="POST",
-    path="/v1/merge",
+    route="POST /v1/merge",
     summary="Merge attention states over disjoint KV",
     description="The merge is associative and commutative; the empty state is (0, -inf).",
     tag="tensors",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Final
 
 from pydantic import Field
@@ -249,13 +250,13 @@ def check_pin(fields: PinFields, entries: Entries, info: InfoAnswer) -> None:
         refuse("soft_ttl_s", fields.soft_ttl_s, "give either soft_ttl_s or hard = true")
 
 
-MATCH: Final = Operation(
+operation = partial(Operation, tag="prefix cache")
+
+MATCH: Final = operation(
     name="match_prefix",
     number=16,
-    method="POST",
-    path="/v1/prefix/match",
+    route="POST /v1/prefix/match",
     summary="Find the longest cached beginning of a prompt, and lease it",
-    tag="prefix cache",
     fields=MatchFields,
     takes=NAMES,
     answer=MatchAnswer,
@@ -265,16 +266,14 @@ MATCH: Final = Operation(
     routing="everywhere",
 )
 
-COMMIT: Final = Operation(
+COMMIT: Final = operation(
     name="commit",
     number=17,
-    method="POST",
-    path="/v1/sequences/{id}/commit",
+    route="POST /v1/sequences/{id}/commit",
     summary="Commit a sequence's full pages, so that they stay cached and can be found",
     description="Only pages that are full at every layer are committed. If pages of the same names "
     "are cached, the sequence moves onto them and its own become free. A repeated commit changes "
     "nothing.",
-    tag="prefix cache",
     fields=CommitFields,
     takes=NAMES,
     answer=CommitAnswer,
@@ -283,14 +282,12 @@ COMMIT: Final = Operation(
     example={"token_ids": [11, 12, 13, 14], "priority": 80, "duration_s": 600.0},
 )
 
-COMMIT_SEQUENCES: Final = Operation(
+COMMIT_SEQUENCES: Final = operation(
     name="commit_sequences",
     number=40,
-    method="POST",
-    path="/v1/sequences/commit",
+    route="POST /v1/sequences/commit",
     summary="Commit full pages of many sequences; all or none",
     description="Works like a commit of one sequence, for each of them.",
-    tag="prefix cache",
     fields=CommitSequencesFields,
     takes=NAMES,
     answer=CommittedAnswer,
@@ -303,43 +300,36 @@ COMMIT_SEQUENCES: Final = Operation(
     },
 )
 
-RENEW_LEASE: Final = Operation(
+RENEW_LEASE: Final = operation(
     name="renew_lease",
     number=18,
-    method="POST",
-    path="/v1/leases/{id}",
+    route="POST /v1/leases/{id}",
     summary="Extend a lease",
-    tag="prefix cache",
     fields=RenewFields,
     answer=LeaseAnswer,
     scope="read",
     routing="lease",
 )
 
-RELEASE_LEASE: Final = Operation(
+RELEASE_LEASE: Final = operation(
     name="release_lease",
     number=19,
-    method="DELETE",
-    path="/v1/leases/{id}",
+    route="DELETE /v1/leases/{id}",
     summary="End a lease",
-    tag="prefix cache",
     fields=LeaseFields,
     answer=None,
     scope="read",
-    status=204,
     frees=True,
     answer_text="Released.",
     routing="lease",
 )
 
-PIN: Final = Operation(
+PIN: Final = operation(
     name="pin",
     number=20,
-    method="PUT",
-    path="/v1/prefix/pin",
+    route="PUT /v1/prefix/pin",
     summary="Pin a page and all before it, so that they are not evicted",
     description="A soft pin ends after `soft_ttl_s`, a hard pin when it is removed.",
-    tag="prefix cache",
     fields=PinFields,
     answer=PagesAnswer,
     check=check_pin,
@@ -348,42 +338,35 @@ PIN: Final = Operation(
     routing="everywhere",
 )
 
-UNPIN: Final = Operation(
+UNPIN: Final = operation(
     name="unpin",
     number=21,
-    method="DELETE",
-    path="/v1/prefix/pin",
+    route="DELETE /v1/prefix/pin",
     summary="Remove the hard and soft pins of a page",
-    tag="prefix cache",
     fields=UnpinFields,
     answer=None,
     scope="append",
-    status=204,
     frees=True,
     answer_text="Removed.",
     routing="everywhere",
 )
 
-HOLDS: Final = Operation(
+HOLDS: Final = operation(
     name="holds",
     number=38,
-    method="GET",
-    path="/v1/prefix/holds",
+    route="GET /v1/prefix/holds",
     summary="List the namespace's hard pins and leases",
-    tag="prefix cache",
     fields=NoFields,
     answer=HoldsAnswer,
     scope="read",
     routing="everywhere",
 )
 
-EVICT: Final = Operation(
+EVICT: Final = operation(
     name="evict",
     number=22,
-    method="POST",
-    path="/v1/prefix/evict",
+    route="POST /v1/prefix/evict",
     summary="Evict cached pages, in order of eviction",
-    tag="prefix cache",
     fields=EvictFields,
     answer=PagesAnswer,
     scope="append",
@@ -392,14 +375,12 @@ EVICT: Final = Operation(
     routing="everywhere",
 )
 
-CLEAR: Final = Operation(
+CLEAR: Final = operation(
     name="clear",
     number=23,
-    method="POST",
-    path="/v1/prefix/clear",
+    route="POST /v1/prefix/clear",
     summary="Evict all cached pages",
     description="Pages held by sequences, leases or hard pins stay.",
-    tag="prefix cache",
     fields=NoFields,
     answer=PagesAnswer,
     scope="append",
@@ -408,40 +389,34 @@ CLEAR: Final = Operation(
     routing="everywhere",
 )
 
-LIST_NAMESPACES: Final = Operation(
+LIST_NAMESPACES: Final = operation(
     name="list_namespaces",
     number=37,
-    method="GET",
-    path="/v1/namespaces",
+    route="GET /v1/namespaces",
     summary="List the namespaces that have sequences or pages",
-    tag="prefix cache",
     fields=NoFields,
     answer=NamespacesAnswer,
     scope="admin",
     routing="everywhere",
 )
 
-GET_NAMESPACE: Final = Operation(
+GET_NAMESPACE: Final = operation(
     name="get_namespace",
     number=24,
-    method="GET",
-    path="/v1/namespaces/{name}",
+    route="GET /v1/namespaces/{name}",
     summary="Pages, sequences and quota of a namespace",
-    tag="prefix cache",
     fields=NamespaceFields,
     answer=NamespaceAnswer,
     scope="admin",
     routing="everywhere",
 )
 
-SET_NAMESPACE: Final = Operation(
+SET_NAMESPACE: Final = operation(
     name="set_namespace",
     number=25,
-    method="PUT",
-    path="/v1/namespaces/{name}",
+    route="PUT /v1/namespaces/{name}",
     summary="Set the quota of a namespace",
     description="Pages above a lower quota are kept until they are deleted or evicted.",
-    tag="prefix cache",
     fields=QuotaFields,
     answer=NamespaceAnswer,
     scope="admin",

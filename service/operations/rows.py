@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated, Final
 
 from pydantic import Field
@@ -108,17 +108,17 @@ def check_gather(fields: GatherFields, entries: Entries, info: InfoAnswer) -> No
         refuse("stop", fields.stop, f"must not be below start = {fields.start}")
 
 
-APPEND: Final = Operation(
+operation = partial(Operation, tag="tensors")
+
+APPEND: Final = operation(
     name="append",
     number=7,
-    method="POST",
-    path="/v1/append",
+    route="POST /v1/append",
     summary="Append rows of K and V to sequences",
     description="Each layer has its own length; pages are allocated when the first layer needs "
     "them. With `offsets`, a repeated append is rejected with the stored lengths instead of "
     "executed twice. `layers` instead of `layer` appends at many layers, with k and v "
     "`[L, n, Hkv, D]`.",
-    tag="tensors",
     fields=AppendFields,
     takes=pair("n", "to append", ragged=("L", "n", "Hkv", "D")),
     answer=AppendAnswer,
@@ -128,15 +128,13 @@ APPEND: Final = Operation(
     example={"layer": 0, "sequences": ["chat-1"], "tensors": row("k", 1) | row("v", 1)},
 )
 
-GATHER: Final = Operation(
+GATHER: Final = operation(
     name="gather",
     number=8,
-    method="POST",
-    path="/v1/gather",
+    route="POST /v1/gather",
     summary="K and V of sequences at one layer, dequantised",
     description="The request has no tensors. A reply above the service's limit is rejected (413) "
     "with its size: read it in pieces, with `start` and `stop`.",
-    tag="tensors",
     fields=GatherFields,
     gives=pair("tokens", "in `dtype`"),
     answer=GatherAnswer,

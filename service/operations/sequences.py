@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated, Final
 
 import numpy as np
@@ -335,13 +335,13 @@ def new_moves(fields: CreateFields) -> str:
     return "shard" if any(new.shard is not None for new in fields.sequences) else ""
 
 
-CREATE_SEQUENCES: Final = Operation(
+operation = partial(Operation, tag="sequences")
+
+CREATE_SEQUENCES: Final = operation(
     name="create_sequences",
     number=1,
-    method="POST",
-    path="/v1/sequences",
+    route="POST /v1/sequences",
     summary="Create sequences: empty, forked or from the prefix cache; all or none",
-    tag="sequences",
     fields=CreateFields,
     takes=NAMES,
     answer=CreatedAnswer,
@@ -354,53 +354,44 @@ CREATE_SEQUENCES: Final = Operation(
     routing="placed",
 )
 
-LIST_SEQUENCES: Final = Operation(
+LIST_SEQUENCES: Final = operation(
     name="list_sequences",
     number=2,
-    method="GET",
-    path="/v1/sequences",
+    route="GET /v1/sequences",
     summary="List sequences by id, a page at a time",
-    tag="sequences",
     fields=ListFields,
     answer=ListAnswer,
     scope="read",
     routing="everywhere",
 )
 
-GET_SEQUENCE: Final = Operation(
+GET_SEQUENCE: Final = operation(
     name="get_sequence",
     number=3,
-    method="GET",
-    path="/v1/sequences/{id}",
+    route="GET /v1/sequences/{id}",
     summary="One sequence",
-    tag="sequences",
     fields=SequenceFields,
     answer=SequenceAnswer,
     scope="read",
 )
 
-DELETE_SEQUENCE: Final = Operation(
+DELETE_SEQUENCE: Final = operation(
     name="delete_sequence",
     number=4,
-    method="DELETE",
-    path="/v1/sequences/{id}",
+    route="DELETE /v1/sequences/{id}",
     summary="Delete a sequence; its forks keep shared pages, and committed pages stay cached",
-    tag="sequences",
     fields=SequenceFields,
     answer=None,
     scope="append",
-    status=204,
     frees=True,
     answer_text="Deleted.",
 )
 
-DELETE_SEQUENCES: Final = Operation(
+DELETE_SEQUENCES: Final = operation(
     name="delete_sequences",
     number=26,
-    method="POST",
-    path="/v1/sequences/delete",
+    route="POST /v1/sequences/delete",
     summary="Delete many sequences, by ids or by a prefix of their ids",
-    tag="sequences",
     fields=DeleteFields,
     answer=DeletedAnswer,
     check=check_delete,
@@ -409,13 +400,11 @@ DELETE_SEQUENCES: Final = Operation(
     routing="everywhere",
 )
 
-TRUNCATE: Final = Operation(
+TRUNCATE: Final = operation(
     name="truncate",
     number=5,
-    method="POST",
-    path="/v1/sequences/{id}/truncate",
+    route="POST /v1/sequences/{id}/truncate",
     summary="Truncate a sequence to its first tokens, at every layer",
-    tag="sequences",
     fields=TruncateFields,
     answer=SequenceAnswer,
     scope="append",
@@ -423,14 +412,12 @@ TRUNCATE: Final = Operation(
     frees=True,
 )
 
-TRUNCATE_SEQUENCES: Final = Operation(
+TRUNCATE_SEQUENCES: Final = operation(
     name="truncate_sequences",
     number=39,
-    method="POST",
-    path="/v1/sequences/truncate",
+    route="POST /v1/sequences/truncate",
     summary="Truncate many sequences to their first tokens, at every layer; all or none",
     description="With `keep`, chosen tokens after each length are kept as well and move up.",
-    tag="sequences",
     fields=TruncateSequencesFields,
     answer=TruncatedAnswer,
     scope="append",
@@ -439,13 +426,11 @@ TRUNCATE_SEQUENCES: Final = Operation(
     example={"sequences": ["chat-1", "chat-2"], "lengths": [0, 0]},
 )
 
-PAGE_TABLE: Final = Operation(
+PAGE_TABLE: Final = operation(
     name="page_table",
     number=6,
-    method="POST",
-    path="/v1/page-table",
+    route="POST /v1/page-table",
     summary="CSR page table of sequences, and their cascade levels",
-    tag="sequences",
     fields=PageTableFields,
     answer=PageTableAnswer,
     check=check_page_table,

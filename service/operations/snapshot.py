@@ -51,8 +51,7 @@ def of_the_tree(name: str, dtype: str, words: str) -> TensorSpec:
 SNAPSHOT: Final = Operation(
     name="snapshot",
     number=33,
-    method="GET",
-    path="/v1/snapshot",
+    route="GET /v1/snapshot",
     summary="Pages by state and the tree's largest parts, of all namespaces",
     description="The data of the live page, updated at most five times a second, for a very large "
     "tree less often. It contains no ids, keys or tokens.",

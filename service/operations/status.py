@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Final
 
 from pydantic import Field
@@ -86,55 +87,49 @@ class DrainAnswer(Fields):
     """Sequences still on the engine."""
 
 
-INFO: Final = Operation(
+operation = partial(Operation, tag="service")
+
+INFO: Final = operation(
     name="info",
     number=14,
-    method="GET",
-    path="/v1/info",
+    route="GET /v1/info",
     summary="Geometry, dtypes, backend, device, limits, version",
     description="Constant until the process ends.",
-    tag="service",
     fields=NoFields,
     answer=InfoAnswer,
     scope="read",
     routing="everywhere",
 )
 
-POOL: Final = Operation(
+POOL: Final = operation(
     name="pool",
     number=15,
-    method="GET",
-    path="/v1/pool",
+    route="GET /v1/pool",
     summary="Counts of pages, sequences and nodes, and the result of the integrity check",
-    tag="service",
     fields=NoFields,
     answer=PoolAnswer,
     scope="read",
     routing="everywhere",
 )
 
-ENGINES: Final = Operation(
+ENGINES: Final = operation(
     name="engines",
     number=32,
-    method="GET",
-    path="/v1/engines",
+    route="GET /v1/engines",
     summary="List the engines of the service, with their pages and sequences",
-    tag="service",
     fields=EnginesFields,
     answer=EnginesAnswer,
     scope="admin",
     routing="everywhere",
 )
 
-DRAIN_ENGINE: Final = Operation(
+DRAIN_ENGINE: Final = operation(
     name="drain_engine",
     number=36,
-    method="POST",
-    path="/v1/engines/{name}/drain",
+    route="POST /v1/engines/{name}/drain",
     summary="Drain an engine of a cluster: move its sequences to the others",
     description="Returns at once; `GET /v1/engines` shows the progress. The engine accepts no new "
     "sequences until a call with `stop`. Without a cluster, nothing is moved.",
-    tag="service",
     fields=DrainFields,
     answer=DrainAnswer,
     scope="admin",

@@ -130,8 +130,6 @@ def check_step(fields: StepFields, _: Entries, info: InfoAnswer) -> None:
 STEP: Final = Operation(
     name="step",
     number=0,
-    method="POST",
-    path="",
     summary="One decode or prefill through many layers, over a device arena",
     description="A frame of the road and no route: see docs/road.md.",
     tag="road",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Final, Literal
 
 from attnd.wire.dtypes import DTYPE_NAMES
@@ -313,15 +314,15 @@ STORED: Final = tuple(
     for name, words, like in (("k", "keys", ""), ("v", "values", "k"))
 )
 
-EXPORT: Final = Operation(
+operation = partial(Operation, tag="transfer")
+
+EXPORT: Final = operation(
     name="export_sequence",
     number=28,
-    method="POST",
-    path="/v1/sequences/{id}/export",
+    route="POST /v1/sequences/{id}/export",
     summary="Export a sequence's KV as the pool stores it, part by part",
     description="Call without `part` first. Parts can be read in any order and repeatedly, as long "
     "as the sequence does not change: to export a growing sequence, export a fork of it.",
-    tag="transfer",
     fields=ExportFields,
     gives=(*NAMES, *STORED),
     answer=ExportAnswer,
@@ -331,16 +332,14 @@ EXPORT: Final = Operation(
     example={"part_bytes": 1048576},
 )
 
-IMPORT: Final = Operation(
+IMPORT: Final = operation(
     name="import_sequence",
     number=29,
-    method="POST",
-    path="/v1/sequences/{id}/import",
+    route="POST /v1/sequences/{id}/import",
     summary="Create a sequence from an export, part by part",
     description="Start with `header`, which allocates the pages (507 if too few). Send the parts "
     "from `next_part` on, in order. End with the last part's digest: until then the sequence does "
     "not exist, and the import is cancelled after `idle_s` without a request.",
-    tag="transfer",
     routing="imported",
     fields=ImportFields,
     takes=(*NAMES, *STORED),
@@ -355,31 +354,26 @@ IMPORT: Final = Operation(
     },
 )
 
-GET_IMPORT: Final = Operation(
+GET_IMPORT: Final = operation(
     name="get_import",
     number=30,
-    method="GET",
-    path="/v1/sequences/{id}/import",
+    route="GET /v1/sequences/{id}/import",
     summary="Progress of an import",
-    tag="transfer",
     routing="imported",
     fields=SequenceFields,
     answer=ImportAnswer,
     scope="read",
 )
 
-CANCEL_IMPORT: Final = Operation(
+CANCEL_IMPORT: Final = operation(
     name="cancel_import",
     number=31,
-    method="DELETE",
-    path="/v1/sequences/{id}/import",
+    route="DELETE /v1/sequences/{id}/import",
     summary="Cancel an import and free its pages",
-    tag="transfer",
     routing="imported",
     fields=SequenceFields,
     answer=None,
     scope="append",
-    status=204,
     frees=True,
     answer_text="Cancelled.",
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Final, Literal, TypeVar, get_args
+from typing import Any, Final, TypeVar, get_args
 
 from attnd.wire.dtypes import DTYPE_NAMES
 from attnd.wire.images import Entry
@@ -61,27 +61,27 @@ class TensorSpec:
 class Operation:
     """One operation of the service, independent of any protocol.
 
-    `number` identifies it in the road's frames and never changes. Parameters of the path, and of
-    the query of a method without a body, are fields. A key needs `scope`; with the tensor
-    `appended_with` also `append`; and also `move` if `moved_with` returns the name of a field.
-    `frees`: it only releases pages, so a full queue accepts it. `answer` None: the reply has no
-    fields. `routing` None: `routed` is derived from the fields.
+    `number` identifies it in the road's frames and never changes. `route` is its HTTP method and
+    path. Parameters of the path, and of the query of a method without a body, are fields. A key
+    needs `scope`; with the tensor `appended_with` also `append`; and also `move` if `moved_with`
+    returns the name of a field. `frees`: it only releases pages, so a full queue accepts it.
+    `answer` None: the reply has no fields. `status` 0: 200, or 204 without fields. `routing` None:
+    `routed` is derived from the fields.
     """
 
     name: str
     number: int
-    method: Literal["GET", "POST", "PUT", "DELETE"]
-    path: str
     summary: str
     tag: str
     fields: type[Fields]
     answer: type[Fields] | None
     scope: Scope
+    route: str = ""
     description: str = ""
     takes: tuple[TensorSpec, ...] = ()
     gives: tuple[TensorSpec, ...] = ()
     check: Check = unchecked
-    status: int = 200
+    status: int = 0
     frees: bool = False
     appended_with: str = ""
     moved_with: Callable[[Any], str] = never_moved
@@ -92,6 +92,15 @@ class Operation:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "routed", self.routing or default_routing(self))
+        object.__setattr__(self, "status", self.status or (204 if self.answer is None else 200))
+
+    @property
+    def method(self) -> str:
+        return self.route.partition(" ")[0]
+
+    @property
+    def path(self) -> str:
+        return self.route.partition(" ")[2]
 
     @property
     def path_names(self) -> tuple[str, ...]:
