@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from attnd.transformers.attention import checked_mask
+from attnd.transformers.attention import attnd_mask, checked_mask
 from attnd.transformers.columns import Columns, hide, mask_of, plan
-from attnd.transformers.masks import attnd_mask
 from attnd.transformers.prefixes import rows_under, stored_columns, tree_of
 from numpy.typing import NDArray
 from transformers.masking_utils import (

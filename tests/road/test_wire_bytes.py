@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from attnd.wire import frames as f
 from attnd.wire import images
-from attnd.wire.requests import request_image
+from attnd.wire.images import request_image
 
 ID = bytes(range(16))
 FRAMES = {

@@ -18,7 +18,7 @@ import numpy as np
 
 from attnd.calls.transfer import Array, ExportHeader, ExportPart
 from attnd.wire import images
-from attnd.wire.requests import request_image
+from attnd.wire.images import request_image
 
 MAGIC: Final = b"attnd export 1".ljust(16, b"\0")
 LENGTH_BYTES: Final = 8

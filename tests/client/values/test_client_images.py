@@ -13,7 +13,7 @@ import safetensors
 import safetensors.numpy
 from attnd.wire import images
 from attnd.wire.dtypes import DTYPES
-from attnd.wire.requests import request_image
+from attnd.wire.images import request_image
 
 from service.image.writing import image
 from tests.client.client_stub import read_safetensors

@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from attnd.calls.arguments import Indices, sequence_ids, whole_numbers
-from attnd.calls.call import Call, Settled, no_recovery
+from attnd.calls.call import Call, Settled, no_recovery, reads
 from attnd.calls.control import indices
-from attnd.calls.parsing import reads
 from attnd.calls.tensors import (
     attend,
     landed,

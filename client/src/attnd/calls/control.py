@@ -17,8 +17,7 @@ from attnd.calls.arguments import (
     whole_number,
     whole_numbers,
 )
-from attnd.calls.call import Array, Call, Reply, settled_by
-from attnd.calls.parsing import nothing, reads, reads_into, result_of
+from attnd.calls.call import Array, Call, Reply, nothing, reads, reads_into, result_of, settled_by
 from attnd.calls.prefix import Prefix, indptr_of
 from attnd.errors import UnknownSequence
 from attnd.results import (

@@ -18,8 +18,7 @@ from attnd.calls.arguments import (
     whole_number,
     whole_numbers,
 )
-from attnd.calls.call import Call, Reply, settled_by
-from attnd.calls.parsing import nothing, reads, reads_into, result_of
+from attnd.calls.call import Call, Reply, nothing, reads, reads_into, result_of, settled_by
 from attnd.errors import UnknownLease, UnknownPage
 from attnd.results import (
     CacheEvent,

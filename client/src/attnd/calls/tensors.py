@@ -9,8 +9,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from attnd.calls.arguments import Array, check_array, plain_fields
-from attnd.calls.call import Call, Reply, Settled, no_recovery
-from attnd.calls.parsing import reads
+from attnd.calls.call import Call, Reply, Settled, no_recovery, reads
 from attnd.errors import LengthMismatch, ServiceError
 from attnd.results import AttentionResult
 from attnd.wire.states import AttentionState, LseBase

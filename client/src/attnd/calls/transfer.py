@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnd.calls.arguments import plain_fields, sequence_id
-from attnd.calls.call import Call, Reply, Settled, settled_by
-from attnd.calls.parsing import nothing, reads, reads_into
+from attnd.calls.call import Call, Reply, Settled, nothing, reads, reads_into, settled_by
 from attnd.calls.prefix import Prefix
 from attnd.errors import PartMismatch, SequenceExists, ServiceError, UnknownImport
 from attnd.results import NO_META, Meta

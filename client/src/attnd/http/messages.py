@@ -17,8 +17,7 @@ from attnd.retries import Attempt
 from attnd.wire import images
 from attnd.wire.dtypes import Array
 from attnd.wire.frames import dump_json
-from attnd.wire.images import Bytes
-from attnd.wire.requests import request_image
+from attnd.wire.images import Bytes, request_image
 
 T = TypeVar("T")
 

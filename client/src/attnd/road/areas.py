@@ -14,7 +14,7 @@ import numpy as np
 from attnd.road.arena import Arena, Slot, held_by
 from attnd.wire import images
 from attnd.wire.dtypes import Array
-from attnd.wire.requests import request_header
+from attnd.wire.images import request_header
 from attnd.wire.slots import ALIGNMENT
 
 HEADER_ROOM: Final = 16 * 1024

@@ -27,7 +27,7 @@ from attnd.road.attempts import StageTimes, answer_room, read_answer
 from attnd.road.connection import Connection
 from attnd.wire import images
 from attnd.wire.dtypes import Array
-from attnd.wire.requests import cut_header
+from attnd.wire.images import cut_header
 from attnd.wire.slots import ALIGNMENT
 
 T = TypeVar("T")

@@ -5,9 +5,8 @@ See `TorchSession`. Needs torch; on CUDA its own driver library is all there is 
 
 from attnd.steps.slots import Slots
 from attnd.steps.step import Step
-from attnd.torch.placement import Placement, TimeSliced
 from attnd.torch.ranked import RankedSlots, RankedStep, RankedTorchSession
-from attnd.torch.session import TorchSession
+from attnd.torch.session import Placement, TimeSliced, TorchSession
 
 __all__ = [
     "Placement",

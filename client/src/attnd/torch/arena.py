@@ -1,7 +1,13 @@
-"""The arena that a `TorchSession` shares with its engine, and the flags at its beginning."""
+"""The arena that a `TorchSession` shares with its engine, and the flags at its beginning.
+
+A thread sleeps until the engine ends, and then unblocks the waiting stream.
+"""
 
 from __future__ import annotations
 
+import os
+import select
+import threading
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, Final
@@ -10,11 +16,53 @@ import torch
 
 from attnd.road.arena import Arena as SharedMemory
 from attnd.road.connection import Connection
-from attnd.steps.layout import Dtypes
-from attnd.steps.slots import FLAG_BYTES
+from attnd.steps.slots import FLAG_BYTES, Dtypes
 from attnd.torch import driver
-from attnd.torch.memory import device_bytes, host_bytes, mapped
-from attnd.torch.watch import Watch
+from attnd.torch.driver import device_bytes, host_bytes, mapped
+
+AGAIN_S: Final = 0.005
+"""Seconds between two settings of the flags after the engine's end: the stream may reach another
+wait."""
+
+
+class Watch:
+    """Without it a stream that waits for the engine would wait for ever, and its process with it.
+
+    The layers' `o` is then undefined, and the session's next call raises.
+    """
+
+    def __init__(
+        self, connection: Connection, device: torch.device, unblock_waits: Callable[[int], None]
+    ) -> None:
+        """`unblock_waits` sets all flags on a stream of `device`."""
+        self._device, self._unblock_waits = device, unblock_waits
+        self._fd = os.dup(connection.fileno())
+        self._woken, self._wake = os.pipe()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="attnd-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        os.write(self._wake, b"\0")
+        self._thread.join()
+        for fd in (self._fd, self._woken, self._wake):
+            os.close(fd)
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._fd, select.POLLRDHUP)
+        poll.register(self._woken, select.POLLIN)
+        poll.poll()
+        if self._closed.is_set():
+            return
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            while not self._closed.wait(AGAIN_S):
+                self._unblock_waits(stream.cuda_stream)
+
 
 TORCH: Final = Dtypes(
     wire={torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},

@@ -5,10 +5,9 @@ Importing this registers `attn_implementation="attnd"`.
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from attnd.transformers.attention import NAME, attnd_attention
+from attnd.transformers.attention import NAME, attnd_attention, attnd_mask
 from attnd.transformers.cache import AttndCache
 from attnd.transformers.geometry import pool_settings
-from attnd.transformers.masks import attnd_mask
 
 AttentionInterface.register(NAME, attnd_attention)
 AttentionMaskInterface.register(NAME, attnd_mask)

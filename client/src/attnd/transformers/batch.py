@@ -13,8 +13,7 @@ import torch
 from attnd.calls.control import NewSequence
 from attnd.errors import AttndError
 from attnd.transformers.columns import Bools, Columns, hide, mask_of, plan
-from attnd.transformers.release import delete
-from attnd.transformers.roads import Road, Scoring, Step, spread
+from attnd.transformers.roads import Road, Scoring, Step, delete, spread
 
 States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """q, k and v of a layer, `[rows, heads, columns, head_dim]`."""

@@ -23,8 +23,7 @@ from attnd.transformers.geometry import Geometry, check_pool, geometry_of
 from attnd.transformers.graphs import Decodes, replaying
 from attnd.transformers.host import HostRoad
 from attnd.transformers.prefixes import share
-from attnd.transformers.release import delete_behind
-from attnd.transformers.roads import Road
+from attnd.transformers.roads import Road, delete_behind
 
 if TYPE_CHECKING:
     from attnd.torch import TorchSession
