@@ -19,14 +19,14 @@ from service.operations import (
 from service.operations.schema.spec import Operation
 
 MODULES: Final = (
-    *(sequences, rows, attention, merge, status, prefix),
-    *(events, transfer, snapshot, internal),
+    *(attention, events, internal, merge, prefix),
+    *(rows, sequences, snapshot, status, transfer),
 )
-OPERATIONS: Final = tuple(
-    declared
+BY_NUMBER: Final = {
+    declared.number: declared
     for module in MODULES
     for declared in vars(module).values()
     if isinstance(declared, Operation)
-)
+}
+OPERATIONS: Final = tuple(BY_NUMBER[number] for number in sorted(BY_NUMBER))
 BY_NAME: Final = {operation.name: operation for operation in OPERATIONS}
-BY_NUMBER: Final = {operation.number: operation for operation in OPERATIONS}
