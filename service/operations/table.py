@@ -12,7 +12,6 @@ from service.operations import (
     prefix,
     rows,
     sequences,
-    snapshot,
     status,
     transfer,
 )
@@ -20,7 +19,7 @@ from service.operations.schema.spec import Operation
 
 MODULES: Final = (
     *(attention, events, internal, merge, prefix),
-    *(rows, sequences, snapshot, status, transfer),
+    *(rows, sequences, status, transfer),
 )
 BY_NUMBER: Final = {
     declared.number: declared

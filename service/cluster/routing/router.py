@@ -41,8 +41,7 @@ from service.errors import InvalidRequest, NotReady
 from service.image.json_pieces import is_short
 from service.image.reading import LENGTH_BYTES, split
 from service.metrics import Metrics
-from service.operations.schema.routing import Routing
-from service.operations.schema.spec import Operation, Prepared, prepare, preparing
+from service.operations.schema.spec import Operation, Prepared, Routing, prepare, preparing
 from service.road.caller_end.slots import Slot
 from service.tenants import Tenant
 

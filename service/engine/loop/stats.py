@@ -15,7 +15,7 @@ from service.engine.store.store import Store
 from service.errors import KINDS, OutOfPages, kind_of
 from service.metrics import Metrics
 from service.operations.schema.spec import Operation
-from service.operations.snapshot import SNAPSHOT
+from service.operations.status import SNAPSHOT
 
 QUIET_S: Final = 0.0003
 """Replies are recorded when no call has come for this long, ..."""

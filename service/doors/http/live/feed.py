@@ -15,8 +15,7 @@ from service.doors.kit.problems import ProblemText
 from service.doors.kit.upstream import call_engine
 from service.errors import AttndError, NotReady
 from service.image.json_text import dump_json
-from service.operations.snapshot import SNAPSHOT
-from service.operations.status import INFO
+from service.operations.status import INFO, SNAPSHOT
 from service.tenants import OPEN, Tenant, tenant_of
 
 if TYPE_CHECKING:
