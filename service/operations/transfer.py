@@ -347,11 +347,7 @@ IMPORT: Final = operation(
     check=check_import,
     scope="append",
     moved_with=import_moves,
-    example={
-        "part": 0,
-        "digest": "0f" * 32,
-        "tensors": row("k", 1) | row("v", 1),
-    },
+    example={"part": 0, "digest": "0f" * 32, "tensors": row("k", 1) | row("v", 1)},
 )
 
 GET_IMPORT: Final = operation(

@@ -11,16 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import wraps
-from typing import (
-    Any,
-    Concatenate,
-    Final,
-    ParamSpec,
-    TypeVar,
-    cast,
-    get_args,
-    get_type_hints,
-)
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast, get_args, get_type_hints
 
 from attnd.calls import attention, control, prefix, transfer
 from attnd.calls.call import Call, Reply
@@ -28,15 +19,7 @@ from attnd.calls.prefix import FROM_NOW
 from attnd.errors import AttndError, NeverReady, TransportError
 from attnd.moving import export, export_async, import_, import_async
 from attnd.results import CacheEvent, Health, SequenceInfo
-from attnd.retries import (
-    Attempt,
-    CallOptions,
-    Outcome,
-    Pause,
-    Retries,
-    first_attempt,
-    retrying,
-)
+from attnd.retries import Attempt, CallOptions, Outcome, Pause, Retries, first_attempt, retrying
 
 M = TypeVar("M", bound=Callable[..., Any])
 P = ParamSpec("P")

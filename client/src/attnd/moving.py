@@ -166,11 +166,7 @@ def ended(
 
 
 def copying(
-    sequence: str,
-    name: str,
-    part_bytes: int | None,
-    options: ImportOptions,
-    progress: Progress,
+    sequence: str, name: str, part_bytes: int | None, options: ImportOptions, progress: Progress
 ) -> Generator[tuple[End, Call[Any]], Any, ImportState]:
     """Copy a sequence from one service to another; yields (service, call) pairs."""
     header: ExportHeader = yield "source", export_header(sequence, part_bytes=part_bytes)

@@ -3,25 +3,15 @@
 # ruff: noqa: I001
 # Type checkers know names as exported by such aliases; sorting would split their lists.
 
-from attnd.calls.attention import (
-    CascadeLevel as CascadeLevel,
-    Options as Options,
-)
-from attnd.calls.control import (
-    NewSequence as NewSequence,
-)
-from attnd.calls.prefix import (
-    Prefix as Prefix,
-)
+from attnd.calls.attention import CascadeLevel as CascadeLevel, Options as Options
+from attnd.calls.control import NewSequence as NewSequence
+from attnd.calls.prefix import Prefix as Prefix
 from attnd.calls.transfer import (
     ExportHeader as ExportHeader,
     ExportPart as ExportPart,
     ImportState as ImportState,
 )
-from attnd.client import (
-    AsyncClient as AsyncClient,
-    Client as Client,
-)
+from attnd.client import AsyncClient as AsyncClient, Client as Client
 from attnd.errors import (
     AnswerTooLarge as AnswerTooLarge,
     ArenaFull as ArenaFull,
@@ -71,10 +61,7 @@ from attnd.export_file import (
     ExportFileError as ExportFileError,
     InterruptedExport as InterruptedExport,
 )
-from attnd.moving import (
-    ImportOptions as ImportOptions,
-    copy_sequence as copy_sequence,
-)
+from attnd.moving import ImportOptions as ImportOptions, copy_sequence as copy_sequence
 from attnd.results import (
     AppendResult as AppendResult,
     AttentionResult as AttentionResult,
@@ -100,12 +87,8 @@ from attnd.results import (
     Snapshot as Snapshot,
     SnapshotTree as SnapshotTree,
 )
-from attnd.retries import (
-    Retries as Retries,
-)
-from attnd.session import (
-    Session as Session,
-)
+from attnd.retries import Retries as Retries
+from attnd.session import Session as Session
 from attnd.wire.states import (
     AttentionState as AttentionState,
     LseBase as LseBase,

@@ -78,11 +78,7 @@ class Fields(BaseModel):
     """Base of all fields and replies: strict, immutable, without unknown fields, finite numbers."""
 
     model_config = ConfigDict(
-        strict=True,
-        extra="forbid",
-        frozen=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
+        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
     def sizes(self, info: InfoAnswer) -> dict[str, int]:

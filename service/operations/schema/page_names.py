@@ -52,11 +52,7 @@ class PageNames(Fields):
 NAMES: Final = (
     TensorSpec("token_ids", ("U32",), ("n",), "token ids, instead of the field", optional=True),
     TensorSpec(
-        "page_keys",
-        ("U8",),
-        ("pages", KEY_BYTES),
-        "page keys, instead of the field",
-        optional=True,
+        "page_keys", ("U8",), ("pages", KEY_BYTES), "page keys, instead of the field", optional=True
     ),
 )
 

@@ -17,12 +17,7 @@ def query(rows: str = "n", like: str = "") -> TensorSpec:
 
 
 def pair(
-    rows: str,
-    words: str,
-    *,
-    optional: bool = False,
-    like: str = "",
-    ragged: Symbols | None = None,
+    rows: str, words: str, *, optional: bool = False, like: str = "", ragged: Symbols | None = None
 ) -> tuple[TensorSpec, TensorSpec]:
     """`k` and `v`."""
     shape: Symbols = (rows, "Hkv", "D")

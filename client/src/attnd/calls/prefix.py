@@ -20,15 +20,7 @@ from attnd.calls.arguments import (
 )
 from attnd.calls.call import Call, Reply, nothing, reads, reads_into, result_of, settled_by
 from attnd.errors import UnknownLease, UnknownPage
-from attnd.results import (
-    CacheEvent,
-    CommitResult,
-    EventPage,
-    Hold,
-    Lease,
-    Namespace,
-    PrefixMatch,
-)
+from attnd.results import CacheEvent, CommitResult, EventPage, Hold, Lease, Namespace, PrefixMatch
 
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 PageKeys = Sequence[str | bytes] | NDArray[np.uint8]
@@ -125,10 +117,7 @@ def commit(
         "duration_s": duration_s,
     }
     return Call(
-        "commit",
-        reads_into(CommitResult),
-        fields=plain_fields(fields),
-        arrays=prefix.arrays(),
+        "commit", reads_into(CommitResult), fields=plain_fields(fields), arrays=prefix.arrays()
     )
 
 
@@ -159,12 +148,7 @@ def commit_sequences(
         "priority": priority,
         "duration_s": duration_s,
     }
-    return Call(
-        "commit_sequences",
-        reads(commits_of),
-        fields=plain_fields(fields),
-        arrays=arrays,
-    )
+    return Call("commit_sequences", reads(commits_of), fields=plain_fields(fields), arrays=arrays)
 
 
 def indptr_of(parts: Sequence[Sized]) -> list[int]:
@@ -213,8 +197,7 @@ def unpin(page_key: str | bytes, *, cache_salt: str = "") -> Call[None]:
 def holds() -> Call[tuple[Hold, ...]]:
     """The hard pins and leases, at most a thousand."""
     return Call(
-        "holds",
-        reads(lambda reply: tuple(result_of(Hold, one) for one in reply.fields["holds"])),
+        "holds", reads(lambda reply: tuple(result_of(Hold, one) for one in reply.fields["holds"]))
     )
 
 

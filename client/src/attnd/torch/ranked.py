@@ -88,12 +88,7 @@ class RankedTorchSession:
     # Steps.
 
     def slots(
-        self,
-        rows: int,
-        num_qo_heads: int,
-        *,
-        dtype: torch.dtype | None = None,
-        rotation: int = 1,
+        self, rows: int, num_qo_heads: int, *, dtype: torch.dtype | None = None, rotation: int = 1
     ) -> RankedSlots:
         """As `TorchSession.slots`, at every rank."""
         return RankedSlots(
@@ -218,10 +213,7 @@ class RankedStep:
     """
 
     def __init__(
-        self,
-        steps: Sequence[Step[torch.Tensor]],
-        slots: RankedSlots,
-        undo: Callable[[], None],
+        self, steps: Sequence[Step[torch.Tensor]], slots: RankedSlots, undo: Callable[[], None]
     ) -> None:
         """`undo` truncates the sequences to their lengths before the step, at every engine."""
         self._steps, self._undo = tuple(steps), undo

@@ -218,9 +218,7 @@ def request_image(fields: dict[str, Any], arrays: Mapping[str, Array]) -> list[P
 
 
 def request_header(
-    fields: dict[str, Any],
-    arrays: Sequence[tuple[str, Array]],
-    alignment: int = ALIGNMENT,
+    fields: dict[str, Any], arrays: Sequence[tuple[str, Array]], alignment: int = ALIGNMENT
 ) -> bytes:
     """The image of a request up to its arrays, which follow in the order given.
 
