@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Any, Self, TypeVar, cast
 
 from attnd.calls.call import Call, Reply
@@ -13,7 +12,7 @@ from attnd.http.async_transport import AsyncTransport, LoopTransport
 from attnd.http.blocking_transport import SocketTransport, Transport
 from attnd.http.messages import reply_of, request_of
 from attnd.http.origin import Certificate, Verify, origin_of
-from attnd.methods import AsyncCalls, Calls, checked_id, execute, options_of
+from attnd.methods import AsyncCalls, Calls, execute, options_of
 from attnd.retries import Attempt, Outcome, Pause, Retries, first_attempt, retrying
 
 T = TypeVar("T")
@@ -48,20 +47,6 @@ class Client(Calls):
         self._transport: Transport = transport or SocketTransport(
             origin_of(base_url, uds, api_key, verify, cert)
         )
-
-    def with_options(self, *, deadline: float | None = None, request_id: str | None = None) -> Self:
-        """The same client and connections, with other options for its calls.
-
-        `deadline` bounds each call in seconds, retries included, and is sent to the service.
-        `request_id` is sent as `X-Request-ID` in place of one made per call.
-        """
-        view = object.__new__(type(self))
-        view._transport = self._transport
-        view.dependents = self.dependents
-        view._options = replace(
-            self._options, deadline_s=deadline, request_id=checked_id(request_id)
-        )
-        return view
 
     def send(self, call: Call[T]) -> T:
         """Execute one call, retries included; raises `AttndError`."""
@@ -105,15 +90,6 @@ class AsyncClient(AsyncCalls):
         self._transport: AsyncTransport = transport or LoopTransport(
             origin_of(base_url, uds, api_key, verify, cert)
         )
-
-    def with_options(self, *, deadline: float | None = None, request_id: str | None = None) -> Self:
-        """As `Client.with_options`."""
-        view = object.__new__(type(self))
-        view._transport = self._transport
-        view._options = replace(
-            self._options, deadline_s=deadline, request_id=checked_id(request_id)
-        )
-        return view
 
     async def send(self, call: Call[T]) -> T:
         """As `Client.send`, awaited."""

@@ -10,8 +10,10 @@ import inspect
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from copy import copy
+from dataclasses import replace
 from functools import wraps
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast, get_args, get_type_hints
+from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar, cast, get_args, get_type_hints
 
 from attnd.calls import attention, control, prefix, transfer
 from attnd.calls.call import Call, Reply
@@ -94,7 +96,26 @@ def awaiting(build: Callable[P, Call[T]]) -> Callable[Concatenate[Any, P], Await
     return documented(method, build)
 
 
-class Calls(ABC):
+class WithOptions(ABC):
+    """A client with options for its calls."""
+
+    _options: CallOptions
+
+    def with_options(self, *, deadline: float | None = None, request_id: str | None = None) -> Self:
+        """The same client and connections, with other options for its calls.
+
+        `deadline` bounds each call in seconds, retries included, and is sent to the service.
+        `request_id` is sent as `X-Request-ID` in place of one made per call; it must be printable
+        ASCII (ValueError).
+        """
+        if request_id is not None and not (request_id.isascii() and request_id.isprintable()):
+            raise ValueError(f"request_id is {request_id!r}: it must be printable ASCII")
+        view = copy(self)
+        view._options = replace(self._options, deadline_s=deadline, request_id=request_id)
+        return view
+
+
+class Calls(WithOptions):
     """The methods that `Client` and `Session` share."""
 
     @abstractmethod
@@ -184,7 +205,7 @@ class Calls(ABC):
             time.sleep(POLL_S)
 
 
-class AsyncCalls(ABC):
+class AsyncCalls(WithOptions):
     """The methods of `Calls`, awaited."""
 
     @abstractmethod
@@ -318,10 +339,3 @@ def retry(
 def options_of(timeout: float, retries: int | Retries) -> CallOptions:
     """The options that a client's arguments ask for."""
     return CallOptions(timeout, retries=Retries(retries) if isinstance(retries, int) else retries)
-
-
-def checked_id(request_id: str | None) -> str | None:
-    """A request id that can be a header; raises ValueError for any other."""
-    if request_id is not None and not (request_id.isascii() and request_id.isprintable()):
-        raise ValueError(f"request_id is {request_id!r}: it must be printable ASCII")
-    return request_id

@@ -7,7 +7,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
@@ -18,7 +18,7 @@ from attnd.calls import attention
 from attnd.calls.call import Call, Reply
 from attnd.dependents import Dependents
 from attnd.errors import AttndError, NotFound, NotSupported
-from attnd.methods import Calls, checked_id, documented, execute, options_of, retry
+from attnd.methods import Calls, documented, execute, options_of, retry
 from attnd.results import Info, Meta
 from attnd.retries import Attempt, Retries
 from attnd.road.attempts import HEALTH, health, send_attempt
@@ -174,15 +174,6 @@ class Session(Calls):
         """
         connection = self._road.connected(time.monotonic() + self._options.timeout_s)
         return connection.areas.empty(name, tuple(shape), np.dtype(dtype))
-
-    def with_options(self, *, deadline: float | None = None, request_id: str | None = None) -> Self:
-        """The same session with other options for its calls; see `Client.with_options`."""
-        view = object.__new__(type(self))
-        view._road = self._road
-        view._options = replace(
-            self._options, deadline_s=deadline, request_id=checked_id(request_id)
-        )
-        return view
 
     def send(self, call: Call[T]) -> T:
         """Execute one call, retries included; raises `AttndError`."""
