@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Final, Literal
 
-from attnd.wire.dtypes import DTYPE_NAMES
+from attnd.wire.dtypes import DTYPE_NAMES, POOL_DTYPES, token_bytes
 from pydantic import Field
 
 from service.operations.schema.fields import (
@@ -29,14 +29,6 @@ MAX_BESIDE: Final = 256
 DEFAULT_PART_BYTES: Final = 16 * 2**20
 DEFAULT_IDLE_S: Final = 60.0
 MAX_IDLE_S: Final = 3600.0
-STORED_DTYPES: Final = {
-    "fp32": "F32",
-    "fp16": "F16",
-    "bf16": "BF16",
-    "fp8_e4m3": "F8_E4M3",
-    "fp8_e5m2": "F8_E5M2",
-}
-"""Tensor dtype of each pool dtype's stored values."""
 
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", examples=["0f" * 32])]
 PartBytes = Annotated[int, Field(ge=1, le=2**40)]
@@ -84,8 +76,7 @@ class Header(Fields):
     @property
     def page_bytes(self) -> int:
         """Bytes of one page at one layer."""
-        itemsize = {"fp32": 4, "fp16": 2, "bf16": 2}.get(self.dtype, 1)
-        return 2 * self.page_size * self.num_kv_heads * self.head_dim * itemsize
+        return self.page_size * token_bytes(self.num_kv_heads, self.head_dim, self.dtype)
 
     @property
     def num_pages(self) -> int:
@@ -234,7 +225,7 @@ def check_import(fields: ImportFields, entries: Entries, info: InfoAnswer) -> No
         check_base(fields, fields.header)
         check_part_of(fields, fields.header)
         check_names(fields.header, entries)
-    dtype = STORED_DTYPES[info.dtype]
+    dtype = POOL_DTYPES[info.dtype]
     for name in sorted({"k", "v"} & entries.keys()):
         if DTYPE_NAMES[entries[name].dtype] != dtype:
             rule = f"must be {dtype}, as the pool stores rows"
@@ -305,7 +296,7 @@ def import_moves(fields: ImportFields) -> str:
 STORED: Final = tuple(
     TensorSpec(
         name,
-        tuple(STORED_DTYPES.values()),
+        tuple(POOL_DTYPES.values()),
         ("n", "Hkv", "D"),
         f"{words} as the pool stores them, layer after layer",
         optional=True,

@@ -33,8 +33,9 @@ Progress = Callable[[int, int], None]
 """Called after each part with the number of parts done, and of all parts."""
 Place = str | os.PathLike[str] | BinaryIO
 """A path, or a binary file that is open."""
-Steps = Generator[Call[Any], Any, T]
 End = Literal["source", "target"]
+Steps = Generator[tuple[End, Call[Any]], Any, T]
+"""Calls, each with the service that it is for; exports are of the source, imports by the target."""
 
 SENT_AGAIN: Final = 2
 """Retries of a part that was damaged in transit."""
@@ -73,10 +74,10 @@ def exporting(
 ) -> Steps[ExportHeader]:
     """Write a sequence to a file, resuming an interrupted export of the same generation. Returns
     the header."""
-    header: ExportHeader = yield export_header(sequence, part_bytes=part_bytes)
+    header: ExportHeader = yield "source", export_header(sequence, part_bytes=part_bytes)
     with opened_to_write(to, header) as (file, done, before):
         for number in range(done, header.num_parts):
-            part: ExportPart = yield export_part(sequence, header, number, before=before)
+            part: ExportPart = yield "source", export_part(sequence, header, number, before=before)
             write_part(file, part)
             before = part.digest
             progress(number + 1, header.num_parts)
@@ -140,8 +141,8 @@ def opened_to_read(origin: Place) -> Iterator[BinaryIO]:
 
 
 def begun(sequence: str, header: ExportHeader, options: ImportOptions) -> Steps[ImportState]:
-    idle_s = options.idle_s
-    state: ImportState = yield begin_import(sequence, header, share=options.share, idle_s=idle_s)
+    call = begin_import(sequence, header, share=options.share, idle_s=options.idle_s)
+    state: ImportState = yield "target", call
     return state
 
 
@@ -149,63 +150,43 @@ def sent_until_whole(sequence: str, part: ExportPart) -> Steps[None]:
     """Send a part, again where it was damaged in transit."""
     for _ in range(SENT_AGAIN):
         with suppress(DigestMismatch):
-            yield import_part(sequence, part)
+            yield "target", import_part(sequence, part)
             return
-    yield import_part(sequence, part)
+    yield "target", import_part(sequence, part)
 
 
 def ended(
     sequence: str, header: ExportHeader, digest: str, options: ImportOptions
 ) -> Steps[ImportState]:
     """End the import, and commit the pages under the export's names."""
-    state: ImportState = yield end_import(sequence, digest)
+    state: ImportState = yield "target", end_import(sequence, digest)
     if options.share and (prefix := header.prefix) is not None:
         with suppress(KeyMismatch):  # the cache has other pages under these names, which stay
-            yield commit(sequence, prefix)
+            yield "target", commit(sequence, prefix)
     return state
 
 
 def copying(
     sequence: str, name: str, part_bytes: int | None, options: ImportOptions, progress: Progress
-) -> Generator[tuple[End, Call[Any]], Any, ImportState]:
-    """Copy a sequence from one service to another; yields (service, call) pairs."""
+) -> Steps[ImportState]:
+    """Copy a sequence from one service to another."""
     header: ExportHeader = yield "source", export_header(sequence, part_bytes=part_bytes)
-    state: ImportState = yield from at("target", begun(name, header, options))
+    state: ImportState = yield from begun(name, header, options)
     before = state.digest or header.digest
     for number in range(state.next_part, state.num_parts):
-        call = export_part(sequence, header, number, before=before)
-        part: ExportPart = yield "source", call
-        yield from at("target", sent_until_whole(name, part))
+        part: ExportPart = yield "source", export_part(sequence, header, number, before=before)
+        yield from sent_until_whole(name, part)
         before = part.digest
         progress(number + 1, state.num_parts)
-    return (yield from at("target", ended(name, header, before, options)))
-
-
-def at(end: End, steps: Steps[T]) -> Generator[tuple[End, Call[Any]], Any, T]:
-    """The same steps as (service, call) pairs."""
-    try:
-        call = next(steps)
-        while True:
-            try:
-                answer = yield end, call
-            except AttndError as error:
-                call = steps.throw(error)
-            else:
-                call = steps.send(answer)
-    except StopIteration as stop:
-        return cast(T, stop.value)
-    finally:
-        steps.close()
+    return (yield from ended(name, header, before, options))
 
 
 def executed(steps: Steps[T], send: Callable[[Call[Any]], Any]) -> T:
     """Execute the calls of steps one after another, blocking."""
-    return every_call(at("source", steps), lambda _, call: send(call))
+    return every_call(steps, lambda _, call: send(call))
 
 
-def every_call(
-    steps: Generator[tuple[End, Call[Any]], Any, T], send: Callable[[End, Call[Any]], Any]
-) -> T:
+def every_call(steps: Steps[T], send: Callable[[End, Call[Any]], Any]) -> T:
     try:
         end, call = next(steps)
         while True:
@@ -223,15 +204,15 @@ def every_call(
 
 async def awaited(steps: Steps[T], send: Callable[[Call[Any]], Awaitable[Any]]) -> T:
     """As `executed`, with awaited calls; files are read and written in a thread."""
-    advance: Callable[[Any], Call[Any] | Finished] = partial(advanced, steps.send)
+    advance: Callable[[Any], tuple[End, Call[Any]] | Finished] = partial(advanced, steps.send)
     given: Any = None
     try:
         while True:
-            call = await asyncio.to_thread(advance, given)
-            if isinstance(call, Finished):
-                return cast(T, call.value)
+            step = await asyncio.to_thread(advance, given)
+            if isinstance(step, Finished):
+                return cast(T, step.value)
             try:
-                given = await send(call)
+                given = await send(step[1])
                 advance = partial(advanced, steps.send)
             except AttndError as error:
                 given = error
@@ -247,7 +228,9 @@ class Finished:
     value: Any
 
 
-def advanced(go_on: Callable[[Any], Call[Any]], given: Any) -> Call[Any] | Finished:
+def advanced(
+    go_on: Callable[[Any], tuple[End, Call[Any]]], given: Any
+) -> tuple[End, Call[Any]] | Finished:
     """The next call, or the result of the steps."""
     try:
         return go_on(given)

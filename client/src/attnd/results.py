@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from attnd.wire.dtypes import token_bytes
 from attnd.wire.states import AttentionState, Float32, LseBase
 
 Array = NDArray[Any]
@@ -326,8 +327,7 @@ class Info:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's K and V in one layer."""
-        itemsize = {"fp32": 4, "fp16": 2, "bf16": 2}.get(self.dtype, 1)
-        return 2 * self.num_kv_heads * self.head_dim * itemsize
+        return token_bytes(self.num_kv_heads, self.head_dim, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)

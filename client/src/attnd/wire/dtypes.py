@@ -1,4 +1,4 @@
-"""The dtypes that an image can name, and type names for arrays."""
+"""The dtypes that an image can name and a pool can store, and type names for arrays."""
 
 from __future__ import annotations
 
@@ -34,3 +34,16 @@ DTYPES: Final[dict[str, DType]] = {
 
 DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 BOOL: Final = DTYPES["BOOL"]
+POOL_DTYPES: Final = {
+    "fp32": "F32",
+    "fp16": "F16",
+    "bf16": "BF16",
+    "fp8_e4m3": "F8_E4M3",
+    "fp8_e5m2": "F8_E5M2",
+}
+"""The dtype of the values that a pool stores, by the pool's name for it."""
+
+
+def token_bytes(num_kv_heads: int, head_dim: int, dtype: str) -> int:
+    """Bytes of one token's K and V in one layer of a pool; unknown dtypes have one byte."""
+    return 2 * num_kv_heads * head_dim * DTYPES[POOL_DTYPES.get(dtype, "U8")].itemsize
