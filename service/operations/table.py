@@ -8,7 +8,6 @@ from service.operations import (
     attention,
     events,
     internal,
-    merge,
     prefix,
     rows,
     sequences,
@@ -18,7 +17,7 @@ from service.operations import (
 from service.operations.schema.spec import Operation
 
 MODULES: Final = (
-    *(attention, events, internal, merge, prefix),
+    *(attention, events, internal, prefix),
     *(rows, sequences, status, transfer),
 )
 BY_NUMBER: Final = {

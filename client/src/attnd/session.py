@@ -26,7 +26,8 @@ from attnd.road.connection import Connection
 from attnd.road.replay import Replays
 from attnd.steps.host import NUMPY, HostArena, numpy_view
 from attnd.steps.lane import Lane
-from attnd.steps.slots import A, Arena, Dtypes
+from attnd.steps.layout import A, Dtypes
+from attnd.steps.slots import Arena
 from attnd.steps.stepper import Stepper, stepping
 from attnd.wire.codes import CODES, code_of
 

@@ -12,7 +12,14 @@ from numpy.typing import ArrayLike, NDArray
 from attnd.calls.arguments import Indices, sequence_ids, whole_numbers
 from attnd.calls.call import Call, Settled, no_recovery, reads
 from attnd.calls.control import indices
-from attnd.calls.tensors import attend, landed, lengths_after, mask_tensor, state_bytes, tensor_call
+from attnd.calls.tensors import (
+    attend,
+    landed,
+    lengths_after,
+    mask_tensor,
+    state_bytes,
+    tensor_call,
+)
 from attnd.errors import ServiceError
 from attnd.results import AppendResult, AttentionResult, GatherResult, MergeResult
 from attnd.wire.states import LseBase
@@ -59,7 +66,10 @@ MERGED: Final = reads(
 )
 GATHERED: Final = reads(
     lambda reply: GatherResult(
-        reply.tensors["k"], reply.tensors["v"], indices(reply.fields["kv_indptr"]), reply.meta
+        reply.tensors["k"],
+        reply.tensors["v"],
+        indices(reply.fields["kv_indptr"]),
+        reply.meta,
     )
 )
 
@@ -135,7 +145,11 @@ def decode(
         "offsets": whole_numbers(offsets, "offsets"),
         **options,
     }
-    return attend("decode", fields, {"q": q, "k": k, "v": v})
+    return attend(
+        "decode",
+        fields,
+        {"q": q, "k": k, "v": v},
+    )
 
 
 def prefill(
@@ -166,7 +180,11 @@ def prefill(
         "causal": causal,
         **options,
     }
-    return attend("prefill", fields, {"q": q, "k": k, "v": v, **mask_tensor(mask)})
+    return attend(
+        "prefill",
+        fields,
+        {"q": q, "k": k, "v": v, **mask_tensor(mask)},
+    )
 
 
 def ragged_prefill(

@@ -33,12 +33,22 @@ def tensor_call(
         if type(array) is not np.ndarray:
             check_array(name, array)
     return Call(
-        operation, parse, repeatable, plain_fields(fields), given, answer_bytes, (), recover
+        operation,
+        parse,
+        repeatable,
+        plain_fields(fields),
+        given,
+        answer_bytes,
+        (),
+        recover,
     )
 
 
 def attend(
-    operation: str, fields: dict[str, Any], arrays: dict[str, Array | None], states: int = 1
+    operation: str,
+    fields: dict[str, Any],
+    arrays: dict[str, Array | None],
+    states: int = 1,
 ) -> Call[AttentionResult]:
     """A call for attention, possibly with an append before it.
 

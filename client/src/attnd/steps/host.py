@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from attnd.road.arena import Arena as SharedMemory
 from attnd.steps.lane import Lane
-from attnd.steps.slots import A, Dtypes
+from attnd.steps.layout import A, Dtypes
 
 View = Callable[[SharedMemory, int, Any, tuple[int, ...], object], A]
 """Makes an array over shared memory: offset, dtype, shape, and an object to keep alive."""

@@ -7,7 +7,8 @@ from typing import Any, Generic, Protocol, Self
 
 from attnd.errors import ServiceError
 from attnd.road.stepping import StepCall
-from attnd.steps.slots import A, Slots
+from attnd.steps.layout import A
+from attnd.steps.slots import Slots
 
 
 @dataclass(slots=True, eq=False)

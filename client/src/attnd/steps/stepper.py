@@ -13,7 +13,8 @@ from attnd.results import Info
 from attnd.road.attempts import microseconds
 from attnd.road.connection import Connection
 from attnd.steps.lane import Lane
-from attnd.steps.slots import A, Arena, Dtypes, Room, Shapes, Slots
+from attnd.steps.layout import A, Dtypes, Shapes
+from attnd.steps.slots import Arena, Room, Slots
 from attnd.steps.step import Step
 from attnd.wire.frames import dump_json
 

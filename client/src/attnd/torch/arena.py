@@ -16,7 +16,8 @@ import torch
 
 from attnd.road.arena import Arena as SharedMemory
 from attnd.road.connection import Connection
-from attnd.steps.slots import FLAG_BYTES, Dtypes
+from attnd.steps.layout import Dtypes
+from attnd.steps.slots import FLAG_BYTES
 from attnd.torch import driver
 from attnd.torch.driver import device_bytes, host_bytes, mapped
 

@@ -3,32 +3,10 @@ not allocate, by ctypes."""
 
 from __future__ import annotations
 
+import ctypes as c
 import functools
 import mmap
 from collections.abc import Callable, Sequence
-from ctypes import (
-    CDLL,
-    POINTER,
-    Structure,
-    addressof,
-    byref,
-    c_char,
-    c_char_p,
-    c_int,
-    c_int32,
-    c_int64,
-    c_size_t,
-    c_ubyte,
-    c_uint,
-    c_uint8,
-    c_uint16,
-    c_uint64,
-    c_void_p,
-    cast,
-    create_string_buffer,
-    py_object,
-    pythonapi,
-)
 from struct import Struct
 from typing import Any, Final
 
@@ -51,36 +29,36 @@ class DriverError(RuntimeError):
     """The driver refused a call."""
 
 
-class IpcHandle(Structure):
+class IpcHandle(c.Structure):
     """`CUipcMemHandle`, which is passed by value."""
 
-    _fields_ = [("reserved", c_char * 64)]
+    _fields_ = [("reserved", c.c_char * 64)]
 
 
 @functools.cache
 def library() -> Any:
     """The driver, with the calls' types set."""
-    cuda = CDLL("libcuda.so.1")
-    cuda.cuIpcOpenMemHandle_v2.argtypes = (POINTER(c_uint64), IpcHandle, c_uint)
-    cuda.cuStreamBatchMemOp_v2.argtypes = (c_void_p, c_uint, c_char_p, c_uint)
-    cuda.cuMemsetD8Async.argtypes = (c_uint64, c_ubyte, c_size_t, c_void_p)
-    cuda.cuGetErrorName.argtypes = (c_int, POINTER(c_char_p))
+    cuda = c.CDLL("libcuda.so.1")
+    cuda.cuIpcOpenMemHandle_v2.argtypes = (c.POINTER(c.c_uint64), IpcHandle, c.c_uint)
+    cuda.cuStreamBatchMemOp_v2.argtypes = (c.c_void_p, c.c_uint, c.c_char_p, c.c_uint)
+    cuda.cuMemsetD8Async.argtypes = (c.c_uint64, c.c_ubyte, c.c_size_t, c.c_void_p)
+    cuda.cuGetErrorName.argtypes = (c.c_int, c.POINTER(c.c_char_p))
     return cuda
 
 
 def check(status: int, what: str) -> None:
     """Raises `DriverError` with the driver's own name of the error."""
     if status:
-        name = c_char_p()
-        library().cuGetErrorName(status, byref(name))
+        name = c.c_char_p()
+        library().cuGetErrorName(status, c.byref(name))
         raise DriverError(f"{what}: {(name.value or b'unknown').decode()}")
 
 
 def open_memory(handle: bytes) -> int:
     """Map another process's device memory into the current context; its address there."""
     shared = IpcHandle.from_buffer_copy(handle)
-    address = c_uint64()
-    status = library().cuIpcOpenMemHandle_v2(byref(address), shared, LAZY_PEER_ACCESS)
+    address = c.c_uint64()
+    status = library().cuIpcOpenMemHandle_v2(c.byref(address), shared, LAZY_PEER_ACCESS)
     check(status, "the engine's arena cannot be mapped (is its GPU visible here?)")
     return address.value
 
@@ -94,7 +72,7 @@ def operations(kinds: Sequence[tuple[int, int, int]]) -> Callable[[int], None]:
         for kind, address, value in kinds
     )
     parts = [
-        create_string_buffer(packed[i : i + MOST_AT_ONCE * OPERATION.size])
+        c.create_string_buffer(packed[i : i + MOST_AT_ONCE * OPERATION.size])
         for i in range(0, len(packed), MOST_AT_ONCE * OPERATION.size)
     ]
     calls = [((len(part) - 1) // OPERATION.size, part) for part in parts]
@@ -114,30 +92,30 @@ def clear(address: int, size: int, stream: int) -> None:
 
 
 def device_of(index: int) -> int:
-    device = c_int()
-    check(library().cuDeviceGet(byref(device), index), "cuDeviceGet")
+    device = c.c_int()
+    check(library().cuDeviceGet(c.byref(device), index), "cuDeviceGet")
     return device.value
 
 
 def uuid_of(index: int) -> str:
     """The GPU's own id, the same in every process."""
-    uuid = (c_ubyte * 16)()
+    uuid = (c.c_ubyte * 16)()
     check(library().cuDeviceGetUuid_v2(uuid, device_of(index)), "cuDeviceGetUuid")
     return bytes(uuid).hex()
 
 
 def has_mps(index: int) -> bool:
     """Whether contexts on the GPU go through MPS."""
-    value = c_int()
-    status = library().cuDeviceGetAttribute(byref(value), MPS_ENABLED, device_of(index))
+    value = c.c_int()
+    status = library().cuDeviceGetAttribute(c.byref(value), MPS_ENABLED, device_of(index))
     return status == 0 and value.value != 0
 
 
 def has_nvlink(index: int, other: int) -> bool:
     """Whether two GPUs reach each other by NVLink: only there atomics work across."""
-    value = c_int()
+    value = c.c_int()
     devices = device_of(index), device_of(other)
-    status = library().cuDeviceGetP2PAttribute(byref(value), NATIVE_ATOMICS, *devices)
+    status = library().cuDeviceGetP2PAttribute(c.byref(value), NATIVE_ATOMICS, *devices)
     return status == 0 and value.value != 0
 
 
@@ -145,33 +123,33 @@ DLPACK_CUDA: Final = 2
 UNSIGNED: Final = 1
 
 
-class DLDevice(Structure):
-    _fields_ = [("kind", c_int32), ("index", c_int32)]
+class DLDevice(c.Structure):
+    _fields_ = [("kind", c.c_int32), ("index", c.c_int32)]
 
 
-class DLDataType(Structure):
-    _fields_ = [("code", c_uint8), ("bits", c_uint8), ("lanes", c_uint16)]
+class DLDataType(c.Structure):
+    _fields_ = [("code", c.c_uint8), ("bits", c.c_uint8), ("lanes", c.c_uint16)]
 
 
-class DLTensor(Structure):
+class DLTensor(c.Structure):
     _fields_ = [
-        ("data", c_void_p),
+        ("data", c.c_void_p),
         ("device", DLDevice),
-        ("ndim", c_int32),
+        ("ndim", c.c_int32),
         ("dtype", DLDataType),
-        ("shape", POINTER(c_int64)),
-        ("strides", POINTER(c_int64)),
-        ("byte_offset", c_uint64),
+        ("shape", c.POINTER(c.c_int64)),
+        ("strides", c.POINTER(c.c_int64)),
+        ("byte_offset", c.c_uint64),
     ]
 
 
-class DLManagedTensor(Structure):
-    _fields_ = [("tensor", DLTensor), ("context", c_void_p), ("deleter", c_void_p)]
+class DLManagedTensor(c.Structure):
+    _fields_ = [("tensor", DLTensor), ("context", c.c_void_p), ("deleter", c.c_void_p)]
 
 
-new_capsule = pythonapi.PyCapsule_New
-new_capsule.restype = py_object
-new_capsule.argtypes = (c_void_p, c_char_p, c_void_p)
+new_capsule = c.pythonapi.PyCapsule_New
+new_capsule.restype = c.py_object
+new_capsule.argtypes = (c.c_void_p, c.c_char_p, c.c_void_p)
 
 NAME: Final = b"dltensor"
 DESCRIBED: Final[list[Any]] = []
@@ -185,14 +163,14 @@ def device_bytes(address: int, size: int, device: torch.device) -> torch.Tensor:
     DLPack takes the device at its word; other ways ask the driver, which names the GPU that owns
     the memory, and kernels of this one would refuse it.
     """
-    shape = (c_int64 * 1)(size)
+    shape = (c.c_int64 * 1)(size)
     managed = DLManagedTensor(
         DLTensor(
             address,
             DLDevice(DLPACK_CUDA, device.index or 0),
             1,
             DLDataType(UNSIGNED, 8, 1),
-            cast(shape, POINTER(c_int64)),
+            c.cast(shape, c.POINTER(c.c_int64)),
             None,
             0,
         ),
@@ -200,7 +178,7 @@ def device_bytes(address: int, size: int, device: torch.device) -> torch.Tensor:
         None,
     )
     DESCRIBED.append((managed, shape))
-    capsule = new_capsule(addressof(managed), NAME, None)
+    capsule = new_capsule(c.addressof(managed), NAME, None)
     made: torch.Tensor = torch.utils.dlpack.from_dlpack(capsule)
     return made
 

@@ -88,7 +88,12 @@ class RankedTorchSession:
     # Steps.
 
     def slots(
-        self, rows: int, num_qo_heads: int, *, dtype: torch.dtype | None = None, rotation: int = 1
+        self,
+        rows: int,
+        num_qo_heads: int,
+        *,
+        dtype: torch.dtype | None = None,
+        rotation: int = 1,
     ) -> RankedSlots:
         """As `TorchSession.slots`, at every rank."""
         return RankedSlots(

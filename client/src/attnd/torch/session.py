@@ -17,7 +17,7 @@ from attnd import Session
 from attnd.session import stepper_of
 from attnd.steps.host import HostArena
 from attnd.steps.lane import Lane
-from attnd.steps.slots import NAMES
+from attnd.steps.layout import NAMES
 from attnd.steps.stepper import Stepper, stepping
 from attnd.torch import driver
 from attnd.torch.arena import TORCH, DeviceArena, host_view
