@@ -130,6 +130,11 @@ class AuthSettings(Section):
 class EngineSettings(Section):
     """Distribution of the engine's time and memory among callers."""
 
+    numerics: Literal["fast", "invariant"] = "fast"
+    """Whether the last bits of attention may depend on the rest of its batch. `fast`: the same call
+    twice returns the same bits. `invariant`: a row's bits depend on its query, its keys and its
+    scoring alone, whatever is shared, cached, chunked or batched; slower."""
+
     slice_ms: Annotated[float, Field(gt=0.0, le=60_000.0)] = 20.0
     """Estimated milliseconds after which long work yields to other operations. Shorter slices keep
     small operations fast beside long prefills and cost some throughput."""

@@ -6,13 +6,18 @@ import importlib
 from importlib.util import find_spec
 from typing import Literal
 
-from kernels.backend import Backend, DeviceLost, PoolGeometry
+from kernels.backend import Backend, DeviceLost, Numerics, PoolGeometry
 
 BackendKind = Literal["cpu", "cuda", "auto"]
 
 
 def make_backend(
-    kind: BackendKind, geometry: PoolGeometry, device: int = 0, *, poison: bool = False
+    kind: BackendKind,
+    geometry: PoolGeometry,
+    device: int = 0,
+    *,
+    poison: bool = False,
+    numerics: Numerics = "fast",
 ) -> Backend:
     """A ready backend with an allocated pool; `auto` is cuda if a device responds, else cpu.
 
@@ -23,16 +28,17 @@ def make_backend(
     """
     match kind:
         case "cpu":
-            return _make("kernels.cpu", "CpuBackend", geometry, device, poison)
+            return _make("kernels.cpu", "CpuBackend", geometry, device, poison, numerics)
         case "cuda":
             if not cuda_devices():
                 raise DeviceLost(
                     f"backend.kind = cuda: {why_no_device()}, or set backend.kind: cpu"
                 )
-            return _make("kernels.cuda.backend", "CudaBackend", geometry, device, poison)
+            name = "kernels.cuda.backend", "CudaBackend"
+            return _make(*name, geometry, device, poison, numerics)
         case "auto":
             chosen: BackendKind = "cuda" if cuda_devices() else "cpu"
-            return make_backend(chosen, geometry, device, poison=poison)
+            return make_backend(chosen, geometry, device, poison=poison, numerics=numerics)
     raise ValueError(f"backend.kind = {kind}: must be cpu, cuda or auto")
 
 
@@ -55,8 +61,15 @@ def why_no_device() -> str:
     )
 
 
-def _make(module: str, cls: str, geometry: PoolGeometry, device: int, poison: bool) -> Backend:
+def _make(
+    module: str,
+    cls: str,
+    geometry: PoolGeometry,
+    device: int,
+    poison: bool,
+    numerics: Numerics,
+) -> Backend:
     backend: Backend = getattr(importlib.import_module(module), cls)(
-        geometry, device=device, poison=poison
+        geometry, device=device, poison=poison, numerics=numerics
     )
     return backend

@@ -13,13 +13,17 @@ format first, and o on conversion to q's dtype; accuracy is stated in addition t
 A visible score of NaN or +inf makes the row's o and lse NaN. Invisible keys never change lse; a row
 that sees no key is (0, -inf). For rows that see some key, o can be NaN if an invisible V is not
 finite. The same call on the same pool gives the same bits.
+
+With `numerics` "invariant" a row's keys are split every `split_keys` keys of each level, and the
+bits of its state depend only on q, the keys it sees in order, and the scoring; where levels begin
+and end at multiples of `split_keys` they do not depend on the levels either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +45,9 @@ Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]
 UInt8 = NDArray[np.uint8]
+
+Numerics = Literal["fast", "invariant"]
+"""Whether results may depend, in their last bits, on the rest of the batch."""
 
 LEFT_OUT: Final = -1
 """The token slot of a row that is not appended."""
@@ -150,6 +157,11 @@ class RaggedAttend:
         return self.positions
 
 
+def split_keys(numerics: Numerics, least: int, page_size: int) -> int:
+    """`Backend.split_keys`: `least`, or somewhat more so that it is whole pages."""
+    return 0 if numerics == "fast" else page_size * -(-least // page_size)
+
+
 def last_positions(qo_indptr: Int32, kv_indptr: Int32) -> Int32:
     """Positions of each request's rows among its keys when they are the last of its sequence."""
     qo_lens, kv_lens = np.diff(qo_indptr), np.diff(kv_indptr)
@@ -180,6 +192,14 @@ class Backend(Protocol):
 
     @property
     def geometry(self) -> PoolGeometry: ...
+
+    @property
+    def split_keys(self) -> int:
+        """Keys between two positions at which every row's keys are split, whole pages; 0: `fast`.
+
+        Levels that begin and end there do not show in the results.
+        """
+        ...
 
     @property
     def unsupported(self) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from kernels import cuda_devices, make_backend
-from kernels.backend import Backend, PoolGeometry
+from kernels.backend import Backend, Numerics, PoolGeometry
 
 pytest_plugins = ["tests.harness.retry"]
 LONG_FILE: Final = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.long", re.MULTILINE)
@@ -47,9 +47,11 @@ class Backends:
     kind: str
     made: list[Backend] = field(default_factory=list)
 
-    def __call__(self, geometry: PoolGeometry, *, poison: bool = True) -> Backend:
+    def __call__(
+        self, geometry: PoolGeometry, *, poison: bool = True, numerics: Numerics = "fast"
+    ) -> Backend:
         """A backend whose dead slots are NaN, so that a read of one shows. May be Unsupported."""
-        backend = make_backend(self.kind, geometry, poison=poison)
+        backend = make_backend(self.kind, geometry, poison=poison, numerics=numerics)
         self.made.append(backend)
         return backend
 

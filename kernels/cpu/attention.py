@@ -19,7 +19,7 @@ from kernels.backend import Scoring
 from kernels.cpu import fused
 from kernels.cpu.pool import Pool
 from kernels.cpu.state import Rows, States, finite
-from kernels.cpu.steps import Step
+from kernels.cpu.steps import Step, load
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,19 +74,10 @@ def _found(
     scores = Scores.of(scoring, pool.k.scale)
     q = q.to(torch.float32) * scores.q_factor
     for step in steps:
-        k, v = _load(pool, step, first_page)
+        k, v = load(pool, step, first_page)
         for tile in step.tiles:
             found = _tile_states(q[tile.index], k, v, tile.shape, tile.hidden, scores.cap)
             yield tile.index, found
-
-
-def _load(pool: Pool, step: Step, first_page: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A step's K and V, V of dead slots zeroed: a weight of 0 times a dead slot's NaN is NaN."""
-    k, v = pool.load(step.pages_from(first_page), step.num_keys)
-    if step.dead is not None:
-        dead = step.dead
-        v.view(len(dead), -1, *v.shape[1:]).masked_fill_(dead[:, None, :, None], 0.0)
-    return k, v
 
 
 def _tile_states(

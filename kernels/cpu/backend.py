@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -18,17 +18,21 @@ from kernels.backend import (
     DType,
     Int32,
     Level,
+    Numerics,
     Pending,
     Plan,
     PoolGeometry,
     RaggedAttend,
+    Scoring,
     StageSeconds,
     Tensor,
+    split_keys,
 )
-from kernels.cpu import state
+from kernels.cpu import invariant, state
 from kernels.cpu.attention import attention
 from kernels.cpu.pool import Pool, allocate, pair
 from kernels.cpu.prepared import Order, Preparer, prepare
+from kernels.cpu.steps import Step
 from kernels.cpu.tensors import dtype_name, on_host, to_numpy, to_torch, write
 from kernels.cpu.work import PagedShape, check_range
 from kernels.outputs import check_gathered, check_outs, merge_place
@@ -38,11 +42,20 @@ from kernels.tensor import host_array
 class CpuBackend:
     """The reference, and a real backend: see `kernels.backend.Backend`."""
 
-    def __init__(self, geometry: PoolGeometry, *, device: int = 0, poison: bool = False) -> None:
+    def __init__(
+        self,
+        geometry: PoolGeometry,
+        *,
+        device: int = 0,
+        poison: bool = False,
+        numerics: Numerics = "fast",
+    ) -> None:
         self._geometry = geometry
+        self._split_keys = split_keys(numerics, invariant.SPLIT_KEYS, geometry.page_size)
         self._pool = allocate(geometry)
         elements = geometry.page_size * geometry.num_kv_heads * geometry.head_dim
-        self._prepare = Preparer(PagedShape(geometry.num_pages, geometry.page_size, elements))
+        shape = PagedShape(geometry.num_pages, geometry.page_size, elements)
+        self._prepare = Preparer(shape, self._split_keys)
         self._inference = torch.inference_mode()
         if poison:
             self._pool.fill_with_nan()
@@ -58,6 +71,10 @@ class CpuBackend:
     @property
     def geometry(self) -> PoolGeometry:
         return self._geometry
+
+    @property
+    def split_keys(self) -> int:
+        return self._split_keys
 
     @property
     def unsupported(self) -> tuple[str, ...]:
@@ -111,8 +128,7 @@ class CpuBackend:
         given = map(_in_plan_order, requests, prepared.orders)
         q = next(given) if len(requests) == 1 else torch.cat(list(given))
         seconds.copy_in, clock = _lap(clock)
-        states = attention(self._pool, prepared.steps, first_page, q, requests[0].scoring)
-        o, lse = states.finish(self._pool.v.scale)
+        o, lse = self._states(self._pool, prepared.steps, first_page, q, requests[0].scoring)
         seconds.kernel, _ = _lap(clock)
         return _states(requests, prepared.orders, o, lse)
 
@@ -123,14 +139,28 @@ class CpuBackend:
         _check_outs([request])
         pool, paged = _as_paged(request)
         tokens, heads, dim = request.k.shape
-        prepared, _ = prepare([paged], PagedShape(tokens, 1, heads * dim))
+        shape = PagedShape(tokens, 1, heads * dim)
+        prepared, _ = prepare([paged], shape, split_keys=self._split_keys)
         seconds.plan, clock = _lap(clock)
         q = to_torch(on_host(request.q, "q"))
-        o, lse = attention(pool, prepared.steps, 0, q, request.scoring).finish(1.0)
+        o, lse = self._states(pool, prepared.steps, 0, q, request.scoring)
         seconds.kernel, clock = _lap(clock)
         states = _states([paged], prepared.orders, o, lse)
         seconds.copy_out, clock = _lap(clock)
         return Done(states[0], seconds)
+
+    def _states(
+        self,
+        pool: Pool,
+        steps: Iterable[Step],
+        first_page: int,
+        q: torch.Tensor,
+        scoring: Scoring,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """o and lse of all rows of q."""
+        if self._split_keys:
+            return invariant.attention(pool, steps, first_page, q, scoring)
+        return attention(pool, steps, first_page, q, scoring).finish(pool.v.scale)
 
     def merge(
         self,

@@ -51,13 +51,17 @@ class Prepared:
 
 
 def prepare(
-    requests: Sequence[Attend], shape: PagedShape, first_layer: int = 0, keep: bool = False
+    requests: Sequence[Attend],
+    shape: PagedShape,
+    first_layer: int = 0,
+    keep: bool = False,
+    split_keys: int = 0,
 ) -> tuple[Prepared, bool]:
     """Lay requests out over a pool whose page 0 is that of `first_layer`.
 
     With `keep`, a small batch is worked out at once and can be used again; whether it was.
     """
-    work = lay_out(requests, shape, first_layer)
+    work = lay_out(requests, shape, first_layer, split_keys)
     first = requests[0]
     walk: Iterable[Step] = steps(work, shape, first.q.shape[1], first.scoring.window_left)
     keep = keep and work.mask is None and _scores(work, shape) <= KEPT_SCORES
@@ -76,8 +80,8 @@ def _scores(work: Work, shape: PagedShape) -> int:
 class Preparer:
     """Prepares requests over one pool, and caches recent results."""
 
-    def __init__(self, shape: PagedShape) -> None:
-        self._shape = shape
+    def __init__(self, shape: PagedShape, split_keys: int) -> None:
+        self._shape, self._split_keys = shape, split_keys
         self._kept: OrderedDict[tuple[object, ...], Prepared] = OrderedDict()
 
     def __call__(self, requests: Sequence[Attend]) -> tuple[Prepared, int]:
@@ -87,13 +91,13 @@ class Preparer:
         base = layers[0] if layers.count(layers[0]) == len(layers) else 0
         first_page = base * self._shape.num_pages
         if any(request.mask is not None for request in requests):
-            return prepare(requests, self._shape, base)[0], first_page
+            return prepare(requests, self._shape, base, False, self._split_keys)[0], first_page
         key = _key(requests, requests[0].scoring, base)
         found = self._kept.get(key)
         if found is not None:
             self._kept.move_to_end(key)
             return found, first_page
-        made, kept = prepare(requests, self._shape, base, keep=True)
+        made, kept = prepare(requests, self._shape, base, True, self._split_keys)
         if kept:
             self._kept[key] = made
             if len(self._kept) > MOST_KEPT:

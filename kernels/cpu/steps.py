@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from kernels.backend import Array, Int64
+from kernels.cpu.pool import Pool
 from kernels.cpu.state import Rows
 from kernels.cpu.work import LOAD_ELEMENTS, Batch, PagedShape, Work
 from kernels.masks import read_bits
@@ -67,6 +68,15 @@ def steps(work: Work, shape: PagedShape, num_qo_heads: int, window_left: int) ->
         yield from _batch_steps(work, batch, shape, num_qo_heads, window_left)
 
 
+def load(pool: Pool, step: Step, first_page: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A step's K and V, V of dead slots zeroed: a weight of 0 times a dead slot's NaN is NaN."""
+    k, v = pool.load(step.pages_from(first_page), step.num_keys)
+    if step.dead is not None:
+        dead = step.dead
+        v.view(len(dead), -1, *v.shape[1:]).masked_fill_(dead[:, None, :, None], 0.0)
+    return k, v
+
+
 def _batch_steps(
     work: Work, batch: Batch, shape: PagedShape, num_qo_heads: int, window: int
 ) -> Iterator[Step]:
@@ -74,6 +84,8 @@ def _batch_steps(
     pages_per_step = max(1, LOAD_ELEMENTS // (groups * shape.page_elements))
     positions = work.positions[batch.rows]
     longest = int(batch.num_keys.max())
+    if work.split_keys:
+        pages_per_step, longest = width, work.split_keys
     for first in range(0, width, pages_per_step):
         begin = first * shape.page_size
         pages = batch.pages[:, first : first + pages_per_step]

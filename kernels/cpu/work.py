@@ -53,11 +53,15 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """Batches, and what visibility rests on: each row's position, and its first bit of `mask`."""
+    """Batches, and what visibility rests on: each row's position, and its first bit of `mask`.
+
+    `split_keys`: keys of every batch's runs, shorter ones included; 0: runs of any length.
+    """
 
     batches: list[Batch]
     positions: Int64
     mask: Mask | None
+    split_keys: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,12 +79,21 @@ class Segments:
     masked: Int64
 
 
-def lay_out(requests: Sequence[Attend], shape: PagedShape, first_layer: int = 0) -> Work:
-    """Batches for requests over a pool whose page 0 is that of `first_layer`."""
+def lay_out(
+    requests: Sequence[Attend], shape: PagedShape, first_layer: int = 0, split_keys: int = 0
+) -> Work:
+    """Batches for requests over a pool whose page 0 is that of `first_layer`.
+
+    With `split_keys`, runs are split every so many keys, and come in order of level and position.
+    """
     segments, pages = _segments(requests, shape, first_layer)
     positions = np.concatenate([r.plan.positions for r in requests]).astype(np.int64)
-    batches = list(_batches(segments, pages, shape.page_size, shape.page_elements))
-    return Work(batches, positions, _join_masks(requests))
+    if split_keys:
+        segments = _split(segments, split_keys // shape.page_size, shape.page_size)
+        batches = list(_splits(segments, pages, split_keys // shape.page_size, shape.page_elements))
+    else:
+        batches = list(_batches(segments, pages, shape.page_size, shape.page_elements))
+    return Work(batches, positions, _join_masks(requests), split_keys)
 
 
 def _segments(
@@ -119,6 +132,31 @@ def check_range(field: str, values: Array, limit: int) -> None:
     """Raise `ValueError` unless all are in `0 .. limit - 1`: beyond is another layer."""
     if values.size and (int(values.min()) < 0 or int(values.max()) >= limit):
         raise ValueError(f"{field} = {values.min()}..{values.max()}: must be within 0..{limit - 1}")
+
+
+def _split(segments: Segments, split_pages: int, page_size: int) -> Segments:
+    """Each segment every `split_pages` pages; `level` then orders levels and splits."""
+    counts = -(-segments.num_pages // split_pages)
+    parts = Segments(*(getattr(segments, f.name).repeat(counts) for f in fields(Segments)))
+    split = np.arange(counts.sum()) - (np.cumsum(counts) - counts).repeat(counts)
+    before = split * split_pages
+    parts.level[:] = (parts.level << 32) + split
+    parts.first_page[:] += before
+    parts.kv_start[:] += before * page_size
+    parts.num_pages[:] = np.minimum(parts.num_pages - before, split_pages)
+    parts.num_keys[:] = np.minimum(parts.num_keys - before * page_size, split_pages * page_size)
+    return parts
+
+
+def _splits(
+    segments: Segments, pages: Int64, split_pages: int, page_elements: int
+) -> Iterator[Batch]:
+    """Splits of one shape and place together, in order of their places."""
+    kinds = (segments.num_rows, segments.causal, segments.masked, segments.level)
+    most = max(1, LOAD_ELEMENTS // (split_pages * page_elements))
+    for group in _groups(np.stack(kinds)):
+        for begin in range(0, group.size, most):
+            yield _batch(segments, pages, group[begin : begin + most], split_pages)
 
 
 def _batches(

@@ -28,6 +28,7 @@ from kernels.backend import (
     DType,
     Int32,
     Mask,
+    Numerics,
     Pending,
     PoolGeometry,
     RaggedAttend,
@@ -70,8 +71,11 @@ class CudaBackend:
         device: int = 0,
         *,
         poison: bool = False,
+        numerics: Numerics = "fast",
         cache: Path = DEFAULT_CACHE,
     ) -> None:
+        if numerics != "fast":
+            raise Unsupported("numerics", numerics, "the CUDA backend has only fast")
         if geometry.dtype == "fp32":
             raise Unsupported("dtype", "fp32", "the CUDA backend stores fp16, bf16 or fp8")
         checks.check_head_dim(geometry.head_dim)
@@ -123,9 +127,14 @@ class CudaBackend:
         return self._geometry
 
     @property
+    def split_keys(self) -> int:
+        return 0
+
+    @property
     def unsupported(self) -> tuple[str, ...]:
         return (
             "pools of fp32",
+            "engine.numerics: invariant",
             f"head_dim other than {', '.join(map(str, HEAD_DIMS))}",
             "ragged keys of fp8",
             "gather into fp8",

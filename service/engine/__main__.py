@@ -42,7 +42,8 @@ def serve(inherited: Inherited) -> int:
     metrics = Metrics(inherited.process, inherited.metrics)
     count_dropped(metrics.log_lines_dropped)
     try:
-        backend = backend_maker(settings.pool, settings.backend, inherited.worker)()
+        how = (inherited.worker, settings.engine.numerics)
+        backend = backend_maker(settings.pool, settings.backend, *how)()
         own, *remote = inherited.sockets
         entry = remote[0] if remote else None
         engine = Engine(

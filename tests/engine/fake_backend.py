@@ -61,6 +61,7 @@ class FakeBackend:
     name = "fake"
     device = "numpy"
     unsupported = ("nothing",)
+    split_keys = 0
 
     def __init__(self, geometry: PoolGeometry = GEOMETRY, late: bool = False) -> None:
         self.geometry = geometry

@@ -72,7 +72,7 @@ def test_requests_of_one_launch_keep_their_layers_apart(pooled, rng) -> None:
 
 
 def test_layers_share_cached_work_and_few_plans_are_cached(pooled, rng) -> None:
-    prepare = Preparer(PagedShape(32, 16, 16 * 2 * 64))
+    prepare = Preparer(PagedShape(32, 16, 16 * 2 * 64), 0)
     q, plan = normal(rng, (6, 8, 64), "fp16"), plan_of(pooled, rng)
     first, at = prepare([Attend(0, q, plan, SCORING)])
     again, later = prepare([Attend(2, q, plan, SCORING)])
@@ -85,7 +85,7 @@ def test_layers_share_cached_work_and_few_plans_are_cached(pooled, rng) -> None:
 
 def test_large_batches_are_not_kept(rng) -> None:
     pages = KEPT_SCORES // 16 // 64 + 1
-    prepare = Preparer(PagedShape(pages, 16, 16 * 2 * 64))
+    prepare = Preparer(PagedShape(pages, 16, 16 * 2 * 64), 0)
     pooled = Pooled(make_backend("cpu", replace(GEOMETRY, num_pages=pages)), rng, "fp16")
     run = pooled.add(pages * 16)
     request = Attend(0, normal(rng, (64, 8, 64), "fp16"), pooled.flat([run], [64], True), SCORING)

@@ -37,6 +37,7 @@ def attend_ragged_fp8(made: Backend) -> None:
 ATTEMPTS = {
     "pools of fp32": lambda make: make(PoolGeometry(1, 2, 4, 2, 64, "NHD", "fp32")),
     "head_dim other than": lambda make: make(PoolGeometry(1, 2, 4, 2, 72, "NHD", "fp16")),
+    "engine.numerics: invariant": lambda make: make(GEOMETRY, numerics="invariant"),
     "ragged keys of fp8": lambda make: attend_ragged_fp8(make(GEOMETRY)),
     "gather into fp8": lambda make: make(GEOMETRY).gather(0, int32([0]), "fp8_e5m2").result(),
 }

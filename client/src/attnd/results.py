@@ -304,6 +304,7 @@ class Info:
     """The service: its pool's geometry, backend, dtypes and limits.
 
     `instance_id` changes with every start of the engine, which begins with an empty pool.
+    `numerics` is "fast", or "invariant" if a row's bits do not depend on its batch.
     """
 
     instance_id: str
@@ -322,6 +323,7 @@ class Info:
     tensor_dtypes: tuple[str, ...]
     unsupported: tuple[str, ...]
     limits: Mapping[str, float]
+    numerics: str = "fast"
     meta: Meta = field(default=NO_META, compare=False, repr=False)
 
     @property

@@ -51,13 +51,15 @@ def make_plan(
     causal: bool,
     mode: CascadeMode,
     shards: ShardView | None = None,
+    split_keys: int = 0,
 ) -> CascadePlan:
     """The plan for rows `qo_indptr[b]:qo_indptr[b+1]` attending all of sequence `ids[b]`.
 
     `shards` is given for sequences of which this pool has only a part.
 
     `mode`: `always` makes a segment of every range of pages that several sequences share, `auto` of
-    those that save more than they cost, `never` of none.
+    those that save more than they cost, `never` of none. With `split_keys`, segments end at
+    multiples of it, short of those pages.
 
     Raises `UnknownSequence`.
     """
@@ -83,7 +85,7 @@ def make_plan(
     batch = PlanBatch(
         tree.page_size, tables, kv_lens, indptr(qo_lens), _first(row_positions, qo_lens)
     )
-    runs = [_flat_runs(batch)] if segments is None else _runs(segments, batch)
+    runs = [_flat_runs(batch)] if segments is None else _runs(segments, batch, split_keys)
     cut = [cut_level(batch, level, hides) for level in runs]
     # Levels without keys add nothing, but a plan has at least one level.
     levels = [level for level in cut if level.kv_indices.size] or cut[:1]
@@ -144,15 +146,22 @@ def _flat_runs(batch: PlanBatch) -> Runs:
     return Runs(places, places + 1, np.zeros_like(places), batch.kv_lens)
 
 
-def _runs(segments: Segments, batch: PlanBatch) -> list[Runs]:
+def _runs(segments: Segments, batch: PlanBatch, split_keys: int) -> list[Runs]:
     """The segments of each level, shared ones first."""
+    split_pages = max(split_keys // batch.page_size, 1)
+
+    def aligned(page: int) -> int:
+        return page - page % split_pages
+
     if not segments.shared:
         return [_flat_runs(batch)]
     level, num, begin = np.array(segments.own, dtype=np.int32).T
-    own_level, own_begin = np.repeat(level, num), np.repeat(begin, num)
+    own_level, own_begin = np.repeat(level, num), np.repeat(begin - begin % split_pages, num)
     tables: list[list[tuple[int, int, int, int]]] = [[] for _ in range(1 + int(level.max()))]
     for s in segments.shared:
-        tables[s.level].append((s.first, s.last, s.begin, s.end * batch.page_size))
+        pages = aligned(s.begin), aligned(s.end)
+        if pages[0] < pages[1]:
+            tables[s.level].append((s.first, s.last, pages[0], pages[1] * batch.page_size))
     runs = []
     for depth, table in enumerate(tables):
         first, last, begin, end = np.array(table, dtype=np.int32).reshape(-1, 4).T

@@ -89,6 +89,7 @@ def make_info(backend: Backend, settings: Settings) -> InfoAnswer:
         device=backend.device,
         tensor_dtypes=[DTYPE_NAMES[NUMPY_DTYPES[name]] for name in TENSOR_DTYPES],
         unsupported=list(backend.unsupported),
+        numerics="invariant" if backend.split_keys else "fast",
         limits=limits,
         **asdict(backend.geometry),
     )

@@ -47,8 +47,9 @@ class Planned:
 class PlanCache:
     """Evicts the least recently used plans, by count and by size."""
 
-    def __init__(self, tree: PrefixTree) -> None:
-        self._tree = tree
+    def __init__(self, tree: PrefixTree, split_keys: int = 0) -> None:
+        """`split_keys`: the backend's; shared segments end at multiples of it."""
+        self._tree, self._split_keys = tree, split_keys
         self._kept: OrderedDict[Hashable, Planned] = OrderedDict()
         self._num_indices = 0
 
@@ -69,7 +70,8 @@ class PlanCache:
         if planned is not None:
             self._kept.move_to_end(key)
             return planned
-        return self._keep(key, make_plan(self._tree, ids, layer, qo_indptr, causal, mode, shards))
+        how = (causal, mode, shards, self._split_keys)
+        return self._keep(key, make_plan(self._tree, ids, layer, qo_indptr, *how))
 
     def levels(
         self,

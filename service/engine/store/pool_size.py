@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from config.settings import DEFAULT_NUM_PAGES, MAX_SLOTS, BackendSettings, PoolSettings
 from kernels import cuda_devices, make_backend
-from kernels.backend import Backend, PoolGeometry
+from kernels.backend import Backend, Numerics, PoolGeometry
 from kernels.memory import Kind, free_bytes
 
 
@@ -15,7 +15,7 @@ class PoolTooSmall(RuntimeError):
 
 
 def backend_maker(
-    pool: PoolSettings, backend: BackendSettings, worker: int = 0
+    pool: PoolSettings, backend: BackendSettings, worker: int = 0, numerics: Numerics = "fast"
 ) -> Callable[[], Backend]:
     """Makes the backend when called, with memory measured then; engine `worker` of several has a
     GPU of its own."""
@@ -24,7 +24,7 @@ def backend_maker(
         kind: Kind = backend.kind if backend.kind != "auto" else chosen_kind()
         device = backend.device if kind == "cpu" else backend.device + worker
         pages = num_pages(pool, lambda: free_bytes(kind, device))
-        return make_backend(kind, geometry(pool, pages), device)
+        return make_backend(kind, geometry(pool, pages), device, numerics=numerics)
 
     return make
 

@@ -63,7 +63,7 @@ class Store:
         """Query heads of the latest queries."""
         self.limits = Limits(info.limits.max_sequences, info.limits.max_sequences)
         self.tree = PrefixTree(geometry.num_pages, geometry.page_size, geometry.num_layers)
-        self.plans = PlanCache(self.tree)
+        self.plans = PlanCache(self.tree, backend.split_keys)
         self.history = EventHistory(geometry.page_size, events_history)
         if self.history.is_kept:
             self.tree.cache.named.listener = self.history.hear

@@ -39,4 +39,6 @@ class InfoAnswer(Fields):
     """Dtypes of q, k, v and o."""
     unsupported: list[str]
     """Features that this backend does not support."""
+    numerics: Literal["fast", "invariant"] = "fast"
+    """`invariant`: the bits of a row's result do not depend on the rest of its batch."""
     limits: LimitsAnswer
