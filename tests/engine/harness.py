@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
+import inspect
 import json
 import socket
 import tempfile
@@ -32,6 +34,7 @@ from service.road.engine_end.listening import listen
 from tests.engine.fake_backend import GEOMETRY, WAIT_S, FakeBackend
 
 T = TypeVar("T")
+OPTIONS = {"slice_ms", "keys_file", "late"}
 ARENA_BYTES = 2**24
 ROOM_BYTES = 2**17
 """Of an answer, beside as much as the request takes."""
@@ -222,6 +225,39 @@ def with_engine(
     )
     with running_engine(backend, settings, ends) as running:
         return asyncio.run(run(running))
+
+
+Test = Callable[..., Coroutine[Any, Any, None]]
+
+
+def engine_test(make: Callable[..., Any], **options: Any) -> Callable[[Test], Callable[..., None]]:
+    """Make a test of a coroutine whose first parameter is a caller of an engine over `make(...)`.
+
+    `options` go to `with_engine`, `late` to `make`; so does a parameter or fixture of the test
+    that is named as in `OPTIONS`. A parameter `backend` is the engine's.
+    """
+
+    def decorate(coroutine: Test) -> Callable[..., None]:
+        signature = inspect.signature(coroutine)
+        _, *names = signature.parameters
+
+        def test(**given: Any) -> None:
+            every = options | {name: given[name] for name in OPTIONS & given.keys()}
+            backend = make(late=every.pop("late")) if "late" in every else make()
+            given |= {"backend": backend} if "backend" in names else {}
+            with_engine(backend, lambda caller: coroutine(caller, **given), **every)
+
+        functools.update_wrapper(test, coroutine)
+        taken = [signature.parameters[name] for name in names if name != "backend"]
+        test.__signature__ = signature.replace(parameters=taken)  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def fake_engine(**options: Any) -> Callable[[Test], Callable[..., None]]:
+    """A test of an engine over a `FakeBackend`, which may be `late`."""
+    return engine_test(lambda late=False: FakeBackend(late=late), **options)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,16 @@ import oracle
 
 from kernels import make_backend
 from kernels.backend import PoolGeometry
-from tests.engine.harness import Caller, NewCall, Reply, queries, rows, with_engine
+from tests.engine.harness import (
+    Caller,
+    NewCall,
+    Reply,
+    Test,
+    engine_test,
+    queries,
+    rows,
+    with_engine,
+)
 
 CPU_GEOMETRY = PoolGeometry(2, 96, 5, 2, 16, dtype="fp32")
 SCALE = CPU_GEOMETRY.head_dim**-0.5
@@ -104,3 +113,10 @@ def close(reply: Reply | tuple[Array, Array], wanted: tuple[Array, Array], case:
 
 def on_cpu(scenario: Any, geometry: PoolGeometry = CPU_GEOMETRY, **how: Any) -> Any:
     return with_engine(make_backend("cpu", geometry, poison=True), scenario, **how)
+
+
+def cpu_engine(
+    geometry: PoolGeometry = CPU_GEOMETRY, **options: Any
+) -> Callable[[Test], Callable[..., None]]:
+    """A test of an engine over the CPU backend, whose dead pages hold NaN."""
+    return engine_test(lambda: make_backend("cpu", geometry, poison=True), **options)

@@ -23,13 +23,13 @@ from tests.engine.harness import (
     Refused,
     code,
     create,
+    fake_engine,
     outcome,
     pool,
     rows,
     truncate,
-    with_engine,
 )
-from tests.engine.pool_model import CPU_GEOMETRY, Model, indptr, on_cpu
+from tests.engine.pool_model import CPU_GEOMETRY, Model, cpu_engine, indptr, on_cpu
 
 PAGE = CPU_GEOMETRY.page_size
 NUM_LAYERS = CPU_GEOMETRY.num_layers
@@ -131,7 +131,8 @@ def test_an_append_at_many_layers_equals_appends_at_each(
     on_cpu(scenario, geometry, slice_ms=slice_ms)
 
 
-def test_an_append_at_many_layers_is_refused_whole() -> None:
+@cpu_engine()
+async def test_an_append_at_many_layers_is_refused_whole(caller: Caller) -> None:
     call = append_layers(["a", "d"], [2, 2])
     one = {name: call.tensors[name][0] for name in "kv"}
     cases: list[tuple[NewCall, str]] = [
@@ -146,38 +147,33 @@ def test_an_append_at_many_layers_is_refused_whole() -> None:
         (append_layers(["a", "d"], [10 * PAGE, 1000]), "out_of_pages"),
     ]
 
-    async def scenario(caller: Caller) -> None:
-        await family(caller)
-        before, numbers = await stored(caller, *"abcd"), await pool(caller)
-        for wrong, expected in cases:
-            assert code(await outcome(caller.submit(wrong))) == expected
-            assert_same(await stored(caller, *"abcd"), before)
-            assert (await pool(caller))["free"] == numbers["free"]
-        uneven = {"layer": 1, "sequences": ["d"], "append_indptr": [0, 1]}
-        await caller.call("append", uneven, k=one["k"][:1], v=one["v"][:1])
-        refused = await outcome(caller.submit(call))
-        assert "9 to 10 tokens" in str(refused)
-
-    on_cpu(scenario)
+    await family(caller)
+    before, numbers = await stored(caller, *"abcd"), await pool(caller)
+    for wrong, expected in cases:
+        assert code(await outcome(caller.submit(wrong))) == expected
+        assert_same(await stored(caller, *"abcd"), before)
+        assert (await pool(caller))["free"] == numbers["free"]
+    uneven = {"layer": 1, "sequences": ["d"], "append_indptr": [0, 1]}
+    await caller.call("append", uneven, k=one["k"][:1], v=one["v"][:1])
+    refused = await outcome(caller.submit(call))
+    assert "9 to 10 tokens" in str(refused)
 
 
 @pytest.mark.parametrize("fails", [0, 1])
-def test_an_append_at_many_layers_that_fails_at_one_changes_none(fails: int) -> None:
-    backend = FakeBackend()
-
-    async def scenario(caller: Caller) -> None:
-        await create(caller, "a")
-        shape = (GEOMETRY.num_layers, 3, GEOMETRY.num_kv_heads, GEOMETRY.head_dim)
-        k = np.ones(shape, np.float32)
-        fields = {"layers": [*range(len(k))], "sequences": ["a"], "append_indptr": [0, 3]}
-        backend.failures["append"] = [None] * fails + [RuntimeError("a bug")]
-        call = NewCall("append", fields, {"k": k, "v": k})
-        assert code(await outcome(caller.submit(call))) == "internal"
-        reply = (await caller.call("get_sequence", {"id": "a"})).fields
-        assert (reply["lengths"], reply["pages"]) == ([0] * len(k), 0)
-        assert (await caller.submit(call)).fields == {"lengths": [3]}
-
-    with_engine(backend, scenario)
+@fake_engine()
+async def test_an_append_at_many_layers_that_fails_at_one_changes_none(
+    caller: Caller, backend: FakeBackend, fails: int
+) -> None:
+    await create(caller, "a")
+    shape = (GEOMETRY.num_layers, 3, GEOMETRY.num_kv_heads, GEOMETRY.head_dim)
+    k = np.ones(shape, np.float32)
+    fields = {"layers": [*range(len(k))], "sequences": ["a"], "append_indptr": [0, 3]}
+    backend.failures["append"] = [None] * fails + [RuntimeError("a bug")]
+    call = NewCall("append", fields, {"k": k, "v": k})
+    assert code(await outcome(caller.submit(call))) == "internal"
+    reply = (await caller.call("get_sequence", {"id": "a"})).fields
+    assert (reply["lengths"], reply["pages"]) == ([0] * len(k), 0)
+    assert (await caller.submit(call)).fields == {"lengths": [3]}
 
 
 @pools
@@ -244,20 +240,19 @@ def test_random_cuts_of_many_leave_what_arrays_would_hold(seed: int) -> None:
     on_cpu(scenario, slice_ms=chance.choice([20.0, 1e-6]))
 
 
-def test_a_single_truncate_keeps_tokens_too() -> None:
-    async def scenario(caller: Caller) -> None:
-        await family(caller)
-        before = await stored(caller, *"abcd")
-        reply = await caller.submit(truncate("b", 12).but(keep=[13, 22, 25]))
-        assert (reply.fields["length"], reply.fields["pages"]) == (15, 3)
-        assert_same(await stored(caller, *"abcd"), before | kept(before, "b", 12, [13, 22, 25]))
-        refused = await outcome(caller.submit(truncate("b", 3).but(keep=[4], layer=0)))
-        assert "leave layer out" in str(refused)
-
-    on_cpu(scenario)
+@cpu_engine()
+async def test_a_single_truncate_keeps_tokens_too(caller: Caller) -> None:
+    await family(caller)
+    before = await stored(caller, *"abcd")
+    reply = await caller.submit(truncate("b", 12).but(keep=[13, 22, 25]))
+    assert (reply.fields["length"], reply.fields["pages"]) == (15, 3)
+    assert_same(await stored(caller, *"abcd"), before | kept(before, "b", 12, [13, 22, 25]))
+    refused = await outcome(caller.submit(truncate("b", 3).but(keep=[4], layer=0)))
+    assert "leave layer out" in str(refused)
 
 
-def test_a_cut_of_many_is_refused_whole() -> None:
+@cpu_engine()
+async def test_a_cut_of_many_is_refused_whole(caller: Caller) -> None:
     good = {"d": (3, [5])}
     cases: list[tuple[NewCall, str]] = [
         (cut(**good, missing=(0, [])), "unknown_sequence"),
@@ -273,72 +268,60 @@ def test_a_cut_of_many_is_refused_whole() -> None:
         (cut(d=(3, [])).but(keep_indptr=[0, 0]), "invalid_request"),
     ]
 
-    async def scenario(caller: Caller) -> None:
-        await family(caller)
-        before, numbers = await stored(caller, *"abcd"), await pool(caller)
-        for wrong, expected in cases:
-            assert code(await outcome(caller.submit(wrong))) == expected
-            assert_same(await stored(caller, *"abcd"), before)
-            assert (await pool(caller))["free"] == numbers["free"]
+    await family(caller)
+    before, numbers = await stored(caller, *"abcd"), await pool(caller)
+    for wrong, expected in cases:
+        assert code(await outcome(caller.submit(wrong))) == expected
+        assert_same(await stored(caller, *"abcd"), before)
+        assert (await pool(caller))["free"] == numbers["free"]
 
-        for wrong, value in ((cases[1][0], ["a", 24]), (cases[2][0], ["a", 2])):
-            refused = await outcome(caller.submit(wrong))
-            assert isinstance(refused, Refused) and refused.problem["value"] == str(value)
-
-    on_cpu(scenario)
+    for wrong, value in ((cases[1][0], ["a", 24]), (cases[2][0], ["a", 2])):
+        refused = await outcome(caller.submit(wrong))
+        assert isinstance(refused, Refused) and refused.problem["value"] == str(value)
 
 
-def test_a_cut_of_many_without_room_for_all_cuts_none() -> None:
-    async def scenario(caller: Caller) -> None:
-        await create(caller, "a")
-        await caller.submit(append_layers(["a"], [23]))
-        for name in ("b", "c"):
-            await create(caller, name, parent="a")
-        await create(caller, "rest")
-        free = (await pool(caller))["free"]
-        await caller.submit(append_layers(["rest"], [(free - 1) * PAGE]))
-        before = await stored(caller, *"abc")
-        call = cut(b=(3, [5]), c=(3, [6]))
-        refused = await outcome(caller.submit(call))
-        assert isinstance(refused, Refused)
-        assert (refused.code, refused.problem["needed"]) == ("out_of_pages", 2)
-        assert_same(await stored(caller, *"abc"), before)
-        await caller.call("delete_sequence", {"id": "rest"})
-        await caller.submit(call)
-
-    on_cpu(scenario)
+@cpu_engine()
+async def test_a_cut_of_many_without_room_for_all_cuts_none(caller: Caller) -> None:
+    await create(caller, "a")
+    await caller.submit(append_layers(["a"], [23]))
+    for name in ("b", "c"):
+        await create(caller, name, parent="a")
+    await create(caller, "rest")
+    free = (await pool(caller))["free"]
+    await caller.submit(append_layers(["rest"], [(free - 1) * PAGE]))
+    before = await stored(caller, *"abc")
+    call = cut(b=(3, [5]), c=(3, [6]))
+    refused = await outcome(caller.submit(call))
+    assert isinstance(refused, Refused)
+    assert (refused.code, refused.problem["needed"]) == ("out_of_pages", 2)
+    assert_same(await stored(caller, *"abc"), before)
+    await caller.call("delete_sequence", {"id": "rest"})
+    await caller.submit(call)
 
 
-def test_rows_that_fail_to_move_lose_the_pool() -> None:
-    backend = FakeBackend()
-
-    async def scenario(caller: Caller) -> None:
-        await create(caller, "a")
-        for layer in range(GEOMETRY.num_layers):
-            fields = {"layer": layer, "sequences": ["a"], "append_indptr": [0, 6]}
-            await caller.call("append", fields, k=rows(1, 6), v=rows(2, 6))
-        backend.failures["write_stored"] = [RuntimeError("a bug")]
-        assert code(await outcome(caller.submit(cut(a=(1, [3]))))) == "not_ready"
-
-    with_engine(backend, scenario, ends=StoreLost)
+@fake_engine(ends=StoreLost)
+async def test_rows_that_fail_to_move_lose_the_pool(caller: Caller, backend: FakeBackend) -> None:
+    await create(caller, "a")
+    for layer in range(GEOMETRY.num_layers):
+        fields = {"layer": layer, "sequences": ["a"], "append_indptr": [0, 6]}
+        await caller.call("append", fields, k=rows(1, 6), v=rows(2, 6))
+    backend.failures["write_stored"] = [RuntimeError("a bug")]
+    assert code(await outcome(caller.submit(cut(a=(1, [3]))))) == "not_ready"
 
 
-def test_what_long_work_holds_is_cut_when_that_is_over() -> None:
-    async def scenario(caller: Caller) -> None:
-        model = Model(caller)
-        await model.create("a")
-        await model.append("a", 40)
-        before = await stored(caller, "a")
-        gathers = [
-            caller.call("gather", {"layer": 0, "sequences": ["a"], "dtype": "fp32"})
-            for _ in range(3)
-        ]
-        *reply, view = await asyncio.gather(*gathers, caller.submit(cut(a=(2, [39]))))
-        for one in reply:
-            np.testing.assert_array_equal(one.tensors["k"], before["a", 0][0])
-        assert view.fields["sequences"][0]["length"] == 3
-
-    on_cpu(scenario, slice_ms=1e-6)
+@cpu_engine(slice_ms=1e-6)
+async def test_what_long_work_holds_is_cut_when_that_is_over(caller: Caller) -> None:
+    model = Model(caller)
+    await model.create("a")
+    await model.append("a", 40)
+    before = await stored(caller, "a")
+    gathers = [
+        caller.call("gather", {"layer": 0, "sequences": ["a"], "dtype": "fp32"}) for _ in range(3)
+    ]
+    *reply, view = await asyncio.gather(*gathers, caller.submit(cut(a=(2, [39]))))
+    for one in reply:
+        np.testing.assert_array_equal(one.tensors["k"], before["a", 0][0])
+    assert view.fields["sequences"][0]["length"] == 3
 
 
 def named(**tokens: Sequence[int]) -> NewCall:
@@ -356,29 +339,28 @@ async def matched(caller: Caller, tokens: Sequence[int]) -> int:
     return found
 
 
-def test_many_sequences_are_committed_and_go_on_from_where_they_are() -> None:
+@cpu_engine()
+async def test_many_sequences_are_committed_and_go_on_from_where_they_are(caller: Caller) -> None:
     first, second = [*range(23)], [*range(100, 109)]
 
-    async def scenario(caller: Caller) -> None:
-        await create(caller, "a", "d")
-        await caller.submit(append_layers(["a", "d"], [23, 9]))
-        reply = await caller.submit(named(a=first[: 2 * PAGE], d=second))
-        assert reply.fields["committed_lens"] == [2 * PAGE, PAGE]
-        assert reply.fields["num_pages"] == [2, 1]
-        rest = named(a=first[2 * PAGE :], d=second[PAGE:]).but(offsets=[2 * PAGE, PAGE])
-        reply = await caller.submit(rest)
-        assert reply.fields["committed_lens"] == [4 * PAGE, PAGE]
-        assert (await matched(caller, first), await matched(caller, second)) == (4 * PAGE, PAGE)
-        single = await caller.call(
-            "commit", {"id": "a", "token_ids": first[3 * PAGE :], "offset": 3 * PAGE}
-        )
-        assert single.fields["committed_len"] == 4 * PAGE
-        assert single.fields["last_key"] == reply.fields["last_keys"][0]
-
-    on_cpu(scenario)
+    await create(caller, "a", "d")
+    await caller.submit(append_layers(["a", "d"], [23, 9]))
+    reply = await caller.submit(named(a=first[: 2 * PAGE], d=second))
+    assert reply.fields["committed_lens"] == [2 * PAGE, PAGE]
+    assert reply.fields["num_pages"] == [2, 1]
+    rest = named(a=first[2 * PAGE :], d=second[PAGE:]).but(offsets=[2 * PAGE, PAGE])
+    reply = await caller.submit(rest)
+    assert reply.fields["committed_lens"] == [4 * PAGE, PAGE]
+    assert (await matched(caller, first), await matched(caller, second)) == (4 * PAGE, PAGE)
+    single = await caller.call(
+        "commit", {"id": "a", "token_ids": first[3 * PAGE :], "offset": 3 * PAGE}
+    )
+    assert single.fields["committed_len"] == 4 * PAGE
+    assert single.fields["last_key"] == reply.fields["last_keys"][0]
 
 
-def test_a_commit_of_many_is_refused_whole() -> None:
+@cpu_engine()
+async def test_a_commit_of_many_is_refused_whole(caller: Caller) -> None:
     tokens = [*range(23)]
     good = named(a=tokens, d=[*range(50, 59)])
     cases = [
@@ -394,45 +376,40 @@ def test_a_commit_of_many_is_refused_whole() -> None:
         good.but(page_keys=["0f" * 16]),
     ]
 
-    async def scenario(caller: Caller) -> None:
-        await family(caller)
-        for wrong in cases:
-            assert isinstance(await outcome(caller.submit(wrong)), Refused)
-            assert await matched(caller, tokens) == 0
-        await caller.submit(good)
-
-    on_cpu(scenario)
+    await family(caller)
+    for wrong in cases:
+        assert isinstance(await outcome(caller.submit(wrong)), Refused)
+        assert await matched(caller, tokens) == 0
+    await caller.submit(good)
 
 
 @pytest.mark.parametrize("deadline_s", [0.001, 0.003, 0.006, 0.01, 0.02, 0.05])
-def test_a_cut_that_runs_out_of_time_is_done_or_has_never_been(deadline_s: float) -> None:
+@cpu_engine(slice_ms=1e-6)
+async def test_a_cut_that_runs_out_of_time_is_done_or_has_never_been(
+    caller: Caller, deadline_s: float
+) -> None:
     length, keep = 3, [*range(4, 200, 2)]
 
-    async def scenario(caller: Caller) -> None:
-        await create(caller, "a")
-        await caller.submit(append_layers(["a"], [200]))
-        before = await stored(caller, "a")
-        reply = await outcome(caller.submit(cut(a=(length, keep)), deadline_s=deadline_s))
-        if isinstance(reply, Refused):
-            assert reply.code == "deadline_exceeded"
-            assert_same(await stored(caller, "a"), before)
-        else:
-            assert_same(await stored(caller, "a"), kept(before, "a", length, keep))
-        assert (await pool(caller))["integrity"] == "ok"
-
-    on_cpu(scenario, slice_ms=1e-6)
+    await create(caller, "a")
+    await caller.submit(append_layers(["a"], [200]))
+    before = await stored(caller, "a")
+    reply = await outcome(caller.submit(cut(a=(length, keep)), deadline_s=deadline_s))
+    if isinstance(reply, Refused):
+        assert reply.code == "deadline_exceeded"
+        assert_same(await stored(caller, "a"), before)
+    else:
+        assert_same(await stored(caller, "a"), kept(before, "a", length, keep))
+    assert (await pool(caller))["integrity"] == "ok"
 
 
-def test_an_append_at_many_layers_that_runs_out_of_time_is_undone() -> None:
-    async def scenario(caller: Caller) -> None:
-        await create(caller, "a")
-        call = append_layers(["a"], [200])
-        for deadline_s in (0.001, 0.003, 0.01):
-            reply = await outcome(caller.submit(call, deadline_s=deadline_s))
-            lengths = (await caller.call("get_sequence", {"id": "a"})).fields["lengths"]
-            assert lengths == ([0, 0] if isinstance(reply, Refused) else [200, 200])
-            if lengths[0]:
-                break
-        assert (await pool(caller))["integrity"] == "ok"
-
-    on_cpu(scenario, slice_ms=1e-6)
+@cpu_engine(slice_ms=1e-6)
+async def test_an_append_at_many_layers_that_runs_out_of_time_is_undone(caller: Caller) -> None:
+    await create(caller, "a")
+    call = append_layers(["a"], [200])
+    for deadline_s in (0.001, 0.003, 0.01):
+        reply = await outcome(caller.submit(call, deadline_s=deadline_s))
+        lengths = (await caller.call("get_sequence", {"id": "a"})).fields["lengths"]
+        assert lengths == ([0, 0] if isinstance(reply, Refused) else [200, 200])
+        if lengths[0]:
+            break
+    assert (await pool(caller))["integrity"] == "ok"

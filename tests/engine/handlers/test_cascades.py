@@ -8,9 +8,16 @@ import numpy as np
 import oracle
 import pytest
 
-from tests.engine.fake_backend import FakeBackend
-from tests.engine.harness import Caller, NewCall, Refused, Reply, outcome, queries, with_engine
-from tests.engine.pool_model import CPU_GEOMETRY, Model, close, indptr, on_cpu
+from tests.engine.harness import (
+    Caller,
+    NewCall,
+    Refused,
+    Reply,
+    fake_engine,
+    outcome,
+    queries,
+)
+from tests.engine.pool_model import CPU_GEOMETRY, Model, close, cpu_engine, indptr
 
 
 @pytest.fixture(params=[20.0, 1e-6], ids=["whole", "sliced"])
@@ -51,138 +58,126 @@ def states(reply: Reply, count: int) -> list[tuple[Any, Any]]:
     return [(reply.tensors[f"o.{at}"], reply.tensors[f"lse.{at}"]) for at in range(count)]
 
 
-def test_an_explicit_cascade_equals_the_oracle_and_its_levels_merge_to_the_whole(
-    slice_ms: float,
+@cpu_engine()
+async def test_an_explicit_cascade_equals_the_oracle_and_its_levels_merge_to_the_whole(
+    caller: Caller, slice_ms: float
 ) -> None:
-    async def scenario(caller: Caller) -> None:
-        model = Model(caller)
-        call = await three_levels(model)
-        parts = [below(model, one, call) for one in call.fields["levels"]]
-        wanted = oracle.merge(parts)
-        whole = await caller.submit(call)
-        close(whole, wanted)
-        assert (whole.fields["levels"], whole.fields["cascade"]) == (3, True)
-        assert set(whole.tensors) == {"o", "lse"}
-        reply = await caller.submit(call.but(return_levels=True))
-        close(reply, wanted, "with levels")
-        for at, (state, part) in enumerate(zip(states(reply, 3), parts, strict=True)):
-            close(state, part, f"level {at}")
-
-    on_cpu(scenario, slice_ms=slice_ms)
+    model = Model(caller)
+    call = await three_levels(model)
+    parts = [below(model, one, call) for one in call.fields["levels"]]
+    wanted = oracle.merge(parts)
+    whole = await caller.submit(call)
+    close(whole, wanted)
+    assert (whole.fields["levels"], whole.fields["cascade"]) == (3, True)
+    assert set(whole.tensors) == {"o", "lse"}
+    reply = await caller.submit(call.but(return_levels=True))
+    close(reply, wanted, "with levels")
+    for at, (state, part) in enumerate(zip(states(reply, 3), parts, strict=True)):
+        close(state, part, f"level {at}")
 
 
-def test_rows_that_a_level_leaves_out_attend_nothing_there(slice_ms: float) -> None:
-    async def scenario(caller: Caller) -> None:
-        model = Model(caller)
-        call = await three_levels(model)
-        first = call.fields["levels"][0]
-        for some in ([0, 3], [2, 5], [5, 8]):
-            part = {"sequences": ["l1a"], "qo_indptr": some}
-            reply = await caller.submit(call.but(levels=[first, part], return_levels=True))
-            o, lse = states(reply, 2)[1]
-            out = np.r_[0 : some[0], some[1] : 8]
-            assert (o[out] == 0).all()
-            assert (lse[out] == -np.inf).all()
-            wanted = below(model, first, call)
-            np.testing.assert_allclose(reply.lse[out], wanted[1][out], atol=1e-5, rtol=0)
-            inside = slice(*some)
-            q = call.tensors["q"][inside]
-            own = model.expected(["l1a"], 0, q, [0, len(q)], causal=True)
-            close((o[inside], lse[inside]), own, str(some))
+@cpu_engine()
+async def test_rows_that_a_level_leaves_out_attend_nothing_there(
+    caller: Caller, slice_ms: float
+) -> None:
+    model = Model(caller)
+    call = await three_levels(model)
+    first = call.fields["levels"][0]
+    for some in ([0, 3], [2, 5], [5, 8]):
+        part = {"sequences": ["l1a"], "qo_indptr": some}
+        reply = await caller.submit(call.but(levels=[first, part], return_levels=True))
+        o, lse = states(reply, 2)[1]
+        out = np.r_[0 : some[0], some[1] : 8]
+        assert (o[out] == 0).all()
+        assert (lse[out] == -np.inf).all()
+        wanted = below(model, first, call)
+        np.testing.assert_allclose(reply.lse[out], wanted[1][out], atol=1e-5, rtol=0)
+        inside = slice(*some)
+        q = call.tensors["q"][inside]
+        own = model.expected(["l1a"], 0, q, [0, len(q)], causal=True)
+        close((o[inside], lse[inside]), own, str(some))
 
-    on_cpu(scenario, slice_ms=slice_ms)
 
-
-def test_only_the_last_level_of_a_cascade_is_causal(slice_ms: float) -> None:
-    async def scenario(caller: Caller) -> None:
-        model = Model(caller)
-        call = await three_levels(model)
-        levels = [level(["l0"], 8), level(["q7", "q5"], 5, 3)]
-        for causal in (False, True):
-            reply = await caller.submit(call.but(levels=levels, causal=causal))
-            parts = [below(model, levels[0], call), below(model, levels[1], call, causal)]
-            close(reply, oracle.merge(parts), f"causal {causal}")
-
-    on_cpu(scenario, slice_ms=slice_ms)
+@cpu_engine()
+async def test_only_the_last_level_of_a_cascade_is_causal(caller: Caller, slice_ms: float) -> None:
+    model = Model(caller)
+    call = await three_levels(model)
+    levels = [level(["l0"], 8), level(["q7", "q5"], 5, 3)]
+    for causal in (False, True):
+        reply = await caller.submit(call.but(levels=levels, causal=causal))
+        parts = [below(model, levels[0], call), below(model, levels[1], call, causal)]
+        close(reply, oracle.merge(parts), f"causal {causal}")
 
 
 @pytest.mark.parametrize("option", [{"window_left": 3}, {"cascade": "always"}])
-def test_options_that_an_explicit_cascade_does_not_apply_are_refused(
-    option: dict[str, Any],
+@cpu_engine()
+async def test_options_that_an_explicit_cascade_does_not_apply_are_refused(
+    caller: Caller, option: dict[str, Any]
 ) -> None:
-    async def scenario(caller: Caller) -> None:
-        call = await three_levels(Model(caller))
-        refused = await outcome(caller.submit(call.but(**option)))
-        assert isinstance(refused, Refused)
-        assert refused.problem["field"] == next(iter(option))
-
-    on_cpu(scenario)
+    call = await three_levels(Model(caller))
+    refused = await outcome(caller.submit(call.but(**option)))
+    assert isinstance(refused, Refused)
+    assert refused.problem["field"] == next(iter(option))
 
 
-def test_levels_that_share_pages_for_the_same_row_are_refused() -> None:
-    async def scenario(caller: Caller) -> None:
-        model = Model(caller)
-        await model.create("a")
-        await model.append("a", 12)
-        await model.create("b", "a")
-        fields = {"layer": 0, "levels": [level(["a"], 1), level(["b"], 1)]}
-        call = NewCall("cascade", fields, {"q": queries(0, 1, CPU_GEOMETRY)})
-        refused = await outcome(caller.submit(call))
-        assert isinstance(refused, Refused)
-        assert (refused.code, refused.problem["field"]) == ("invalid_request", "levels")
-
-    on_cpu(scenario)
+@cpu_engine()
+async def test_levels_that_share_pages_for_the_same_row_are_refused(caller: Caller) -> None:
+    model = Model(caller)
+    await model.create("a")
+    await model.append("a", 12)
+    await model.create("b", "a")
+    fields = {"layer": 0, "levels": [level(["a"], 1), level(["b"], 1)]}
+    call = NewCall("cascade", fields, {"q": queries(0, 1, CPU_GEOMETRY)})
+    refused = await outcome(caller.submit(call))
+    assert isinstance(refused, Refused)
+    assert (refused.code, refused.problem["field"]) == ("invalid_request", "levels")
 
 
-def test_base_two_comes_out_and_goes_in(slice_ms: float) -> None:
-    async def scenario(caller: Caller) -> None:
-        call = await three_levels(Model(caller))
-        natural = await caller.submit(call.but(return_levels=True))
-        binary = await caller.submit(call.but(return_levels=True, lse_base="2"))
-        assert (binary.fields["lse_base"], natural.fields["lse_base"]) == ("2", "e")
-        np.testing.assert_allclose(binary.lse, natural.lse / np.log(2), rtol=1e-6)
-        np.testing.assert_allclose(
-            states(binary, 3)[2][1], states(natural, 3)[2][1] / np.log(2), rtol=1e-6
-        )
-        for reply in (natural, binary):
-            base = reply.fields["lse_base"]
-            o, lse = (np.stack([one[part] for one in states(reply, 3)], axis=1) for part in (0, 1))
-            flat = {"o": o.reshape(24, 4, 16), "lse": lse.reshape(24, 4)}
-            ragged = {"lse_base": base, "indptr": list(range(0, 25, 3))}
-            for fields, tensors in ((ragged, flat), ({"lse_base": base}, {"o": o, "lse": lse})):
-                merged = await caller.call("merge", fields, **tensors)
-                np.testing.assert_allclose(merged.o, natural.o, atol=1e-5)
-                np.testing.assert_allclose(merged.lse, reply.lse, atol=1e-5)
-                assert merged.fields == {"lse_base": base}
-
-    on_cpu(scenario, slice_ms=slice_ms)
+@cpu_engine()
+async def test_base_two_comes_out_and_goes_in(caller: Caller, slice_ms: float) -> None:
+    call = await three_levels(Model(caller))
+    natural = await caller.submit(call.but(return_levels=True))
+    binary = await caller.submit(call.but(return_levels=True, lse_base="2"))
+    assert (binary.fields["lse_base"], natural.fields["lse_base"]) == ("2", "e")
+    np.testing.assert_allclose(binary.lse, natural.lse / np.log(2), rtol=1e-6)
+    np.testing.assert_allclose(
+        states(binary, 3)[2][1], states(natural, 3)[2][1] / np.log(2), rtol=1e-6
+    )
+    for reply in (natural, binary):
+        base = reply.fields["lse_base"]
+        o, lse = (np.stack([one[part] for one in states(reply, 3)], axis=1) for part in (0, 1))
+        flat = {"o": o.reshape(24, 4, 16), "lse": lse.reshape(24, 4)}
+        ragged = {"lse_base": base, "indptr": list(range(0, 25, 3))}
+        for fields, tensors in ((ragged, flat), ({"lse_base": base}, {"o": o, "lse": lse})):
+            merged = await caller.call("merge", fields, **tensors)
+            np.testing.assert_allclose(merged.o, natural.o, atol=1e-5)
+            np.testing.assert_allclose(merged.lse, reply.lse, atol=1e-5)
+            assert merged.fields == {"lse_base": base}
 
 
-def test_a_merge_of_empty_lists_and_of_unequal_ones_equals_the_oracle(slice_ms: float) -> None:
+@cpu_engine()
+async def test_a_merge_of_empty_lists_and_of_unequal_ones_equals_the_oracle(
+    caller: Caller, slice_ms: float
+) -> None:
     lens = [0, 3, 1, 0, 5, 0]
     rng = np.random.default_rng(8)
     o = rng.standard_normal((9, 2, 8)).astype(np.float32)
     lse = rng.standard_normal((9, 2)).astype(np.float32)
     lse[4] = -np.inf
 
-    async def scenario(caller: Caller) -> None:
-        reply = await caller.call("merge", {"indptr": indptr(*lens)}, o=o, lse=lse)
-        for at, (begin, end) in enumerate(zip(indptr(*lens), indptr(*lens)[1:], strict=False)):
-            if begin == end:
-                wanted = (np.zeros((2, 8)), np.full(2, -np.inf))
-            else:
-                wanted = oracle.merge([(o[i], lse[i]) for i in range(begin, end)])
-            close((reply.o[at], reply.lse[at]), wanted, f"list {at}")
-
-    on_cpu(scenario, slice_ms=slice_ms)
+    reply = await caller.call("merge", {"indptr": indptr(*lens)}, o=o, lse=lse)
+    for at, (begin, end) in enumerate(zip(indptr(*lens), indptr(*lens)[1:], strict=False)):
+        if begin == end:
+            wanted = (np.zeros((2, 8)), np.full(2, -np.inf))
+        else:
+            wanted = oracle.merge([(o[i], lse[i]) for i in range(begin, end)])
+        close((reply.o[at], reply.lse[at]), wanted, f"list {at}")
 
 
-def test_a_cascade_of_one_level_with_its_states_is_that_level() -> None:
-    async def scenario(caller: Caller) -> None:
-        await caller.call("create_sequences", {"sequences": [{"id": "a"}]})
-        fields = {"layer": 0, "levels": [level(["a"], 2)], "return_levels": True}
-        reply = await caller.call("cascade", fields, q=queries(0, 2))
-        assert (reply.o == 0).all()
-        assert (reply.tensors["lse.0"] == -np.inf).all()
-
-    with_engine(FakeBackend(), scenario)
+@fake_engine()
+async def test_a_cascade_of_one_level_with_its_states_is_that_level(caller: Caller) -> None:
+    await caller.call("create_sequences", {"sequences": [{"id": "a"}]})
+    fields = {"layer": 0, "levels": [level(["a"], 2)], "return_levels": True}
+    reply = await caller.call("cascade", fields, q=queries(0, 2))
+    assert (reply.o == 0).all()
+    assert (reply.tensors["lse.0"] == -np.inf).all()

@@ -29,7 +29,7 @@ from tests.engine.harness import (
     pool,
     truncate,
 )
-from tests.engine.pool_model import CPU_GEOMETRY, on_cpu
+from tests.engine.pool_model import CPU_GEOMETRY, cpu_engine, on_cpu
 
 LAYERS = CPU_GEOMETRY.num_layers
 PAGE_BYTES = CPU_GEOMETRY.page_bytes
@@ -46,6 +46,11 @@ def taken(lengths: Sequence[int] = LENGTHS, geometry: PoolGeometry = CPU_GEOMETR
 
     result: Exported = on_cpu(scenario, geometry)
     return result
+
+
+@pytest.fixture
+def given() -> Exported:
+    return taken()
 
 
 async def refused(caller: Caller, call: NewCall) -> dict[str, Any]:
@@ -82,7 +87,8 @@ def test_an_import_equals_its_export_to_the_bit(
     on_cpu(scenario, geometry, slice_ms=slice_ms)
 
 
-def test_a_sequence_of_any_length_is_cut_at_any_size() -> None:
+@cpu_engine()
+async def test_a_sequence_of_any_length_is_cut_at_any_size(caller: Caller) -> None:
     async def check_cut(caller: Caller, part_bytes: int, lengths: Sequence[int]) -> None:
         given = await export(caller, "a", part_bytes=part_bytes)
         sizes = [sum(one.nbytes for one in tensors.values()) for _, tensors in given.parts]
@@ -92,16 +98,13 @@ def test_a_sequence_of_any_length_is_cut_at_any_size() -> None:
         assert await same(caller, "a", "b", LAYERS), (part_bytes, lengths)
         await caller.submit(delete("b"))
 
-    async def scenario(caller: Caller) -> None:
-        for lengths in ((0, 0), (1, 1), (5, 5), (6, 6), (0, 7), (11, 3), (10, 5)):
-            await create(caller, "a")
-            await grow(caller, "a", lengths, CPU_GEOMETRY)
-            for part_bytes in (1, PAGE_BYTES, 3 * PAGE_BYTES, 2**20):
-                await check_cut(caller, part_bytes, lengths)
-            await caller.submit(delete("a"))
-        assert (await pool(caller))["referenced"] == 0
-
-    on_cpu(scenario)
+    for lengths in ((0, 0), (1, 1), (5, 5), (6, 6), (0, 7), (11, 3), (10, 5)):
+        await create(caller, "a")
+        await grow(caller, "a", lengths, CPU_GEOMETRY)
+        for part_bytes in (1, PAGE_BYTES, 3 * PAGE_BYTES, 2**20):
+            await check_cut(caller, part_bytes, lengths)
+        await caller.submit(delete("a"))
+    assert (await pool(caller))["referenced"] == 0
 
 
 def test_an_export_goes_from_one_layout_to_another() -> None:
@@ -116,89 +119,81 @@ def test_an_export_goes_from_one_layout_to_another() -> None:
     on_cpu(scenario)
 
 
-def test_an_import_is_no_sequence_until_it_is_done() -> None:
-    given = taken()
-
-    async def scenario(caller: Caller) -> None:
-        began = (await caller.submit(given.begin("b"))).fields
-        assert (began["state"], began["next_part"], began["num_parts"]) == ("receiving", 0, 5)
-        at_first = await pool(caller)
-        assert (at_first["imports"], at_first["sequences"], at_first["referenced"]) == (1, 0, 5)
-        for call in (
-            NewCall("get_sequence", {"id": "b"}, {}),
-            NewCall("gather", {"layer": 0, "sequences": ["b"]}, {}),
-            NewCall("create_sequences", {"sequences": [{"id": "c", "parent": "b"}]}, {}),
-            delete("b"),
-        ):
-            assert code(await outcome(caller.submit(call))) == "unknown_sequence", call
-        assert (await refused(caller, create_of("b")))["code"] == "sequence_exists"
-        listed = await caller.call("list_sequences", {})
-        assert listed.fields == {"sequences": [], "next": None}
-        swept = await caller.call("delete_sequences", {"prefix": ""})
-        assert swept.fields == {"num_deleted": 0}
-        await caller.submit(given.part("b", 0))
-        state = (await caller.call("get_import", {"id": "b"})).fields
-        assert state["next_part"] == 1 and state["expires_at"] >= began["expires_at"]
-        assert (await caller.submit(given.begin("b"))).fields["next_part"] == 1, "it is resumed"
-        for number in range(1, 5):
-            await caller.submit(given.part("b", number))
-        done = (await caller.submit(given.end("b"))).fields
-        assert (done["state"], done["next_part"], done["expires_at"]) == ("done", 5, None)
-        assert code(await outcome(caller.call("get_import", {"id": "b"}))) == "unknown_import"
-        after = await pool(caller)
-        assert (after["imports"], after["sequences"], after["referenced"]) == (0, 1, 5)
-
-    on_cpu(scenario)
+@cpu_engine()
+async def test_an_import_is_no_sequence_until_it_is_done(caller: Caller, given: Exported) -> None:
+    began = (await caller.submit(given.begin("b"))).fields
+    assert (began["state"], began["next_part"], began["num_parts"]) == ("receiving", 0, 5)
+    at_first = await pool(caller)
+    assert (at_first["imports"], at_first["sequences"], at_first["referenced"]) == (1, 0, 5)
+    for call in (
+        NewCall("get_sequence", {"id": "b"}, {}),
+        NewCall("gather", {"layer": 0, "sequences": ["b"]}, {}),
+        NewCall("create_sequences", {"sequences": [{"id": "c", "parent": "b"}]}, {}),
+        delete("b"),
+    ):
+        assert code(await outcome(caller.submit(call))) == "unknown_sequence", call
+    assert (await refused(caller, create_of("b")))["code"] == "sequence_exists"
+    listed = await caller.call("list_sequences", {})
+    assert listed.fields == {"sequences": [], "next": None}
+    swept = await caller.call("delete_sequences", {"prefix": ""})
+    assert swept.fields == {"num_deleted": 0}
+    await caller.submit(given.part("b", 0))
+    state = (await caller.call("get_import", {"id": "b"})).fields
+    assert state["next_part"] == 1 and state["expires_at"] >= began["expires_at"]
+    assert (await caller.submit(given.begin("b"))).fields["next_part"] == 1, "it is resumed"
+    for number in range(1, 5):
+        await caller.submit(given.part("b", number))
+    done = (await caller.submit(given.end("b"))).fields
+    assert (done["state"], done["next_part"], done["expires_at"]) == ("done", 5, None)
+    assert code(await outcome(caller.call("get_import", {"id": "b"}))) == "unknown_import"
+    after = await pool(caller)
+    assert (after["imports"], after["sequences"], after["referenced"]) == (0, 1, 5)
 
 
 def create_of(name: str) -> NewCall:
     return NewCall("create_sequences", {"sequences": [{"id": name}]}, {})
 
 
-def test_an_import_that_is_given_up_or_left_alone_leaves_nothing() -> None:
-    given = taken()
-
-    async def scenario(caller: Caller) -> None:
-        await caller.submit(given.begin("b"))
-        await caller.submit(given.part("b", 0))
-        await caller.call("cancel_import", {"id": "b"})
-        assert (await pool(caller))["referenced"] == 0
-        await caller.submit(given.begin("b", idle_s=0.05))
-        for number in range(2):
-            await caller.submit(given.part("b", number))
-        async with asyncio.timeout(10):
-            while (await pool(caller))["imports"]:
-                await asyncio.sleep(0.02)
-        reply = await pool(caller)
-        assert (reply["referenced"], reply["integrity"]) == (0, "ok")
-        for call in (given.part("b", 2), given.end("b"), NewCall("get_import", {"id": "b"}, {})):
-            assert code(await outcome(caller.submit(call))) == "unknown_import"
-        await create(caller, "b")
-
-    on_cpu(scenario)
+@cpu_engine()
+async def test_an_import_that_is_given_up_or_left_alone_leaves_nothing(
+    caller: Caller, given: Exported
+) -> None:
+    await caller.submit(given.begin("b"))
+    await caller.submit(given.part("b", 0))
+    await caller.call("cancel_import", {"id": "b"})
+    assert (await pool(caller))["referenced"] == 0
+    await caller.submit(given.begin("b", idle_s=0.05))
+    for number in range(2):
+        await caller.submit(given.part("b", number))
+    async with asyncio.timeout(10):
+        while (await pool(caller))["imports"]:
+            await asyncio.sleep(0.02)
+    reply = await pool(caller)
+    assert (reply["referenced"], reply["integrity"]) == (0, "ok")
+    for call in (given.part("b", 2), given.end("b"), NewCall("get_import", {"id": "b"}, {})):
+        assert code(await outcome(caller.submit(call))) == "unknown_import"
+    await create(caller, "b")
 
 
-def test_parts_that_are_missing_twice_or_out_of_order_are_refused() -> None:
-    given = taken()
-
-    async def scenario(caller: Caller) -> None:
-        await caller.submit(given.begin("b"))
-        await caller.submit(given.part("b", 0))
-        for number in (0, 2, 4):
-            problem = await refused(caller, given.part("b", number))
-            assert (problem["code"], problem["next_part"]) == ("part_mismatch", 1)
-        problem = await refused(caller, given.end("b"))
-        assert (problem["code"], problem["next_part"], problem["num_parts"]) == (
-            *("part_mismatch", 1),
-            5,
-        )
-        for number in range(1, 5):
-            await caller.submit(given.part("b", number))
-        past = given.part("b", 4).but(part=5)
-        assert (await refused(caller, past))["code"] == "part_mismatch"
-        await caller.submit(given.end("b"))
-
-    on_cpu(scenario)
+@cpu_engine()
+async def test_parts_that_are_missing_twice_or_out_of_order_are_refused(
+    caller: Caller, given: Exported
+) -> None:
+    await caller.submit(given.begin("b"))
+    await caller.submit(given.part("b", 0))
+    for number in (0, 2, 4):
+        problem = await refused(caller, given.part("b", number))
+        assert (problem["code"], problem["next_part"]) == ("part_mismatch", 1)
+    problem = await refused(caller, given.end("b"))
+    assert (problem["code"], problem["next_part"], problem["num_parts"]) == (
+        *("part_mismatch", 1),
+        5,
+    )
+    for number in range(1, 5):
+        await caller.submit(given.part("b", number))
+    past = given.part("b", 4).but(part=5)
+    assert (await refused(caller, past))["code"] == "part_mismatch"
+    await caller.submit(given.end("b"))
 
 
 def test_a_digest_that_fails_is_refused_and_the_right_part_is_taken_after_it() -> None:
@@ -230,8 +225,10 @@ def test_a_digest_that_fails_is_refused_and_the_right_part_is_taken_after_it() -
     on_cpu(scenario)
 
 
-def test_a_header_of_another_pool_or_at_odds_with_itself_is_refused() -> None:
-    given = taken()
+@cpu_engine()
+async def test_a_header_of_another_pool_or_at_odds_with_itself_is_refused(
+    caller: Caller, given: Exported
+) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"num_layers": 3, "lengths": [23, 23, 23]}, "num_layers"),
         ({"page_size": 4}, "page_size"),
@@ -249,16 +246,13 @@ def test_a_header_of_another_pool_or_at_odds_with_itself_is_refused() -> None:
         ({"pages": 1}, "pages"),
     ]
 
-    async def scenario(caller: Caller) -> None:
-        names = {"token_ids": np.zeros(25, np.uint32)}
-        for changes, field in cases:
-            call = given.begin("b").but(header=given.header | changes)
-            tensors = names if "num_named" in changes else {}
-            problem = await refused(caller, replace(call, tensors=tensors))
-            reply = (problem["code"], problem["field"], bool(problem["rule"]))
-            assert reply == ("invalid_request", f"header.{field}", True)
-
-    on_cpu(scenario)
+    names = {"token_ids": np.zeros(25, np.uint32)}
+    for changes, field in cases:
+        call = given.begin("b").but(header=given.header | changes)
+        tensors = names if "num_named" in changes else {}
+        problem = await refused(caller, replace(call, tensors=tensors))
+        reply = (problem["code"], problem["field"], bool(problem["rule"]))
+        assert reply == ("invalid_request", f"header.{field}", True)
 
 
 def test_scales_are_of_account_to_a_pool_of_fp8() -> None:
@@ -272,22 +266,20 @@ def test_scales_are_of_account_to_a_pool_of_fp8() -> None:
     on_cpu(scenario, replace(geometry, k_scale=0.25))
 
 
-def test_an_id_that_is_taken_and_a_pool_that_is_full_refuse_the_beginning() -> None:
-    given = taken()
-
-    async def scenario(caller: Caller) -> None:
-        await create(caller, "b")
-        assert (await refused(caller, given.begin("b")))["code"] == "sequence_exists"
-        await caller.submit(given.begin("c"))
-        other = taken_later(given)
-        assert (await refused(caller, other.begin("c")))["code"] == "import_exists"
-        problem = await refused(caller, given.begin("d"))
-        assert (problem["code"], problem["needed"], problem["free"]) == ("out_of_pages", 5, 4)
-        await create(caller, "e", "f")
-        problem = await refused(caller, given.begin("g"))
-        assert problem["code"] == "out_of_sequences"
-
-    on_cpu(scenario, replace(CPU_GEOMETRY, num_pages=9), max_sequences=4)
+@cpu_engine(replace(CPU_GEOMETRY, num_pages=9), max_sequences=4)
+async def test_an_id_that_is_taken_and_a_pool_that_is_full_refuse_the_beginning(
+    caller: Caller, given: Exported
+) -> None:
+    await create(caller, "b")
+    assert (await refused(caller, given.begin("b")))["code"] == "sequence_exists"
+    await caller.submit(given.begin("c"))
+    other = taken_later(given)
+    assert (await refused(caller, other.begin("c")))["code"] == "import_exists"
+    problem = await refused(caller, given.begin("d"))
+    assert (problem["code"], problem["needed"], problem["free"]) == ("out_of_pages", 5, 4)
+    await create(caller, "e", "f")
+    problem = await refused(caller, given.begin("g"))
+    assert problem["code"] == "out_of_sequences"
 
 
 def taken_later(given: Exported) -> Exported:
@@ -298,64 +290,62 @@ def taken_later(given: Exported) -> Exported:
 
 
 @pytest.mark.parametrize("change", ["append", "truncate", "recreated", "deleted"])
-def test_a_sequence_that_changes_between_parts_is_noticed(change: str) -> None:
-    async def scenario(caller: Caller) -> None:
+@cpu_engine()
+async def test_a_sequence_that_changes_between_parts_is_noticed(
+    caller: Caller, change: str
+) -> None:
+    await create(caller, "a")
+    await grow(caller, "a", LENGTHS, CPU_GEOMETRY)
+    reply = await caller.call("export_sequence", {"id": "a", "part_bytes": 2 * PAGE_BYTES})
+    header, before = reply.fields["header"], reply.fields["digest"]
+    first = await ask_part(caller, "a", header, 0, before)
+    again = await ask_part(caller, "a", header, 0, before)
+    assert first.fields == again.fields, "a part can be requested again"
+    if change == "append":
+        await grow(caller, "a", (0, 1), CPU_GEOMETRY)
+    elif change == "truncate":
+        await caller.submit(truncate("a", 22))
+        await grow(caller, "a", (1, 1), CPU_GEOMETRY)
+    else:
+        await caller.submit(delete("a"))
+    if change == "recreated":
         await create(caller, "a")
         await grow(caller, "a", LENGTHS, CPU_GEOMETRY)
-        reply = await caller.call("export_sequence", {"id": "a", "part_bytes": 2 * PAGE_BYTES})
-        header, before = reply.fields["header"], reply.fields["digest"]
-        first = await ask_part(caller, "a", header, 0, before)
-        again = await ask_part(caller, "a", header, 0, before)
-        assert first.fields == again.fields, "a part can be requested again"
-        if change == "append":
-            await grow(caller, "a", (0, 1), CPU_GEOMETRY)
-        elif change == "truncate":
-            await caller.submit(truncate("a", 22))
-            await grow(caller, "a", (1, 1), CPU_GEOMETRY)
-        else:
-            await caller.submit(delete("a"))
-        if change == "recreated":
-            await create(caller, "a")
-            await grow(caller, "a", LENGTHS, CPU_GEOMETRY)
-        got = await outcome(ask_part(caller, "a", header, 1, first.fields["digest"]))
-        wanted = "unknown_sequence" if change == "deleted" else "sequence_changed"
-        assert code(got) == wanted
-
-    on_cpu(scenario)
+    got = await outcome(ask_part(caller, "a", header, 1, first.fields["digest"]))
+    wanted = "unknown_sequence" if change == "deleted" else "sequence_changed"
+    assert code(got) == wanted
 
 
-def test_a_fork_is_exported_while_its_parent_grows() -> None:
-    async def scenario(caller: Caller) -> None:
-        await create(caller, "a")
-        await grow(caller, "a", LENGTHS, CPU_GEOMETRY)
-        await create(caller, "still", parent="a")
-        task = asyncio.create_task(export(caller, "still", part_bytes=PAGE_BYTES))
-        for _ in range(3):
-            await grow(caller, "a", (1, 1), CPU_GEOMETRY)
-        await bring(caller, await task, "b")
-        assert await same(caller, "still", "b", LAYERS)
-
-    on_cpu(scenario)
+@cpu_engine()
+async def test_a_fork_is_exported_while_its_parent_grows(caller: Caller) -> None:
+    await create(caller, "a")
+    await grow(caller, "a", LENGTHS, CPU_GEOMETRY)
+    await create(caller, "still", parent="a")
+    task = asyncio.create_task(export(caller, "still", part_bytes=PAGE_BYTES))
+    for _ in range(3):
+        await grow(caller, "a", (1, 1), CPU_GEOMETRY)
+    await bring(caller, await task, "b")
+    assert await same(caller, "still", "b", LAYERS)
 
 
 @pytest.mark.parametrize("share", [True, False])
-def test_pages_that_the_cache_has_by_name_are_shared_and_not_sent(share: bool) -> None:
-    async def scenario(caller: Caller) -> None:
-        await begin(caller, "a", [*PROMPT, 1, 2])
-        await caller.call("commit", {"id": "a", "token_ids": PROMPT})
-        given = await export(caller, "a", part_bytes=3 * PAGE_BYTES * LAYERS)
-        assert given.names["token_ids"].tolist() == PROMPT
-        assert given.header["num_named"] == 4 and given.header["num_parts"] == 2
-        before = await pool(caller)
-        reply = await bring(caller, given, "b", share=share)
-        after = await pool(caller)
-        cached = 4 * PAGE if share else 0
-        assert (reply["cached_len"], reply["next_part"]) == (cached, 1 if share else 0)
-        assert before["free"] - after["free"] == (1 if share else 5)
-        await check(caller, "b", [*PROMPT, 1, 2])
-        assert after["integrity"] == "ok"
-
-    on_cpu(scenario)
+@cpu_engine()
+async def test_pages_that_the_cache_has_by_name_are_shared_and_not_sent(
+    caller: Caller, share: bool
+) -> None:
+    await begin(caller, "a", [*PROMPT, 1, 2])
+    await caller.call("commit", {"id": "a", "token_ids": PROMPT})
+    given = await export(caller, "a", part_bytes=3 * PAGE_BYTES * LAYERS)
+    assert given.names["token_ids"].tolist() == PROMPT
+    assert given.header["num_named"] == 4 and given.header["num_parts"] == 2
+    before = await pool(caller)
+    reply = await bring(caller, given, "b", share=share)
+    after = await pool(caller)
+    cached = 4 * PAGE if share else 0
+    assert (reply["cached_len"], reply["next_part"]) == (cached, 1 if share else 0)
+    assert before["free"] - after["free"] == (1 if share else 5)
+    await check(caller, "b", [*PROMPT, 1, 2])
+    assert after["integrity"] == "ok"
 
 
 def test_another_pool_shares_its_cached_pages_and_imports_the_rest() -> None:
@@ -387,35 +377,32 @@ def test_another_pool_shares_its_cached_pages_and_imports_the_rest() -> None:
     on_cpu(scenario)
 
 
-def test_names_of_another_prompt_are_refused_by_the_digest() -> None:
-    async def scenario(caller: Caller) -> None:
-        await begin(caller, "a", PROMPT)
-        await caller.call("commit", {"id": "a", "token_ids": PROMPT})
-        given = await export(caller, "a")
-        wrong = given.names["token_ids"] + np.uint32(1)
-        problem = await refused(caller, given.begin("b").but(token_ids=wrong))
-        assert (problem["code"], problem["of"]) == ("digest_mismatch", "header")
-        short = given.begin("b").but(token_ids=wrong[:-1])
-        assert (await refused(caller, short))["field"] == "token_ids.shape"
-
-    on_cpu(scenario)
+@cpu_engine()
+async def test_names_of_another_prompt_are_refused_by_the_digest(caller: Caller) -> None:
+    await begin(caller, "a", PROMPT)
+    await caller.call("commit", {"id": "a", "token_ids": PROMPT})
+    given = await export(caller, "a")
+    wrong = given.names["token_ids"] + np.uint32(1)
+    problem = await refused(caller, given.begin("b").but(token_ids=wrong))
+    assert (problem["code"], problem["of"]) == ("digest_mismatch", "header")
+    short = given.begin("b").but(token_ids=wrong[:-1])
+    assert (await refused(caller, short))["field"] == "token_ids.shape"
 
 
-def test_keys_of_the_callers_own_travel_as_keys() -> None:
-    async def scenario(caller: Caller) -> None:
-        await begin(caller, "a", PROMPT)
-        keys = [f"{number:032x}" for number in range(3)]
-        await caller.call("commit", {"id": "a", "page_keys": keys, "cache_salt": "x"})
-        given = await export(caller, "a")
-        assert given.header["cache_salt"] == "x"
-        assert [row.tobytes().hex() for row in given.names["page_keys"]] == keys
-        assert (await bring(caller, given, "b"))["cached_len"] == 3 * PAGE
-        await check(caller, "b", PROMPT)
-
-    on_cpu(scenario)
+@cpu_engine()
+async def test_keys_of_the_callers_own_travel_as_keys(caller: Caller) -> None:
+    await begin(caller, "a", PROMPT)
+    keys = [f"{number:032x}" for number in range(3)]
+    await caller.call("commit", {"id": "a", "page_keys": keys, "cache_salt": "x"})
+    given = await export(caller, "a")
+    assert given.header["cache_salt"] == "x"
+    assert [row.tobytes().hex() for row in given.names["page_keys"]] == keys
+    assert (await bring(caller, given, "b"))["cached_len"] == 3 * PAGE
+    await check(caller, "b", PROMPT)
 
 
-def test_fields_that_make_no_form_of_an_operation_are_refused() -> None:
+@cpu_engine()
+async def test_fields_that_make_no_form_of_an_operation_are_refused(caller: Caller) -> None:
     zeros = "0" * 64
     imports: list[tuple[dict[str, Any], dict[str, int], str]] = [
         ({}, {}, "digest"),
@@ -436,74 +423,62 @@ def test_fields_that_make_no_form_of_an_operation_are_refused() -> None:
     ]
     shape = (CPU_GEOMETRY.num_kv_heads, CPU_GEOMETRY.head_dim)
 
-    async def scenario(caller: Caller) -> None:
-        await create(caller, "a")
-        for fields, counts, field in imports:
-            given = {name: np.zeros((count, *shape), np.float32) for name, count in counts.items()}
-            problem = await refused(caller, NewCall("import_sequence", {"id": "b"} | fields, given))
-            assert (problem["code"], problem["field"]) == ("invalid_request", field), fields
-        for fields, field in exports:
-            problem = await refused(caller, NewCall("export_sequence", {"id": "a"} | fields, {}))
-            assert (problem["code"], problem["field"]) == ("invalid_request", field), fields
-
-    on_cpu(scenario)
+    await create(caller, "a")
+    for fields, counts, field in imports:
+        given = {name: np.zeros((count, *shape), np.float32) for name, count in counts.items()}
+        problem = await refused(caller, NewCall("import_sequence", {"id": "b"} | fields, given))
+        assert (problem["code"], problem["field"]) == ("invalid_request", field), fields
+    for fields, field in exports:
+        problem = await refused(caller, NewCall("export_sequence", {"id": "a"} | fields, {}))
+        assert (problem["code"], problem["field"]) == ("invalid_request", field), fields
 
 
-def test_a_part_that_is_not_there_or_does_not_fit_is_refused() -> None:
-    async def scenario(caller: Caller) -> None:
-        await create(caller, "a")
-        await grow(caller, "a", LENGTHS, CPU_GEOMETRY)
-        reply = await caller.call("export_sequence", {"id": "a"})
-        header = reply.fields["header"]
-        assert header["part_bytes"] == 2**15 - 8 * 2**10, "a part fits an answer"
-        got = await outcome(ask_part(caller, "a", header, 1, reply.fields["digest"]))
-        assert code(got) == "invalid_request"
-
-    on_cpu(scenario, max_answer_bytes=2**15)
+@cpu_engine(max_answer_bytes=2**15)
+async def test_a_part_that_is_not_there_or_does_not_fit_is_refused(caller: Caller) -> None:
+    await create(caller, "a")
+    await grow(caller, "a", LENGTHS, CPU_GEOMETRY)
+    reply = await caller.call("export_sequence", {"id": "a"})
+    header = reply.fields["header"]
+    assert header["part_bytes"] == 2**15 - 8 * 2**10, "a part fits an answer"
+    got = await outcome(ask_part(caller, "a", header, 1, reply.fields["digest"]))
+    assert code(got) == "invalid_request"
 
 
-def test_rows_of_another_dtype_or_count_are_refused() -> None:
-    given = taken()
-
-    async def scenario(caller: Caller) -> None:
-        await caller.submit(given.begin("b"))
-        right = given.part("b", 0)
-        half = {name: one.astype(np.float16) for name, one in right.tensors.items()}
-        assert (await refused(caller, right.but(**half)))["field"] == "k.dtype"
-        less = {name: one[:-1] for name, one in right.tensors.items()}
-        assert (await refused(caller, right.but(**less)))["field"] == "k.shape"
-
-    on_cpu(scenario)
+@cpu_engine()
+async def test_rows_of_another_dtype_or_count_are_refused(caller: Caller, given: Exported) -> None:
+    await caller.submit(given.begin("b"))
+    right = given.part("b", 0)
+    half = {name: one.astype(np.float16) for name, one in right.tensors.items()}
+    assert (await refused(caller, right.but(**half)))["field"] == "k.dtype"
+    less = {name: one[:-1] for name, one in right.tensors.items()}
+    assert (await refused(caller, right.but(**less)))["field"] == "k.shape"
 
 
-def test_a_part_is_taken_once_however_many_bring_it_at_a_time() -> None:
-    given = taken()
-
-    async def scenario(caller: Caller) -> None:
-        await caller.submit(given.begin("b"))
-        for number in range(5):
-            three = [outcome(caller.submit(given.part("b", number))) for _ in range(3)]
-            codes = sorted(map(code, await asyncio.gather(*three)))
-            assert codes == ["ok", "part_mismatch", "part_mismatch"]
-        await caller.submit(given.end("b"))
-        assert len(await held(caller, "b", LAYERS)) == 2 * LAYERS
-
-    on_cpu(scenario, slice_ms=1e-6)
+@cpu_engine(slice_ms=1e-6)
+async def test_a_part_is_taken_once_however_many_bring_it_at_a_time(
+    caller: Caller, given: Exported
+) -> None:
+    await caller.submit(given.begin("b"))
+    for number in range(5):
+        three = [outcome(caller.submit(given.part("b", number))) for _ in range(3)]
+        codes = sorted(map(code, await asyncio.gather(*three)))
+        assert codes == ["ok", "part_mismatch", "part_mismatch"]
+    await caller.submit(given.end("b"))
+    assert len(await held(caller, "b", LAYERS)) == 2 * LAYERS
 
 
-def test_a_sequences_time_to_live_comes_along() -> None:
-    async def scenario(caller: Caller) -> None:
-        await caller.call("create_sequences", {"sequences": [{"id": "a", "ttl_s": 900.0}]})
-        await grow(caller, "a", LENGTHS, CPU_GEOMETRY)
-        await bring(caller, await export(caller, "a"), "b", idle_s=1.0)
-        assert (await caller.call("get_sequence", {"id": "b"})).fields["ttl_s"] == 900.0
-        await asyncio.sleep(1.2)
-        assert (await caller.call("get_sequence", {"id": "b"})).fields["length"] == 23
-
-    on_cpu(scenario)
+@cpu_engine()
+async def test_a_sequences_time_to_live_comes_along(caller: Caller) -> None:
+    await caller.call("create_sequences", {"sequences": [{"id": "a", "ttl_s": 900.0}]})
+    await grow(caller, "a", LENGTHS, CPU_GEOMETRY)
+    await bring(caller, await export(caller, "a"), "b", idle_s=1.0)
+    assert (await caller.call("get_sequence", {"id": "b"})).fields["ttl_s"] == 900.0
+    await asyncio.sleep(1.2)
+    assert (await caller.call("get_sequence", {"id": "b"})).fields["length"] == 23
 
 
-def test_imports_in_any_order_with_flaws_leave_complete_sequences() -> None:
+@cpu_engine()
+async def test_imports_in_any_order_with_flaws_leave_complete_sequences(caller: Caller) -> None:
     seed = secrets.randbits(40)
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -527,40 +502,37 @@ def test_imports_in_any_order_with_flaws_leave_complete_sequences() -> None:
             return call.but(header=header)
         return call
 
-    async def scenario(caller: Caller) -> None:
-        exports = []
-        for number, length in enumerate((0, 3, 17, 23)):
-            await create(caller, f"a{number}")
-            await grow(caller, f"a{number}", (length, length), CPU_GEOMETRY, seed=number)
-            size = PAGE_BYTES * rng.choice((1, 2, 4))
-            exports.append((f"a{number}", await export(caller, f"a{number}", part_bytes=size)))
-        begun: dict[str, int] = {}
-        codes: Counter[str] = Counter()
-        for _ in range(600):
-            name = rng.choice(names)
-            number = begun.get(name, rng.randrange(4))
-            given = exports[number][1]
-            parts = [given.part(name, part) for part in range(len(given.parts))]
-            call = rng.choice((given.begin(name), *parts, *parts, given.end(name)))
-            call = flawed(call)
-            if rng.random() < 0.05:
-                call = rng.choice((NewCall("cancel_import", {"id": name}, {}), delete(name)))
-            reply = await outcome(caller.submit(call))
-            codes[code(reply)] += 1
-            assert code(reply) != "internal"
-            if code(reply) != "ok":
-                continue
-            if "header" in call.fields:
-                begun[name] = number
-            elif call.name != "import_sequence" or reply.fields["state"] == "done":
-                begun.pop(name, None)
-            if call.name == "import_sequence" and reply.fields["state"] == "done":
-                assert await same(caller, exports[number][0], name, LAYERS)
-        assert codes["ok"] > 20 and codes["digest_mismatch"] and codes["part_mismatch"], codes
-        for name in names:
-            for call in (NewCall("cancel_import", {"id": name}, {}), delete(name)):
-                await outcome(caller.submit(call))
-        reply = await pool(caller)
-        assert (reply["imports"], reply["referenced"], reply["integrity"]) == (0, 10, "ok")
-
-    on_cpu(scenario)
+    exports = []
+    for number, length in enumerate((0, 3, 17, 23)):
+        await create(caller, f"a{number}")
+        await grow(caller, f"a{number}", (length, length), CPU_GEOMETRY, seed=number)
+        size = PAGE_BYTES * rng.choice((1, 2, 4))
+        exports.append((f"a{number}", await export(caller, f"a{number}", part_bytes=size)))
+    begun: dict[str, int] = {}
+    codes: Counter[str] = Counter()
+    for _ in range(600):
+        name = rng.choice(names)
+        number = begun.get(name, rng.randrange(4))
+        given = exports[number][1]
+        parts = [given.part(name, part) for part in range(len(given.parts))]
+        call = rng.choice((given.begin(name), *parts, *parts, given.end(name)))
+        call = flawed(call)
+        if rng.random() < 0.05:
+            call = rng.choice((NewCall("cancel_import", {"id": name}, {}), delete(name)))
+        reply = await outcome(caller.submit(call))
+        codes[code(reply)] += 1
+        assert code(reply) != "internal"
+        if code(reply) != "ok":
+            continue
+        if "header" in call.fields:
+            begun[name] = number
+        elif call.name != "import_sequence" or reply.fields["state"] == "done":
+            begun.pop(name, None)
+        if call.name == "import_sequence" and reply.fields["state"] == "done":
+            assert await same(caller, exports[number][0], name, LAYERS)
+    assert codes["ok"] > 20 and codes["digest_mismatch"] and codes["part_mismatch"], codes
+    for name in names:
+        for call in (NewCall("cancel_import", {"id": name}, {}), delete(name)):
+            await outcome(caller.submit(call))
+    reply = await pool(caller)
+    assert (reply["imports"], reply["referenced"], reply["integrity"]) == (0, 10, "ok")

@@ -11,7 +11,7 @@ import pytest
 
 from tests.engine.exports import Exported, bring, export, grow, held
 from tests.engine.harness import Caller, NewCall, Refused, create, outcome, pool
-from tests.engine.pool_model import CPU_GEOMETRY, on_cpu
+from tests.engine.pool_model import CPU_GEOMETRY, cpu_engine, on_cpu
 
 LAYERS = CPU_GEOMETRY.num_layers
 PAGE = CPU_GEOMETRY.page_size
@@ -32,166 +32,152 @@ async def hand(caller: Caller, state: str, **given: Any) -> str:
     return await code_of(caller, "hand_over", {"id": "a", "state": state} | given)
 
 
-def test_a_sequence_that_leaves_is_only_exported() -> None:
-    async def scenario(caller: Caller) -> None:
-        await create(caller, "a", "b")
-        await grow(caller, "a", (23, 23), CPU_GEOMETRY)
-        before = await held(caller, "a", LAYERS)
-        assert await hand(caller, "back") == "invalid_request"
-        assert await hand(caller, "leaving") == "ok"
-        read = {"layer": 0, "sequences": ["b", "a"]}
-        for name, fields in (
-            ("get_sequence", {"id": "a"}),
-            ("gather", read),
-            ("truncate", {"id": "a", "length": 1}),
-            ("delete_sequence", {"id": "a"}),
-            ("delete_sequences", {"ids": ["a"]}),
-            ("delete_sequences", {"prefix": ""}),
-            ("create_sequences", {"sequences": [{"id": "f", "parent": "a"}]}),
-            ("create_sequences", {"sequences": [{"id": "a"}]}),
-            ("hand_over", {"id": "a", "state": "leaving"}),
-        ):
-            assert await code_of(caller, name, fields) == "sequence_moving", name
-        assert await code_of(caller, "get_sequence", {"id": "b"}) == "ok"
-        header = (await reply(caller, "export_sequence", {"id": "a"}))["header"]
-        assert await hand(caller, "back") == "ok"
-        again = await held(caller, "a", LAYERS)
-        assert [one.tobytes() for one in again] == [one.tobytes() for one in before]
-        assert await hand(caller, "leaving") == "ok"
-        assert await hand(caller, "handed") == "invalid_request"
-        assert await hand(caller, "handed", generation="0" * 32) == "sequence_changed"
-        assert await hand(caller, "handed", generation=header["generation"]) == "ok"
-        assert await hand(caller, "gone") == "ok"
-        assert await code_of(caller, "get_sequence", {"id": "a"}) == "unknown_sequence"
-        assert (await pool(caller))["referenced"] == 0
-
-    on_cpu(scenario)
+@cpu_engine()
+async def test_a_sequence_that_leaves_is_only_exported(caller: Caller) -> None:
+    await create(caller, "a", "b")
+    await grow(caller, "a", (23, 23), CPU_GEOMETRY)
+    before = await held(caller, "a", LAYERS)
+    assert await hand(caller, "back") == "invalid_request"
+    assert await hand(caller, "leaving") == "ok"
+    read = {"layer": 0, "sequences": ["b", "a"]}
+    for name, fields in (
+        ("get_sequence", {"id": "a"}),
+        ("gather", read),
+        ("truncate", {"id": "a", "length": 1}),
+        ("delete_sequence", {"id": "a"}),
+        ("delete_sequences", {"ids": ["a"]}),
+        ("delete_sequences", {"prefix": ""}),
+        ("create_sequences", {"sequences": [{"id": "f", "parent": "a"}]}),
+        ("create_sequences", {"sequences": [{"id": "a"}]}),
+        ("hand_over", {"id": "a", "state": "leaving"}),
+    ):
+        assert await code_of(caller, name, fields) == "sequence_moving", name
+    assert await code_of(caller, "get_sequence", {"id": "b"}) == "ok"
+    header = (await reply(caller, "export_sequence", {"id": "a"}))["header"]
+    assert await hand(caller, "back") == "ok"
+    again = await held(caller, "a", LAYERS)
+    assert [one.tobytes() for one in again] == [one.tobytes() for one in before]
+    assert await hand(caller, "leaving") == "ok"
+    assert await hand(caller, "handed") == "invalid_request"
+    assert await hand(caller, "handed", generation="0" * 32) == "sequence_changed"
+    assert await hand(caller, "handed", generation=header["generation"]) == "ok"
+    assert await hand(caller, "gone") == "ok"
+    assert await code_of(caller, "get_sequence", {"id": "a"}) == "unknown_sequence"
+    assert (await pool(caller))["referenced"] == 0
 
 
-def test_a_bulk_delete_may_skip_what_other_engines_have_to_do_with() -> None:
-    async def scenario(caller: Caller) -> None:
-        await create(caller, "a", "a-2", "b")
-        shard = {"rank": 0, "ranks": 2}
-        new = [{"id": "a-3", "shard": shard, "epoch": 7}, {"id": "a-4", "shard": shard}]
-        await reply(caller, "create_sequences", {"sequences": new})
-        assert await hand(caller, "leaving", for_s=60.0) == "ok"
-        skipped = {"ids": ["a", "a-2", "a-3", "missing"], "skip": True}
-        deleted = await reply(caller, "delete_sequences", skipped)
-        assert deleted == {"num_deleted": 1, "skipped": ["a", "a-3"]}
-        assert await code_of(caller, "delete_sequences", {"ids": ["b", "a"]}) == "sequence_moving"
-        assert await code_of(caller, "delete_sequences", {"prefix": "a"}) == "sequence_moving"
-        deleted = await reply(caller, "delete_sequences", {"prefix": "", "skip": True})
-        assert deleted == {"num_deleted": 2, "skipped": ["a", "a-3"]}
-        assert await hand(caller, "back") == "ok"
-        assert await reply(caller, "delete_sequences", {"prefix": ""}) == {"num_deleted": 2}
-
-    on_cpu(scenario)
+@cpu_engine()
+async def test_a_bulk_delete_may_skip_what_other_engines_have_to_do_with(caller: Caller) -> None:
+    await create(caller, "a", "a-2", "b")
+    shard = {"rank": 0, "ranks": 2}
+    new = [{"id": "a-3", "shard": shard, "epoch": 7}, {"id": "a-4", "shard": shard}]
+    await reply(caller, "create_sequences", {"sequences": new})
+    assert await hand(caller, "leaving", for_s=60.0) == "ok"
+    skipped = {"ids": ["a", "a-2", "a-3", "missing"], "skip": True}
+    deleted = await reply(caller, "delete_sequences", skipped)
+    assert deleted == {"num_deleted": 1, "skipped": ["a", "a-3"]}
+    assert await code_of(caller, "delete_sequences", {"ids": ["b", "a"]}) == "sequence_moving"
+    assert await code_of(caller, "delete_sequences", {"prefix": "a"}) == "sequence_moving"
+    deleted = await reply(caller, "delete_sequences", {"prefix": "", "skip": True})
+    assert deleted == {"num_deleted": 2, "skipped": ["a", "a-3"]}
+    assert await hand(caller, "back") == "ok"
+    assert await reply(caller, "delete_sequences", {"prefix": ""}) == {"num_deleted": 2}
 
 
-def test_pins_and_leases_are_listed_and_can_be_made_at_another_engine() -> None:
-    async def scenario(caller: Caller) -> None:
-        await create(caller, "a")
-        await grow(caller, "a", (4 * PAGE,) * LAYERS, CPU_GEOMETRY)
-        before = await held(caller, "a", LAYERS)
-        ids = list(range(4 * PAGE))
-        named = {"token_ids": ids, "cache_salt": "x"}
-        key = (await reply(caller, "commit", {"id": "a"} | named))["last_key"]
-        await reply(caller, "delete_sequence", {"id": "a"})
-        page = {"page_key": key, "cache_salt": "x"}
-        assert (await reply(caller, "holds", {})) == {"holds": []}
-        await reply(caller, "pin", page | {"hard": True})
-        short = {"token_ids": ids[: 2 * PAGE], "cache_salt": "x", "lease_s": 60.0}
-        lease = (await reply(caller, "match_prefix", short))["lease"]["id"]
-        pin, leased = (await reply(caller, "holds", {}))["holds"]
-        assert pin == {"lease": None, "left_s": None, "num_pages": 4} | page
-        assert (leased["lease"], leased["num_pages"]) == (lease, 2)
-        assert 50.0 < leased["left_s"] <= 60.0
-        await reply(caller, "drain_engine", {"name": "engine"})
-        for name, fields in (
-            ("pin", page | {"hard": True}),
-            ("renew_lease", {"id": "lease-y"} | page),
-            ("create_sequences", {"sequences": [{"id": "new"}]}),
-        ):
-            assert await code_of(caller, name, fields) == "not_ready", name
-        matched = await reply(caller, "match_prefix", short)
-        assert matched == {"matched_len": 2 * PAGE, "num_pages": 2, "lease": None}
-        assert await code_of(caller, "renew_lease", {"id": lease}) == "ok"
-        new = {"sequences": [{"id": "a", "held": page}]}
-        assert (await reply(caller, "create_sequences", new))["sequences"][0][
-            "cached_len"
-        ] == 4 * PAGE
-        again = await held(caller, "a", LAYERS)
-        assert [one.tobytes() for one in again] == [one.tobytes() for one in before]
-        await reply(caller, "drain_engine", {"name": "engine", "stop": True})
-        await reply(caller, "renew_lease", {"id": "lease-y", "lease_s": 9.0} | page)
-        assert [one["lease"] for one in (await reply(caller, "holds", {}))["holds"]] == [
-            *(None, lease, "lease-y")
-        ]
-        for one in (lease, "lease-y"):
-            await reply(caller, "release_lease", {"id": one})
-        unknown = {"page_key": "0" * 32}
-        assert await code_of(caller, "renew_lease", {"id": "z"} | unknown) == "unknown_page"
-        both = {"sequences": [{"held": page, "prefix": named}]}
-        assert await code_of(caller, "create_sequences", both) == "invalid_request"
-        await reply(caller, "unpin", page)
-        await reply(caller, "delete_sequence", {"id": "a"})
-        assert (await pool(caller))["cached"] == 4
-
-    on_cpu(scenario)
+@cpu_engine()
+async def test_pins_and_leases_are_listed_and_can_be_made_at_another_engine(caller: Caller) -> None:
+    await create(caller, "a")
+    await grow(caller, "a", (4 * PAGE,) * LAYERS, CPU_GEOMETRY)
+    before = await held(caller, "a", LAYERS)
+    ids = list(range(4 * PAGE))
+    named = {"token_ids": ids, "cache_salt": "x"}
+    key = (await reply(caller, "commit", {"id": "a"} | named))["last_key"]
+    await reply(caller, "delete_sequence", {"id": "a"})
+    page = {"page_key": key, "cache_salt": "x"}
+    assert (await reply(caller, "holds", {})) == {"holds": []}
+    await reply(caller, "pin", page | {"hard": True})
+    short = {"token_ids": ids[: 2 * PAGE], "cache_salt": "x", "lease_s": 60.0}
+    lease = (await reply(caller, "match_prefix", short))["lease"]["id"]
+    pin, leased = (await reply(caller, "holds", {}))["holds"]
+    assert pin == {"lease": None, "left_s": None, "num_pages": 4} | page
+    assert (leased["lease"], leased["num_pages"]) == (lease, 2)
+    assert 50.0 < leased["left_s"] <= 60.0
+    await reply(caller, "drain_engine", {"name": "engine"})
+    for name, fields in (
+        ("pin", page | {"hard": True}),
+        ("renew_lease", {"id": "lease-y"} | page),
+        ("create_sequences", {"sequences": [{"id": "new"}]}),
+    ):
+        assert await code_of(caller, name, fields) == "not_ready", name
+    matched = await reply(caller, "match_prefix", short)
+    assert matched == {"matched_len": 2 * PAGE, "num_pages": 2, "lease": None}
+    assert await code_of(caller, "renew_lease", {"id": lease}) == "ok"
+    new = {"sequences": [{"id": "a", "held": page}]}
+    assert (await reply(caller, "create_sequences", new))["sequences"][0]["cached_len"] == 4 * PAGE
+    again = await held(caller, "a", LAYERS)
+    assert [one.tobytes() for one in again] == [one.tobytes() for one in before]
+    await reply(caller, "drain_engine", {"name": "engine", "stop": True})
+    await reply(caller, "renew_lease", {"id": "lease-y", "lease_s": 9.0} | page)
+    assert [one["lease"] for one in (await reply(caller, "holds", {}))["holds"]] == [
+        *(None, lease, "lease-y")
+    ]
+    for one in (lease, "lease-y"):
+        await reply(caller, "release_lease", {"id": one})
+    unknown = {"page_key": "0" * 32}
+    assert await code_of(caller, "renew_lease", {"id": "z"} | unknown) == "unknown_page"
+    both = {"sequences": [{"held": page, "prefix": named}]}
+    assert await code_of(caller, "create_sequences", both) == "invalid_request"
+    await reply(caller, "unpin", page)
+    await reply(caller, "delete_sequence", {"id": "a"})
+    assert (await pool(caller))["cached"] == 4
 
 
 @pytest.mark.parametrize("handed", [False, True])
-def test_when_a_mark_expires_the_sequence_stays_or_is_deleted_if_it_was_transferred(
-    handed: bool,
+@cpu_engine()
+async def test_when_a_mark_expires_the_sequence_stays_or_is_deleted_if_it_was_transferred(
+    caller: Caller, handed: bool
 ) -> None:
-    async def scenario(caller: Caller) -> None:
-        await create(caller, "a")
-        await grow(caller, "a", (PAGE, PAGE), CPU_GEOMETRY)
-        header = (await reply(caller, "export_sequence", {"id": "a"}))["header"]
-        assert await hand(caller, "leaving", for_s=0.05) == "ok"
-        if handed:
-            given = {"generation": header["generation"], "for_s": 0.05}
-            assert await hand(caller, "handed", **given) == "ok"
-        await asyncio.sleep(0.1)
-        expected = "unknown_sequence" if handed else "ok"
-        assert await code_of(caller, "get_sequence", {"id": "a"}) == expected
-        assert (await pool(caller))["referenced"] == (0 if handed else 1)
-
-    on_cpu(scenario)
+    await create(caller, "a")
+    await grow(caller, "a", (PAGE, PAGE), CPU_GEOMETRY)
+    header = (await reply(caller, "export_sequence", {"id": "a"}))["header"]
+    assert await hand(caller, "leaving", for_s=0.05) == "ok"
+    if handed:
+        given = {"generation": header["generation"], "for_s": 0.05}
+        assert await hand(caller, "handed", **given) == "ok"
+    await asyncio.sleep(0.1)
+    expected = "unknown_sequence" if handed else "ok"
+    assert await code_of(caller, "get_sequence", {"id": "a"}) == expected
+    assert (await pool(caller))["referenced"] == (0 if handed else 1)
 
 
-def test_an_import_begins_with_what_its_base_has() -> None:
-    async def scenario(caller: Caller) -> None:
-        await create(caller, "a")
-        await grow(caller, "a", (23, 23), CPU_GEOMETRY)
-        fork = {"id": "f", "parent": "a", "length": 2 * PAGE}
-        await reply(caller, "create_sequences", {"sequences": [fork]})
-        call = {"id": "a", "beside": ["f", "a"]}
-        answer = await reply(caller, "export_sequence", call)
-        assert answer["shared"][0] == 2 * PAGE
-        assert await code_of(caller, "export_sequence", call | {"beside": ["no"]}) == (
-            "unknown_sequence"
-        )
-        exported = await export(caller, "a", part_bytes=CPU_GEOMETRY.page_bytes * LAYERS)
-        free = (await pool(caller))["free"]
-        begin = {"id": "c", "header": exported.header, "digest": exported.digest}
-        for wrong in ({"base": "f", "base_len": 2 * PAGE + 1}, {"base": "f", "base_len": 24}):
-            assert await code_of(caller, "import_sequence", begin | wrong) == "invalid_request"
-        assert await code_of(caller, "import_sequence", begin | {"base": "no"}) == (
-            "unknown_sequence"
-        )
-        state = await reply(caller, "import_sequence", begin | {"base": "f", "base_len": 2 * PAGE})
-        assert (state["next_part"], state["cached_len"]) == (2, 2 * PAGE)
-        pages = -(-23 // PAGE)
-        assert (await pool(caller))["free"] == free - (pages - 2)
-        await reply(caller, "drain_engine", {"name": "engine"})
-        new = {"sequences": [{"id": "n"}]}
-        assert await code_of(caller, "create_sequences", new) == "not_ready"
-        fork = {"sequences": [{"id": "n", "parent": "a"}]}
-        assert await code_of(caller, "create_sequences", fork) == "ok"
-        await reply(caller, "drain_engine", {"name": "engine", "stop": True})
-
-    on_cpu(scenario)
+@cpu_engine()
+async def test_an_import_begins_with_what_its_base_has(caller: Caller) -> None:
+    await create(caller, "a")
+    await grow(caller, "a", (23, 23), CPU_GEOMETRY)
+    fork = {"id": "f", "parent": "a", "length": 2 * PAGE}
+    await reply(caller, "create_sequences", {"sequences": [fork]})
+    call = {"id": "a", "beside": ["f", "a"]}
+    answer = await reply(caller, "export_sequence", call)
+    assert answer["shared"][0] == 2 * PAGE
+    assert await code_of(caller, "export_sequence", call | {"beside": ["no"]}) == (
+        "unknown_sequence"
+    )
+    exported = await export(caller, "a", part_bytes=CPU_GEOMETRY.page_bytes * LAYERS)
+    free = (await pool(caller))["free"]
+    begin = {"id": "c", "header": exported.header, "digest": exported.digest}
+    for wrong in ({"base": "f", "base_len": 2 * PAGE + 1}, {"base": "f", "base_len": 24}):
+        assert await code_of(caller, "import_sequence", begin | wrong) == "invalid_request"
+    assert await code_of(caller, "import_sequence", begin | {"base": "no"}) == ("unknown_sequence")
+    state = await reply(caller, "import_sequence", begin | {"base": "f", "base_len": 2 * PAGE})
+    assert (state["next_part"], state["cached_len"]) == (2, 2 * PAGE)
+    pages = -(-23 // PAGE)
+    assert (await pool(caller))["free"] == free - (pages - 2)
+    await reply(caller, "drain_engine", {"name": "engine"})
+    new = {"sequences": [{"id": "n"}]}
+    assert await code_of(caller, "create_sequences", new) == "not_ready"
+    fork = {"sequences": [{"id": "n", "parent": "a"}]}
+    assert await code_of(caller, "create_sequences", fork) == "ok"
+    await reply(caller, "drain_engine", {"name": "engine", "stop": True})
 
 
 async def shard_of(caller: Caller, name: str) -> Any:
@@ -253,16 +239,14 @@ async def is_refused_without_an_epoch(caller: Caller) -> None:
     assert await code_of(caller, "gather", look) == "ok"
 
 
-def test_who_exports_a_part_keeps_a_sequence_leaving() -> None:
-    async def scenario(caller: Caller) -> None:
-        await create(caller, "a")
-        await grow(caller, "a", (PAGE, PAGE), CPU_GEOMETRY)
-        assert await hand(caller, "leaving", for_s=0.3) == "ok"
-        for _ in range(3):
-            await asyncio.sleep(0.2)
-            await reply(caller, "export_sequence", {"id": "a"})
-        assert await code_of(caller, "get_sequence", {"id": "a"}) == "sequence_moving"
-        await asyncio.sleep(0.4)
-        assert await code_of(caller, "get_sequence", {"id": "a"}) == "ok"
-
-    on_cpu(scenario)
+@cpu_engine()
+async def test_who_exports_a_part_keeps_a_sequence_leaving(caller: Caller) -> None:
+    await create(caller, "a")
+    await grow(caller, "a", (PAGE, PAGE), CPU_GEOMETRY)
+    assert await hand(caller, "leaving", for_s=0.3) == "ok"
+    for _ in range(3):
+        await asyncio.sleep(0.2)
+        await reply(caller, "export_sequence", {"id": "a"})
+    assert await code_of(caller, "get_sequence", {"id": "a"}) == "sequence_moving"
+    await asyncio.sleep(0.4)
+    assert await code_of(caller, "get_sequence", {"id": "a"}) == "ok"

@@ -18,15 +18,15 @@ from tests.engine.harness import (
     code,
     create,
     delete,
+    fake_engine,
     gather,
     length,
     outcome,
     pool,
     rows,
     truncate,
-    with_engine,
 )
-from tests.engine.pool_model import CPU_GEOMETRY, Model, indptr, on_cpu
+from tests.engine.pool_model import CPU_GEOMETRY, Model, cpu_engine, indptr, on_cpu
 
 ROUNDING = {"fp32": 0.0, "fp16": 1e-3, "bf16": 1e-2, "fp8_e4m3": 0.07, "fp8_e5m2": 0.13}
 
@@ -69,18 +69,16 @@ def test_the_self_test_passes_on_every_pool_and_gather_reads_appended_rows(
     ("start", "stop", "wanted"),
     [(0, None, [0, 5, 5]), (2, None, [0, 3, 3]), (9, None, [0, 0, 0]), (0, 0, [0, 0, 0])],
 )
-def test_a_part_of_a_sequence_ends_where_the_sequence_does(
-    start: int, stop: int | None, wanted: list[int]
+@fake_engine()
+async def test_a_part_of_a_sequence_ends_where_the_sequence_does(
+    caller: Caller, start: int, stop: int | None, wanted: list[int]
 ) -> None:
-    async def scenario(caller: Caller) -> None:
-        await create(caller, "a", "empty")
-        await caller.submit(append("a", 5))
-        reply = await caller.submit(gather("a", "empty").but(start=start, stop=stop))
-        assert reply.fields == {"kv_indptr": wanted}
-        refused = await outcome(caller.submit(gather("a").but(start=3, stop=2)))
-        assert code(refused) == "invalid_request"
-
-    with_engine(FakeBackend(), scenario)
+    await create(caller, "a", "empty")
+    await caller.submit(append("a", 5))
+    reply = await caller.submit(gather("a", "empty").but(start=start, stop=stop))
+    assert reply.fields == {"kv_indptr": wanted}
+    refused = await outcome(caller.submit(gather("a").but(start=3, stop=2)))
+    assert code(refused) == "invalid_request"
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 64])
@@ -94,122 +92,120 @@ def test_the_self_test_fits_the_smallest_pools(num_pages: int, page_size: int) -
 
 
 @pytest.mark.parametrize("slice_ms", [20.0, 1e-6], ids=["whole", "sliced"])
-def test_the_page_table_shows_every_level_of_the_tree(slice_ms: float) -> None:
-    async def scenario(caller: Caller) -> None:
-        names = await Model(caller).family()
-        reply = (await caller.call("page_table", {"sequences": names})).fields
-        assert len(reply["levels"]) == 3
-        assert sorted(reply["order"]) == list(range(len(names)))
-        for row, at in enumerate(reply["order"]):
-            pages: list[int] = []
-            for level in reply["levels"]:
-                segment = int(np.searchsorted(level["qo_indptr"], row, "right")) - 1
-                begin, end = level["kv_indptr"][segment : segment + 2]
-                pages += level["kv_indices"][begin:end]
-            begin, end = reply["kv_indptr"][at : at + 2]
-            assert pages == reply["kv_indices"][begin:end], names[at]
-
-    on_cpu(scenario, slice_ms=slice_ms)
-
-
-def test_sequences_are_made_with_ids_of_their_own_listed_cut_and_deleted() -> None:
-    async def scenario(caller: Caller) -> None:
-        made = await caller.call("create_sequences", {"sequences": [{}, {"id": "b"}, {}]})
-        assert made.status == 201
-        names = [view["id"] for view in made.fields["sequences"]]
-        assert len(set(names)) == 3
-        assert names[0].startswith("seq-")
-        empty = rows(0, 0, CPU_GEOMETRY)
-        await Model(caller, {("b", layer): (empty, empty) for layer in (0, 1)}).append("b", 9)
-        listed = (await caller.call("list_sequences", {"limit": 2})).fields
-        assert [view["id"] for view in listed["sequences"]] == sorted(names)[:2]
-        assert listed["next"] == sorted(names)[1]
-        rest = (await caller.call("list_sequences", {"after": listed["next"]})).fields
-        assert [view["id"] for view in rest["sequences"]] == sorted(names)[2:]
-        assert rest["next"] is None
-        wanted = {"id": "b", "length": 6, "lengths": [6, 6], "pages": 2, "last_page_len": 1}
-        wanted |= {"parent": None, "ttl_s": None}
-        assert (await caller.submit(truncate("b", 6))).fields == wanted
-        for name in names:
-            assert (await caller.submit(delete(name))).status == 204
-        assert (await pool(caller))["free"] == CPU_GEOMETRY.num_pages
-
-    on_cpu(scenario)
+@cpu_engine()
+async def test_the_page_table_shows_every_level_of_the_tree(
+    caller: Caller, slice_ms: float
+) -> None:
+    names = await Model(caller).family()
+    reply = (await caller.call("page_table", {"sequences": names})).fields
+    assert len(reply["levels"]) == 3
+    assert sorted(reply["order"]) == list(range(len(names)))
+    for row, at in enumerate(reply["order"]):
+        pages: list[int] = []
+        for level in reply["levels"]:
+            segment = int(np.searchsorted(level["qo_indptr"], row, "right")) - 1
+            begin, end = level["kv_indptr"][segment : segment + 2]
+            pages += level["kv_indices"][begin:end]
+        begin, end = reply["kv_indptr"][at : at + 2]
+        assert pages == reply["kv_indices"][begin:end], names[at]
 
 
-def test_a_fork_of_a_parent_whose_layers_differ_is_refused_unless_its_length_is_said() -> None:
-    async def scenario(caller: Caller) -> None:
-        await create(caller, "a")
-        await caller.submit(append("a", 6))
-        await caller.submit(append("a", 4, layer=1))
-        before = await pool(caller)
-        refused = await outcome(create(caller, "b", parent="a"))
-        assert isinstance(refused, Refused)
-        assert (refused.status, refused.problem["field"]) == (422, "parent")
-        for part in ("4 to 6 tokens", "append to the other layers first", "length = 4"):
-            assert part in refused.problem["rule"]
-        assert await pool(caller) == before
-        fork = {"id": "b", "parent": "a", "length": 4}
-        await caller.call("create_sequences", {"sequences": [fork]})
-        assert [await length(caller, "b", layer) for layer in (0, 1)] == [4, 4]
-        await caller.submit(append("a", 2, layer=1))
-        await create(caller, "c", parent="a")
-        assert await length(caller, "c") == 6
-
-    with_engine(FakeBackend(), scenario)
-
-
-def test_more_sequences_than_there_may_be_are_refused_with_the_numbers() -> None:
-    async def scenario(caller: Caller) -> None:
-        await create(caller, "a", "b")
-        before = await pool(caller)
-        refused = await outcome(create(caller, "c", "d"))
-        assert isinstance(refused, Refused)
-        assert (refused.status, refused.code) == (507, "out_of_sequences")
-        numbers = [refused.problem[key] for key in ("needed", "free", "total")]
-        assert numbers == [2, 1, 3]
-        assert "engine.max_sequences" in str(refused)
-        assert await pool(caller) == before
-        await create(caller, "c")
-        await caller.submit(delete("a"))
-        await create(caller, "d")
-        assert (await caller.call("info", {})).fields["limits"]["max_sequences"] == 3
-
-    with_engine(FakeBackend(), scenario, max_sequences=3)
+@cpu_engine()
+async def test_sequences_are_made_with_ids_of_their_own_listed_cut_and_deleted(
+    caller: Caller,
+) -> None:
+    made = await caller.call("create_sequences", {"sequences": [{}, {"id": "b"}, {}]})
+    assert made.status == 201
+    names = [view["id"] for view in made.fields["sequences"]]
+    assert len(set(names)) == 3
+    assert names[0].startswith("seq-")
+    empty = rows(0, 0, CPU_GEOMETRY)
+    await Model(caller, {("b", layer): (empty, empty) for layer in (0, 1)}).append("b", 9)
+    listed = (await caller.call("list_sequences", {"limit": 2})).fields
+    assert [view["id"] for view in listed["sequences"]] == sorted(names)[:2]
+    assert listed["next"] == sorted(names)[1]
+    rest = (await caller.call("list_sequences", {"after": listed["next"]})).fields
+    assert [view["id"] for view in rest["sequences"]] == sorted(names)[2:]
+    assert rest["next"] is None
+    wanted = {"id": "b", "length": 6, "lengths": [6, 6], "pages": 2, "last_page_len": 1}
+    wanted |= {"parent": None, "ttl_s": None}
+    assert (await caller.submit(truncate("b", 6))).fields == wanted
+    for name in names:
+        assert (await caller.submit(delete(name))).status == 204
+    assert (await pool(caller))["free"] == CPU_GEOMETRY.num_pages
 
 
-def test_names_that_are_taken_or_unknown_are_refused_and_nothing_is_made() -> None:
-    async def scenario(caller: Caller) -> None:
-        await create(caller, "a")
-        cases: list[tuple[list[dict[str, Any]], str]] = [
-            ([{"id": "b"}, {"id": "a"}], "sequence_exists"),
-            ([{"id": "b"}, {"id": "c", "parent": "zz"}], "unknown_sequence"),
-            ([{"id": "b"}, {"id": "b"}], "invalid_request"),
-            ([{"id": "b"}, {"parent": "a", "length": 1}], "invalid_request"),
-            ([{"id": "b", "length": 1}], "invalid_request"),
-        ]
-        for new, wanted in cases:
-            reply = await outcome(caller.call("create_sequences", {"sequences": new}))
-            assert code(reply) == wanted, new
-        for call in (delete("b"), truncate("b", 0), NewCall("get_sequence", {"id": "b"}, {})):
-            assert code(await outcome(caller.submit(call))) == "unknown_sequence"
-        assert (await pool(caller))["sequences"] == 1
+@fake_engine()
+async def test_a_fork_of_a_parent_whose_layers_differ_is_refused_unless_its_length_is_said(
+    caller: Caller,
+) -> None:
+    await create(caller, "a")
+    await caller.submit(append("a", 6))
+    await caller.submit(append("a", 4, layer=1))
+    before = await pool(caller)
+    refused = await outcome(create(caller, "b", parent="a"))
+    assert isinstance(refused, Refused)
+    assert (refused.status, refused.problem["field"]) == (422, "parent")
+    for part in ("4 to 6 tokens", "append to the other layers first", "length = 4"):
+        assert part in refused.problem["rule"]
+    assert await pool(caller) == before
+    fork = {"id": "b", "parent": "a", "length": 4}
+    await caller.call("create_sequences", {"sequences": [fork]})
+    assert [await length(caller, "b", layer) for layer in (0, 1)] == [4, 4]
+    await caller.submit(append("a", 2, layer=1))
+    await create(caller, "c", parent="a")
+    assert await length(caller, "c") == 6
 
-    with_engine(FakeBackend(), scenario)
+
+@fake_engine(max_sequences=3)
+async def test_more_sequences_than_there_may_be_are_refused_with_the_numbers(
+    caller: Caller,
+) -> None:
+    await create(caller, "a", "b")
+    before = await pool(caller)
+    refused = await outcome(create(caller, "c", "d"))
+    assert isinstance(refused, Refused)
+    assert (refused.status, refused.code) == (507, "out_of_sequences")
+    numbers = [refused.problem[key] for key in ("needed", "free", "total")]
+    assert numbers == [2, 1, 3]
+    assert "engine.max_sequences" in str(refused)
+    assert await pool(caller) == before
+    await create(caller, "c")
+    await caller.submit(delete("a"))
+    await create(caller, "d")
+    assert (await caller.call("info", {})).fields["limits"]["max_sequences"] == 3
 
 
-def test_a_fork_shares_full_pages_and_copies_a_partial_one() -> None:
-    backend = FakeBackend()
+@fake_engine()
+async def test_names_that_are_taken_or_unknown_are_refused_and_nothing_is_made(
+    caller: Caller,
+) -> None:
+    await create(caller, "a")
+    cases: list[tuple[list[dict[str, Any]], str]] = [
+        ([{"id": "b"}, {"id": "a"}], "sequence_exists"),
+        ([{"id": "b"}, {"id": "c", "parent": "zz"}], "unknown_sequence"),
+        ([{"id": "b"}, {"id": "b"}], "invalid_request"),
+        ([{"id": "b"}, {"parent": "a", "length": 1}], "invalid_request"),
+        ([{"id": "b", "length": 1}], "invalid_request"),
+    ]
+    for new, wanted in cases:
+        reply = await outcome(caller.call("create_sequences", {"sequences": new}))
+        assert code(reply) == wanted, new
+    for call in (delete("b"), truncate("b", 0), NewCall("get_sequence", {"id": "b"}, {})):
+        assert code(await outcome(caller.submit(call))) == "unknown_sequence"
+    assert (await pool(caller))["sequences"] == 1
 
-    async def scenario(caller: Caller) -> None:
-        await create(caller, "a")
-        for layer in range(GEOMETRY.num_layers):
-            await caller.submit(append("a", 6, layer=layer))
-        await create(caller, "b", parent="a")
-        assert backend.calls[-1] == "copy_rows"
-        assert (await pool(caller))["referenced"] == 3
-        one, other = [await caller.submit(gather(name)) for name in ("a", "b")]
-        np.testing.assert_array_equal(one.tensors["k"], other.tensors["k"])
-        assert (await pool(caller))["sharing_ratio"] == pytest.approx(12 / 8)
 
-    with_engine(backend, scenario)
+@fake_engine()
+async def test_a_fork_shares_full_pages_and_copies_a_partial_one(
+    caller: Caller, backend: FakeBackend
+) -> None:
+    await create(caller, "a")
+    for layer in range(GEOMETRY.num_layers):
+        await caller.submit(append("a", 6, layer=layer))
+    await create(caller, "b", parent="a")
+    assert backend.calls[-1] == "copy_rows"
+    assert (await pool(caller))["referenced"] == 3
+    one, other = [await caller.submit(gather(name)) for name in ("a", "b")]
+    np.testing.assert_array_equal(one.tensors["k"], other.tensors["k"])
+    assert (await pool(caller))["sharing_ratio"] == pytest.approx(12 / 8)

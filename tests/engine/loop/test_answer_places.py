@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.fake_backend import GEOMETRY, FakeBackend
+from tests.engine.fake_backend import GEOMETRY
 from tests.engine.harness import (
     Caller,
     NewCall,
@@ -16,13 +16,13 @@ from tests.engine.harness import (
     create,
     decode,
     delete,
+    fake_engine,
     gather,
     outcome,
     pool,
     queries,
     rows,
     truncate,
-    with_engine,
 )
 
 EVERY = {
@@ -69,57 +69,53 @@ async def two_sequences(caller: Caller) -> None:
 
 @pytest.mark.parametrize("slice_ms", [20.0, 1e-6], ids=["whole", "sliced"])
 @pytest.mark.parametrize("name", EVERY)
-def test_an_answer_too_large_for_its_place_names_the_size_and_changes_nothing(
-    name: str, slice_ms: float
+@fake_engine()
+async def test_an_answer_too_large_for_its_place_names_the_size_and_changes_nothing(
+    caller: Caller, name: str, slice_ms: float
 ) -> None:
-    async def scenario(caller: Caller) -> None:
-        await two_sequences(caller)
-        before, call = await pool(caller), EVERY[name]
-        known = await caller.submit(decode("a", "b"))
-        refused = await outcome(caller.submit(call, room=64))
-        assert isinstance(refused, Refused)
-        assert (refused.status, refused.code) == (413, "answer_too_large")
-        assert refused.needed == refused.problem["size"] > 64
-        assert refused.problem["limit"] == 64
-        assert await pool(caller) == before
-        again = await caller.submit(decode("a", "b"))
-        np.testing.assert_array_equal(again.o, known.o)
-        still = await outcome(caller.submit(call, room=refused.needed - 64))
-        assert isinstance(still, Refused)
-        assert still.needed == refused.needed
-        assert (await caller.submit(call, room=refused.needed)).status < 300
-
-    with_engine(FakeBackend(), scenario, slice_ms=slice_ms)
+    await two_sequences(caller)
+    before, call = await pool(caller), EVERY[name]
+    known = await caller.submit(decode("a", "b"))
+    refused = await outcome(caller.submit(call, room=64))
+    assert isinstance(refused, Refused)
+    assert (refused.status, refused.code) == (413, "answer_too_large")
+    assert refused.needed == refused.problem["size"] > 64
+    assert refused.problem["limit"] == 64
+    assert await pool(caller) == before
+    again = await caller.submit(decode("a", "b"))
+    np.testing.assert_array_equal(again.o, known.o)
+    still = await outcome(caller.submit(call, room=refused.needed - 64))
+    assert isinstance(still, Refused)
+    assert still.needed == refused.needed
+    assert (await caller.submit(call, room=refused.needed)).status < 300
 
 
-def test_an_answer_above_the_services_limit_is_refused_with_how_to_ask_for_less() -> None:
-    async def scenario(caller: Caller) -> None:
-        await create(caller, "a")
-        await caller.submit(append("a", 120))
-        before = await pool(caller)
-        refused = await outcome(caller.submit(gather("a")))
-        assert isinstance(refused, Refused)
-        assert (refused.status, refused.code, refused.needed) == (413, "answer_too_large", 0)
-        assert refused.problem["size"] > refused.problem["limit"] == 10_000
-        assert "start and stop" in str(refused)
-        assert await pool(caller) == before
-        replies = [await caller.submit(gather("a").but(start=at, stop=at + 60)) for at in (0, 60)]
-        parts = np.concatenate([one.tensors["k"] for one in replies])
-        np.testing.assert_array_equal(parts, append("a", 120).tensors["k"])
+@fake_engine(max_answer_bytes=10000)
+async def test_an_answer_above_the_services_limit_is_refused_with_how_to_ask_for_less(
+    caller: Caller,
+) -> None:
+    await create(caller, "a")
+    await caller.submit(append("a", 120))
+    before = await pool(caller)
+    refused = await outcome(caller.submit(gather("a")))
+    assert isinstance(refused, Refused)
+    assert (refused.status, refused.code, refused.needed) == (413, "answer_too_large", 0)
+    assert refused.problem["size"] > refused.problem["limit"] == 10_000
+    assert "start and stop" in str(refused)
+    assert await pool(caller) == before
+    replies = [await caller.submit(gather("a").but(start=at, stop=at + 60)) for at in (0, 60)]
+    parts = np.concatenate([one.tensors["k"] for one in replies])
+    np.testing.assert_array_equal(parts, append("a", 120).tensors["k"])
 
-    with_engine(FakeBackend(), scenario, max_answer_bytes=10_000)
 
-
-def test_a_long_answer_is_not_written_beyond_its_place() -> None:
-    async def scenario(caller: Caller) -> None:
-        await two_sequences(caller)
-        guard: list[Any] = [caller.road.take(2**16) for _ in range(20)]
-        for slot in guard:
-            slot.view()[:] = b"\xa5" * slot.size
-        guard[10].free()
-        for call in EVERY.values():
-            await outcome(caller.submit(call, room=2**15))
-        for at, slot in enumerate(guard):
-            assert at == 10 or bytes(slot.view()) == b"\xa5" * slot.size, at
-
-    with_engine(FakeBackend(), scenario)
+@fake_engine()
+async def test_a_long_answer_is_not_written_beyond_its_place(caller: Caller) -> None:
+    await two_sequences(caller)
+    guard: list[Any] = [caller.road.take(2**16) for _ in range(20)]
+    for slot in guard:
+        slot.view()[:] = b"\xa5" * slot.size
+    guard[10].free()
+    for call in EVERY.values():
+        await outcome(caller.submit(call, room=2**15))
+    for at, slot in enumerate(guard):
+        assert at == 10 or bytes(slot.view()) == b"\xa5" * slot.size, at

@@ -24,6 +24,7 @@ from tests.engine.harness import (
     code,
     create,
     decode,
+    fake_engine,
     held_back,
     length,
     outcome,
@@ -46,63 +47,57 @@ def codes(replies: list[Any]) -> list[str]:
     return [code(one) for one in replies]
 
 
-def test_sequences_that_were_made_stay_made_when_a_launch_behind_them_fails() -> None:
-    backend = FakeBackend()
-
-    async def scenario(caller: Caller) -> None:
-        await three_sequences(caller)
-        backend.failures["attend"] = [RuntimeError("a bug"), RuntimeError("again")]
-        new = NewCall("create_sequences", {"sequences": [{"id": "c"}]}, {})
-        replies = await held_back(caller, backend, new, decode("a", new=True), append("c", 1))
-        assert codes(replies) == ["ok", "internal", "ok"]
-        assert [await length(caller, name) for name in ("a", "c")] == [5, 1]
-
-    with_engine(backend, scenario)
+@fake_engine()
+async def test_sequences_that_were_made_stay_made_when_a_launch_behind_them_fails(
+    caller: Caller, backend: FakeBackend
+) -> None:
+    await three_sequences(caller)
+    backend.failures["attend"] = [RuntimeError("a bug"), RuntimeError("again")]
+    new = NewCall("create_sequences", {"sequences": [{"id": "c"}]}, {})
+    replies = await held_back(caller, backend, new, decode("a", new=True), append("c", 1))
+    assert codes(replies) == ["ok", "internal", "ok"]
+    assert [await length(caller, name) for name in ("a", "c")] == [5, 1]
 
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("stage", ["attend", "result"])
-def test_a_launch_that_fails_takes_back_every_page_and_length(stage: str, late: bool) -> None:
-    backend = FakeBackend(late=late)
-
-    async def scenario(caller: Caller) -> None:
-        await three_sequences(caller)
-        before = await pool(caller)
-        backend.failures[stage] = [RuntimeError("a bug in the kernel")]
-        reply = await outcome(caller.submit(decode("a", "b", "held", new=True)))
-        assert isinstance(reply, Refused)
-        assert (reply.status, reply.code) == (500, "internal")
-        assert "kernel" not in str(reply), "a bug's own words are for the log"
-        assert await pool(caller) == before
-        assert [await length(caller, name) for name in ("a", "b", "held")] == [5, 9, 0]
-        assert (await caller.submit(append("held", 1))).fields == {"lengths": [1]}
-
-    with_engine(backend, scenario)
+@fake_engine()
+async def test_a_launch_that_fails_takes_back_every_page_and_length(
+    caller: Caller, backend: FakeBackend, stage: str, late: bool
+) -> None:
+    await three_sequences(caller)
+    before = await pool(caller)
+    backend.failures[stage] = [RuntimeError("a bug in the kernel")]
+    reply = await outcome(caller.submit(decode("a", "b", "held", new=True)))
+    assert isinstance(reply, Refused)
+    assert (reply.status, reply.code) == (500, "internal")
+    assert "kernel" not in str(reply), "a bug's own words are for the log"
+    assert await pool(caller) == before
+    assert [await length(caller, name) for name in ("a", "b", "held")] == [5, 9, 0]
+    assert (await caller.submit(append("held", 1))).fields == {"lengths": [1]}
 
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("stage", ["attend", "result"])
-def test_an_operation_that_fails_in_a_shared_launch_fails_alone(stage: str, late: bool) -> None:
-    backend = FakeBackend(late=late)
-
-    async def scenario(caller: Caller) -> None:
-        await three_sequences(caller)
-        bug = RuntimeError("a bug")
-        # The shared launch fails; run one by one, the second of them fails again.
-        backend.failures[stage] = [bug, None, bug, None]
-        every = [
-            decode("a", new=True),
-            decode("b", new=True, seed=3),
-            append("held", 2),
-            decode("a", new=True, seed=4),
-        ]
-        replies = await held_back(caller, backend, *every)
-        assert codes(replies) == ["ok", "internal", "ok", "ok"]
-        assert replies[2].fields == {"lengths": [2]}
-        assert [await length(caller, name) for name in ("a", "b", "held")] == [7, 9, 2]
-        assert (await pool(caller))["integrity"] == "ok"
-
-    with_engine(backend, scenario)
+@fake_engine()
+async def test_an_operation_that_fails_in_a_shared_launch_fails_alone(
+    caller: Caller, backend: FakeBackend, stage: str, late: bool
+) -> None:
+    await three_sequences(caller)
+    bug = RuntimeError("a bug")
+    # The shared launch fails; run one by one, the second of them fails again.
+    backend.failures[stage] = [bug, None, bug, None]
+    every = [
+        decode("a", new=True),
+        decode("b", new=True, seed=3),
+        append("held", 2),
+        decode("a", new=True, seed=4),
+    ]
+    replies = await held_back(caller, backend, *every)
+    assert codes(replies) == ["ok", "internal", "ok", "ok"]
+    assert replies[2].fields == {"lengths": [2]}
+    assert [await length(caller, name) for name in ("a", "b", "held")] == [7, 9, 2]
+    assert (await pool(caller))["integrity"] == "ok"
 
 
 def test_a_launch_that_fails_behind_another_in_flight_is_taken_back_with_what_came_on_top() -> None:
@@ -141,122 +136,104 @@ def test_a_launch_that_fails_behind_another_in_flight_is_taken_back_with_what_ca
     with_engine(backend, scenario)
 
 
-def test_a_failed_launch_of_a_disconnected_caller_is_run_again_for_others() -> None:
-    backend = FakeBackend(late=True)
-
-    async def scenario(caller: Caller) -> None:
-        await three_sequences(caller)
-        backend.gate.clear()
-        count = len(backend.launches)
-        backend.failures["result"] = [RuntimeError("a bug")]
-        async with caller.another() as other:
-            abandoned = asyncio.create_task(outcome(other.submit(decode("b", new=True))))
-            await until(lambda: len(backend.launches) > count)
-        kept = caller.start(append("b", 1))
-        await until(lambda: backend.calls[-1] == "append")
-        assert isinstance(await abandoned, NotReady)
-        backend.gate.set()
-        # what ran is not taken back by its caller's death, and here it succeeds the second time
-        assert (await kept).fields == {"lengths": [11]}
-        assert (await pool(caller))["integrity"] == "ok"
-
-    with_engine(backend, scenario)
+@fake_engine(late=True)
+async def test_a_failed_launch_of_a_disconnected_caller_is_run_again_for_others(
+    caller: Caller, backend: FakeBackend
+) -> None:
+    await three_sequences(caller)
+    backend.gate.clear()
+    count = len(backend.launches)
+    backend.failures["result"] = [RuntimeError("a bug")]
+    async with caller.another() as other:
+        abandoned = asyncio.create_task(outcome(other.submit(decode("b", new=True))))
+        await until(lambda: len(backend.launches) > count)
+    kept = caller.start(append("b", 1))
+    await until(lambda: backend.calls[-1] == "append")
+    assert isinstance(await abandoned, NotReady)
+    backend.gate.set()
+    # what ran is not taken back by its caller's death, and here it succeeds the second time
+    assert (await kept).fields == {"lengths": [11]}
+    assert (await pool(caller))["integrity"] == "ok"
 
 
-def test_an_unsupported_option_is_an_invalid_request_and_changes_nothing() -> None:
-    backend = FakeBackend()
-
-    async def scenario(caller: Caller) -> None:
-        await three_sequences(caller)
-        before = await pool(caller)
-        backend.failures["attend"] = [Unsupported("logits_soft_cap", 3.0, "is not built here")]
-        reply = await outcome(caller.submit(decode("held", new=True)))
-        assert isinstance(reply, Refused)
-        assert (reply.status, reply.code) == (422, "invalid_request")
-        found = tuple(reply.problem[key] for key in ("field", "value", "rule"))
-        assert found == ("logits_soft_cap", 3.0, "is not built here")
-        assert await pool(caller) == before
-
-    with_engine(backend, scenario)
+@fake_engine()
+async def test_an_unsupported_option_is_an_invalid_request_and_changes_nothing(
+    caller: Caller, backend: FakeBackend
+) -> None:
+    await three_sequences(caller)
+    before = await pool(caller)
+    backend.failures["attend"] = [Unsupported("logits_soft_cap", 3.0, "is not built here")]
+    reply = await outcome(caller.submit(decode("held", new=True)))
+    assert isinstance(reply, Refused)
+    assert (reply.status, reply.code) == (422, "invalid_request")
+    found = tuple(reply.problem[key] for key in ("field", "value", "rule"))
+    assert found == ("logits_soft_cap", 3.0, "is not built here")
+    assert await pool(caller) == before
 
 
-def test_a_device_without_memory_for_a_call_is_overloaded_and_changes_nothing() -> None:
-    backend = FakeBackend()
-
-    async def scenario(caller: Caller) -> None:
-        await three_sequences(caller)
-        before = await pool(caller)
-        backend.failures["attend"] = [NoMemory("the device has no 100 bytes left: try again")]
-        reply = await outcome(caller.submit(decode("held", new=True)))
-        assert isinstance(reply, Refused)
-        assert (reply.status, reply.code) == (429, "overloaded")
-        assert reply.problem["retry_after_s"] == 1.0
-        assert await pool(caller) == before
-        assert code(await outcome(caller.submit(decode("held", new=True)))) == "ok"
-
-    with_engine(backend, scenario)
+@fake_engine()
+async def test_a_device_without_memory_for_a_call_is_overloaded_and_changes_nothing(
+    caller: Caller, backend: FakeBackend
+) -> None:
+    await three_sequences(caller)
+    before = await pool(caller)
+    backend.failures["attend"] = [NoMemory("the device has no 100 bytes left: try again")]
+    reply = await outcome(caller.submit(decode("held", new=True)))
+    assert isinstance(reply, Refused)
+    assert (reply.status, reply.code) == (429, "overloaded")
+    assert reply.problem["retry_after_s"] == 1.0
+    assert await pool(caller) == before
+    assert code(await outcome(caller.submit(decode("held", new=True)))) == "ok"
 
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("stage", ["append", "attend", "result"])
-def test_a_lost_device_refuses_everything_from_then_on_with_the_reason(
-    stage: str, late: bool
+@fake_engine(ends=DeviceLost)
+async def test_a_lost_device_refuses_everything_from_then_on_with_the_reason(
+    caller: Caller, backend: FakeBackend, stage: str, late: bool
 ) -> None:
-    backend = FakeBackend(late=late)
-
-    async def scenario(caller: Caller) -> None:
-        await three_sequences(caller)
-        backend.failures[stage] = [DeviceLost("xid 79")]
-        every = [decode("a", new=True), append("b", 1), decode("b", sm_scale=0.5)]
-        results = []
-        caller.road.on_state = lambda state: results.append((state.state, "xid 79" in state.reason))
-        replies = await held_back(caller, backend, *every)
-        assert codes(replies) == ["not_ready"] * 3
-        assert all(reply.status == 503 and "xid 79" in str(reply) for reply in replies)
-        assert (caller.state, "xid 79" in caller.engine.state.reason) == ("lost", True)
-        await until(lambda: bool(caller.road.lost))
-        assert results == [("lost", True)]
-        with pytest.raises(NotReady):
-            await caller.call("pool", {})
-
-    with_engine(backend, scenario, ends=DeviceLost)
+    await three_sequences(caller)
+    backend.failures[stage] = [DeviceLost("xid 79")]
+    every = [decode("a", new=True), append("b", 1), decode("b", sm_scale=0.5)]
+    results = []
+    caller.road.on_state = lambda state: results.append((state.state, "xid 79" in state.reason))
+    replies = await held_back(caller, backend, *every)
+    assert codes(replies) == ["not_ready"] * 3
+    assert all(reply.status == 503 and "xid 79" in str(reply) for reply in replies)
+    assert (caller.state, "xid 79" in caller.engine.state.reason) == ("lost", True)
+    await until(lambda: bool(caller.road.lost))
+    assert results == [("lost", True)]
+    with pytest.raises(NotReady):
+        await caller.call("pool", {})
 
 
-def test_a_failed_row_copy_takes_a_fork_back() -> None:
-    backend = FakeBackend()
-
-    async def scenario(caller: Caller) -> None:
-        await all_layers(caller, 6)
-        before = await pool(caller)
-        backend.failures["copy_rows"] = [RuntimeError("a bug")]
-        assert code(await outcome(create(caller, "b", parent="a"))) == "internal"
-        assert await pool(caller) == before
-
-    with_engine(backend, scenario)
+@fake_engine()
+async def test_a_failed_row_copy_takes_a_fork_back(caller: Caller, backend: FakeBackend) -> None:
+    await all_layers(caller, 6)
+    before = await pool(caller)
+    backend.failures["copy_rows"] = [RuntimeError("a bug")]
+    assert code(await outcome(create(caller, "b", parent="a"))) == "internal"
+    assert await pool(caller) == before
 
 
-def test_a_device_that_is_lost_in_a_fork_ends_the_engine() -> None:
-    backend = FakeBackend()
-
-    async def scenario(caller: Caller) -> None:
-        await all_layers(caller, 6)
-        backend.failures["copy_rows"] = [DeviceLost("xid 79")]
-        assert code(await outcome(create(caller, "b", parent="a"))) == "not_ready"
-
-    with_engine(backend, scenario, ends=DeviceLost)
+@fake_engine(ends=DeviceLost)
+async def test_a_device_that_is_lost_in_a_fork_ends_the_engine(
+    caller: Caller, backend: FakeBackend
+) -> None:
+    await all_layers(caller, 6)
+    backend.failures["copy_rows"] = [DeviceLost("xid 79")]
+    assert code(await outcome(create(caller, "b", parent="a"))) == "not_ready"
 
 
-def test_a_failed_row_copy_of_a_truncate_cannot_be_taken_back_so_the_pool_is_lost() -> None:
-    backend = FakeBackend()
-
-    async def scenario(caller: Caller) -> None:
-        await all_layers(caller, 8)
-        await create(caller, "b", parent="a")
-        backend.failures["copy_rows"] = [RuntimeError("a bug")]
-        assert code(await outcome(caller.submit(truncate("b", 6)))) == "not_ready"
-        assert caller.state == "lost"
-
-    with_engine(backend, scenario, ends=StoreLost)
+@fake_engine(ends=StoreLost)
+async def test_a_failed_row_copy_of_a_truncate_cannot_be_taken_back_so_the_pool_is_lost(
+    caller: Caller, backend: FakeBackend
+) -> None:
+    await all_layers(caller, 8)
+    await create(caller, "b", parent="a")
+    backend.failures["copy_rows"] = [RuntimeError("a bug")]
+    assert code(await outcome(caller.submit(truncate("b", 6)))) == "not_ready"
+    assert caller.state == "lost"
 
 
 async def all_layers(caller: Caller, tokens: int) -> None:
@@ -267,45 +244,41 @@ async def all_layers(caller: Caller, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_refusals_of_the_core_reach_the_caller_and_change_nothing(late: bool) -> None:
-    backend = FakeBackend(late=late)
-
-    async def scenario(caller: Caller) -> None:
-        await three_sequences(caller)
-        before = await pool(caller)
-        masked = decode("a").but("prefill", qo_indptr=[0, 1], mask=np.ones(6, bool))
-        cases = [
-            (decode("missing", new=True), "unknown_sequence"),
-            (append("a", 1, offsets=[4]), "length_mismatch"),
-            (append("a", 1000), "out_of_pages"),
-            (decode("a", new=True, offsets=[4]), "length_mismatch"),
-            (masked, "invalid_request"),
-        ]
-        for call, wanted in cases:
-            reply = await outcome(caller.submit(call))
-            assert code(reply) == wanted, (call.name, reply)
-            if wanted == "length_mismatch":
-                assert isinstance(reply, Refused)
-                assert reply.problem["lengths"] == {"a": 5}
-        together = await held_back(caller, backend, *(call for call, _ in cases))
-        assert codes(together) == [wanted for _, wanted in cases]
-        assert await pool(caller) == before
-        await until(lambda: caller.metric("attnd_out_of_pages_total") == 2)
-
-    with_engine(backend, scenario)
+@fake_engine()
+async def test_refusals_of_the_core_reach_the_caller_and_change_nothing(
+    caller: Caller, backend: FakeBackend, late: bool
+) -> None:
+    await three_sequences(caller)
+    before = await pool(caller)
+    masked = decode("a").but("prefill", qo_indptr=[0, 1], mask=np.ones(6, bool))
+    cases = [
+        (decode("missing", new=True), "unknown_sequence"),
+        (append("a", 1, offsets=[4]), "length_mismatch"),
+        (append("a", 1000), "out_of_pages"),
+        (decode("a", new=True, offsets=[4]), "length_mismatch"),
+        (masked, "invalid_request"),
+    ]
+    for call, wanted in cases:
+        reply = await outcome(caller.submit(call))
+        assert code(reply) == wanted, (call.name, reply)
+        if wanted == "length_mismatch":
+            assert isinstance(reply, Refused)
+            assert reply.problem["lengths"] == {"a": 5}
+    together = await held_back(caller, backend, *(call for call, _ in cases))
+    assert codes(together) == [wanted for _, wanted in cases]
+    assert await pool(caller) == before
+    await until(lambda: caller.metric("attnd_out_of_pages_total") == 2)
 
 
-def test_appended_rows_of_an_undone_operation_are_not_counted() -> None:
-    backend = FakeBackend()
-
-    async def scenario(caller: Caller) -> None:
-        await create(caller, "a")
-        backend.failures["attend"] = [RuntimeError("a bug")]
-        assert code(await outcome(caller.submit(decode("a", new=True)))) == "internal"
-        await caller.submit(append("a", 3))
-        await until(lambda: caller.metric("attnd_tokens_appended_total") == 3)
-
-    with_engine(backend, scenario)
+@fake_engine()
+async def test_appended_rows_of_an_undone_operation_are_not_counted(
+    caller: Caller, backend: FakeBackend
+) -> None:
+    await create(caller, "a")
+    backend.failures["attend"] = [RuntimeError("a bug")]
+    assert code(await outcome(caller.submit(decode("a", new=True)))) == "internal"
+    await caller.submit(append("a", 3))
+    await until(lambda: caller.metric("attnd_tokens_appended_total") == 3)
 
 
 class Slower(FakeBackend):

@@ -16,12 +16,12 @@ from tests.engine.harness import (
     code,
     decode,
     delete,
+    fake_engine,
     length,
     outcome,
     pool,
     truncate,
     until,
-    with_engine,
 )
 from tests.engine.long_calls import (
     ROWS,
@@ -33,129 +33,115 @@ from tests.engine.long_calls import (
 )
 
 
-def test_a_decode_is_answered_while_a_slice_of_anothers_prefill_is_on_the_device() -> None:
-    backend = FakeBackend()
+@fake_engine(slice_ms=SLICE_MS)
+async def test_a_decode_is_answered_while_a_slice_of_anothers_prefill_is_on_the_device(
+    caller: Caller, backend: FakeBackend
+) -> None:
+    await two_sequences(caller)
+    wanted = await caller.submit(decode("b"))
+    steps = backend.step_by_step()
+    long = caller.start(long_prefill("a"))
+    await until(lambda: len(steps) == 1)
+    async with caller.another() as other:
+        for _ in range(3):
+            count = len(steps)
+            small = other.start(decode("b"))
+            await until(lambda count=count: len(steps) == count + 1)
+            steps[-1].set()
+            np.testing.assert_array_equal((await small).o, wanted.o)
+    assert not steps[0].is_set()
+    assert not long.done()
+    slices = await finish(backend, long) - 3
+    assert slices >= 5
+    await until(lambda: caller.metric("attnd_slices_total") >= slices)
 
-    async def scenario(caller: Caller) -> None:
-        await two_sequences(caller)
-        wanted = await caller.submit(decode("b"))
-        steps = backend.step_by_step()
+
+@fake_engine(slice_ms=SLICE_MS)
+async def test_between_two_slices_everyone_who_waits_has_a_turn(
+    caller: Caller, backend: FakeBackend
+) -> None:
+    await two_sequences(caller)
+    gates = backend.step_by_step()
+    async with caller.another() as other:
         long = caller.start(long_prefill("a"))
-        await until(lambda: len(steps) == 1)
-        async with caller.another() as other:
-            for _ in range(3):
-                count = len(steps)
-                small = other.start(decode("b"))
-                await until(lambda count=count: len(steps) == count + 1)
-                steps[-1].set()
-                np.testing.assert_array_equal((await small).o, wanted.o)
-        assert not steps[0].is_set()
-        assert not long.done()
-        slices = await finish(backend, long) - 3
-        assert slices >= 5
-        await until(lambda: caller.metric("attnd_slices_total") >= slices)
-
-    with_engine(backend, scenario, slice_ms=SLICE_MS)
+        for _ in range(4):
+            await until(lambda: len(gates) % 2 == 1)  # a slice is on the device
+            short = other.start(decode("b"))
+            await until(lambda: len(gates) % 2 == 0)
+            gates[-1].set()
+            assert (await short).status == 200
+            assert not long.done()
+            gates[-2].set()
+        await finish(backend, long)
 
 
-def test_between_two_slices_everyone_who_waits_has_a_turn() -> None:
-    backend = FakeBackend()
-
-    async def scenario(caller: Caller) -> None:
-        await two_sequences(caller)
-        gates = backend.step_by_step()
-        async with caller.another() as other:
-            long = caller.start(long_prefill("a"))
-            for _ in range(4):
-                await until(lambda: len(gates) % 2 == 1)  # a slice is on the device
-                short = other.start(decode("b"))
-                await until(lambda: len(gates) % 2 == 0)
-                gates[-1].set()
-                assert (await short).status == 200
-                assert not long.done()
-                gates[-2].set()
-            await finish(backend, long)
-
-    with_engine(backend, scenario, slice_ms=SLICE_MS)
-
-
-def test_two_long_operations_take_turns() -> None:
-    backend = FakeBackend()
-
-    async def scenario(caller: Caller) -> None:
-        await two_sequences(caller)
-        del backend.launches[:]
-        both = [long_prefill("a", new=False), long_prefill("b", new=False, sm_scale=2.0)]
-        await asyncio.gather(*(caller.submit(each) for each in both))
-        scales = [launch[0].scoring.sm_scale for launch in backend.launches]
-        turns = "".join("b" if scale == 2.0 else "a" for scale in scales)
-        assert "abab" in turns
-
-    with_engine(backend, scenario, slice_ms=SLICE_MS)
+@fake_engine(slice_ms=SLICE_MS)
+async def test_two_long_operations_take_turns(caller: Caller, backend: FakeBackend) -> None:
+    await two_sequences(caller)
+    del backend.launches[:]
+    both = [long_prefill("a", new=False), long_prefill("b", new=False, sm_scale=2.0)]
+    await asyncio.gather(*(caller.submit(each) for each in both))
+    scales = [launch[0].scoring.sm_scale for launch in backend.launches]
+    turns = "".join("b" if scale == 2.0 else "a" for scale in scales)
+    assert "abab" in turns
 
 
 @pytest.mark.parametrize("long", [long_prefill, long_append], ids=["prefill", "append"])
-def test_operations_on_its_sequences_wait_and_see_its_effect_in_their_order(
-    long: Callable[[str], NewCall],
+@fake_engine(slice_ms=SLICE_MS)
+async def test_operations_on_its_sequences_wait_and_see_its_effect_in_their_order(
+    caller: Caller, backend: FakeBackend, long: Callable[[str], NewCall]
 ) -> None:
-    backend = FakeBackend()
-
-    async def scenario(caller: Caller) -> None:
-        await two_sequences(caller)
-        steps = backend.step_by_step()
-        first = caller.start(long("a"))
-        await until(lambda: len(steps) == 1)
-        after = [
-            NewCall("get_sequence", {"id": "a"}, {}),
-            append("a", 1, seed=9),
-            decode("a", seed=1),
-            truncate("a", 0),
-            NewCall("create_sequences", {"sequences": [{"id": "c", "parent": "a"}]}, {}),
-            delete("a"),
-            NewCall("get_sequence", {"id": "a"}, {}),
-        ]
-        waiting = [asyncio.create_task(outcome(caller.submit(call))) for call in after]
-        await until(lambda: caller.num_waiting == len(after))
-        async with caller.another() as other:  # other sequences are not blocked
-            small = other.start(append("b", 1))
-            await until(lambda: len(steps) == 2)
-            steps[1].set()
-            assert (await small).fields == {"lengths": [6]}
-            assert await length(other, "b") == 6
-        assert caller.num_waiting == len(after)
-        await finish(backend, first)
-        backend.let_all()
-        replies = await asyncio.gather(*waiting)
-        assert [code(one) for one in replies[:6]] == ["ok"] * 6, replies
-        assert replies[0].fields["lengths"][0] == 20 + ROWS
-        assert replies[1].fields == {"lengths": [21 + ROWS]}
-        assert replies[4].fields["sequences"][0]["length"] == 0
-        assert code(replies[6]) == "unknown_sequence"
-        assert (await pool(caller))["integrity"] == "ok"
-
-    with_engine(backend, scenario, slice_ms=SLICE_MS)
-
-
-def test_who_only_reads_goes_beside_a_long_read_and_who_writes_waits() -> None:
-    backend = FakeBackend()
-
-    async def scenario(caller: Caller) -> None:
-        await two_sequences(caller)
-        wanted = await caller.submit(decode("a"))
-        steps = backend.step_by_step()
-        long = caller.start(long_prefill("a", new=False))
-        await until(lambda: len(steps) == 1)
-        reading = caller.start(decode("a"))
+    await two_sequences(caller)
+    steps = backend.step_by_step()
+    first = caller.start(long("a"))
+    await until(lambda: len(steps) == 1)
+    after = [
+        NewCall("get_sequence", {"id": "a"}, {}),
+        append("a", 1, seed=9),
+        decode("a", seed=1),
+        truncate("a", 0),
+        NewCall("create_sequences", {"sequences": [{"id": "c", "parent": "a"}]}, {}),
+        delete("a"),
+        NewCall("get_sequence", {"id": "a"}, {}),
+    ]
+    waiting = [asyncio.create_task(outcome(caller.submit(call))) for call in after]
+    await until(lambda: caller.num_waiting == len(after))
+    async with caller.another() as other:  # other sequences are not blocked
+        small = other.start(append("b", 1))
         await until(lambda: len(steps) == 2)
         steps[1].set()
-        np.testing.assert_array_equal((await reading).o, wanted.o)
-        assert await length(caller, "a") == 20
-        writing = caller.start(append("a", 1))
-        behind = caller.start(decode("a"))
-        await until(lambda: caller.num_waiting == 2)
-        await finish(backend, long)
-        backend.let_all()
-        assert (await writing).fields == {"lengths": [21]}
-        assert ((await behind).lse > wanted.lse).all()
+        assert (await small).fields == {"lengths": [6]}
+        assert await length(other, "b") == 6
+    assert caller.num_waiting == len(after)
+    await finish(backend, first)
+    backend.let_all()
+    replies = await asyncio.gather(*waiting)
+    assert [code(one) for one in replies[:6]] == ["ok"] * 6, replies
+    assert replies[0].fields["lengths"][0] == 20 + ROWS
+    assert replies[1].fields == {"lengths": [21 + ROWS]}
+    assert replies[4].fields["sequences"][0]["length"] == 0
+    assert code(replies[6]) == "unknown_sequence"
+    assert (await pool(caller))["integrity"] == "ok"
 
-    with_engine(backend, scenario, slice_ms=SLICE_MS)
+
+@fake_engine(slice_ms=SLICE_MS)
+async def test_who_only_reads_goes_beside_a_long_read_and_who_writes_waits(
+    caller: Caller, backend: FakeBackend
+) -> None:
+    await two_sequences(caller)
+    wanted = await caller.submit(decode("a"))
+    steps = backend.step_by_step()
+    long = caller.start(long_prefill("a", new=False))
+    await until(lambda: len(steps) == 1)
+    reading = caller.start(decode("a"))
+    await until(lambda: len(steps) == 2)
+    steps[1].set()
+    np.testing.assert_array_equal((await reading).o, wanted.o)
+    assert await length(caller, "a") == 20
+    writing = caller.start(append("a", 1))
+    behind = caller.start(decode("a"))
+    await until(lambda: caller.num_waiting == 2)
+    await finish(backend, long)
+    backend.let_all()
+    assert (await writing).fields == {"lengths": [21]}
+    assert ((await behind).lse > wanted.lse).all()

@@ -23,6 +23,7 @@ from tests.engine.harness import (
     append,
     code,
     create,
+    fake_engine,
     gather,
     outcome,
     pool,
@@ -150,40 +151,32 @@ def test_a_namespace_has_at_most_its_share_of_sessions(keys_file: str) -> None:
     shared(keys_file, scenario)
 
 
-def test_without_keys_the_one_namespace_has_everything() -> None:
-    async def scenario(caller: Caller) -> None:
-        await create(caller, *"abcd")
-        assert code(await outcome(create(caller, "e"))) == "out_of_sequences"
-
-    with_engine(FakeBackend(), scenario, max_sequences=4)
+@fake_engine(max_sequences=4)
+async def test_without_keys_the_one_namespace_has_everything(caller: Caller) -> None:
+    await create(caller, *"abcd")
+    assert code(await outcome(create(caller, "e"))) == "out_of_sequences"
 
 
-def test_a_long_create_never_passes_the_limit_beside_another(
-    monkeypatch: pytest.MonkeyPatch,
+@fake_engine(max_sequences=100)
+async def test_a_long_create_never_passes_the_limit_beside_another(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both begin while there is room for either, and one of them is undone."""
     monkeypatch.setattr(sequences, "MADE_AT_ONCE", 4)
     monkeypatch.setattr(work, "TURN_S", 0.0)
 
-    async def scenario(caller: Caller) -> None:
-        async with caller.another() as other:
-            new = [{"id": f"{who}{number}"} for number in range(60) for who in "a"]
-            more = [{"id": f"b{number}"} for number in range(60)]
-            room = 2**18
-            replies = await asyncio.gather(
-                outcome(
-                    caller.submit(NewCall("create_sequences", {"sequences": new}, {}), room=room)
-                ),
-                outcome(
-                    other.submit(NewCall("create_sequences", {"sequences": more}, {}), room=room)
-                ),
-            )
-        codes = sorted(map(code, replies))
-        assert codes in (["ok", "out_of_sequences"], ["out_of_sequences", "out_of_sequences"])
-        numbers = await pool(caller)
-        assert (numbers["sequences"], numbers["integrity"]) == (60 * codes.count("ok"), "ok")
-
-    with_engine(FakeBackend(), scenario, max_sequences=100)
+    async with caller.another() as other:
+        new = [{"id": f"{who}{number}"} for number in range(60) for who in "a"]
+        more = [{"id": f"b{number}"} for number in range(60)]
+        room = 2**18
+        replies = await asyncio.gather(
+            outcome(caller.submit(NewCall("create_sequences", {"sequences": new}, {}), room=room)),
+            outcome(other.submit(NewCall("create_sequences", {"sequences": more}, {}), room=room)),
+        )
+    codes = sorted(map(code, replies))
+    assert codes in (["ok", "out_of_sequences"], ["out_of_sequences", "out_of_sequences"])
+    numbers = await pool(caller)
+    assert (numbers["sequences"], numbers["integrity"]) == (60 * codes.count("ok"), "ok")
 
 
 @pytest.mark.parametrize("what", ["create", "delete", "undo"])
@@ -222,55 +215,51 @@ def test_many_sequences_are_made_and_deleted_between_the_turns_of_others(
     with_engine(FakeBackend(), scenario)
 
 
-def test_page_tables_of_too_many_pages_are_refused_before_they_are_planned(
-    monkeypatch: pytest.MonkeyPatch,
+@fake_engine()
+async def test_page_tables_of_too_many_pages_are_refused_before_they_are_planned(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(page_tables, "MAX_TABLE", 4)
 
-    async def scenario(caller: Caller) -> None:
-        await create(caller, "a", "b")
-        for name in "ab":
-            await caller.submit(append(name, 2 * PAGE))
-        fields: dict[str, Any] = {"layer": 0, "sequences": ["a", "b"]}
-        assert len((await caller.call("page_table", fields)).fields["kv_indices"]) == 4
-        await caller.submit(append("a", 1))
-        planned = len(caller.engine.store.plans)
-        reply = await outcome(caller.call("page_table", fields))
-        assert isinstance(reply, Refused) and reply.code == "answer_too_large"
-        assert reply.problem["size"] > reply.problem["limit"] and "fewer sequences" in str(reply)
-        assert len(caller.engine.store.plans) == planned
-
-    with_engine(FakeBackend(), scenario)
+    await create(caller, "a", "b")
+    for name in "ab":
+        await caller.submit(append(name, 2 * PAGE))
+    fields: dict[str, Any] = {"layer": 0, "sequences": ["a", "b"]}
+    assert len((await caller.call("page_table", fields)).fields["kv_indices"]) == 4
+    await caller.submit(append("a", 1))
+    planned = len(caller.engine.store.plans)
+    reply = await outcome(caller.call("page_table", fields))
+    assert isinstance(reply, Refused) and reply.code == "answer_too_large"
+    assert reply.problem["size"] > reply.problem["limit"] and "fewer sequences" in str(reply)
+    assert len(caller.engine.store.plans) == planned
 
 
 @pytest.mark.parametrize("skipped", [0, 4, 5])
-def test_a_long_commit_is_hashed_between_the_turns_of_others(
-    skipped: int, monkeypatch: pytest.MonkeyPatch
+@fake_engine()
+async def test_a_long_commit_is_hashed_between_the_turns_of_others(
+    caller: Caller, skipped: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It names the pages that a commit at once names; an invalid one changes nothing."""
     monkeypatch.setattr(prefix, "HASHED_AT_ONCE", PAGE)
     monkeypatch.setattr(work, "TURN_S", 0.0)
     tokens = list(range(12 * PAGE))
 
-    async def scenario(caller: Caller) -> None:
-        for name in "ab":
-            await create(caller, name)
-            for layer in range(caller.engine.info.num_layers):
-                await caller.submit(append(name, len(tokens), layer=layer))
-        cut = {"token_ids": tokens[: skipped * PAGE]}
-        if skipped:
-            await caller.call("commit", {"id": "a"} | cut)
-        before = caller.metric("attnd_slices_total")
-        fields = {"token_ids": tokens[skipped * PAGE :], "offset": skipped * PAGE}
-        last = (await caller.call("commit", {"id": "a"} | fields)).fields
-        assert last["num_pages"] == 12
-        assert caller.metric("attnd_slices_total") >= before + 12 - skipped
-        monkeypatch.setattr(prefix, "HASHED_AT_ONCE", 2**15)
-        assert (await caller.call("commit", {"id": "b", "token_ids": tokens})).fields == last
-        monkeypatch.setattr(prefix, "HASHED_AT_ONCE", PAGE)
-        numbers = await pool(caller)
-        wrong = {"id": "b", "token_ids": [7, *tokens[1:]]}
-        assert code(await outcome(caller.call("commit", wrong))) == "key_mismatch"
-        assert await pool(caller) == numbers
-
-    with_engine(FakeBackend(), scenario)
+    for name in "ab":
+        await create(caller, name)
+        for layer in range(caller.engine.info.num_layers):
+            await caller.submit(append(name, len(tokens), layer=layer))
+    cut = {"token_ids": tokens[: skipped * PAGE]}
+    if skipped:
+        await caller.call("commit", {"id": "a"} | cut)
+    before = caller.metric("attnd_slices_total")
+    fields = {"token_ids": tokens[skipped * PAGE :], "offset": skipped * PAGE}
+    last = (await caller.call("commit", {"id": "a"} | fields)).fields
+    assert last["num_pages"] == 12
+    assert caller.metric("attnd_slices_total") >= before + 12 - skipped
+    monkeypatch.setattr(prefix, "HASHED_AT_ONCE", 2**15)
+    assert (await caller.call("commit", {"id": "b", "token_ids": tokens})).fields == last
+    monkeypatch.setattr(prefix, "HASHED_AT_ONCE", PAGE)
+    numbers = await pool(caller)
+    wrong = {"id": "b", "token_ids": [7, *tokens[1:]]}
+    assert code(await outcome(caller.call("commit", wrong))) == "key_mismatch"
+    assert await pool(caller) == numbers

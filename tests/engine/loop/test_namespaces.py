@@ -26,6 +26,7 @@ from tests.engine.harness import (
     create,
     decode,
     delete,
+    fake_engine,
     gather,
     no_turns,
     outcome,
@@ -63,21 +64,21 @@ async def session(caller: Caller, key: str) -> AsyncIterator[Caller]:
         road.close()
 
 
-def test_the_same_ids_in_two_namespaces_are_different_sequences(keys_file: str) -> None:
-    async def scenario(ours: Caller) -> None:
-        async with session(ours, "theirs") as theirs:
-            await create(ours, "a", "b")
-            await create(theirs, "a")
-            await ours.submit(append("a", 5))
-            await theirs.submit(append("a", 3, seed=9))
-            assert (await ours.call("get_sequence", {"id": "a"})).fields["length"] == 0
-            mine, other = [await one.submit(gather("a")) for one in (ours, theirs)]
-            assert mine.fields == {"kv_indptr": [0, 5]} and other.fields == {"kv_indptr": [0, 3]}
-            assert not np.array_equal(mine.tensors["k"][:3], other.tensors["k"])
-            await theirs.submit(delete("a"))
-            assert (await ours.submit(gather("a"))).fields == {"kv_indptr": [0, 5]}
-
-    with_engine(FakeBackend(), scenario, keys_file=keys_file, key="ours")
+@fake_engine(key="ours")
+async def test_the_same_ids_in_two_namespaces_are_different_sequences(
+    ours: Caller, keys_file: str
+) -> None:
+    async with session(ours, "theirs") as theirs:
+        await create(ours, "a", "b")
+        await create(theirs, "a")
+        await ours.submit(append("a", 5))
+        await theirs.submit(append("a", 3, seed=9))
+        assert (await ours.call("get_sequence", {"id": "a"})).fields["length"] == 0
+        mine, other = [await one.submit(gather("a")) for one in (ours, theirs)]
+        assert mine.fields == {"kv_indptr": [0, 5]} and other.fields == {"kv_indptr": [0, 3]}
+        assert not np.array_equal(mine.tensors["k"][:3], other.tensors["k"])
+        await theirs.submit(delete("a"))
+        assert (await ours.submit(gather("a"))).fields == {"kv_indptr": [0, 5]}
 
 
 def everything_about(name: str) -> list[NewCall]:
@@ -103,49 +104,48 @@ def everything_about(name: str) -> list[NewCall]:
     ]
 
 
-def test_a_foreign_sequence_is_what_never_was(keys_file: str) -> None:
-    async def scenario(ours: Caller) -> None:
-        async with session(ours, "theirs") as theirs:
-            await create(ours, "secret")
-            await ours.submit(append("secret", 5))
-            for foreign, absent in zip(
-                everything_about("secret"), everything_about("absent"), strict=True
-            ):
-                reply, other = [await outcome(theirs.submit(one)) for one in (foreign, absent)]
-                assert isinstance(reply, Refused) and isinstance(other, Refused), foreign
-                assert (reply.status, reply.code) == (404, "unknown_sequence")
-                as_absent = str(other.problem).replace("absent", "secret")
-                assert str(reply.problem) == as_absent, foreign.name
-            assert (await theirs.call("list_sequences", {})).fields["sequences"] == []
-            assert (await ours.submit(gather("secret"))).fields == {"kv_indptr": [0, 5]}
-
-    with_engine(FakeBackend(), scenario, keys_file=keys_file, key="ours")
+@fake_engine(key="ours")
+async def test_a_foreign_sequence_is_what_never_was(ours: Caller, keys_file: str) -> None:
+    async with session(ours, "theirs") as theirs:
+        await create(ours, "secret")
+        await ours.submit(append("secret", 5))
+        for foreign, absent in zip(
+            everything_about("secret"), everything_about("absent"), strict=True
+        ):
+            reply, other = [await outcome(theirs.submit(one)) for one in (foreign, absent)]
+            assert isinstance(reply, Refused) and isinstance(other, Refused), foreign
+            assert (reply.status, reply.code) == (404, "unknown_sequence")
+            as_absent = str(other.problem).replace("absent", "secret")
+            assert str(reply.problem) == as_absent, foreign.name
+        assert (await theirs.call("list_sequences", {})).fields["sequences"] == []
+        assert (await ours.submit(gather("secret"))).fields == {"kv_indptr": [0, 5]}
 
 
-def test_lists_forks_and_answers_show_names_as_their_callers_gave_them(keys_file: str) -> None:
-    async def scenario(ours: Caller) -> None:
-        async with session(ours, "theirs") as theirs:
-            await create(theirs, "0", "a", "m", "z")
-            await create(ours, *(f"s-{number}" for number in range(5)))
-            fork = {"sequences": [{"id": "fork", "parent": "s-1"}, {"parent": "s-2"}]}
-            made = (await ours.call("create_sequences", fork)).fields["sequences"]
-            assert [one["parent"] for one in made] == ["s-1", "s-2"]
-            assert made[0]["id"] == "fork" and made[1]["id"].startswith("seq-")
-            listed: list[str] = []
-            after: dict[str, str] = {}
-            while True:
-                page = (await ours.call("list_sequences", {"limit": 2} | after)).fields
-                listed += [one["id"] for one in page["sequences"]]
-                if page["next"] is None:
-                    break
-                after = {"after": page["next"]}
-            wanted = ["fork", *(f"s-{number}" for number in range(5)), made[1]["id"]]
-            assert listed == sorted(wanted)
+@fake_engine(key="ours")
+async def test_lists_forks_and_answers_show_names_as_their_callers_gave_them(
+    ours: Caller, keys_file: str
+) -> None:
+    async with session(ours, "theirs") as theirs:
+        await create(theirs, "0", "a", "m", "z")
+        await create(ours, *(f"s-{number}" for number in range(5)))
+        fork = {"sequences": [{"id": "fork", "parent": "s-1"}, {"parent": "s-2"}]}
+        made = (await ours.call("create_sequences", fork)).fields["sequences"]
+        assert [one["parent"] for one in made] == ["s-1", "s-2"]
+        assert made[0]["id"] == "fork" and made[1]["id"].startswith("seq-")
+        listed: list[str] = []
+        after: dict[str, str] = {}
+        while True:
+            page = (await ours.call("list_sequences", {"limit": 2} | after)).fields
+            listed += [one["id"] for one in page["sequences"]]
+            if page["next"] is None:
+                break
+            after = {"after": page["next"]}
+        wanted = ["fork", *(f"s-{number}" for number in range(5)), made[1]["id"]]
+        assert listed == sorted(wanted)
 
-    with_engine(FakeBackend(), scenario, keys_file=keys_file, key="ours")
 
-
-def test_errors_name_sequences_as_their_callers_do(keys_file: str) -> None:
+@fake_engine(key="ours")
+async def test_errors_name_sequences_as_their_callers_do(ours: Caller, keys_file: str) -> None:
     cases: list[tuple[NewCall, dict[str, Any]]] = [
         (NewCall("create_sequences", {"sequences": [{"id": "a"}]}, {}), {"sequences": ["a"]}),
         (append("a", 1, offsets=[7]), {"lengths": {"a": 5}}),
@@ -158,79 +158,72 @@ def test_errors_name_sequences_as_their_callers_do(keys_file: str) -> None:
         (decode("a", "a"), {"field": "sequences", "value": "a"}),
     ]
 
-    async def scenario(ours: Caller) -> None:
-        await create(ours, "a")
-        await ours.submit(append("a", 5))
-        for call, numbers in cases:
-            reply = await outcome(ours.submit(call))
-            assert isinstance(reply, Refused), (call, reply)
-            assert {name: reply.problem[name] for name in numbers} == numbers
-            assert "ours" not in str(reply.problem), reply.problem
-
-    with_engine(FakeBackend(), scenario, keys_file=keys_file, key="ours")
+    await create(ours, "a")
+    await ours.submit(append("a", 5))
+    for call, numbers in cases:
+        reply = await outcome(ours.submit(call))
+        assert isinstance(reply, Refused), (call, reply)
+        assert {name: reply.problem[name] for name in numbers} == numbers
+        assert "ours" not in str(reply.problem), reply.problem
 
 
-def test_a_scope_that_lacks_is_403_and_changes_nothing(keys_file: str) -> None:
-    async def scenario(ours: Caller) -> None:
-        await create(ours, "a")
-        await ours.submit(append("a", 5))
-        async with session(ours, "reader") as reader, session(ours, "writer") as writer:
-            refused: list[tuple[Caller, NewCall, str]] = [
-                (reader, append("a", 1), "append"),
-                (reader, decode("a", new=True), "append"),
-                (reader, truncate("a", 0), "append"),
-                (reader, delete("a"), "append"),
-                (reader, NewCall("create_sequences", {"sequences": [{}]}, {}), "append"),
-                (writer, gather("a"), "read"),
-                (writer, decode("a"), "read"),
-                (writer, NewCall("list_sequences", {}, {}), "read"),
-            ]
-            for caller, call, scope in refused:
-                reply = await outcome(caller.submit(call))
-                assert isinstance(reply, Refused), call
-                assert (reply.status, reply.code, reply.problem["scope"]) == (
-                    403,
-                    "forbidden",
-                    scope,
-                )
-            assert (await reader.submit(gather("a"))).fields == {"kv_indptr": [0, 5]}
-            assert code(await outcome(reader.submit(decode("a")))) == "ok"
-            assert code(await outcome(writer.submit(append("a", 1)))) == "ok"
-
-    with_engine(FakeBackend(), scenario, keys_file=keys_file, key="ours")
+@fake_engine(key="ours")
+async def test_a_scope_that_lacks_is_403_and_changes_nothing(ours: Caller, keys_file: str) -> None:
+    await create(ours, "a")
+    await ours.submit(append("a", 5))
+    async with session(ours, "reader") as reader, session(ours, "writer") as writer:
+        refused: list[tuple[Caller, NewCall, str]] = [
+            (reader, append("a", 1), "append"),
+            (reader, decode("a", new=True), "append"),
+            (reader, truncate("a", 0), "append"),
+            (reader, delete("a"), "append"),
+            (reader, NewCall("create_sequences", {"sequences": [{}]}, {}), "append"),
+            (writer, gather("a"), "read"),
+            (writer, decode("a"), "read"),
+            (writer, NewCall("list_sequences", {}, {}), "read"),
+        ]
+        for caller, call, scope in refused:
+            reply = await outcome(caller.submit(call))
+            assert isinstance(reply, Refused), call
+            assert (reply.status, reply.code, reply.problem["scope"]) == (
+                403,
+                "forbidden",
+                scope,
+            )
+        assert (await reader.submit(gather("a"))).fields == {"kv_indptr": [0, 5]}
+        assert code(await outcome(reader.submit(decode("a")))) == "ok"
+        assert code(await outcome(writer.submit(append("a", 1)))) == "ok"
 
 
 @pytest.mark.parametrize("key", ["", "no such key", "Ours"])
-def test_a_session_without_a_valid_key_is_refused(keys_file: str, key: str) -> None:
-    async def scenario(ours: Caller) -> None:
-        with pytest.raises(NotReady, match=r"refused the session: .*key"):
-            async with session(ours, key):
-                pass
-
-    with_engine(FakeBackend(), scenario, keys_file=keys_file, key="ours")
-
-
-def test_a_key_that_is_taken_back_ends_its_sessions_and_a_changed_one_changes_them(
-    keys_file: str,
+@fake_engine(key="ours")
+async def test_a_session_without_a_valid_key_is_refused(
+    ours: Caller, keys_file: str, key: str
 ) -> None:
-    async def scenario(ours: Caller) -> None:
-        async with session(ours, "theirs") as theirs, session(ours, "ours too") as too:
-            await create(ours, "a")
-            lines = [
-                line_of("ours", "ours", ["read"]),
-                line_of("ours too", "ours", ["read", "append"]),
-                line_of("fresh", "fresh", ["read"]),
-            ]
-            Path(keys_file).write_text("\n".join(lines))
-            ours.engine.read_keys_again()
-            await until(lambda: theirs.road.lost != "")
-            assert "was removed" in theirs.road.lost
-            assert code(await outcome(ours.submit(delete("a")))) == "forbidden"
-            assert code(await outcome(too.submit(delete("a")))) == "ok"
-            async with session(ours, "fresh") as fresh:
-                assert (await fresh.call("list_sequences", {})).fields["sequences"] == []
+    with pytest.raises(NotReady, match=r"refused the session: .*key"):
+        async with session(ours, key):
+            pass
 
-    with_engine(FakeBackend(), scenario, keys_file=keys_file, key="ours")
+
+@fake_engine(key="ours")
+async def test_a_key_that_is_taken_back_ends_its_sessions_and_a_changed_one_changes_them(
+    ours: Caller, keys_file: str
+) -> None:
+    async with session(ours, "theirs") as theirs, session(ours, "ours too") as too:
+        await create(ours, "a")
+        lines = [
+            line_of("ours", "ours", ["read"]),
+            line_of("ours too", "ours", ["read", "append"]),
+            line_of("fresh", "fresh", ["read"]),
+        ]
+        Path(keys_file).write_text("\n".join(lines))
+        ours.engine.read_keys_again()
+        await until(lambda: theirs.road.lost != "")
+        assert "was removed" in theirs.road.lost
+        assert code(await outcome(ours.submit(delete("a")))) == "forbidden"
+        assert code(await outcome(too.submit(delete("a")))) == "ok"
+        async with session(ours, "fresh") as fresh:
+            assert (await fresh.call("list_sequences", {})).fields["sequences"] == []
 
 
 # Turns.
@@ -245,97 +238,87 @@ async def hold(caller: Caller, backend: FakeBackend) -> asyncio.Task[Any]:
     return task
 
 
-def test_a_single_call_shares_its_launch_with_one_of_another_namespaces_many(
-    keys_file: str,
+@fake_engine(key="ours")
+async def test_a_single_call_shares_its_launch_with_one_of_another_namespaces_many(
+    ours: Caller, backend: FakeBackend, keys_file: str
 ) -> None:
-    backend = FakeBackend()
-
-    async def scenario(ours: Caller) -> None:
-        async with session(ours, "theirs") as theirs:
-            await create(ours, "a", "held")
-            await create(theirs, "b")
-            await ours.submit(append("a", 5))
-            await theirs.submit(append("b", 9, seed=5))
-            del backend.launches[:]
-            with no_turns(ours):
-                many = [ours.start(decode("a", seed=number)) for number in range(100)]
-                await until(lambda: ours.num_waiting == 100)
-                single = theirs.start(decode("b"))
-                await until(lambda: ours.num_waiting == 101)
-            await asyncio.gather(single, *many)
-            sizes = [len(launch) for launch in backend.launches]
-            assert sizes[0] <= 2, f"the single call waited in a launch of {sizes[0]}"
-            assert sum(sizes) == 101
-
-    with_engine(backend, scenario, keys_file=keys_file, key="ours")
+    async with session(ours, "theirs") as theirs:
+        await create(ours, "a", "held")
+        await create(theirs, "b")
+        await ours.submit(append("a", 5))
+        await theirs.submit(append("b", 9, seed=5))
+        del backend.launches[:]
+        with no_turns(ours):
+            many = [ours.start(decode("a", seed=number)) for number in range(100)]
+            await until(lambda: ours.num_waiting == 100)
+            single = theirs.start(decode("b"))
+            await until(lambda: ours.num_waiting == 101)
+        await asyncio.gather(single, *many)
+        sizes = [len(launch) for launch in backend.launches]
+        assert sizes[0] <= 2, f"the single call waited in a launch of {sizes[0]}"
+        assert sum(sizes) == 101
 
 
-def test_two_busy_namespaces_share_launches(keys_file: str) -> None:
-    backend = FakeBackend()
-
-    async def scenario(ours: Caller) -> None:
-        async with session(ours, "theirs") as theirs:
-            await create(ours, "a", "held")
-            await create(theirs, "b")
-            await ours.submit(append("a", 5))
-            await theirs.submit(append("b", 9, seed=5))
-            del backend.launches[:]
-            with no_turns(ours):
-                every = [ours.start(decode("a", seed=number)) for number in range(30)]
-                every += [theirs.start(decode("b", seed=number)) for number in range(30)]
-                await until(lambda: ours.num_waiting == 60)
-            await asyncio.gather(*every)
-            assert len(backend.launches) <= 2, [len(launch) for launch in backend.launches]
-
-    with_engine(backend, scenario, keys_file=keys_file, key="ours")
+@fake_engine(key="ours")
+async def test_two_busy_namespaces_share_launches(
+    ours: Caller, backend: FakeBackend, keys_file: str
+) -> None:
+    async with session(ours, "theirs") as theirs:
+        await create(ours, "a", "held")
+        await create(theirs, "b")
+        await ours.submit(append("a", 5))
+        await theirs.submit(append("b", 9, seed=5))
+        del backend.launches[:]
+        with no_turns(ours):
+            every = [ours.start(decode("a", seed=number)) for number in range(30)]
+            every += [theirs.start(decode("b", seed=number)) for number in range(30)]
+            await until(lambda: ours.num_waiting == 60)
+        await asyncio.gather(*every)
+        assert len(backend.launches) <= 2, [len(launch) for launch in backend.launches]
 
 
-def test_a_full_queue_of_one_namespace_refuses_only_its_own(keys_file: str) -> None:
-    backend = FakeBackend(late=True)
-
-    async def scenario(ours: Caller) -> None:
-        async with session(ours, "theirs") as theirs:
-            await create(ours, "a", "held")
-            await create(theirs, "b")
-            await theirs.submit(append("b", 9, seed=5))
-            first = await hold(ours, backend)
-            waiting = [ours.start(truncate("held", 0)) for _ in range(8)]
-            await until(lambda: ours.num_waiting == 8)
-            reply = await outcome(ours.submit(decode("a")))
-            assert code(reply) == "overloaded"
-            single = theirs.start(truncate("b", 0))
-            await until(lambda: ours.num_waiting == 9)
-            backend.gate.set()
-            assert (await single).fields["length"] == 0
-            await asyncio.gather(first, *waiting)
-
-    with_engine(backend, scenario, keys_file=keys_file, key="ours", queue_depth=8)
+@fake_engine(late=True, key="ours", queue_depth=8)
+async def test_a_full_queue_of_one_namespace_refuses_only_its_own(
+    ours: Caller, backend: FakeBackend, keys_file: str
+) -> None:
+    async with session(ours, "theirs") as theirs:
+        await create(ours, "a", "held")
+        await create(theirs, "b")
+        await theirs.submit(append("b", 9, seed=5))
+        first = await hold(ours, backend)
+        waiting = [ours.start(truncate("held", 0)) for _ in range(8)]
+        await until(lambda: ours.num_waiting == 8)
+        reply = await outcome(ours.submit(decode("a")))
+        assert code(reply) == "overloaded"
+        single = theirs.start(truncate("b", 0))
+        await until(lambda: ours.num_waiting == 9)
+        backend.gate.set()
+        assert (await single).fields["length"] == 0
+        await asyncio.gather(first, *waiting)
 
 
-def test_slices_of_long_work_come_from_each_namespace_in_turn(keys_file: str) -> None:
-    backend = FakeBackend()
-
-    async def scenario(ours: Caller) -> None:
-        async with session(ours, "theirs") as theirs:
-            await create(theirs, "b")
-            await create(ours, "1", "2", "3", "4")
-            for caller, names in ((ours, "1234"), (theirs, "b")):
-                for name in names:
-                    await caller.submit(append(name, 4))
-            steps = backend.step_by_step()
-            alone = await finish(backend, theirs.start(long_prefill("b", new=False)))
-            steps = backend.step_by_step()
-            many = [ours.start(long_prefill(name, new=False)) for name in "1234"]
-            await until(lambda: len(steps) == 1)
-            single = theirs.start(long_prefill("b", new=False))
-            await until(lambda: ours.engine.num_admitted == 5)
-            beside = await finish(backend, single)
-            assert alone >= 5
-            assert beside <= 2 * alone + 3, f"{beside} slices went by for {alone}"
-            backend.let_all()
-            await asyncio.gather(*many)
-
-    with_engine(backend, scenario, keys_file=keys_file, key="ours", slice_ms=SLICE_MS)
+@fake_engine(key="ours", slice_ms=SLICE_MS)
+async def test_slices_of_long_work_come_from_each_namespace_in_turn(
+    ours: Caller, backend: FakeBackend, keys_file: str
+) -> None:
+    async with session(ours, "theirs") as theirs:
+        await create(theirs, "b")
+        await create(ours, "1", "2", "3", "4")
+        for caller, names in ((ours, "1234"), (theirs, "b")):
+            for name in names:
+                await caller.submit(append(name, 4))
+        steps = backend.step_by_step()
+        alone = await finish(backend, theirs.start(long_prefill("b", new=False)))
+        steps = backend.step_by_step()
+        many = [ours.start(long_prefill(name, new=False)) for name in "1234"]
+        await until(lambda: len(steps) == 1)
+        single = theirs.start(long_prefill("b", new=False))
+        await until(lambda: ours.engine.num_admitted == 5)
+        beside = await finish(backend, single)
+        assert alone >= 5
+        assert beside <= 2 * alone + 3, f"{beside} slices went by for {alone}"
+        backend.let_all()
+        await asyncio.gather(*many)
 
 
 def import_of(**fields: Any) -> NewCall:
@@ -419,17 +402,17 @@ def test_a_broken_invariant_is_logged_and_names_no_namespace_to_others(
     assert caplog.text.count("theirs/secret with") == 2
 
 
-def test_a_pool_is_looked_at_between_the_turns_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+@fake_engine()
+async def test_a_pool_is_looked_at_between_the_turns_of_others(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The check of a chain of forks runs some milliseconds at a time."""
     monkeypatch.setattr(work, "TURN_S", 0.0)
 
-    async def scenario(caller: Caller) -> None:
-        await create(caller, "n0")
-        for number in range(1, 50):
-            await create(caller, f"n{number}", parent=f"n{number - 1}")
-        before = caller.metric("attnd_slices_total")
-        numbers = (await caller.call("pool", {})).fields
-        assert (numbers["sequences"], numbers["integrity"]) == (50, "ok")
-        assert caller.metric("attnd_slices_total") >= before + 100
-
-    with_engine(FakeBackend(), scenario)
+    await create(caller, "n0")
+    for number in range(1, 50):
+        await create(caller, f"n{number}", parent=f"n{number - 1}")
+    before = caller.metric("attnd_slices_total")
+    numbers = (await caller.call("pool", {})).fields
+    assert (numbers["sequences"], numbers["integrity"]) == (50, "ok")
+    assert caller.metric("attnd_slices_total") >= before + 100

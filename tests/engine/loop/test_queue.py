@@ -23,12 +23,12 @@ from tests.engine.harness import (
     create,
     decode,
     delete,
+    fake_engine,
     length,
     outcome,
     pool,
     truncate,
     until,
-    with_engine,
 )
 
 
@@ -63,265 +63,237 @@ async def two_sequences(caller: Caller) -> None:
         await caller.submit(append("a", 3, layer=layer))
 
 
-def test_a_full_queue_refuses_with_a_time_to_retry_and_admitted_work_finishes() -> None:
-    backend = FakeBackend(late=True)
-
-    async def scenario(caller: Caller) -> None:
-        await two_sequences(caller)
-        first = await blocked(caller, backend)
-        waiting = [caller.start(decode("a")) for _ in range(2)]
-        await until(lambda: caller.num_waiting == 3)
-        with pytest.raises(Refused) as caught:
-            await caller.submit(decode("a"))
-        assert (caught.value.status, caught.value.code) == (429, "overloaded")
-        assert 0.05 <= caught.value.problem["retry_after_s"] <= 30
-        assert caller.metric('attnd_rejected_total{reason="overloaded"}') == 1
-        assert caller.metric("attnd_inflight") == 4
-        backend.gate.set()
-        for reply in await asyncio.gather(*first, *waiting):
-            assert reply.status == 200
-        await until(lambda: caller.metric("attnd_inflight") == 0)
-
-    with_engine(backend, scenario, queue_depth=3)
+@fake_engine(late=True, queue_depth=3)
+async def test_a_full_queue_refuses_with_a_time_to_retry_and_admitted_work_finishes(
+    caller: Caller, backend: FakeBackend
+) -> None:
+    await two_sequences(caller)
+    first = await blocked(caller, backend)
+    waiting = [caller.start(decode("a")) for _ in range(2)]
+    await until(lambda: caller.num_waiting == 3)
+    with pytest.raises(Refused) as caught:
+        await caller.submit(decode("a"))
+    assert (caught.value.status, caught.value.code) == (429, "overloaded")
+    assert 0.05 <= caught.value.problem["retry_after_s"] <= 30
+    assert caller.metric('attnd_rejected_total{reason="overloaded"}') == 1
+    assert caller.metric("attnd_inflight") == 4
+    backend.gate.set()
+    for reply in await asyncio.gather(*first, *waiting):
+        assert reply.status == 200
+    await until(lambda: caller.metric("attnd_inflight") == 0)
 
 
-def test_a_full_queue_still_takes_what_frees_pages() -> None:
-    backend = FakeBackend(late=True)
+@fake_engine(late=True, queue_depth=2)
+async def test_a_full_queue_still_takes_what_frees_pages(
+    caller: Caller, backend: FakeBackend
+) -> None:
+    await two_sequences(caller)
+    await create(caller, "deleted")
+    first = await blocked(caller, backend)
+    waiting = [caller.start(decode("a"))]
+    await until(lambda: caller.num_waiting == 2)
+    refused: list[NewCall] = [
+        decode("a"),
+        append("a", 1),
+        NewCall("create_sequences", {"sequences": [{}]}, {}),
+        NewCall("get_sequence", {"id": "a"}, {}),
+        NewCall("pool", {}, {}),
+    ]
+    for call in refused:
+        assert code(await outcome(caller.submit(call))) == "overloaded", call.name
+    freeing = [caller.start(truncate("a", 2)), caller.start(delete("deleted"))]
+    await until(lambda: caller.num_waiting == 4)
+    backend.gate.set()
+    replies = await asyncio.gather(*first, *waiting, *freeing)
+    assert [reply.status for reply in replies] == [200, 200, 200, 200, 204]
+    assert await length(caller, "a") == 2
+    assert code(await outcome(caller.submit(delete("deleted")))) == "unknown_sequence"
 
-    async def scenario(caller: Caller) -> None:
-        await two_sequences(caller)
-        await create(caller, "deleted")
-        first = await blocked(caller, backend)
-        waiting = [caller.start(decode("a"))]
-        await until(lambda: caller.num_waiting == 2)
-        refused: list[NewCall] = [
-            decode("a"),
-            append("a", 1),
-            NewCall("create_sequences", {"sequences": [{}]}, {}),
-            NewCall("get_sequence", {"id": "a"}, {}),
-            NewCall("pool", {}, {}),
-        ]
-        for call in refused:
-            assert code(await outcome(caller.submit(call))) == "overloaded", call.name
-        freeing = [caller.start(truncate("a", 2)), caller.start(delete("deleted"))]
+
+@fake_engine(late=True)
+async def test_an_operation_cancelled_before_its_turn_leaves_no_trace(
+    caller: Caller, backend: FakeBackend
+) -> None:
+    await two_sequences(caller)
+    first = await blocked(caller, backend)
+    before = list(backend.calls)
+    task = caller.start(append("a", 5))
+    await until(lambda: caller.num_waiting == 2)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(lambda: caller.num_waiting == 1)  # it takes no room in the queue any more
+    backend.gate.set()
+    await asyncio.gather(*first)
+    assert await length(caller, "a") == 3
+    assert backend.calls == before
+    assert caller.metric('attnd_rejected_total{reason="cancelled"}') == 1
+
+
+@fake_engine()
+async def test_an_operation_cancelled_while_the_round_before_it_runs_leaves_no_trace(
+    caller: Caller, backend: FakeBackend
+) -> None:
+    await two_sequences(caller)
+    backend.gate.clear()
+    first = caller.start(decode("a"))
+    await until(lambda: backend.calls[-1] == "attend")
+    # The engine takes these at once, and the word that takes one of them back with them.
+    second = caller.start(decode("a"))
+    doomed = caller.start(append("a", 5, seed=9))
+    third = caller.start(decode("a", sm_scale=2.0))
+    await until(lambda: len(caller.road.pending) == 4)
+    doomed.cancel()
+    await asyncio.sleep(0.01)
+    backend.gate.set()
+    await asyncio.gather(first, second, third)
+    assert await length(caller, "a") == 3
+
+
+@fake_engine(late=True)
+async def test_a_running_operation_that_is_cancelled_finishes_without_a_reply(
+    caller: Caller, backend: FakeBackend
+) -> None:
+    await create(caller, "a")
+    backend.gate.clear()
+    task = caller.start(decode("a", new=True))
+    await until(lambda: backend.calls[-2:] == ["append", "attend"])
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    backend.gate.set()
+    assert await length(caller, "a") == 1
+
+
+@fake_engine(late=True)
+async def test_an_operation_whose_deadline_passed_before_its_turn_does_not_run(
+    caller: Caller, backend: FakeBackend
+) -> None:
+    await two_sequences(caller)
+    first = await blocked(caller, backend)
+    late = asyncio.create_task(outcome(caller.submit(append("a", 5), deadline_s=0.01)))
+    in_time = caller.start(append("a", 1), deadline_s=60.0)
+    await until(lambda: caller.num_waiting == 3)
+    await asyncio.sleep(0.03)
+    backend.gate.set()
+    await asyncio.gather(*first)
+    refused = await late
+    assert isinstance(refused, Refused)
+    assert (refused.status, refused.code) == (504, "deadline_exceeded")
+    assert (await in_time).fields == {"lengths": [4]}
+    assert caller.metric('attnd_rejected_total{reason="deadline_exceeded"}') == 1
+
+
+@fake_engine(late=True)
+async def test_operations_run_in_the_order_they_came(caller: Caller, backend: FakeBackend) -> None:
+    await two_sequences(caller)
+    first = await blocked(caller, backend)
+    tasks = []
+    for n in (1, 2, 3):
+        tasks.append(caller.start(append("a", n, seed=n)))
+        await asyncio.sleep(0)
+    backend.gate.set()
+    await asyncio.gather(*first)
+    replies = [reply.fields for reply in await asyncio.gather(*tasks)]
+    assert replies == [{"lengths": [4]}, {"lengths": [6]}, {"lengths": [9]}]
+
+
+@fake_engine(late=True)
+async def test_a_drain_answers_all_that_was_admitted_and_refuses_the_rest(
+    caller: Caller, backend: FakeBackend
+) -> None:
+    await two_sequences(caller)
+    first = await blocked(caller, backend)
+    waiting = [caller.start(decode("a", new=True)) for _ in range(5)]
+    await until(lambda: caller.num_waiting == 6)
+    caller.engine.drain()
+    await until(lambda: caller.road.state.state == "draining")
+    with pytest.raises(Refused, match="draining") as caught:
+        await caller.submit(decode("a"))
+    assert (caught.value.status, caught.value.code) == (503, "not_ready")
+    backend.gate.set()
+    replies = await asyncio.gather(*first, *waiting)
+    assert len(replies) == 7
+    await until(lambda: not caller.running.thread.is_alive())
+    await until(lambda: bool(caller.road.lost))
+    with pytest.raises(NotReady):
+        await caller.submit(decode("a"))
+
+
+@fake_engine(late=True, drain_timeout_s=0.05)
+async def test_a_drain_that_takes_too_long_refuses_unfinished_operations(
+    caller: Caller, backend: FakeBackend
+) -> None:
+    await two_sequences(caller)
+    first, barrier = await blocked(caller, backend)
+    waiting = asyncio.create_task(outcome(caller.submit(append("a", 1))))
+    await until(lambda: caller.num_waiting == 2)
+    caller.engine.drain()
+    replies = await asyncio.gather(waiting, outcome(barrier), outcome(first))
+    assert [code(one) for one in replies] == ["not_ready"] * 3
+    assert "before the operation's turn came" in str(replies[0])
+    assert "mid-operation" in str(replies[2])
+
+
+@fake_engine()
+async def test_two_sessions_share_an_engine_and_each_is_answered_its_own(
+    caller: Caller, backend: FakeBackend
+) -> None:
+    await create(caller, "a")
+    async with caller.another() as other:
+        assert await pool(other) == await pool(caller)
+        tasks: list[Any] = []
+        for n in range(1, 6):
+            tasks += [caller.start(append("a", n)), other.start(decode("a", seed=n))]
+        await asyncio.gather(*tasks)
+        assert await length(other, "a") == 15
+        assert caller.metric("attnd_sessions") == 2
+
+
+@fake_engine(late=True)
+async def test_the_death_of_a_caller_takes_its_waiting_calls_out(
+    caller: Caller, backend: FakeBackend
+) -> None:
+    await two_sequences(caller)
+    first = await blocked(caller, backend)
+    async with caller.another() as other:
+        doomed = [asyncio.create_task(outcome(other.submit(append("a", 2)))) for _ in range(3)]
         await until(lambda: caller.num_waiting == 4)
-        backend.gate.set()
-        replies = await asyncio.gather(*first, *waiting, *freeing)
-        assert [reply.status for reply in replies] == [200, 200, 200, 200, 204]
-        assert await length(caller, "a") == 2
-        assert code(await outcome(caller.submit(delete("deleted")))) == "unknown_sequence"
-
-    with_engine(backend, scenario, queue_depth=2)
-
-
-def test_an_operation_cancelled_before_its_turn_leaves_no_trace() -> None:
-    backend = FakeBackend(late=True)
-
-    async def scenario(caller: Caller) -> None:
-        await two_sequences(caller)
-        first = await blocked(caller, backend)
-        before = list(backend.calls)
-        task = caller.start(append("a", 5))
-        await until(lambda: caller.num_waiting == 2)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await until(lambda: caller.num_waiting == 1)  # it takes no room in the queue any more
-        backend.gate.set()
-        await asyncio.gather(*first)
-        assert await length(caller, "a") == 3
-        assert backend.calls == before
-        assert caller.metric('attnd_rejected_total{reason="cancelled"}') == 1
-
-    with_engine(backend, scenario)
+    assert all(isinstance(reply, NotReady) for reply in await asyncio.gather(*doomed))
+    await until(lambda: caller.num_waiting == 1)
+    kept = caller.start(append("a", 1))
+    await until(lambda: caller.num_waiting == 2)
+    backend.gate.set()
+    await asyncio.gather(*first)
+    assert (await kept).fields == {"lengths": [4]}
+    assert caller.metric('attnd_rejected_total{reason="cancelled"}') == 3
 
 
-def test_an_operation_cancelled_while_the_round_before_it_runs_leaves_no_trace() -> None:
-    backend = FakeBackend()
-
-    async def scenario(caller: Caller) -> None:
-        await two_sequences(caller)
-        backend.gate.clear()
-        first = caller.start(decode("a"))
-        await until(lambda: backend.calls[-1] == "attend")
-        # The engine takes these at once, and the word that takes one of them back with them.
-        second = caller.start(decode("a"))
-        doomed = caller.start(append("a", 5, seed=9))
-        third = caller.start(decode("a", sm_scale=2.0))
-        await until(lambda: len(caller.road.pending) == 4)
-        doomed.cancel()
-        await asyncio.sleep(0.01)
-        backend.gate.set()
-        await asyncio.gather(first, second, third)
-        assert await length(caller, "a") == 3
-
-    with_engine(backend, scenario)
+@fake_engine(max_sessions=2)
+async def test_one_session_too_many_is_refused_with_a_reason_until_another_ends(
+    caller: Caller,
+) -> None:
+    async with caller.another():
+        hello = message(HELLO, Hello(VERSION, "third", False, 4096))
+        assert b"server.max_sessions" in reply_to(caller, hello)
+    await until(lambda: len(caller.engine.callers.sessions) == 1)
+    async with caller.another() as again:
+        await pool(again)
 
 
-def test_a_running_operation_that_is_cancelled_finishes_without_a_reply() -> None:
-    backend = FakeBackend(late=True)
-
-    async def scenario(caller: Caller) -> None:
-        await create(caller, "a")
-        backend.gate.clear()
-        task = caller.start(decode("a", new=True))
-        await until(lambda: backend.calls[-2:] == ["append", "attend"])
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        backend.gate.set()
-        assert await length(caller, "a") == 1
-
-    with_engine(backend, scenario)
+@fake_engine()
+async def test_bytes_that_are_no_frame_end_their_session_and_no_other(caller: Caller) -> None:
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\x01\x00\x00\x00\x10\x00\x00\x00" * 9):
+        assert b"malformed_request" in reply_to(caller, garbage)
+    assert (await pool(caller))["integrity"] == "ok"
 
 
-def test_an_operation_whose_deadline_passed_before_its_turn_does_not_run() -> None:
-    backend = FakeBackend(late=True)
-
-    async def scenario(caller: Caller) -> None:
-        await two_sequences(caller)
-        first = await blocked(caller, backend)
-        late = asyncio.create_task(outcome(caller.submit(append("a", 5), deadline_s=0.01)))
-        in_time = caller.start(append("a", 1), deadline_s=60.0)
-        await until(lambda: caller.num_waiting == 3)
-        await asyncio.sleep(0.03)
-        backend.gate.set()
-        await asyncio.gather(*first)
-        refused = await late
-        assert isinstance(refused, Refused)
-        assert (refused.status, refused.code) == (504, "deadline_exceeded")
-        assert (await in_time).fields == {"lengths": [4]}
-        assert caller.metric('attnd_rejected_total{reason="deadline_exceeded"}') == 1
-
-    with_engine(backend, scenario)
-
-
-def test_operations_run_in_the_order_they_came() -> None:
-    backend = FakeBackend(late=True)
-
-    async def scenario(caller: Caller) -> None:
-        await two_sequences(caller)
-        first = await blocked(caller, backend)
-        tasks = []
-        for n in (1, 2, 3):
-            tasks.append(caller.start(append("a", n, seed=n)))
-            await asyncio.sleep(0)
-        backend.gate.set()
-        await asyncio.gather(*first)
-        replies = [reply.fields for reply in await asyncio.gather(*tasks)]
-        assert replies == [{"lengths": [4]}, {"lengths": [6]}, {"lengths": [9]}]
-
-    with_engine(backend, scenario)
-
-
-def test_a_drain_answers_all_that_was_admitted_and_refuses_the_rest() -> None:
-    backend = FakeBackend(late=True)
-
-    async def scenario(caller: Caller) -> None:
-        await two_sequences(caller)
-        first = await blocked(caller, backend)
-        waiting = [caller.start(decode("a", new=True)) for _ in range(5)]
-        await until(lambda: caller.num_waiting == 6)
-        caller.engine.drain()
-        await until(lambda: caller.road.state.state == "draining")
-        with pytest.raises(Refused, match="draining") as caught:
-            await caller.submit(decode("a"))
-        assert (caught.value.status, caught.value.code) == (503, "not_ready")
-        backend.gate.set()
-        replies = await asyncio.gather(*first, *waiting)
-        assert len(replies) == 7
-        await until(lambda: not caller.running.thread.is_alive())
-        await until(lambda: bool(caller.road.lost))
-        with pytest.raises(NotReady):
-            await caller.submit(decode("a"))
-
-    with_engine(backend, scenario)
-
-
-def test_a_drain_that_takes_too_long_refuses_unfinished_operations() -> None:
-    backend = FakeBackend(late=True)
-
-    async def scenario(caller: Caller) -> None:
-        await two_sequences(caller)
-        first, barrier = await blocked(caller, backend)
-        waiting = asyncio.create_task(outcome(caller.submit(append("a", 1))))
-        await until(lambda: caller.num_waiting == 2)
-        caller.engine.drain()
-        replies = await asyncio.gather(waiting, outcome(barrier), outcome(first))
-        assert [code(one) for one in replies] == ["not_ready"] * 3
-        assert "before the operation's turn came" in str(replies[0])
-        assert "mid-operation" in str(replies[2])
-
-    with_engine(backend, scenario, drain_timeout_s=0.05)
-
-
-def test_two_sessions_share_an_engine_and_each_is_answered_its_own() -> None:
-    backend = FakeBackend()
-
-    async def scenario(caller: Caller) -> None:
-        await create(caller, "a")
-        async with caller.another() as other:
-            assert await pool(other) == await pool(caller)
-            tasks: list[Any] = []
-            for n in range(1, 6):
-                tasks += [caller.start(append("a", n)), other.start(decode("a", seed=n))]
-            await asyncio.gather(*tasks)
-            assert await length(other, "a") == 15
-            assert caller.metric("attnd_sessions") == 2
-
-    with_engine(backend, scenario)
-
-
-def test_the_death_of_a_caller_takes_its_waiting_calls_out() -> None:
-    backend = FakeBackend(late=True)
-
-    async def scenario(caller: Caller) -> None:
-        await two_sequences(caller)
-        first = await blocked(caller, backend)
-        async with caller.another() as other:
-            doomed = [asyncio.create_task(outcome(other.submit(append("a", 2)))) for _ in range(3)]
-            await until(lambda: caller.num_waiting == 4)
-        assert all(isinstance(reply, NotReady) for reply in await asyncio.gather(*doomed))
-        await until(lambda: caller.num_waiting == 1)
-        kept = caller.start(append("a", 1))
-        await until(lambda: caller.num_waiting == 2)
-        backend.gate.set()
-        await asyncio.gather(*first)
-        assert (await kept).fields == {"lengths": [4]}
-        assert caller.metric('attnd_rejected_total{reason="cancelled"}') == 3
-
-    with_engine(backend, scenario)
-
-
-def test_one_session_too_many_is_refused_with_a_reason_until_another_ends() -> None:
-    async def scenario(caller: Caller) -> None:
-        async with caller.another():
-            hello = message(HELLO, Hello(VERSION, "third", False, 4096))
-            assert b"server.max_sessions" in reply_to(caller, hello)
-        await until(lambda: len(caller.engine.callers.sessions) == 1)
-        async with caller.another() as again:
-            await pool(again)
-
-    with_engine(FakeBackend(), scenario, max_sessions=2)
-
-
-def test_bytes_that_are_no_frame_end_their_session_and_no_other() -> None:
-    async def scenario(caller: Caller) -> None:
-        for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\x01\x00\x00\x00\x10\x00\x00\x00" * 9):
-            assert b"malformed_request" in reply_to(caller, garbage)
-        assert (await pool(caller))["integrity"] == "ok"
-
-    with_engine(FakeBackend(), scenario)
-
-
-def test_info_has_the_geometry_and_the_backend() -> None:
-    async def scenario(caller: Caller) -> None:
-        info = (await caller.call("info", {})).fields
-        replies = [info[name] for name in ("num_layers", "num_pages", "page_size", "backend")]
-        assert replies == [2, 32, 4, "fake"]
-        assert info["unsupported"] == ["nothing"]
-        assert info["limits"]["queue_depth"] == 7
-        line = f'attnd_build_info{{backend="fake",version="{__version__}"}}'
-        assert caller.metric(line) == 1
-
-    with_engine(FakeBackend(), scenario, queue_depth=7)
+@fake_engine(queue_depth=7)
+async def test_info_has_the_geometry_and_the_backend(caller: Caller) -> None:
+    info = (await caller.call("info", {})).fields
+    replies = [info[name] for name in ("num_layers", "num_pages", "page_size", "backend")]
+    assert replies == [2, 32, 4, "fake"]
+    assert info["unsupported"] == ["nothing"]
+    assert info["limits"]["queue_depth"] == 7
+    line = f'attnd_build_info{{backend="fake",version="{__version__}"}}'
+    assert caller.metric(line) == 1

@@ -34,13 +34,16 @@ from tests.engine.harness import (
     code,
     create,
     decode,
+    fake_engine,
     outcome,
     run_round,
-    with_engine,
 )
 
 
-def test_a_header_that_repeats_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@fake_engine()
+async def test_a_header_that_repeats_is_checked_once(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checked: list[str] = []
     preparing = requests.preparing
 
@@ -50,36 +53,31 @@ def test_a_header_that_repeats_is_checked_once(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(requests, "preparing", counted)
 
-    async def scenario(caller: Caller) -> None:
-        await create(caller, "a")
-        for seed in range(5):
-            reply = await caller.submit(decode("a", seed=seed, new=True))
-        assert checked.count("decode") == 1
-        await caller.submit(decode("a", layer=1))
-        assert checked.count("decode") == 2
-        assert np.isfinite(reply.lse).all()
-
-    with_engine(FakeBackend(), scenario)
+    await create(caller, "a")
+    for seed in range(5):
+        reply = await caller.submit(decode("a", seed=seed, new=True))
+    assert checked.count("decode") == 1
+    await caller.submit(decode("a", layer=1))
+    assert checked.count("decode") == 2
+    assert np.isfinite(reply.lse).all()
 
 
-def test_tensors_of_a_remembered_header_are_checked_each_time() -> None:
-    async def scenario(caller: Caller) -> None:
-        await create(caller, "a")
-        one = append("a", 1, offsets=[0])
-        replies = [code(await outcome(caller.submit(one))) for _ in range(2)]
-        assert replies == ["ok", "length_mismatch"]
-        mask = np.ones(2, bool)
-        masked = decode("a").but("prefill", qo_indptr=[0, 1], mask=mask[:1])
-        assert code(await outcome(caller.submit(masked))) == "ok"
-        broken = np.frombuffer(b"\x02", bool)
-        refused = await outcome(caller.submit(masked.but(mask=broken)))
-        assert isinstance(refused, Refused)
-        assert refused.code == "malformed_body"
-        await caller.submit(append("a", 1))
-        assert code(await outcome(caller.submit(masked))) == "invalid_request"
-        assert code(await outcome(caller.submit(masked.but(mask=mask)))) == "ok"
-
-    with_engine(FakeBackend(), scenario)
+@fake_engine()
+async def test_tensors_of_a_remembered_header_are_checked_each_time(caller: Caller) -> None:
+    await create(caller, "a")
+    one = append("a", 1, offsets=[0])
+    replies = [code(await outcome(caller.submit(one))) for _ in range(2)]
+    assert replies == ["ok", "length_mismatch"]
+    mask = np.ones(2, bool)
+    masked = decode("a").but("prefill", qo_indptr=[0, 1], mask=mask[:1])
+    assert code(await outcome(caller.submit(masked))) == "ok"
+    broken = np.frombuffer(b"\x02", bool)
+    refused = await outcome(caller.submit(masked.but(mask=broken)))
+    assert isinstance(refused, Refused)
+    assert refused.code == "malformed_body"
+    await caller.submit(append("a", 1))
+    assert code(await outcome(caller.submit(masked))) == "invalid_request"
+    assert code(await outcome(caller.submit(masked.but(mask=mask)))) == "ok"
 
 
 @pytest.fixture

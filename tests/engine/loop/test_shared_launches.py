@@ -15,13 +15,13 @@ from tests.engine.harness import (
     code,
     decode,
     delete,
+    fake_engine,
     gather,
     held_back,
     queries,
     three_sequences,
     truncate,
     until,
-    with_engine,
 )
 
 ONE_LIST = NewCall(
@@ -34,66 +34,54 @@ def sizes(backend: FakeBackend) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_waiting_attention_of_one_kind_is_one_launch_with_the_same_numbers_as_alone(
-    late: bool,
+@fake_engine()
+async def test_waiting_attention_of_one_kind_is_one_launch_with_the_same_numbers_as_alone(
+    caller: Caller, backend: FakeBackend, late: bool
 ) -> None:
-    backend = FakeBackend(late=late)
-
-    async def scenario(caller: Caller) -> None:
-        await three_sequences(caller)
-        every = [decode("a"), decode("a", "b", seed=1), decode("b", layer=1, seed=2), decode("b")]
-        alone = [await caller.submit(each) for each in every]
-        together = await held_back(caller, backend, *every)
-        assert sizes(backend) == [[1, 2, 1, 1]]
-        for one, other in zip(alone, together, strict=True):
-            np.testing.assert_array_equal(one.o, other.o)
-            np.testing.assert_array_equal(one.lse, other.lse)
-
-    with_engine(backend, scenario)
+    await three_sequences(caller)
+    every = [decode("a"), decode("a", "b", seed=1), decode("b", layer=1, seed=2), decode("b")]
+    alone = [await caller.submit(each) for each in every]
+    together = await held_back(caller, backend, *every)
+    assert sizes(backend) == [[1, 2, 1, 1]]
+    for one, other in zip(alone, together, strict=True):
+        np.testing.assert_array_equal(one.o, other.o)
+        np.testing.assert_array_equal(one.lse, other.lse)
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_another_scoring_or_dtype_is_another_launch_and_replies_keep_their_order(
-    late: bool,
+@fake_engine()
+async def test_another_scoring_or_dtype_is_another_launch_and_replies_keep_their_order(
+    caller: Caller, backend: FakeBackend, late: bool
 ) -> None:
-    backend = FakeBackend(late=late)
-
-    async def scenario(caller: Caller) -> None:
-        await three_sequences(caller)
-        half = queries(0, 1, dtype=np.float16)
-        every = [decode("a"), decode("b"), decode("a", sm_scale=0.5), decode("b", q=half)]
-        replies = await held_back(caller, backend, *every)
-        assert sizes(backend) == [[1, 1], [1], [1]]
-        assert replies[3].o.dtype == np.float16
-
-    with_engine(backend, scenario)
+    await three_sequences(caller)
+    half = queries(0, 1, dtype=np.float16)
+    every = [decode("a"), decode("b"), decode("a", sm_scale=0.5), decode("b", q=half)]
+    replies = await held_back(caller, backend, *every)
+    assert sizes(backend) == [[1, 1], [1], [1]]
+    assert replies[3].o.dtype == np.float16
 
 
 @pytest.mark.parametrize("option", [{"window_left": 2}, {"logits_soft_cap": 3.0}])
-def test_every_scoring_option_parts_launches(option: dict[str, float]) -> None:
-    backend = FakeBackend()
-
-    async def scenario(caller: Caller) -> None:
-        await three_sequences(caller)
-        await held_back(caller, backend, decode("a"), decode("a", **option), decode("a"))
-        assert sizes(backend) == [[1], [1], [1]]
-
-    with_engine(backend, scenario)
+@fake_engine()
+async def test_every_scoring_option_parts_launches(
+    caller: Caller, backend: FakeBackend, option: dict[str, float]
+) -> None:
+    await three_sequences(caller)
+    await held_back(caller, backend, decode("a"), decode("a", **option), decode("a"))
+    assert sizes(backend) == [[1], [1], [1]]
 
 
-def test_an_append_between_decodes_does_not_part_them_and_each_sees_its_own_length() -> None:
-    backend = FakeBackend()
-
-    async def scenario(caller: Caller) -> None:
-        await three_sequences(caller)
-        before = await caller.submit(decode("a"))
-        replies = await held_back(caller, backend, decode("a"), append("a", 2), decode("a"))
-        assert sizes(backend) == [[1, 1]]
-        np.testing.assert_array_equal(replies[0].lse, before.lse)
-        assert (replies[2].lse > before.lse).all()
-        assert replies[1].fields == {"lengths": [7]}
-
-    with_engine(backend, scenario)
+@fake_engine()
+async def test_an_append_between_decodes_does_not_part_them_and_each_sees_its_own_length(
+    caller: Caller, backend: FakeBackend
+) -> None:
+    await three_sequences(caller)
+    before = await caller.submit(decode("a"))
+    replies = await held_back(caller, backend, decode("a"), append("a", 2), decode("a"))
+    assert sizes(backend) == [[1, 1]]
+    np.testing.assert_array_equal(replies[0].lse, before.lse)
+    assert (replies[2].lse > before.lse).all()
+    assert replies[1].fields == {"lengths": [7]}
 
 
 @pytest.mark.parametrize(
@@ -108,83 +96,73 @@ def test_an_append_between_decodes_does_not_part_them_and_each_sees_its_own_leng
     ids=lambda call: call.name,
 )
 @pytest.mark.parametrize("late", [False, True])
-def test_what_changes_or_reads_pages_parts_launches(barrier: NewCall, late: bool) -> None:
-    backend = FakeBackend(late=late)
-
-    async def scenario(caller: Caller) -> None:
-        await three_sequences(caller)
-        replies = await held_back(caller, backend, decode("a"), barrier, decode("a"))
-        assert [code(reply) for reply in replies] == ["ok"] * 3, replies
-        assert sizes(backend) == [[1], [1]]
-
-    with_engine(backend, scenario)
+@fake_engine()
+async def test_what_changes_or_reads_pages_parts_launches(
+    caller: Caller, backend: FakeBackend, barrier: NewCall, late: bool
+) -> None:
+    await three_sequences(caller)
+    replies = await held_back(caller, backend, decode("a"), barrier, decode("a"))
+    assert [code(reply) for reply in replies] == ["ok"] * 3, replies
+    assert sizes(backend) == [[1], [1]]
 
 
-def test_a_launch_of_its_own_sees_the_appends_before_it_and_not_those_after() -> None:
-    backend = FakeBackend()
-
-    async def scenario(caller: Caller) -> None:
-        await three_sequences(caller)
-        every = [append("a", 2), gather("a"), append("a", 1, seed=3), ONE_LIST, gather("a")]
-        replies = await held_back(caller, backend, *every)
-        assert backend.calls == ["append", "gather", "append", "merge", "gather"]
-        assert [replies[at].fields for at in (0, 2)] == [{"lengths": [7]}, {"lengths": [8]}]
-        first, second = (replies[at].tensors["k"] for at in (1, 4))
-        assert (first.shape[0], second.shape[0]) == (7, 8)
-        np.testing.assert_array_equal(second[:7], first)
-        assert (replies[3].o == 1).all()
-
-    with_engine(backend, scenario)
+@fake_engine()
+async def test_a_launch_of_its_own_sees_the_appends_before_it_and_not_those_after(
+    caller: Caller, backend: FakeBackend
+) -> None:
+    await three_sequences(caller)
+    every = [append("a", 2), gather("a"), append("a", 1, seed=3), ONE_LIST, gather("a")]
+    replies = await held_back(caller, backend, *every)
+    assert backend.calls == ["append", "gather", "append", "merge", "gather"]
+    assert [replies[at].fields for at in (0, 2)] == [{"lengths": [7]}, {"lengths": [8]}]
+    first, second = (replies[at].tensors["k"] for at in (1, 4))
+    assert (first.shape[0], second.shape[0]) == (7, 8)
+    np.testing.assert_array_equal(second[:7], first)
+    assert (replies[3].o == 1).all()
 
 
-def test_two_launches_are_in_flight_while_more_wait_and_never_three() -> None:
-    backend = FakeBackend(late=True)
-
-    async def scenario(caller: Caller) -> None:
-        await three_sequences(caller)
-        del backend.launches[:]
-        backend.gate.clear()
-        tasks = [caller.start(decode("a", sm_scale=1.0 + at)) for at in range(4)]
-        await until(lambda: len(backend.launches) == 2)
-        await asyncio.sleep(0.05)
-        assert len(backend.launches) == 2
-        backend.gate.set()
-        await asyncio.gather(*tasks)
-        assert len(backend.launches) == 4
-
-    with_engine(backend, scenario)
+@fake_engine(late=True)
+async def test_two_launches_are_in_flight_while_more_wait_and_never_three(
+    caller: Caller, backend: FakeBackend
+) -> None:
+    await three_sequences(caller)
+    del backend.launches[:]
+    backend.gate.clear()
+    tasks = [caller.start(decode("a", sm_scale=1.0 + at)) for at in range(4)]
+    await until(lambda: len(backend.launches) == 2)
+    await asyncio.sleep(0.05)
+    assert len(backend.launches) == 2
+    backend.gate.set()
+    await asyncio.gather(*tasks)
+    assert len(backend.launches) == 4
 
 
-def test_turns_are_given_while_a_launch_is_in_flight_and_answers_keep_their_order() -> None:
-    backend = FakeBackend(late=True)
-
-    async def scenario(caller: Caller) -> None:
-        await three_sequences(caller)
-        backend.gate.clear()
-        count = len(backend.launches)
-        first = caller.start(decode("a"))
-        await until(lambda: len(backend.launches) > count)
-        del backend.calls[:]
-        second = caller.start(append("a", 1))
-        await until(lambda: backend.calls == ["append"])
-        await asyncio.sleep(0.01)
-        assert not second.done()
-        backend.gate.set()
-        assert (await second).fields == {"lengths": [6]}
-        assert first.done()
-
-    with_engine(backend, scenario)
+@fake_engine(late=True)
+async def test_turns_are_given_while_a_launch_is_in_flight_and_answers_keep_their_order(
+    caller: Caller, backend: FakeBackend
+) -> None:
+    await three_sequences(caller)
+    backend.gate.clear()
+    count = len(backend.launches)
+    first = caller.start(decode("a"))
+    await until(lambda: len(backend.launches) > count)
+    del backend.calls[:]
+    second = caller.start(append("a", 1))
+    await until(lambda: backend.calls == ["append"])
+    await asyncio.sleep(0.01)
+    assert not second.done()
+    backend.gate.set()
+    assert (await second).fields == {"lengths": [6]}
+    assert first.done()
 
 
-def test_an_answer_has_the_seconds_of_each_stage() -> None:
-    backend = FakeBackend()
-
-    async def scenario(caller: Caller) -> None:
-        await three_sequences(caller)
-        reply = await caller.submit(decode("a", new=True))
-        queue, plan, copy_in, *_ = reply.stages
-        assert len(reply.stages) == 6
-        assert min(queue, plan, copy_in) > 0
-        assert max(reply.stages) < 5
-
-    with_engine(backend, scenario)
+@fake_engine()
+async def test_an_answer_has_the_seconds_of_each_stage(
+    caller: Caller, backend: FakeBackend
+) -> None:
+    await three_sequences(caller)
+    reply = await caller.submit(decode("a", new=True))
+    queue, plan, copy_in, *_ = reply.stages
+    assert len(reply.stages) == 6
+    assert min(queue, plan, copy_in) > 0
+    assert max(reply.stages) < 5

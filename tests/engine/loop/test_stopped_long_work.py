@@ -22,6 +22,7 @@ from tests.engine.harness import (
     code,
     decode,
     delete,
+    fake_engine,
     gather,
     length,
     outcome,
@@ -43,50 +44,44 @@ async def cancelled(caller: Caller, task: asyncio.Task[Reply]) -> None:
 @pytest.mark.parametrize("end", ["cancel", "deadline", "death"])
 @pytest.mark.parametrize("long", [long_prefill, long_append], ids=["prefill", "append"])
 @pytest.mark.parametrize("done", [1, 3])
-def test_what_stops_between_two_slices_is_undone(
-    long: Callable[[str], NewCall], end: str, done: int
+@fake_engine(slice_ms=SLICE_MS)
+async def test_what_stops_between_two_slices_is_undone(
+    caller: Caller, backend: FakeBackend, long: Callable[[str], NewCall], end: str, done: int
 ) -> None:
-    backend = FakeBackend()
-
-    async def scenario(caller: Caller) -> None:
-        await two_sequences(caller)
-        known, before = await caller.submit(decode("a", "b")), await pool(caller)
-        steps = backend.step_by_step()
-        async with caller.another() as other:
-            deadline_s = 0.6 if end == "deadline" else 0.0
-            task = asyncio.create_task(other.submit(long("a"), deadline_s=deadline_s))
-            for at in range(done):
-                await until(lambda at=at: len(steps) == at + 1)
-                if at + 1 < done:
-                    steps[at].set()
-            held = asyncio.create_task(outcome(caller.submit(append("a", 1))))
-            await until(lambda: caller.num_waiting == 1)
-            if end == "cancel":
-                await cancelled(other, task)
-            elif end == "deadline":
-                await asyncio.sleep(0.65)
-            else:
-                other.road.close()
-                await until(lambda: len(caller.engine.callers.sessions) == 1)
-            assert caller.num_waiting == 1, "its sequences were unlocked while the device used them"
-            assert await length(caller, "b") == 5
-            backend.let_all()
-            if end != "cancel":
-                reply = await outcome(task)
-                assert isinstance(reply, NotReady if end == "death" else Refused)
-                if end == "deadline":
-                    assert (reply.status, "undone" in str(reply)) == (504, True)  # type: ignore[attr-defined]
-        appended = await held
-        assert isinstance(appended, Reply)
-        assert appended.fields == {"lengths": [21]}, (
-            "it began from the length that the long one left"
-        )
-        await caller.submit(truncate("a", 20))
-        assert await pool(caller) == before
-        again = await caller.submit(decode("a", "b"))
-        np.testing.assert_array_equal(again.o, known.o)
-
-    with_engine(backend, scenario, slice_ms=SLICE_MS)
+    await two_sequences(caller)
+    known, before = await caller.submit(decode("a", "b")), await pool(caller)
+    steps = backend.step_by_step()
+    async with caller.another() as other:
+        deadline_s = 0.6 if end == "deadline" else 0.0
+        task = asyncio.create_task(other.submit(long("a"), deadline_s=deadline_s))
+        for at in range(done):
+            await until(lambda at=at: len(steps) == at + 1)
+            if at + 1 < done:
+                steps[at].set()
+        held = asyncio.create_task(outcome(caller.submit(append("a", 1))))
+        await until(lambda: caller.num_waiting == 1)
+        if end == "cancel":
+            await cancelled(other, task)
+        elif end == "deadline":
+            await asyncio.sleep(0.65)
+        else:
+            other.road.close()
+            await until(lambda: len(caller.engine.callers.sessions) == 1)
+        assert caller.num_waiting == 1, "its sequences were unlocked while the device used them"
+        assert await length(caller, "b") == 5
+        backend.let_all()
+        if end != "cancel":
+            reply = await outcome(task)
+            assert isinstance(reply, NotReady if end == "death" else Refused)
+            if end == "deadline":
+                assert (reply.status, "undone" in str(reply)) == (504, True)  # type: ignore[attr-defined]
+    appended = await held
+    assert isinstance(appended, Reply)
+    assert appended.fields == {"lengths": [21]}, "it began from the length that the long one left"
+    await caller.submit(truncate("a", 20))
+    assert await pool(caller) == before
+    again = await caller.submit(decode("a", "b"))
+    np.testing.assert_array_equal(again.o, known.o)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), None])
@@ -113,22 +108,20 @@ def test_a_slice_that_fails_undoes_the_whole_and_no_other_operation(
         with_engine(backend, scenario, slice_ms=SLICE_MS)
 
 
-def test_a_long_append_that_does_not_fit_or_says_wrong_offsets_changes_nothing() -> None:
-    backend = FakeBackend()
-
-    async def scenario(caller: Caller) -> None:
-        await two_sequences(caller)
-        before = await pool(caller)
-        for call, wanted in (
-            (append("a", 1000), "out_of_pages"),
-            (append("a", ROWS, offsets=[19]), "length_mismatch"),
-            (long_prefill("a", offsets=[19]), "length_mismatch"),
-            (long_prefill("zz"), "unknown_sequence"),
-        ):
-            assert code(await outcome(caller.submit(call))) == wanted
-        assert await pool(caller) == before
-
-    with_engine(backend, scenario, slice_ms=SLICE_MS)
+@fake_engine(slice_ms=SLICE_MS)
+async def test_a_long_append_that_does_not_fit_or_says_wrong_offsets_changes_nothing(
+    caller: Caller, backend: FakeBackend
+) -> None:
+    await two_sequences(caller)
+    before = await pool(caller)
+    for call, wanted in (
+        (append("a", 1000), "out_of_pages"),
+        (append("a", ROWS, offsets=[19]), "length_mismatch"),
+        (long_prefill("a", offsets=[19]), "length_mismatch"),
+        (long_prefill("zz"), "unknown_sequence"),
+    ):
+        assert code(await outcome(caller.submit(call))) == wanted
+    assert await pool(caller) == before
 
 
 # Long creates: the engine itself makes some sequences in each slice.
@@ -230,34 +223,30 @@ def test_a_sequence_of_a_long_create_cannot_be_changed_before_all_are_made(
 
 
 @pytest.mark.parametrize("bad", [{"id": "b"}, {"parent": "zz"}])
-def test_a_long_create_of_which_a_late_one_is_refused_made_nothing(
-    bad: dict[str, str], monkeypatch: pytest.MonkeyPatch
+@fake_engine()
+async def test_a_long_create_of_which_a_late_one_is_refused_made_nothing(
+    caller: Caller, bad: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sequences, "MADE_AT_ONCE", 4)
 
-    async def scenario(caller: Caller) -> None:
-        await two_sequences(caller)
-        before = await pool(caller)
-        new: list[dict[str, str]] = [{"parent": "b"} for _ in range(11)]
-        reply = await outcome(caller.call("create_sequences", {"sequences": [*new, bad]}))
-        assert code(reply) in ("sequence_exists", "unknown_sequence")
-        assert await pool(caller) == before
-
-    with_engine(FakeBackend(), scenario)
+    await two_sequences(caller)
+    before = await pool(caller)
+    new: list[dict[str, str]] = [{"parent": "b"} for _ in range(11)]
+    reply = await outcome(caller.call("create_sequences", {"sequences": [*new, bad]}))
+    assert code(reply) in ("sequence_exists", "unknown_sequence")
+    assert await pool(caller) == before
 
 
-def test_three_thousand_sequences_are_made_in_slices_and_in_order() -> None:
-    async def scenario(caller: Caller) -> None:
-        new = [{"id": f"s{at}"} for at in range(3000)]
-        reply = await caller.submit(
-            NewCall("create_sequences", {"sequences": new}, {}), room=3000 * 1400
-        )
-        assert [view["id"] for view in reply.fields["sequences"]] == [one["id"] for one in new]
-        await until(lambda: caller.metric("attnd_slices_total") >= 3)
-        info = await pool(caller)
-        assert (info["sequences"], info["integrity"]) == (3000, "ok")
-        reply = await caller.submit(decode(*[f"s{at}" for at in range(0, 3000, 100)], new=True))
-        assert np.isfinite(reply.lse).all()
-        assert (await caller.submit(gather("s100"))).fields == {"kv_indptr": [0, 1]}
-
-    with_engine(FakeBackend(), scenario)
+@fake_engine()
+async def test_three_thousand_sequences_are_made_in_slices_and_in_order(caller: Caller) -> None:
+    new = [{"id": f"s{at}"} for at in range(3000)]
+    reply = await caller.submit(
+        NewCall("create_sequences", {"sequences": new}, {}), room=3000 * 1400
+    )
+    assert [view["id"] for view in reply.fields["sequences"]] == [one["id"] for one in new]
+    await until(lambda: caller.metric("attnd_slices_total") >= 3)
+    info = await pool(caller)
+    assert (info["sequences"], info["integrity"]) == (3000, "ok")
+    reply = await caller.submit(decode(*[f"s{at}" for at in range(0, 3000, 100)], new=True))
+    assert np.isfinite(reply.lse).all()
+    assert (await caller.submit(gather("s100"))).fields == {"kv_indptr": [0, 1]}

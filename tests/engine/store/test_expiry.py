@@ -23,7 +23,7 @@ from tests.engine.harness import (
     rows,
 )
 from tests.engine.poison import has_poison, poison_freed_pages
-from tests.engine.pool_model import CPU_GEOMETRY, on_cpu
+from tests.engine.pool_model import CPU_GEOMETRY, cpu_engine
 
 LAYERS = CPU_GEOMETRY.num_layers
 LENGTH = 43
@@ -55,42 +55,38 @@ async def taken_over(caller: Caller, seed: int) -> None:
     await ok(caller, "get_sequence", id=name)
 
 
-def test_an_export_never_reads_pages_of_a_sequence_after_its_transfer(
-    monkeypatch: pytest.MonkeyPatch,
+@cpu_engine(slice_ms=1e-6)
+async def test_an_export_never_reads_pages_of_a_sequence_after_its_transfer(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario(caller: Caller) -> None:
-        k, v, *_ = await begin(caller, monkeypatch)
-        await ok(caller, "hand_over", id="a", state="leaving")
-        reply = (await caller.call("export_sequence", {"id": "a"})).fields
-        header, digest = reply["header"], reply["digest"]
-        store = caller.engine.store
-        read_stored = store.backend.read_stored
+    k, v, *_ = await begin(caller, monkeypatch)
+    await ok(caller, "hand_over", id="a", state="leaving")
+    reply = (await caller.call("export_sequence", {"id": "a"})).fields
+    header, digest = reply["header"], reply["digest"]
+    store = caller.engine.store
+    read_stored = store.backend.read_stored
 
-        def read_slowly(*args: Any) -> Any:
-            time.sleep(0.002)
-            return read_stored(*args)
+    def read_slowly(*args: Any) -> Any:
+        time.sleep(0.002)
+        return read_stored(*args)
 
-        monkeypatch.setattr(store.backend, "read_stored", read_slowly)
-        given = {"state": "handed", "generation": header["generation"], "for_s": 0.05}
-        await caller.call("hand_over", {"id": "a"} | given)
-        async with caller.another() as neighbour:
-            reading = asyncio.create_task(outcome(ask_part(caller, "a", header, 0, digest)))
-            for seed in range(4):
-                await asyncio.sleep(0.02)
-                await taken_over(neighbour, seed)
-            part = await reading
-        assert not isinstance(part, Exception), part
-        assert not has_poison(part.tensors["k"], part.tensors["v"])
-        assert np.array_equal(part.tensors["k"][:LENGTH], k)
-        assert np.array_equal(part.tensors["v"][:LENGTH], v)
-        await asyncio.sleep(0.1)
-        reply = await outcome(caller.call("get_sequence", {"id": "a"}))
-        assert code(reply) == "unknown_sequence", (
-            "it belongs to another engine, and no call reads it"
-        )
-        assert (await pool(caller))["integrity"] == "ok"
-
-    on_cpu(scenario, slice_ms=1e-6)
+    monkeypatch.setattr(store.backend, "read_stored", read_slowly)
+    given = {"state": "handed", "generation": header["generation"], "for_s": 0.05}
+    await caller.call("hand_over", {"id": "a"} | given)
+    async with caller.another() as neighbour:
+        reading = asyncio.create_task(outcome(ask_part(caller, "a", header, 0, digest)))
+        for seed in range(4):
+            await asyncio.sleep(0.02)
+            await taken_over(neighbour, seed)
+        part = await reading
+    assert not isinstance(part, Exception), part
+    assert not has_poison(part.tensors["k"], part.tensors["v"])
+    assert np.array_equal(part.tensors["k"][:LENGTH], k)
+    assert np.array_equal(part.tensors["v"][:LENGTH], v)
+    await asyncio.sleep(0.1)
+    reply = await outcome(caller.call("get_sequence", {"id": "a"}))
+    assert code(reply) == "unknown_sequence", "it belongs to another engine, and no call reads it"
+    assert (await pool(caller))["integrity"] == "ok"
 
 
 LONG = ("export", "gather", "prefill", "fork")
@@ -110,132 +106,125 @@ ENDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("long", LONG)
-def test_long_work_reads_the_rows_that_were_there_when_it_began(
-    long: str, end: str, monkeypatch: pytest.MonkeyPatch
+@cpu_engine(slice_ms=1e-6)
+async def test_long_work_reads_the_rows_that_were_there_when_it_began(
+    caller: Caller, long: str, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each way to end a sequence comes while work of many slices reads it; freed pages are
     overwritten at once."""
     ttl_s = 1.0 if end == "expiry" else None
 
-    async def scenario(caller: Caller) -> None:
-        before = await begin(caller, monkeypatch, ttl_s)
-        if end == "committed elsewhere":
-            await ok(caller, "commit", id="b", token_ids=PROMPT)
-        q = queries(5, LENGTH, CPU_GEOMETRY)
-        call = {
-            "export": NewCall("export_sequence", {"id": "a"}, {}),
-            "gather": NewCall("gather", {"layer": 0, "sequences": ["a"], "dtype": "fp32"}, {}),
-            "prefill": NewCall(
-                "prefill", {"layer": 0, "sequences": ["a"], "qo_indptr": [0, LENGTH]}, {"q": q}
-            ),
-            "fork": NewCall(
-                "create_sequences",
-                {"sequences": [{"id": f"f{n}", "parent": "a"} for n in range(40)]},
-                {},
-            ),
-        }[long]
-        if long == "export":
-            reply = (await caller.submit(call)).fields
-            header = reply["header"]
-            keys = {key: header[key] for key in ("generation", "part_bytes")}
-            call = call.but(part=0, before=reply["digest"], **keys)
-        expected = None
-        if long == "prefill":
-            expected = np.array((await caller.submit(call, room=2**20)).o)
-        if end == "expiry":
-            caller.engine.store.tree.books.leaf("a")
-            await asyncio.sleep(0.95)
-        async with caller.another() as other:
-            work = asyncio.create_task(outcome(caller.submit(call, room=2**20)))
-            for _ in range(3):
-                await asyncio.sleep(0.001)
-            name, fields = ENDS[end]
-            ending = asyncio.create_task(outcome(other.call(name, fields)))
-            for seed in range(3):
-                await taken_over(other, seed) if end != "drained" else None
-            reply = await work
-            ended = await ending
-        assert isinstance(ended, Refused) or ended.status < 300, ended
-        if isinstance(reply, Exception):
-            assert code(reply) in ("unknown_sequence", "sequence_moving", "not_ready"), reply
-        elif long == "prefill":
-            # slices follow the measured pace, so two calls may differ in their last bits
-            np.testing.assert_allclose(reply.o, expected, atol=2e-6, rtol=2e-6)
-        elif long == "fork":
-            forked = await held(caller, "f39", LAYERS)
-            assert all(np.array_equal(a, b) for a, b in zip(forked, before, strict=True))
-        else:
-            assert not has_poison(reply.tensors["k"], reply.tensors["v"])
-            assert np.array_equal(reply.tensors["k"][:LENGTH], before[0])
-            assert np.array_equal(reply.tensors["v"][:LENGTH], before[1])
-        assert (await pool(caller))["integrity"] == "ok"
-
-    on_cpu(scenario, slice_ms=1e-6)
+    before = await begin(caller, monkeypatch, ttl_s)
+    if end == "committed elsewhere":
+        await ok(caller, "commit", id="b", token_ids=PROMPT)
+    q = queries(5, LENGTH, CPU_GEOMETRY)
+    call = {
+        "export": NewCall("export_sequence", {"id": "a"}, {}),
+        "gather": NewCall("gather", {"layer": 0, "sequences": ["a"], "dtype": "fp32"}, {}),
+        "prefill": NewCall(
+            "prefill", {"layer": 0, "sequences": ["a"], "qo_indptr": [0, LENGTH]}, {"q": q}
+        ),
+        "fork": NewCall(
+            "create_sequences",
+            {"sequences": [{"id": f"f{n}", "parent": "a"} for n in range(40)]},
+            {},
+        ),
+    }[long]
+    if long == "export":
+        reply = (await caller.submit(call)).fields
+        header = reply["header"]
+        keys = {key: header[key] for key in ("generation", "part_bytes")}
+        call = call.but(part=0, before=reply["digest"], **keys)
+    expected = None
+    if long == "prefill":
+        expected = np.array((await caller.submit(call, room=2**20)).o)
+    if end == "expiry":
+        caller.engine.store.tree.books.leaf("a")
+        await asyncio.sleep(0.95)
+    async with caller.another() as other:
+        work = asyncio.create_task(outcome(caller.submit(call, room=2**20)))
+        for _ in range(3):
+            await asyncio.sleep(0.001)
+        name, fields = ENDS[end]
+        ending = asyncio.create_task(outcome(other.call(name, fields)))
+        for seed in range(3):
+            await taken_over(other, seed) if end != "drained" else None
+        reply = await work
+        ended = await ending
+    assert isinstance(ended, Refused) or ended.status < 300, ended
+    if isinstance(reply, Exception):
+        assert code(reply) in ("unknown_sequence", "sequence_moving", "not_ready"), reply
+    elif long == "prefill":
+        # slices follow the measured pace, so two calls may differ in their last bits
+        np.testing.assert_allclose(reply.o, expected, atol=2e-6, rtol=2e-6)
+    elif long == "fork":
+        forked = await held(caller, "f39", LAYERS)
+        assert all(np.array_equal(a, b) for a, b in zip(forked, before, strict=True))
+    else:
+        assert not has_poison(reply.tensors["k"], reply.tensors["v"])
+        assert np.array_equal(reply.tensors["k"][:LENGTH], before[0])
+        assert np.array_equal(reply.tensors["v"][:LENGTH], before[1])
+    assert (await pool(caller))["integrity"] == "ok"
 
 
-def test_work_ends_when_its_sequence_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+@cpu_engine(slice_ms=1e-6)
+async def test_work_ends_when_its_sequence_has_changed(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Even where nothing held the sequence back: no further row of it is read."""
+    await begin(caller, monkeypatch)
+    reply = (await caller.call("export_sequence", {"id": "a"})).fields
+    store, seen = caller.engine.store, 0
+    read_stored = store.backend.read_stored
 
-    async def scenario(caller: Caller) -> None:
-        await begin(caller, monkeypatch)
-        reply = (await caller.call("export_sequence", {"id": "a"})).fields
-        store, seen = caller.engine.store, 0
-        read_stored = store.backend.read_stored
+    def read_and_free(*args: Any) -> Any:
+        nonlocal seen
+        seen += 1
+        done = read_stored(*args)
+        if seen == 3:
+            store.tree.free(("a",))
+        return done
 
-        def read_and_free(*args: Any) -> Any:
-            nonlocal seen
-            seen += 1
-            done = read_stored(*args)
-            if seen == 3:
-                store.tree.free(("a",))
-            return done
-
-        monkeypatch.setattr(store.backend, "read_stored", read_and_free)
-        part = await outcome(ask_part(caller, "a", reply["header"], 0, reply["digest"]))
-        assert (code(part), seen) == ("internal", 3)
-        assert (await pool(caller))["integrity"] == "ok"
-
-    on_cpu(scenario, slice_ms=1e-6)
+    monkeypatch.setattr(store.backend, "read_stored", read_and_free)
+    part = await outcome(ask_part(caller, "a", reply["header"], 0, reply["digest"]))
+    assert (code(part), seen) == ("internal", 3)
+    assert (await pool(caller))["integrity"] == "ok"
 
 
-def test_an_imported_sequence_expires_when_its_own_time_is_over() -> None:
-    async def scenario(caller: Caller) -> None:
-        new = [{"id": "a", "ttl_s": 0.6}]
-        await ok(caller, "create_sequences", sequences=new)
-        await grow(caller, "a", (9,) * LAYERS, CPU_GEOMETRY)
-        given = await export(caller, "a")
-        await bring(caller, given, "c", idle_s=0.3)
-        await asyncio.sleep(0.4)
-        view = await ok(caller, "get_sequence", id="c")
-        assert view["ttl_s"] == 0.6, "the time of the import itself is over, not its own"
-        await asyncio.sleep(0.8)
-        for name in "ac":
-            reply = await outcome(caller.call("get_sequence", {"id": name}))
-            assert code(reply) == "unknown_sequence", name
-        numbers = await pool(caller)
-        assert (numbers["sequences"], numbers["referenced"], numbers["imports"]) == (0, 0, 0)
-
-    on_cpu(scenario)
+@cpu_engine()
+async def test_an_imported_sequence_expires_when_its_own_time_is_over(caller: Caller) -> None:
+    new = [{"id": "a", "ttl_s": 0.6}]
+    await ok(caller, "create_sequences", sequences=new)
+    await grow(caller, "a", (9,) * LAYERS, CPU_GEOMETRY)
+    given = await export(caller, "a")
+    await bring(caller, given, "c", idle_s=0.3)
+    await asyncio.sleep(0.4)
+    view = await ok(caller, "get_sequence", id="c")
+    assert view["ttl_s"] == 0.6, "the time of the import itself is over, not its own"
+    await asyncio.sleep(0.8)
+    for name in "ac":
+        reply = await outcome(caller.call("get_sequence", {"id": name}))
+        assert code(reply) == "unknown_sequence", name
+    numbers = await pool(caller)
+    assert (numbers["sequences"], numbers["referenced"], numbers["imports"]) == (0, 0, 0)
 
 
-def test_an_import_and_the_mark_of_a_sequence_that_leaves_end_by_themselves() -> None:
-    async def scenario(caller: Caller) -> None:
-        await create(caller, "a")
-        await grow(caller, "a", (9,) * LAYERS, CPU_GEOMETRY)
-        given = await export(caller, "a")
-        await caller.submit(given.begin("c", idle_s=0.05))
-        reply = await outcome(
-            caller.call("hand_over", {"id": "a", "state": "leaving", "for_s": 0.05})
-        )
-        assert code(reply) == "ok"
-        assert (await pool(caller))["imports"] == 1
-        store = caller.engine.store
-        await asyncio.sleep(0.3)  # no calls: the engine wakes up by itself
-        assert not store.move_marks.marks and "~c" not in store.tree.books
-        assert (await pool(caller))["imports"] == 0
-        await ok(caller, "get_sequence", id="a")
-
-    on_cpu(scenario)
+@cpu_engine()
+async def test_an_import_and_the_mark_of_a_sequence_that_leaves_end_by_themselves(
+    caller: Caller,
+) -> None:
+    await create(caller, "a")
+    await grow(caller, "a", (9,) * LAYERS, CPU_GEOMETRY)
+    given = await export(caller, "a")
+    await caller.submit(given.begin("c", idle_s=0.05))
+    reply = await outcome(caller.call("hand_over", {"id": "a", "state": "leaving", "for_s": 0.05}))
+    assert code(reply) == "ok"
+    assert (await pool(caller))["imports"] == 1
+    store = caller.engine.store
+    await asyncio.sleep(0.3)  # no calls: the engine wakes up by itself
+    assert not store.move_marks.marks and "~c" not in store.tree.books
+    assert (await pool(caller))["imports"] == 0
+    await ok(caller, "get_sequence", id="a")
 
 
 WRITING = {
@@ -247,54 +236,51 @@ WRITING = {
 @pytest.mark.parametrize(
     ("work", "end"), [(work, end) for work, ends in WRITING.items() for end in ends]
 )
-def test_long_work_writes_no_page_that_another_sequence_has_now(
-    work: str, end: str, monkeypatch: pytest.MonkeyPatch
+@cpu_engine(slice_ms=1e-6)
+async def test_long_work_writes_no_page_that_another_sequence_has_now(
+    caller: Caller, work: str, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However a sequence ends while it is written to, its neighbours keep their rows."""
-
-    async def scenario(caller: Caller) -> None:
-        await begin(caller, monkeypatch)
-        given = await export(caller, "a")
-        backend = caller.engine.store.backend
-        for name in ("append", "write_stored"):
-            slow_down(backend, name, monkeypatch)
-        await ok(caller, "create_sequences", sequences=[{"id": "d", "ttl_s": 0.1}])
-        async with caller.another() as writer:
-            if work == "import":
-                idle_s = 0.05 if end == "idle" else 9.0
-                await writer.submit(given.begin("d2", idle_s=idle_s, share=False))
-                call = given.part("d2", 0)
-            else:
-                fields = {"layer": 0, "sequences": ["d"], "append_indptr": [0, LENGTH]}
-                k, v = (rows(seed, LENGTH, CPU_GEOMETRY) for seed in (71, 72))
-                call = NewCall("append", fields, {"k": k, "v": v})
-            writing = asyncio.create_task(outcome(writer.submit(call)))
-            await asyncio.sleep(0.01)
-            ending = {
-                "cancel": NewCall("cancel_import", {"id": "d2"}, {}),
-                "deleted": NewCall("delete_sequence", {"id": "d"}, {}),
-                "deleted by prefix": NewCall("delete_sequences", {"prefix": "d"}, {}),
-                "cut": NewCall("truncate", {"id": "d", "length": 0}, {}),
-            }.get(end)
-            if end == "death":
-                writer.road.close()
-            elif ending is not None:
-                asyncio.get_running_loop().create_task(outcome(caller.submit(ending)))
-            for seed in range(4):
-                await taken_over(caller, seed)
-            await outcome(writing)
-        await asyncio.sleep(0.3)
+    await begin(caller, monkeypatch)
+    given = await export(caller, "a")
+    backend = caller.engine.store.backend
+    for name in ("append", "write_stored"):
+        slow_down(backend, name, monkeypatch)
+    await ok(caller, "create_sequences", sequences=[{"id": "d", "ttl_s": 0.1}])
+    async with caller.another() as writer:
+        if work == "import":
+            idle_s = 0.05 if end == "idle" else 9.0
+            await writer.submit(given.begin("d2", idle_s=idle_s, share=False))
+            call = given.part("d2", 0)
+        else:
+            fields = {"layer": 0, "sequences": ["d"], "append_indptr": [0, LENGTH]}
+            k, v = (rows(seed, LENGTH, CPU_GEOMETRY) for seed in (71, 72))
+            call = NewCall("append", fields, {"k": k, "v": v})
+        writing = asyncio.create_task(outcome(writer.submit(call)))
+        await asyncio.sleep(0.01)
+        ending = {
+            "cancel": NewCall("cancel_import", {"id": "d2"}, {}),
+            "deleted": NewCall("delete_sequence", {"id": "d"}, {}),
+            "deleted by prefix": NewCall("delete_sequences", {"prefix": "d"}, {}),
+            "cut": NewCall("truncate", {"id": "d", "length": 0}, {}),
+        }.get(end)
+        if end == "death":
+            writer.road.close()
+        elif ending is not None:
+            asyncio.get_running_loop().create_task(outcome(caller.submit(ending)))
         for seed in range(4):
-            grown = [
-                rows(100 + seed + 2 * layer + half, CPU_GEOMETRY.page_size, CPU_GEOMETRY)
-                for layer in range(LAYERS)
-                for half in (0, 1)
-            ]
-            found = await held(caller, f"n{seed}", LAYERS)
-            assert all(np.array_equal(a, b) for a, b in zip(found, grown, strict=True)), seed
-        assert (await pool(caller))["integrity"] == "ok"
-
-    on_cpu(scenario, slice_ms=1e-6)
+            await taken_over(caller, seed)
+        await outcome(writing)
+    await asyncio.sleep(0.3)
+    for seed in range(4):
+        grown = [
+            rows(100 + seed + 2 * layer + half, CPU_GEOMETRY.page_size, CPU_GEOMETRY)
+            for layer in range(LAYERS)
+            for half in (0, 1)
+        ]
+        found = await held(caller, f"n{seed}", LAYERS)
+        assert all(np.array_equal(a, b) for a, b in zip(found, grown, strict=True)), seed
+    assert (await pool(caller))["integrity"] == "ok"
 
 
 def slow_down(backend: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:

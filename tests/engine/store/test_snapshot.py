@@ -18,72 +18,63 @@ from tests.engine.harness import (
     append,
     create,
     delete,
+    fake_engine,
     until,
     with_engine,
 )
 from tests.engine.loop.test_namespaces import session
 
 
-def test_a_snapshot_agrees_with_the_pool() -> None:
-    async def scenario(caller: Caller) -> None:
-        await create(caller, "a")
-        await caller.submit(append("a", 9))
-        reply = await caller.call("snapshot", {})
-        pool = (await caller.call("pool", {})).fields
-        for name in ("free", "referenced", "cached", "pinned", "total", "sequences", "leases"):
-            assert reply.fields[name] == pool[name], name
-        states = reply.tensors["page_states"]
-        assert np.bincount(states, minlength=4).tolist() == [pool["free"], 3, 0, 0]
-        assert reply.fields["namespaces"] == ["default"]
-        assert reply.tensors["tree_totals"].tolist() == [3, 3]
-        assert reply.tensors["tree_parents"].tolist() == [-1, 0]
-        assert (reply.tensors["tree_idle_s"] < 5.0).all()
-
-    with_engine(FakeBackend(), scenario)
+@fake_engine()
+async def test_a_snapshot_agrees_with_the_pool(caller: Caller) -> None:
+    await create(caller, "a")
+    await caller.submit(append("a", 9))
+    reply = await caller.call("snapshot", {})
+    pool = (await caller.call("pool", {})).fields
+    for name in ("free", "referenced", "cached", "pinned", "total", "sequences", "leases"):
+        assert reply.fields[name] == pool[name], name
+    states = reply.tensors["page_states"]
+    assert np.bincount(states, minlength=4).tolist() == [pool["free"], 3, 0, 0]
+    assert reply.fields["namespaces"] == ["default"]
+    assert reply.tensors["tree_totals"].tolist() == [3, 3]
+    assert reply.tensors["tree_parents"].tolist() == [-1, 0]
+    assert (reply.tensors["tree_idle_s"] < 5.0).all()
 
 
-def test_who_asks_too_soon_gets_the_last_one_again() -> None:
-    async def scenario(caller: Caller) -> None:
-        first = await caller.call("snapshot", {})
-        await create(caller, "a")
-        again = await caller.call("snapshot", {})
-        assert again.fields == first.fields and again.fields["sequences"] == 0
-        await asyncio.sleep(LEAST_S)
-        assert (await caller.call("snapshot", {})).fields["sequences"] == 1
-        await caller.submit(delete("a"))
-
-    with_engine(FakeBackend(), scenario)
+@fake_engine()
+async def test_who_asks_too_soon_gets_the_last_one_again(caller: Caller) -> None:
+    first = await caller.call("snapshot", {})
+    await create(caller, "a")
+    again = await caller.call("snapshot", {})
+    assert again.fields == first.fields and again.fields["sequences"] == 0
+    await asyncio.sleep(LEAST_S)
+    assert (await caller.call("snapshot", {})).fields["sequences"] == 1
+    await caller.submit(delete("a"))
 
 
-def test_an_answer_that_does_not_fit_says_what_would() -> None:
-    async def scenario(caller: Caller) -> None:
-        with pytest.raises(Refused) as result:
-            await caller.submit(NewCall("snapshot", {}, {}), room=64)
-        reply = await caller.submit(NewCall("snapshot", {}, {}), room=result.value.needed)
-        assert reply.fields["free"] == 32
-
-    with_engine(FakeBackend(), scenario)
+@fake_engine()
+async def test_an_answer_that_does_not_fit_says_what_would(caller: Caller) -> None:
+    with pytest.raises(Refused) as result:
+        await caller.submit(NewCall("snapshot", {}, {}), room=64)
+    reply = await caller.submit(NewCall("snapshot", {}, {}), room=result.value.needed)
+    assert reply.fields["free"] == 32
 
 
-def test_a_service_that_shows_nothing_live_takes_no_snapshots() -> None:
-    async def scenario(caller: Caller) -> None:
-        with pytest.raises(Refused) as reply:
-            await caller.call("snapshot", {})
-        assert (reply.value.status, reply.value.problem["field"]) == (422, "server.live")
-
-    with_engine(FakeBackend(), scenario, live=False)
+@fake_engine(live=False)
+async def test_a_service_that_shows_nothing_live_takes_no_snapshots(caller: Caller) -> None:
+    with pytest.raises(Refused) as reply:
+        await caller.call("snapshot", {})
+    assert (reply.value.status, reply.value.problem["field"]) == (422, "server.live")
 
 
-def test_watching_is_not_seen_in_the_latencies() -> None:
-    async def scenario(caller: Caller) -> None:
-        await create(caller, "a")
-        await caller.call("info", {})
-        for _ in range(3):
-            await caller.call("snapshot", {})
-        await caller.call("info", {})
-        await until(lambda: caller.metric("attnd_queue_duration_seconds_count") == 3)
-
-    with_engine(FakeBackend(), scenario)
+@fake_engine()
+async def test_watching_is_not_seen_in_the_latencies(caller: Caller) -> None:
+    await create(caller, "a")
+    await caller.call("info", {})
+    for _ in range(3):
+        await caller.call("snapshot", {})
+    await caller.call("info", {})
+    await until(lambda: caller.metric("attnd_queue_duration_seconds_count") == 3)
 
 
 def test_it_takes_the_scope_admin_and_names_no_sequence(tmp_path: Path) -> None:
