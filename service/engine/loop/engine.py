@@ -107,9 +107,11 @@ class Engine:
         secret: str = "",
         remote: socket.socket | None = None,
         read_file: ReadFile = from_disk,
+        selector: selectors.BaseSelector | None = None,
     ) -> None:
         """`secret` authenticates the service's own doors; doors on other hosts connect to `remote`.
-        `read_file` returns the contents of the key file. Raises `KeysError`."""
+        `read_file` returns the contents of the key file. `selector` waits for the sockets. Raises
+        `KeysError`."""
         self.info = make_info(backend, settings)
         self.state = State("ready", "ready")
         self.scheduler: Scheduler
@@ -139,7 +141,7 @@ class Engine:
         self._unread: dict[tuple[Operation, Tenant], Request] = {}
         self._jobs: dict[Call, Job] = {}
         self._stats = Stats(metrics, self.store)
-        self._selector = selectors.DefaultSelector()
+        self._selector = selector or selectors.DefaultSelector()
         self._admission = Admission(keys_of(settings.auth, read_file), secret)
         self.callers = Callers(
             listener,
@@ -189,8 +191,23 @@ class Engine:
         info = self.info
         LOG.info("ready: %s on %s, %d pages", info.backend, info.device, info.num_pages)
         try:
-            while self._drain_ends is None or not self._is_drained(self._drain_ends):
-                self._round()
+            while not self.is_drained():
+                self.round()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Send the last answers, and close all sessions."""
+        self._record()
+        self.callers.close(LAST_ANSWERS_S)
+        self._selector.close()
+        os.close(self._wake_reader)
+        os.close(self._wake_writer)
+
+    def round(self) -> None:
+        """One turn of the loop. After an error all callers get a 503, and the engine must end."""
+        try:
+            self._round()
         except FATAL as error:
             self._mark_lost(f"lost: {error}: restart the service")
             raise
@@ -198,17 +215,11 @@ class Engine:
             LOG.exception("the engine failed: this is a bug")
             self._mark_lost(f"lost: the engine failed: {error}")
             raise
-        finally:
-            self._record()
-            self.callers.close(LAST_ANSWERS_S)
-            self._selector.close()
-            os.close(self._wake_reader)
-            os.close(self._wake_writer)
 
     def _round(self) -> None:
-        """One turn of the loop: all that the engine does, in order."""
+        """All that the engine does, in order."""
         scheduler = self.scheduler
-        ready = self._selector.select(self._wait_s())
+        ready = self._selector.select(self.wait_s())
         began = time.monotonic()
         for call in self._receive(ready, began):
             self._admit(call)  # it waits in its namespace's line
@@ -228,7 +239,7 @@ class Engine:
 
     # Receive.
 
-    def _wait_s(self) -> float:
+    def wait_s(self) -> float:
         """Seconds to wait for sockets: none while calls that come could join work in hand."""
         scheduler, launches = self.scheduler, self.scheduler.launches.in_flight
         if (oldest := launches[0] if launches else scheduler.long_work.running) is not None:
@@ -408,11 +419,14 @@ class Engine:
             )
             self.callers.check_keys()
 
-    def _is_drained(self, ends: float) -> bool:
-        """Whether all accepted calls have answers; at `ends`, the others are refused."""
+    def is_drained(self) -> bool:
+        """Whether the engine drains and all accepted calls have answers; at the drain's end, the
+        others are refused."""
+        if self._drain_ends is None:
+            return False
         if not self.scheduler.is_busy:
             return True
-        if time.monotonic() < ends:
+        if time.monotonic() < self._drain_ends:
             return False
         timeout = self._settings.server.drain_timeout_s
         LOG.error("drain: %d operations were not done in %g s", len(self._jobs), timeout)

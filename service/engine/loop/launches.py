@@ -137,10 +137,11 @@ class Launches:
 
     def submit(self) -> bool:
         """Start the group on the device; False while the device has `MAX_IN_FLIGHT` launches."""
-        group = self.group
-        if not group:
+        if not self.group:
             return True
-        self.reply()
+        self.reply()  # a launch that fails runs the group again, too, and answers it
+        if not (group := self.group):
+            return True
         if len(self.in_flight) >= MAX_IN_FLIGHT:
             return False
         started = time.monotonic()

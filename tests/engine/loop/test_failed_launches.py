@@ -100,6 +100,32 @@ async def test_an_operation_that_fails_in_a_shared_launch_fails_alone(
     assert (await pool(caller))["integrity"] == "ok"
 
 
+class OpensGate(FakeBackend):
+    """An append opens the gate of the launches in flight."""
+
+    def append(self, *args: Any) -> Any:
+        pending = super().append(*args)
+        self.gate.set()
+        return pending
+
+
+def test_a_launch_that_fails_as_the_next_group_is_submitted_is_answered_once() -> None:
+    backend = OpensGate(late=True)
+
+    async def scenario(caller: Caller) -> None:
+        await three_sequences(caller)
+        backend.gate.clear()
+        backend.failures["result"] = [RuntimeError("a bug")]
+        first = caller.start(decode("a"))
+        await until(lambda: bool(caller.engine.scheduler.launches.in_flight))
+        replies = [await outcome(one) for one in (caller.submit(append("b", 1)), first)]
+        assert codes(replies) == ["ok", "ok"]
+        assert await length(caller, "b") == 10
+        assert (await pool(caller))["integrity"] == "ok"
+
+    with_engine(backend, scenario)
+
+
 def test_a_launch_that_fails_behind_another_in_flight_is_taken_back_with_what_came_on_top() -> None:
     every = [
         decode("a", new=True),
