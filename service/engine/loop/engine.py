@@ -21,6 +21,7 @@ from config.settings import Settings, device_queues
 from kernels.backend import NUMPY_DTYPES, TENSOR_DTYPES, Backend
 from kernels.lanes.lane_factory import make_lanes
 from service import __version__
+from service.engine.calibration import calibrate
 from service.engine.loop.callers import Callers
 from service.engine.loop.job import Job
 from service.engine.loop.open_steps import FREE_S
@@ -129,6 +130,8 @@ class Engine:
         self.store.limits = Limits(settings.engine.max_sequences, settings.engine.max_leases, share)
         self.store.counts = metrics.own
         self_test(self.store)
+        if backend.name == "cpu":  # processors differ more than devices do
+            calibrate(self.store)
         lanes = make_lanes(
             backend, server.device_arena_bytes, server.max_device_sessions, device_queues()
         )

@@ -67,6 +67,10 @@ class DevicePace:
         own = max(self._steady_seconds(kind, cost) - again, 0.0)
         return max(1, math.ceil(own / max(self.slice_s - again, self.slice_s / 2, again)))
 
+    def start_from(self, kind: str, factor: float) -> None:
+        """Multiplies the first guess, before all work."""
+        self._factors[kind] = self._steady[kind] = factor
+
     def correct(self, kind: str, cost: Cost, measured_s: float) -> None:
         """Learn that work of a known cost took `measured_s`."""
         guess = cost.num_bytes / self._bytes_per_s + cost.flops / self._flops_per_s
