@@ -163,6 +163,14 @@ def attempt_before(
     return Attempt(call, request_id, min(options.timeout_s, left), left, ends)
 
 
+def remaining(ends: float) -> float:
+    """Seconds until `ends`; raises TimeoutError when there are none."""
+    left = ends - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("the time is up")
+    return left
+
+
 def retrying(
     failed: Attempt[T], error: AttndError, options: CallOptions
 ) -> Generator[Attempt[Any] | Pause, Any, T]:
