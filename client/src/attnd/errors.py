@@ -52,10 +52,12 @@ or may not have been executed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar, overload
 
 from attnd.results import Meta
 from attnd.wire.codes import CODES, code_of
+
+T = TypeVar("T")
 
 
 class AttndError(Exception):
@@ -94,37 +96,47 @@ class ProtocolError(AttndError):
     """The answer breaks the service's contract."""
 
 
-class Detail:
+class Detail(Generic[T]):
     """A member of the problem document as an attribute; `default` where it is missing."""
 
-    def __init__(self, read: Callable[[Any], Any], default: object) -> None:
+    def __init__(self, read: Callable[[Any], T], default: object) -> None:
         self._read, self._default = read, default
         self._name = ""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, error: ServiceError | None, owner: type) -> Any:
+    @overload
+    def __get__(self, error: None, owner: type) -> Detail[T]: ...
+
+    @overload
+    def __get__(self, error: ServiceError, owner: type) -> T: ...
+
+    def __get__(self, error: ServiceError | None, owner: type) -> T | Detail[T]:
         if error is None:
             return self
         return self._read(error.problem.get(self._name, self._default))
 
 
-def count() -> Any:
+def count() -> Detail[int]:
     return Detail(int, 0)
 
 
-def text() -> Any:
+def text() -> Detail[str]:
     return Detail(str, "")
 
 
-def texts() -> Any:
+def texts() -> Detail[tuple[str, ...]]:
     return Detail(lambda given: tuple(map(str, given)), ())
 
 
-def counts() -> Any:
+def counts() -> Detail[dict[str, int]]:
     """Counts by name."""
     return Detail(lambda given: {str(name): int(value) for name, value in given.items()}, {})
+
+
+def read_as_is(value: Any) -> Any:
+    return value
 
 
 class ServiceError(AttndError):
@@ -170,31 +182,31 @@ class Unauthorized(ServiceError):
 class Forbidden(ServiceError):
     """The key lacks `scope`."""
 
-    scope: str = text()
+    scope = text()
 
 
 class UnknownSequence(ServiceError):
     """`sequences`: the ids that do not exist."""
 
-    sequences: tuple[str, ...] = texts()
+    sequences = texts()
 
 
 class UnknownLease(ServiceError):
     """`lease` has ended or never existed."""
 
-    lease: str = text()
+    lease = text()
 
 
 class UnknownPage(ServiceError):
     """No page with `page_key` is cached; for `unpin`: or it has no pin."""
 
-    page_key: str = text()
+    page_key = text()
 
 
 class UnknownImport(ServiceError):
     """No import into `sequences` is under way: not begun, finished, cancelled or expired."""
 
-    sequences: tuple[str, ...] = texts()
+    sequences = texts()
 
 
 class NotFound(ServiceError):
@@ -204,7 +216,7 @@ class NotFound(ServiceError):
 class MethodNotAllowed(ServiceError):
     """The route takes only the methods in `allow`: another version of attnd."""
 
-    allow: tuple[str, ...] = texts()
+    allow = texts()
 
 
 class RequestTimeout(ServiceError):
@@ -214,31 +226,31 @@ class RequestTimeout(ServiceError):
 class SequenceExists(ServiceError):
     """`sequences`: the ids that exist already."""
 
-    sequences: tuple[str, ...] = texts()
+    sequences = texts()
 
 
 class LengthMismatch(ServiceError):
     """`lengths`: the true kv_len of every sequence of the request, at its layer."""
 
-    lengths: dict[str, int] = counts()
+    lengths = counts()
 
 
 class SequenceTaken(ServiceError):
     """Another writer changes a sequence over several engines; `epochs` by sequence. Retry."""
 
-    epochs: dict[str, int] = counts()
+    epochs = counts()
 
 
 class SequenceMoving(ServiceError):
     """`sequences` are moving from one engine of a cluster to another. Retry."""
 
-    sequences: tuple[str, ...] = texts()
+    sequences = texts()
 
 
 class KeyMismatch(ServiceError):
     """`page` of the sequence has another name, or the name belongs to another page."""
 
-    page: int = count()
+    page = count()
 
 
 class SequenceChanged(ServiceError):
@@ -247,42 +259,42 @@ class SequenceChanged(ServiceError):
     Begin the export again, or export a fork.
     """
 
-    sequences: tuple[str, ...] = texts()
-    generation: str = text()
+    sequences = texts()
+    generation = text()
 
 
 class ImportExists(ServiceError):
     """Another export is being imported as one of `sequences`."""
 
-    sequences: tuple[str, ...] = texts()
+    sequences = texts()
 
 
 class LostSequence(ServiceError):
     """`sequences` were lost with their engine of the cluster: create them again."""
 
-    sequences: tuple[str, ...] = texts()
+    sequences = texts()
 
 
 class PartMismatch(ServiceError):
     """`part` of an import was sent; `next_part` of `num_parts` is expected."""
 
-    part: int = count()
-    next_part: int = count()
-    num_parts: int = count()
+    part = count()
+    next_part = count()
+    num_parts = count()
 
 
 class BodyTooLarge(ServiceError):
     """The body has `size` bytes or more; the service reads at most `limit`."""
 
-    size: int = count()
-    limit: int = count()
+    size = count()
+    limit = count()
 
 
 class AnswerTooLarge(ServiceError):
     """The answer would have `size` bytes, at most `limit` are sent: request less per call."""
 
-    size: int = count()
-    limit: int = count()
+    size = count()
+    limit = count()
 
 
 class HeadersTooLarge(ServiceError):
@@ -292,24 +304,24 @@ class HeadersTooLarge(ServiceError):
 class UnsupportedMediaType(ServiceError):
     """The media type is not one of `supported`."""
 
-    supported: tuple[str, ...] = texts()
+    supported = texts()
 
 
 class InvalidRequest(ServiceError):
     """`field` has `value`, which breaks `rule`."""
 
-    field: str = text()
-    value: Any = Detail(lambda given: given, None)
-    rule: str = text()
+    field = text()
+    value: Detail[Any] = Detail(read_as_is, None)
+    rule = text()
 
 
 class DigestMismatch(ServiceError):
     """The data is not the exported data. `of` is the header, a part or the end; `given` its
     digest as sent, `found` as computed."""
 
-    of: str = text()
-    given: str = text()
-    found: str = text()
+    of = text()
+    given = text()
+    found = text()
 
 
 class Overloaded(ServiceError):
@@ -335,11 +347,11 @@ class OutOfPages(ServiceError):
     a cluster `engines_with_room` have as many pages; new sequences go there.
     """
 
-    engines_with_room: tuple[str, ...] = texts()
-    held: dict[str, int] = counts()
-    needed: int = count()
-    free: int = count()
-    total: int = count()
+    engines_with_room = texts()
+    held = counts()
+    needed = count()
+    free = count()
+    total = count()
 
     @property
     def available(self) -> int:
@@ -350,9 +362,9 @@ class OutOfPages(ServiceError):
 class OutOfSequences(ServiceError):
     """`needed` sequences, of which `free` of `total` can be made: delete some and retry."""
 
-    needed: int = count()
-    free: int = count()
-    total: int = count()
+    needed = count()
+    free = count()
+    total = count()
 
 
 class Cancelled(ServiceError):

@@ -1,0 +1,249 @@
+"""OpenAI's HTTP API over a scheduler. In vLLM and SGLang: the OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException
+
+from examples.serve.answers import Delta, Sampling
+from examples.serve.scheduler import Scheduler
+
+PAGE: Final = Path(__file__).with_name("page.html")
+POLL_S: Final = 0.1
+
+
+class Part(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] = ""
+
+    def plain(self) -> dict[str, str]:
+        parts = self.content
+        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        return {"role": self.role, "content": text}
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+class Body(BaseModel):
+    """What both endpoints take; fields that are not here are ignored."""
+
+    model: str
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    n: int = Field(1, ge=1, le=16)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63 - 16)
+    stop: str | list[str] | None = Field(None, min_length=1, max_length=4)
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+
+
+class ChatBody(Body):
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
+
+
+class CompletionBody(Body):
+    prompt: str | list[int]
+    max_tokens: int | None = Field(16, ge=1)
+    logprobs: None = None  # only chats have them
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model by its public name; `max_tokens` of prompt and answer together."""
+
+    name: str
+    tokenizer: Any
+    max_tokens: int
+
+    def described(self) -> dict[str, Any]:
+        return {"id": self.name, "object": "model", "created": 0, "owned_by": "attnd"}
+
+
+class Run:
+    """A request in the scheduler, and what came of its answers so far."""
+
+    def __init__(self, scheduler: Scheduler, model: Model, prompt: list[int], body: Body) -> None:
+        chat = isinstance(body, ChatBody)
+        asked = (body.max_completion_tokens if chat else None) or body.max_tokens
+        room = model.max_tokens - len(prompt)
+        if body.model != model.name:
+            raise HTTPException(
+                404, f"the model {body.model!r} does not exist; {model.name!r} does"
+            )
+        if not prompt or max(prompt) >= len(model.tokenizer) or min(prompt) < 0:
+            raise HTTPException(400, "the prompt must have tokens, all of them in the vocabulary")
+        if room < (asked or 1):
+            raise HTTPException(
+                400,
+                f"the prompt has {len(prompt)} tokens and the answer may have {asked or 1}: "
+                f"the model takes {model.max_tokens} in all",
+            )
+        stop = (body.stop,) if isinstance(body.stop, str) else tuple(filter(None, body.stop or ()))
+        top = body.top_logprobs if chat and body.logprobs else None
+        sampling = Sampling(asked or room, body.temperature, body.top_p, body.seed, stop, top)
+        self._model, self._scheduler, self._chat = model, scheduler, chat
+        self._deltas: asyncio.Queue[Delta] = asyncio.Queue()
+        self._kind = "chat.completion" if chat else "text_completion"
+        self._id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        loop = asyncio.get_running_loop()
+        self._request = scheduler.submit(
+            prompt,
+            sampling,
+            body.n,
+            lambda delta: loop.call_soon_threadsafe(self._deltas.put_nowait, delta),
+        )
+        self._answers = [Delta(index) for index in range(body.n)]
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """Until every answer is over; whatever ends this early cancels the request."""
+        try:
+            while any(answer.finish is None for answer in self._answers):
+                delta = await self._deltas.get()
+                if delta.error is not None:
+                    raise HTTPException(503, delta.error)
+                self._answers[delta.index] += delta
+                yield delta
+        finally:
+            self._scheduler.cancel(self._request)
+
+    async def whole(self) -> dict[str, Any]:
+        """The reply when all answers are over."""
+        async for _ in self.deltas():
+            pass
+        choices = [self._choice(answer, "message") for answer in self._answers]
+        return self._document(self._kind, choices) | {"usage": self._usage()}
+
+    async def events(self, *, usage: bool) -> AsyncIterator[str]:
+        """The reply as server-sent events."""
+        kind = f"{self._kind}.chunk" if self._chat else self._kind
+        try:
+            async for delta in self.deltas():
+                if delta.text or delta.finish or delta.logprobs:
+                    yield event(self._document(kind, [self._choice(delta, "delta")]))
+        except HTTPException as error:
+            yield event(problem(error.status_code, str(error.detail)))
+            return
+        if usage:
+            yield event(self._document(kind, []) | {"usage": self._usage()})
+        yield "data: [DONE]\n\n"
+
+    def _document(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        head = {"id": self._id, "created": self._created, "model": self._model.name}
+        return {**head, "object": kind, "choices": choices}
+
+    def _choice(self, delta: Delta, name: str) -> dict[str, Any]:
+        choice = {"index": delta.index, "finish_reason": delta.finish, "logprobs": None}
+        if not self._chat:
+            return choice | {"text": delta.text}
+        if delta.logprobs:
+            rows = [
+                self._token(one.token, one.logprob)
+                | {"top_logprobs": [self._token(*pair) for pair in one.top]}
+                for one in delta.logprobs
+            ]
+            choice["logprobs"] = {"content": rows}
+        return choice | {name: {"role": "assistant", "content": delta.text}}
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._model.tokenizer.decode([token])
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    def _usage(self) -> dict[str, Any]:
+        prompt, made = len(self._request.prompt), sum(one.tokens for one in self._answers)
+        cached = {"cached_tokens": self._request.cached_tokens}
+        counts = {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+        return counts | {"prompt_tokens_details": cached}
+
+
+def create_app(scheduler: Scheduler, model: Model, live_url: str) -> FastAPI:
+    """The API and the chat page; `live_url` is attnd's live page, shown beside the chat."""
+    app = FastAPI(title="examples.serve")
+
+    async def reply(prompt: list[int], body: Body, request: Request) -> Any:
+        run = Run(scheduler, model, prompt, body)
+        if body.stream:
+            events = run.events(usage=body.stream_options.include_usage)
+            return StreamingResponse(events, media_type="text/event-stream")
+        whole = asyncio.create_task(run.whole())
+        while not (await asyncio.wait({whole}, timeout=POLL_S))[0]:
+            if await request.is_disconnected():
+                whole.cancel()
+        return await whole
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatBody, request: Request) -> Any:
+        prompt = model.tokenizer.apply_chat_template(
+            [one.plain() for one in body.messages], add_generation_prompt=True, return_dict=False
+        )
+        return await reply(prompt, body, request)
+
+    @app.post("/v1/completions")
+    async def complete(body: CompletionBody, request: Request) -> Any:
+        given = body.prompt
+        prompt = model.tokenizer(given)["input_ids"] if isinstance(given, str) else given
+        return await reply(prompt, body, request)
+
+    @app.get("/v1/models")
+    def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model.described()]}
+
+    @app.get("/v1/models/{name}")
+    def one_model(name: str) -> dict[str, Any]:
+        if name != model.name:
+            raise HTTPException(404, f"the model {name!r} does not exist")
+        return model.described()
+
+    @app.get("/health")
+    def health() -> dict[str, Any]:
+        return {"status": "ok", "preemptions": scheduler.preemptions}
+
+    @app.get("/", response_class=HTMLResponse)
+    def page() -> str:
+        text = PAGE.read_text(encoding="utf-8")
+        return text.replace("{{model}}", model.name).replace("{{live}}", live_url)
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> JSONResponse:
+        return JSONResponse(problem(error.status_code, str(error.detail)), error.status_code)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        param = ".".join(str(part) for part in first["loc"][1:]) or "body"
+        return JSONResponse(problem(400, f"{param}: {first['msg']}", param), 400)
+
+    return app
+
+
+def event(document: dict[str, Any]) -> str:
+    return f"data: {json.dumps(document)}\n\n"
+
+
+def problem(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    """OpenAI's error document."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": None}}

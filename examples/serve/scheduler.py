@@ -1,0 +1,257 @@
+"""Continuous batching: which tokens of which answers run next.
+
+A round is one forward: every running answer's next token, and beside them a piece of the prompts
+that are still being read. In vLLM this is the scheduler with its block manager, in SGLang the
+scheduler with its radix cache. Here pages are attnd's: where it answers that none are left, the
+answer that came last gives up its sequence and is computed again later.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from attnd.errors import AttndError, OutOfPages, OutOfSequences
+
+from examples.serve.answers import Answer, Delta, Request, Sampling
+from examples.serve.runner import Row, Runner
+from examples.serve.sampler import sample
+from examples.serve.text import TextStream
+
+LOG: Final = logging.getLogger("serve")
+RETRY_S: Final = 0.5
+WAIT_S: Final = 60.0
+"""How long answers wait for an attnd that does not answer."""
+MOST_FAILURES: Final = 5
+"""Of forwards, one after another, before the running answers end with an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Answers that run at once, and prompt tokens beside them in one forward."""
+
+    max_running: int = 32
+    prompt_tokens: int = 512
+
+
+class Scheduler:
+    """Runs in a thread of its own; `submit` and `cancel` may be called from any."""
+
+    def __init__(self, runner: Runner, tokenizer: Any, ends: set[int], limits: Limits) -> None:
+        self._runner, self._tokenizer, self._ends, self._limits = runner, tokenizer, ends, limits
+        self._messages: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._waiting: list[Answer] = []
+        self._running: list[Answer] = []
+        self._closed = False
+        self._full = False  # no pages were left, and no answer has ended since
+        self._failures = 0
+        self.preemptions = 0
+        self._thread = threading.Thread(target=self._run, name="scheduler")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(
+        self, prompt: Sequence[int], sampling: Sampling, count: int, emit: Callable[[Delta], None]
+    ) -> Request:
+        """`count` answers to a prompt; each ends with a Delta that has `finish` or `error`."""
+        request = Request(list(prompt), sampling, emit)
+        for index in range(count):
+            generator = None
+            if sampling.seed is not None:
+                generator = torch.Generator().manual_seed(sampling.seed + index)
+            text = TextStream(self._tokenizer, sampling.stop)
+            request.answers.append(Answer(request, index, list(prompt), text, generator))
+        # The first answer reads the prompt; the others are forks of it.
+        self._messages.put(lambda: self._waiting.append(request.answers[0]))
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Stop a request's answers and free their pages; nothing is emitted any more."""
+        self._messages.put(lambda: self._drop(request))
+
+    def close(self) -> None:
+        """End the thread and delete its sequences."""
+        self._messages.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._closed:
+                self._receive(wait=not (self._waiting or self._running))
+                try:
+                    self._admit()
+                    if self._running:
+                        self._forward()
+                except OutOfPages:
+                    self._preempt()
+                except AttndError as error:
+                    self._recover(error)
+                except Exception:
+                    LOG.exception("a round failed")
+                    self._fail_all("internal error")
+        finally:
+            self._fail_all("the server is stopping")
+            self._runner.close()
+
+    def _receive(self, *, wait: bool) -> None:
+        """Carry out what other threads asked for."""
+        while wait or not self._messages.empty():
+            message, wait = self._messages.get(), False
+            if message is None:
+                self._closed = True
+            else:
+                message()
+
+    def _admit(self) -> None:
+        """Start waiting answers in their order, as far as there is room."""
+        while self._waiting and not (self._full and self._running):
+            answer = self._waiting[0]
+            siblings = [one for one in answer.request.answers if one is not answer]
+            forks = [one for one in siblings if answer.index == 0 and one.generated == 0]
+            if self._running and len(self._running) + len(forks) >= self._limits.max_running:
+                return
+            try:
+                answer.sequence, answer.stored = self._runner.create(answer.tokens)
+            except (OutOfPages, OutOfSequences):
+                if not self._running:
+                    raise
+                return
+            if answer.generated == 0:
+                answer.request.cached_tokens = answer.stored
+            answer.committed = answer.stored
+            self._running.append(self._waiting.pop(0))
+
+    def _forward(self) -> None:
+        """One forward: a token of every decode, and pieces of prompts up to the limit."""
+        left, batch = self._limits.prompt_tokens, list[tuple[Answer, Row]]()
+        for answer in self._running:
+            count = 1 if answer.missing == 1 else min(answer.missing, left)
+            if answer.missing > 1:
+                left -= count
+            if count and answer.sequence is not None:
+                new = answer.tokens[answer.stored : answer.stored + count]
+                batch.append((answer, Row(answer.sequence, new, answer.stored)))
+        logits = self._runner.forward([row for _, row in batch])
+        self._failures = 0
+        for (answer, row), scores in zip(batch, logits, strict=True):
+            answer.stored += len(row.tokens)
+            if answer.missing == 0:
+                self._extend(answer, scores)
+
+    def _extend(self, answer: Answer, logits: torch.Tensor) -> None:
+        """All of an answer's tokens have KV: choose the next one."""
+        if answer.generated == 0 and answer.index == 0:
+            self._commit(answer)
+            self._fork(answer, logits)
+        self._append(answer, logits)
+
+    def _fork(self, first: Answer, logits: torch.Tensor) -> None:
+        """The other answers to a prompt go on from here."""
+        others = [one for one in first.request.answers[1:] if one.generated == 0]
+        if not others or first.sequence is None:
+            return
+        try:
+            made = self._runner.fork(first.sequence, first.stored, len(others))
+        except (OutOfPages, OutOfSequences):
+            self._waiting[:0] = others
+            return
+        for answer, sequence in zip(others, made, strict=True):
+            answer.sequence, answer.stored = sequence, first.stored
+            answer.committed = first.committed
+            self._running.append(answer)
+            self._append(answer, logits)
+
+    def _append(self, answer: Answer, logits: torch.Tensor) -> None:
+        """Choose a token, emit its text, and end the answer where it is over."""
+        sampling = answer.request.sampling
+        token, logprob = sample(logits, sampling, answer.generator)
+        answer.tokens.append(token)
+        is_end = token in self._ends
+        text = "" if is_end else answer.text.push(token)
+        finish: Any = None
+        if is_end or answer.text.stopped:
+            finish = "stop"
+        elif answer.generated >= sampling.max_tokens:
+            finish = "length"
+        if finish:
+            text += answer.text.finish()
+            self._running.remove(answer)
+        logprobs = () if logprob is None or is_end else (logprob,)
+        answer.request.emit(Delta(answer.index, text, 1, logprobs, finish))
+        if finish:
+            self._commit(answer)
+            self._release([answer])
+
+    def _commit(self, answer: Answer) -> None:
+        """Cache what is stored: the next turn of a chat begins with it."""
+        if answer.sequence is not None and answer.stored > answer.committed:
+            tokens = answer.tokens[: answer.stored]
+            answer.committed = self._runner.commit(answer.sequence, tokens, answer.committed)
+
+    def _release(self, answers: Sequence[Answer]) -> None:
+        sequences = [one.sequence for one in answers if one.sequence is not None]
+        for answer in answers:
+            answer.forget()
+        if sequences:
+            self._full = False
+            self._runner.delete(sequences)
+
+    def _preempt(self) -> None:
+        """attnd has no pages left: the answer that came last waits, and is computed again."""
+        if not self._running:
+            self._fail(self._waiting.pop(0), "attnd has no pages left for this prompt")
+            return
+        last = self._running.pop()
+        self._release([last])
+        if not self._running:
+            self._fail(last, "attnd has no pages left for this answer")
+            return
+        self.preemptions += 1
+        self._full = True
+        self._waiting.insert(0, last)
+
+    def _recover(self, error: AttndError) -> None:
+        """attnd ended or restarted: connect, and compute running answers again."""
+        LOG.warning("attnd: %s; running answers are computed again", error)
+        for answer in self._running:
+            answer.forget()
+        self._waiting[:0] = self._running
+        self._running.clear()
+        self._failures += 1
+        if self._failures > MOST_FAILURES:
+            self._fail_all(f"attnd refuses the work: {error}")
+        until = time.monotonic() + WAIT_S
+        while not self._closed:
+            try:
+                return self._runner.reconnect()
+            except (AttndError, OSError) as failure:
+                if time.monotonic() > until:
+                    self._fail_all(f"attnd does not answer: {failure}")
+                    until = float("inf")
+            time.sleep(RETRY_S)
+            self._receive(wait=False)
+
+    def _drop(self, request: Request) -> None:
+        for group in (self._waiting, self._running):
+            group[:] = [one for one in group if one.request is not request]
+        try:
+            self._release(request.answers)
+        except AttndError as error:
+            self._recover(error)
+
+    def _fail(self, answer: Answer, message: str) -> None:
+        """Ends all answers of the request with an error."""
+        self._drop(answer.request)
+        answer.request.emit(Delta(answer.index, error=message))
+
+    def _fail_all(self, message: str) -> None:
+        for answer in [*self._waiting, *self._running]:
+            if answer in self._waiting or answer in self._running:
+                self._fail(answer, message)

@@ -1,0 +1,58 @@
+"""Tokens to text, piece by piece: whole characters only, and nothing of a stop string."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class TextStream:
+    """The text of an answer as it grows, cut before the first of `stop`."""
+
+    def __init__(self, tokenizer: Any, stop: tuple[str, ...]) -> None:
+        self._tokenizer, self._stop = tokenizer, stop
+        self._tokens: list[int] = []
+        self._begin = 0  # tokens before this are not decoded again
+        self._decoded = ""  # text of the tokens from _begin on that was taken
+        self._held = ""  # may be the beginning of a stop string
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """The text that is certain now."""
+        self._tokens.append(token)
+        text = self._decode()
+        if text.endswith("\ufffd"):  # part of a character
+            return ""
+        new, self._decoded = text[len(self._decoded) :], text
+        if " " in new or "\n" in new:  # decode from the last token on, which begins a word
+            self._begin = len(self._tokens) - 1
+            self._decoded = self._decode()
+        return self._certain(new)
+
+    def finish(self) -> str:
+        """The rest, when no more tokens come."""
+        if self.stopped:
+            return ""
+        rest = self._certain(self._decode()[len(self._decoded) :])
+        return rest if self.stopped else rest + self._held
+
+    def _decode(self) -> str:
+        text: str = self._tokenizer.decode(self._tokens[self._begin :], skip_special_tokens=True)
+        return text
+
+    def _certain(self, new: str) -> str:
+        text = self._held + new
+        found = [place for one in self._stop if (place := text.find(one)) >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        keep = max(
+            (
+                size
+                for one in self._stop
+                for size in range(1, len(one))
+                if text.endswith(one[:size])
+            ),
+            default=0,
+        )
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]

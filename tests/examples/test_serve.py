@@ -1,0 +1,315 @@
+"""The serving engine of examples/serve, through OpenAI's own package."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+from attnd import Client
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from tests.harness.processes import children
+from tests.harness.waiting import wait_for
+
+pytestmark = pytest.mark.long
+
+ROOT = Path(__file__).resolve().parents[2]
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+POOL_TOKENS = 1024
+SYSTEM = "You answer in the fewest words that will do, and never begin with a greeting. " * 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of random weights over bytes, saved as transformers saves models."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={"<end>": 0}
+            | {c: i + 1 for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))},
+            merges=[],
+        )
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    fast.chat_template = TEMPLATE
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=257,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=4096,
+        initializer_range=0.3,
+        eos_token_id=0,
+        bos_token_id=None,
+    )
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    model = LlamaForCausalLM(config)
+    torch.nn.init.zeros_(model.lm_head.weight[0])  # answers do not end by themselves
+    model.save_pretrained(path)
+    fast.save_pretrained(path)
+    return path
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[bytes]
+    url: str
+    attnd: str
+    openai: openai.OpenAI
+
+    def preemptions(self) -> int:
+        found: int = httpx.get(f"{self.url}/health").json()["preemptions"]
+        return found
+
+    def chat(self, question: str, **options: Any) -> Any:
+        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+        given = {"model": "tiny", "temperature": 0, "max_tokens": 40, **options}
+        return self.openai.chat.completions.create(messages=messages, **given)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port: int = listening.getsockname()[1]
+        return port
+
+
+@contextmanager
+def running(folder: Path | None, *options: str) -> Iterator[Server]:
+    port, attnd = free_port(), free_port()
+    command = [sys.executable, "-m", "examples.serve"]
+    command += [] if folder is None else ["--model", str(folder)]
+    command += ["--port", str(port), "--attnd-port", str(attnd), *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_for(lambda: is_up(url) or process.poll() is not None, "the server", 280)
+        assert process.poll() is None
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            yield Server(process, url, f"http://127.0.0.1:{attnd}", client)
+    finally:
+        process.terminate()
+        assert process.wait(60) == 0
+
+
+def is_up(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    with running(folder, "--pool-tokens", str(POOL_TOKENS)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def expect(folder: Path) -> Any:
+    """The text that `generate` of transformers itself gives, greedily."""
+    model = LlamaForCausalLM.from_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+
+    def expected(question: str, count: int = 40) -> str:
+        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+        ids = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )["input_ids"]
+        out = model.generate(ids, max_new_tokens=count, do_sample=False, pad_token_id=0)
+        text: str = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+        return text
+
+    return expected
+
+
+def text_of(reply: Any) -> str:
+    found: str = reply.choices[0].message.content
+    return found
+
+
+def pages_in_use(server: Server) -> int:
+    with Client(server.attnd) as client:
+        return len(list(client.list_sequences()))
+
+
+def test_an_answer_equals_generate_alone_and_from_the_cache(server: Server, expect: Any) -> None:
+    first, second = server.chat("one?"), server.chat("one?")
+    assert text_of(first) == text_of(second) == expect("one?")
+    assert second.usage.prompt_tokens_details.cached_tokens >= 100
+    assert first.usage.completion_tokens == 40
+    assert first.choices[0].finish_reason == "length"
+
+
+def test_answers_of_a_full_batch_and_after_preemptions_equal_generate(
+    server: Server, expect: Any
+) -> None:
+    before = server.preemptions()
+    questions = [f"question {number} of many, {'x' * 9 * number}?" for number in range(10)]
+    with ThreadPoolExecutor(10) as pool:
+        replies = list(pool.map(lambda one: server.chat(one, max_tokens=120), questions))
+    assert [text_of(reply) for reply in replies] == [expect(one, 120) for one in questions]
+    assert server.preemptions() > before
+    wait_for(lambda: pages_in_use(server) == 0, "sequences to be deleted")
+
+
+def test_a_stream_has_the_same_text_and_usage(server: Server, expect: Any) -> None:
+    chunks = list(server.chat("streamed?", stream=True, stream_options={"include_usage": True}))
+    text = "".join(one.choices[0].delta.content or "" for one in chunks if one.choices)
+    assert text == expect("streamed?")
+    assert chunks[-1].usage.completion_tokens == 40
+    assert chunks[-2].choices[0].finish_reason == "length"
+
+
+def test_several_answers_are_forks_of_one_prompt(server: Server, expect: Any) -> None:
+    reply = server.chat("several?", n=3)
+    assert [one.message.content for one in reply.choices] == [expect("several?")] * 3
+    drawn = server.chat("several?", n=3, temperature=1.5, seed=5)
+    again = server.chat("several?", n=3, temperature=1.5, seed=5)
+    texts = [one.message.content for one in drawn.choices]
+    assert texts == [one.message.content for one in again.choices]
+    assert len(set(texts)) == 3
+
+
+def test_a_stop_string_ends_an_answer_before_it(server: Server, expect: Any) -> None:
+    whole = expect("stop?")
+    stop = whole[10:13]
+    reply = server.chat("stop?", stop=[stop])
+    assert text_of(reply) == whole[: whole.index(stop)]
+    assert reply.choices[0].finish_reason == "stop"
+
+
+def test_logprobs_are_those_of_the_chosen_tokens(server: Server) -> None:
+    reply = server.chat("logprobs?", logprobs=True, top_logprobs=2, max_tokens=3)
+    rows = reply.choices[0].logprobs.content
+    assert len(rows) == 3
+    for row in rows:
+        assert row.top_logprobs[0].logprob == row.logprob <= 0  # greedy: the most likely one
+        assert row.top_logprobs[1].logprob <= row.logprob
+
+
+def test_completions_take_text_and_tokens(server: Server, folder: Path) -> None:
+    ids = PreTrainedTokenizerFast.from_pretrained(folder)("To be, or")["input_ids"]
+    complete = server.openai.completions.create
+    by_text = complete(model="tiny", prompt="To be, or", temperature=0)
+    by_ids = complete(model="tiny", prompt=ids, temperature=0)
+    assert by_text.choices[0].text == by_ids.choices[0].text
+    assert by_text.usage.prompt_tokens == len(ids) == 9
+    assert by_text.usage.completion_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "says"),
+    [
+        ({"model": "other"}, openai.NotFoundError, "does not exist"),
+        ({"temperature": 3}, openai.BadRequestError, "temperature"),
+        ({"n": 0}, openai.BadRequestError, "n"),
+        ({"max_tokens": 10**6}, openai.BadRequestError, str(POOL_TOKENS)),
+        ({"stop": ["a"] * 5}, openai.BadRequestError, "stop"),
+    ],
+)
+def test_a_wrong_request_gets_openais_error(
+    server: Server, fields: dict[str, Any], error: type[openai.APIStatusError], says: str
+) -> None:
+    with pytest.raises(error, match=says) as raised:
+        server.chat("wrong?", **fields)
+    assert isinstance(raised.value.body, dict)
+    assert raised.value.body["type"] == "invalid_request_error"
+
+
+def test_a_stream_that_its_caller_closes_frees_its_pages(server: Server) -> None:
+    stream = server.chat("abandoned?", stream=True, max_tokens=600)
+    next(iter(stream))
+    assert pages_in_use(server) == 1
+    stream.close()
+    wait_for(lambda: pages_in_use(server) == 0, "its sequence to be deleted")
+
+
+def test_a_reader_that_reads_nothing_delays_no_other(server: Server, expect: Any) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/chat/completions", content=json.dumps(body)):
+        assert text_of(server.chat("meanwhile?")) == expect("meanwhile?")
+
+
+def test_the_default_model_answers_as_generate_does() -> None:
+    """SmolLM2, alone and in a batch, the second time from the cache."""
+    from examples.serve.__main__ import load
+
+    model, tokenizer, name = load(None, "cpu")
+    questions = ["What is the capital of France?", "Name three colours.", "Count to five."]
+
+    def expected(question: str) -> str:
+        ids = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )["input_ids"]
+        out = model.generate(ids, max_new_tokens=24, do_sample=False)
+        text: str = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+        return text
+
+    with running(None) as server, ThreadPoolExecutor(3) as pool:
+
+        def ask(question: str) -> str:
+            reply = server.openai.chat.completions.create(
+                model=name,
+                messages=[{"role": "user", "content": question}],
+                temperature=0,
+                max_tokens=24,
+            )
+            return text_of(reply)
+
+        wanted = [expected(one) for one in questions]
+        assert [ask(one) for one in questions] == wanted
+        assert list(pool.map(ask, questions)) == wanted
+
+
+def test_answers_survive_a_killed_engine(folder: Path, expect: Any) -> None:
+    with running(folder) as server, ThreadPoolExecutor(4) as pool:
+        asked = [f"survivor {number}?" for number in range(4)]
+        futures = [pool.submit(server.chat, one, max_tokens=300) for one in asked]
+        wait_for(lambda: pages_in_use(server) == 4, "answers to run")
+        for pid in descendants(server.process.pid):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+            if "--process" in words and words[words.index("--process") + 1] == "engine":
+                os.kill(pid, signal.SIGKILL)
+        replies = [future.result(180) for future in futures]
+        assert [text_of(reply) for reply in replies] == [expect(one, 300) for one in asked]
+
+
+def descendants(pid: int) -> list[int]:
+    found = list(children(pid))
+    return found + [one for child in found for one in descendants(child)]
+
+
+def test_sigterm_ends_both_services(folder: Path) -> None:
+    with running(folder) as server:
+        attnd = server.attnd
+        time.sleep(0.1)
+    assert not is_up(attnd)
