@@ -59,7 +59,7 @@ def test_a_service_that_is_not_there_is_connection_failed_after_all_attempts(kin
     with pytest.raises(attnd.ConnectionFailed, match="refused") as caught:
         ask(kind, script, "info")
     assert len(script.requests) == 4
-    assert caught.value.request_id == script.requests[0].headers["x-request-id"]
+    assert caught.value.request_id == script.requests[0].request_id
 
 
 @pytest.mark.parametrize(("name", "args", "kwargs", "reply"), REPEATABLE)
@@ -70,7 +70,7 @@ def test_a_lost_reply_is_asked_for_again_where_twice_does_no_harm(
     ask(kind, script, name, *args, **kwargs)
     first, second = script.requests
     assert script.content(0) == script.content(1)
-    assert first.headers["x-request-id"] == second.headers["x-request-id"]
+    assert first.request_id == second.request_id
 
 
 @pytest.mark.parametrize(("name", "args", "kwargs"), UNREPEATABLE)

@@ -180,6 +180,7 @@ class Troubled:
             request = Request(
                 request.method,
                 request.target,
+                request.request_id,
                 request.headers,
                 (*head, bytes(raw)),
                 request.timeout_s,

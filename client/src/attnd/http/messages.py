@@ -84,11 +84,12 @@ Body = tuple[bytes | memoryview, ...]
 
 @dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a call
 class Request:
-    """One attempt. `headers` has the request id, `body` the parts to send in order; `timeout_s`
-    includes connecting."""
+    """One attempt. `headers` are all but the request id, `body` the parts to send in order;
+    `timeout_s` includes connecting."""
 
     method: str
     target: str
+    request_id: str
     headers: dict[str, str]
     body: Body
     timeout_s: float
@@ -111,7 +112,7 @@ def request_of(attempt: Attempt[Any]) -> Request:
     """The HTTP request of an attempt, with its deadline where it has one."""
     call = attempt.call
     method, target = ROUTES[call.operation]
-    headers = {"x-request-id": attempt.request_id}
+    headers: dict[str, str] = {}
     fields = call.fields
     if "{" in target:
         own = target[target.index("{") + 1 : target.index("}")]
@@ -131,7 +132,7 @@ def request_of(attempt: Attempt[Any]) -> Request:
     if attempt.deadline_s is not None:
         deadline_ms = min(max(attempt.deadline_s * 1e3, MIN_DEADLINE_MS), MAX_DEADLINE_MS)
         headers["x-attnd-deadline-ms"] = f"{deadline_ms:.3f}"
-    return Request(method, target, headers, body, attempt.timeout_s)
+    return Request(method, target, attempt.request_id, headers, body, attempt.timeout_s)
 
 
 def reply_of(response: Response, request_id: str, call: Call[T]) -> Reply:

@@ -63,16 +63,15 @@ class Origin:
     def head(self, request: Request) -> bytes:
         """The request line and the headers. All but the request id is remembered for requests that
         are alike."""
-        others, length = request.headers.copy(), request.body_bytes
-        name = others.pop("x-request-id")
-        key = request.method, request.target, length, *others, *others.values()
+        headers, length = request.headers, request.body_bytes
+        key = request.method, request.target, length, *headers, *headers.values()
         before = self.remembered.get(key)
         if before is None:
-            before = self.opening(request.method, request.target, length, others)
+            before = self.opening(request.method, request.target, length, headers)
             if len(self.remembered) >= REMEMBERED:
                 self.remembered.clear()
             self.remembered[key] = before
-        return f"{before}x-request-id: {name}\r\n\r\n".encode("latin-1")
+        return f"{before}x-request-id: {request.request_id}\r\n\r\n".encode("latin-1")
 
     def opening(self, method: str, target: str, length: int, headers: Mapping[str, str]) -> str:
         """A head up to the request id."""
