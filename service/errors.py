@@ -1,40 +1,5 @@
-"""The errors that callers get; `attnd.wire.codes` has status, code and title of each.
-
-AttndError
-├── MalformedBody         400 malformed_body
-├── MalformedRequest      400 malformed_request
-├── Unauthorized          401 unauthorized
-├── Forbidden             403 forbidden               scope
-├── NoSuchRoute           404 not_found
-├── UnknownSequence       404 unknown_sequence        sequences
-├── UnknownLease          404 unknown_lease           lease
-├── UnknownPage           404 unknown_page            page_key
-├── UnknownImport         404 unknown_import          sequences
-├── MethodNotAllowed      405 method_not_allowed      allow
-├── RequestTimeout        408 request_timeout
-├── SequenceExists        409 sequence_exists         sequences
-├── LengthMismatch        409 length_mismatch         lengths
-├── SequenceTaken         409 sequence_taken          epochs
-├── KeyMismatch           409 key_mismatch            page
-├── SequenceChanged       409 sequence_changed        sequences, generation
-├── ImportExists          409 import_exists           sequences
-├── PartMismatch          409 part_mismatch           part, next_part, num_parts
-├── LostSequence          410 lost_sequence           sequences
-├── BodyTooLarge          413 body_too_large          size, limit
-├── AnswerTooLarge        413 answer_too_large        size, limit
-├── UnsupportedMediaType  415 unsupported_media_type  supported
-├── InvalidRequest        422 invalid_request         field, value, rule
-├── DigestMismatch        422 digest_mismatch         of, given, found
-├── Overloaded            429 overloaded              retry_after_s
-├── HeadersTooLarge       431 headers_too_large
-├── Cancelled             499 cancelled
-├── Internal              500 internal
-├── NotSupported          501 not_supported
-├── NotReady              503 not_ready
-├── SequenceMoving        503 sequence_moving         sequences
-├── DeadlineExceeded      504 deadline_exceeded
-├── OutOfPages            507 out_of_pages            needed, free, total, available, held
-└── OutOfSequences        507 out_of_sequences        needed, free, total
+"""The errors that callers get; `attnd.wire.codes` has status, code and title of each, and the
+docstring of `attnd.errors` their members.
 """
 
 from __future__ import annotations

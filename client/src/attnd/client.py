@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar
 
 from attnd.calls.call import Call, Reply
 from attnd.dependents import Dependents
@@ -13,7 +12,7 @@ from attnd.http.blocking_transport import SocketTransport, Transport
 from attnd.http.messages import reply_of, request_of
 from attnd.http.origin import Certificate, Verify, origin_of
 from attnd.methods import AsyncCalls, Calls, execute, options_of
-from attnd.retries import Attempt, Outcome, Pause, Retries, first_attempt, retrying
+from attnd.retries import Attempt, Retries, acting_async, driven_async, first_attempt, retrying
 
 T = TypeVar("T")
 
@@ -97,27 +96,8 @@ class AsyncClient(AsyncCalls):
         try:
             return call.parse(await self._send_attempt(attempt))
         except AttndError as error:
-            return await self._retry(attempt, error)
-
-    async def _retry(self, failed: Attempt[T], error: AttndError) -> T:
-        """`methods.retry`, awaited."""
-        steps = retrying(failed, error, self._options)
-        outcome: Outcome = None
-        try:
-            while True:
-                step = steps.send(outcome)
-                if isinstance(step, Pause):
-                    await asyncio.sleep(step.seconds)
-                    outcome = None
-                    continue
-                try:
-                    outcome = await self._send_attempt(step)
-                except AttndError as raised:
-                    outcome = raised
-        except StopIteration as stop:
-            return cast(T, stop.value)
-        finally:
-            del outcome, error  # an error's traceback refers to this frame
+            steps = retrying(attempt, error, self._options)
+        return await driven_async(steps, acting_async(self._send_attempt))
 
     async def _send_attempt(self, attempt: Attempt[Any]) -> Reply:
         response = await self._transport.send(request_of(attempt))

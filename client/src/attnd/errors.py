@@ -52,12 +52,10 @@ or may not have been executed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Generic, TypeVar, overload
+from typing import Any, Final
 
 from attnd.results import Meta
 from attnd.wire.codes import CODES, code_of
-
-T = TypeVar("T")
 
 
 class AttndError(Exception):
@@ -96,47 +94,37 @@ class ProtocolError(AttndError):
     """The answer breaks the service's contract."""
 
 
-class Detail(Generic[T]):
+class Detail:
     """A member of the problem document as an attribute; `default` where it is missing."""
 
-    def __init__(self, read: Callable[[Any], T], default: object) -> None:
+    def __init__(self, read: Callable[[Any], Any], default: object) -> None:
         self._read, self._default = read, default
         self._name = ""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    @overload
-    def __get__(self, error: None, owner: type) -> Detail[T]: ...
-
-    @overload
-    def __get__(self, error: ServiceError, owner: type) -> T: ...
-
-    def __get__(self, error: ServiceError | None, owner: type) -> T | Detail[T]:
+    def __get__(self, error: ServiceError | None, owner: type) -> Any:
         if error is None:
             return self
         return self._read(error.problem.get(self._name, self._default))
 
 
-def count() -> Detail[int]:
+def count() -> Any:
     return Detail(int, 0)
 
 
-def text() -> Detail[str]:
+def text() -> Any:
     return Detail(str, "")
 
 
-def texts() -> Detail[tuple[str, ...]]:
+def texts() -> Any:
     return Detail(lambda given: tuple(map(str, given)), ())
 
 
-def counts() -> Detail[dict[str, int]]:
+def counts() -> Any:
     """Counts by name."""
     return Detail(lambda given: {str(name): int(value) for name, value in given.items()}, {})
-
-
-def read_as_is(value: Any) -> Any:
-    return value
 
 
 class ServiceError(AttndError):
@@ -182,31 +170,31 @@ class Unauthorized(ServiceError):
 class Forbidden(ServiceError):
     """The key lacks `scope`."""
 
-    scope = text()
+    scope: str = text()
 
 
 class UnknownSequence(ServiceError):
     """`sequences`: the ids that do not exist."""
 
-    sequences = texts()
+    sequences: tuple[str, ...] = texts()
 
 
 class UnknownLease(ServiceError):
     """`lease` has ended or never existed."""
 
-    lease = text()
+    lease: str = text()
 
 
 class UnknownPage(ServiceError):
     """No page with `page_key` is cached; for `unpin`: or it has no pin."""
 
-    page_key = text()
+    page_key: str = text()
 
 
 class UnknownImport(ServiceError):
     """No import into `sequences` is under way: not begun, finished, cancelled or expired."""
 
-    sequences = texts()
+    sequences: tuple[str, ...] = texts()
 
 
 class NotFound(ServiceError):
@@ -216,7 +204,7 @@ class NotFound(ServiceError):
 class MethodNotAllowed(ServiceError):
     """The route takes only the methods in `allow`: another version of attnd."""
 
-    allow = texts()
+    allow: tuple[str, ...] = texts()
 
 
 class RequestTimeout(ServiceError):
@@ -226,31 +214,31 @@ class RequestTimeout(ServiceError):
 class SequenceExists(ServiceError):
     """`sequences`: the ids that exist already."""
 
-    sequences = texts()
+    sequences: tuple[str, ...] = texts()
 
 
 class LengthMismatch(ServiceError):
     """`lengths`: the true kv_len of every sequence of the request, at its layer."""
 
-    lengths = counts()
+    lengths: dict[str, int] = counts()
 
 
 class SequenceTaken(ServiceError):
     """Another writer changes a sequence over several engines; `epochs` by sequence. Retry."""
 
-    epochs = counts()
+    epochs: dict[str, int] = counts()
 
 
 class SequenceMoving(ServiceError):
     """`sequences` are moving from one engine of a cluster to another. Retry."""
 
-    sequences = texts()
+    sequences: tuple[str, ...] = texts()
 
 
 class KeyMismatch(ServiceError):
     """`page` of the sequence has another name, or the name belongs to another page."""
 
-    page = count()
+    page: int = count()
 
 
 class SequenceChanged(ServiceError):
@@ -259,42 +247,42 @@ class SequenceChanged(ServiceError):
     Begin the export again, or export a fork.
     """
 
-    sequences = texts()
-    generation = text()
+    sequences: tuple[str, ...] = texts()
+    generation: str = text()
 
 
 class ImportExists(ServiceError):
     """Another export is being imported as one of `sequences`."""
 
-    sequences = texts()
+    sequences: tuple[str, ...] = texts()
 
 
 class LostSequence(ServiceError):
     """`sequences` were lost with their engine of the cluster: create them again."""
 
-    sequences = texts()
+    sequences: tuple[str, ...] = texts()
 
 
 class PartMismatch(ServiceError):
     """`part` of an import was sent; `next_part` of `num_parts` is expected."""
 
-    part = count()
-    next_part = count()
-    num_parts = count()
+    part: int = count()
+    next_part: int = count()
+    num_parts: int = count()
 
 
 class BodyTooLarge(ServiceError):
     """The body has `size` bytes or more; the service reads at most `limit`."""
 
-    size = count()
-    limit = count()
+    size: int = count()
+    limit: int = count()
 
 
 class AnswerTooLarge(ServiceError):
     """The answer would have `size` bytes, at most `limit` are sent: request less per call."""
 
-    size = count()
-    limit = count()
+    size: int = count()
+    limit: int = count()
 
 
 class HeadersTooLarge(ServiceError):
@@ -304,24 +292,24 @@ class HeadersTooLarge(ServiceError):
 class UnsupportedMediaType(ServiceError):
     """The media type is not one of `supported`."""
 
-    supported = texts()
+    supported: tuple[str, ...] = texts()
 
 
 class InvalidRequest(ServiceError):
     """`field` has `value`, which breaks `rule`."""
 
-    field = text()
-    value: Detail[Any] = Detail(read_as_is, None)
-    rule = text()
+    field: str = text()
+    value: Any = Detail(lambda given: given, None)
+    rule: str = text()
 
 
 class DigestMismatch(ServiceError):
     """The data is not the exported data. `of` is the header, a part or the end; `given` its
     digest as sent, `found` as computed."""
 
-    of = text()
-    given = text()
-    found = text()
+    of: str = text()
+    given: str = text()
+    found: str = text()
 
 
 class Overloaded(ServiceError):
@@ -347,11 +335,11 @@ class OutOfPages(ServiceError):
     a cluster `engines_with_room` have as many pages; new sequences go there.
     """
 
-    engines_with_room = texts()
-    held = counts()
-    needed = count()
-    free = count()
-    total = count()
+    engines_with_room: tuple[str, ...] = texts()
+    held: dict[str, int] = counts()
+    needed: int = count()
+    free: int = count()
+    total: int = count()
 
     @property
     def available(self) -> int:
@@ -362,9 +350,9 @@ class OutOfPages(ServiceError):
 class OutOfSequences(ServiceError):
     """`needed` sequences, of which `free` of `total` can be made: delete some and retry."""
 
-    needed = count()
-    free = count()
-    total = count()
+    needed: int = count()
+    free: int = count()
+    total: int = count()
 
 
 class Cancelled(ServiceError):

@@ -9,11 +9,11 @@ import asyncio
 import inspect
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
 from copy import copy
 from dataclasses import replace
 from functools import wraps
-from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar, cast, get_args, get_type_hints
+from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar, get_args, get_type_hints
 
 from attnd.calls import attention, control, prefix, transfer
 from attnd.calls.call import Call, Reply
@@ -21,7 +21,18 @@ from attnd.calls.prefix import FROM_NOW
 from attnd.errors import AttndError, NeverReady, TransportError
 from attnd.moving import export, export_async, import_, import_async
 from attnd.results import CacheEvent, Health, SequenceInfo
-from attnd.retries import Attempt, CallOptions, Outcome, Pause, Retries, first_attempt, retrying
+from attnd.retries import (
+    Attempt,
+    CallOptions,
+    Pause,
+    Retries,
+    acting,
+    acting_async,
+    driven,
+    driven_async,
+    first_attempt,
+    retrying,
+)
 
 M = TypeVar("M", bound=Callable[..., Any])
 P = ParamSpec("P")
@@ -192,17 +203,7 @@ class Calls(WithOptions):
 
     def wait_ready(self, timeout: float = 60.0) -> None:
         """Return once the service is ready; raises `NeverReady` with the service's reason."""
-        ends = time.monotonic() + timeout
-        while True:
-            try:
-                health = self.ready()
-            except TransportError as error:
-                health = Health(False, str(error))
-            if health.ok:
-                return
-            if time.monotonic() >= ends:
-                raise never_ready(timeout, health)
-            time.sleep(POLL_S)
+        driven(until_ready(timeout), acting(self.send))
 
 
 class AsyncCalls(WithOptions):
@@ -283,22 +284,23 @@ class AsyncCalls(WithOptions):
 
     async def wait_ready(self, timeout: float = 60.0) -> None:
         """Return once the service is ready; raises `NeverReady` with the service's reason."""
-        ends = time.monotonic() + timeout
-        while True:
-            try:
-                health = await self.ready()
-            except TransportError as error:
-                health = Health(False, str(error))
-            if health.ok:
-                return
-            if time.monotonic() >= ends:
-                raise never_ready(timeout, health)
-            await asyncio.sleep(POLL_S)
+        await driven_async(until_ready(timeout), acting_async(self.send))
 
 
-def never_ready(timeout: float, health: Health) -> NeverReady:
-    remedy = "wait longer (timeout), or see the service's log"
-    return NeverReady(f"not ready after {timeout} s: {health.reason}: {remedy}")
+def until_ready(timeout: float) -> Generator[Call[Health] | Pause, Any, None]:
+    """Ask until the service is ready; raises `NeverReady` after `timeout` seconds."""
+    ends = time.monotonic() + timeout
+    while True:
+        try:
+            health: Health = yield control.ready()
+        except TransportError as error:
+            health = Health(False, str(error))
+        if health.ok:
+            return
+        if time.monotonic() >= ends:
+            remedy = "wait longer (timeout), or see the service's log"
+            raise NeverReady(f"not ready after {timeout} s: {health.reason}: {remedy}")
+        yield Pause(POLL_S)
 
 
 def execute(call: Call[T], options: CallOptions, send: Callable[[Attempt[Any]], Reply]) -> T:
@@ -317,23 +319,10 @@ def retry(
     send: Callable[[Attempt[Any]], Reply],
 ) -> T:
     """The result of a call whose first attempt failed with `error`; raises `AttndError`."""
-    steps = retrying(failed, error, options)
-    outcome: Outcome = None
     try:
-        while True:
-            step = steps.send(outcome)
-            if isinstance(step, Pause):
-                time.sleep(step.seconds)
-                outcome = None
-                continue
-            try:
-                outcome = send(step)
-            except AttndError as raised:
-                outcome = raised
-    except StopIteration as stop:
-        return cast(T, stop.value)
+        return driven(retrying(failed, error, options), acting(send))
     finally:
-        del outcome, error  # an error's traceback refers to this frame
+        del error  # an error's traceback refers to this frame
 
 
 def options_of(timeout: float, retries: int | Retries) -> CallOptions:

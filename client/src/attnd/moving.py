@@ -27,6 +27,7 @@ from attnd.calls.transfer import (
 )
 from attnd.errors import AttndError, DigestMismatch, KeyMismatch
 from attnd.export_file import ExportFileError, ExportReader, write_header, write_part
+from attnd.retries import driven
 
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
@@ -181,29 +182,8 @@ def copying(
     return (yield from ended(name, header, before, options))
 
 
-def executed(steps: Steps[T], send: Callable[[Call[Any]], Any]) -> T:
-    """Execute the calls of steps one after another, blocking."""
-    return every_call(steps, lambda _, call: send(call))
-
-
-def every_call(steps: Steps[T], send: Callable[[End, Call[Any]], Any]) -> T:
-    try:
-        end, call = next(steps)
-        while True:
-            try:
-                answer = send(end, call)
-            except AttndError as error:
-                end, call = steps.throw(error)
-            else:
-                end, call = steps.send(answer)
-    except StopIteration as stop:
-        return cast(T, stop.value)
-    finally:
-        steps.close()
-
-
 async def awaited(steps: Steps[T], send: Callable[[Call[Any]], Awaitable[Any]]) -> T:
-    """As `executed`, with awaited calls; files are read and written in a thread."""
+    """As `driven`, with awaited calls; files are read and written in a thread."""
     advance: Callable[[Any], tuple[End, Call[Any]] | Finished] = partial(advanced, steps.send)
     given: Any = None
     try:
@@ -252,7 +232,7 @@ def export(
     `progress(done, of)` is called after every part. Raises `SequenceChanged` when the sequence
     changes meanwhile (export a fork of a growing one), OSError, and the errors of a call.
     """
-    return executed(exporting(sequence, to, part_bytes, progress), self.send)
+    return driven(exporting(sequence, to, part_bytes, progress), lambda step: self.send(step[1]))
 
 
 def import_(
@@ -268,7 +248,7 @@ def import_(
     A part that is damaged in transit is sent again. Raises `ExportFileError` for a file that is not
     an export or is incomplete, the errors of `begin_import`, and those of a call.
     """
-    return executed(importing(sequence, origin, options, progress), self.send)
+    return driven(importing(sequence, origin, options, progress), lambda step: self.send(step[1]))
 
 
 async def export_async(
@@ -312,4 +292,4 @@ def copy_sequence(
     """
     steps = copying(sequence, name or sequence, part_bytes, options, progress)
     ends = {"source": source, "target": target}
-    return every_call(steps, lambda end, call: ends[end].send(call))
+    return driven(steps, lambda step: ends[step[0]].send(step[1]))

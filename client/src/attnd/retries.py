@@ -1,8 +1,8 @@
 """From a `Call` to its result, with retries and deadline, without any input or output.
 
 `first_attempt` is the attempt that every call begins with. Where it fails, `retrying` takes over: a
-generator that yields the next step (`Attempt` or `Pause`) and is sent the outcome. The clients only
-execute these steps, so they cannot differ in anything else.
+generator that yields the next step (`Attempt` or `Pause`) and is sent the reply, or thrown the
+error. The clients only execute these steps, so they cannot differ in anything else.
 
 Calls that are sent again, within `Retries.attempts`:
   always      nothing was sent (connection refused), or the service answered 429 or 503
@@ -12,14 +12,15 @@ Calls that are sent again, within `Retries.attempts`:
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import time
-from collections.abc import Generator
+from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
-from attnd.calls.call import Call, Reply, Settled
+from attnd.calls.call import Call, Settled
 from attnd.errors import (
     AttndError,
     ConnectionFailed,
@@ -31,6 +32,7 @@ from attnd.errors import (
     TimedOut,
 )
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -75,7 +77,7 @@ class CallOptions:
 
 @dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a call
 class Attempt(Generic[T]):
-    """Send this call once; the outcome is the reply, or the `AttndError` raised.
+    """Send this call once; returns the reply, or raises an `AttndError`.
 
     `deadline_s` seconds are left of the call's deadline, which the service is sent and which passes
     at `ends` by `time.monotonic`.
@@ -90,12 +92,55 @@ class Attempt(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Sleep; the outcome is None."""
+    """Sleep."""
 
     seconds: float
 
 
-Outcome = Reply | AttndError | None
+def driven(steps: Generator[S, Any, T], act: Callable[[S], Any]) -> T:
+    """The result of steps that `act` carries out one by one; its `AttndError` is raised in them."""
+    error: AttndError | None = None
+    try:
+        step = next(steps)
+        while True:
+            try:
+                answer, error = act(step), None
+            except AttndError as raised:
+                answer, error = None, raised
+            step = steps.send(answer) if error is None else steps.throw(error)
+    except StopIteration as stop:
+        return cast(T, stop.value)
+    finally:
+        steps.close()
+        del error  # an error's traceback refers to this frame
+
+
+async def driven_async(steps: Generator[S, Any, T], act: Callable[[S], Awaitable[Any]]) -> T:
+    """`driven`, awaited."""
+    error: AttndError | None = None
+    try:
+        step = next(steps)
+        while True:
+            try:
+                answer, error = await act(step), None
+            except AttndError as raised:
+                answer, error = None, raised
+            step = steps.send(answer) if error is None else steps.throw(error)
+    except StopIteration as stop:
+        return cast(T, stop.value)
+    finally:
+        steps.close()
+        del error
+
+
+def acting(send: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Carries out steps that are pauses, or else are sent."""
+    return lambda step: time.sleep(step.seconds) if isinstance(step, Pause) else send(step)
+
+
+def acting_async(send: Callable[[Any], Awaitable[Any]]) -> Callable[[Any], Awaitable[Any]]:
+    """`acting`, awaited."""
+    return lambda step: asyncio.sleep(step.seconds) if isinstance(step, Pause) else send(step)
 
 
 def first_attempt(call: Call[T], options: CallOptions) -> Attempt[T]:
@@ -118,12 +163,19 @@ def attempt_before(
     return Attempt(call, request_id, min(options.timeout_s, left), left, ends)
 
 
+def remaining(ends: float) -> float:
+    """Seconds until `ends`; raises TimeoutError when there are none."""
+    left = ends - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("the time is up")
+    return left
+
+
 def retrying(
     failed: Attempt[T], error: AttndError, options: CallOptions
-) -> Generator[Attempt[Any] | Pause, Outcome, T]:
+) -> Generator[Attempt[Any] | Pause, Any, T]:
     """Drive a call whose first attempt failed to its result; raises `AttndError`."""
     call, request_id, ends = failed.call, failed.request_id, failed.ends
-    outcome: Outcome = None
     attempt, lost = 0, False
     try:
         while True:
@@ -147,17 +199,13 @@ def retrying(
                 if wait is None or (ends is not None and time.monotonic() + wait >= ends):
                     raise error
                 yield Pause(wait)
-            outcome = yield attempt_before(call, request_id, options, ends)
-            if outcome is None:
-                raise RuntimeError("an attempt without an outcome: this is a bug")
+            again = attempt_before(call, request_id, options, ends)
             try:
-                if isinstance(outcome, Reply):
-                    return call.parse(outcome)
-                raise outcome
+                return call.parse((yield again))
             except AttndError as raised:
                 error = raised
     finally:
-        del error, outcome  # an error's traceback refers to this frame
+        del error  # an error's traceback refers to this frame
 
 
 def may_repeat(call: Call[T], error: AttndError) -> bool:

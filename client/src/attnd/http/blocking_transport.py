@@ -15,6 +15,7 @@ from attnd.errors import ConnectionFailed, ReplyLost, TimedOut
 from attnd.http.messages import Request, Response
 from attnd.http.origin import KEEP_IDLE_S, MAX_CONNECTIONS, Origin, no_connection
 from attnd.http.responses import ResponseReader
+from attnd.retries import remaining
 
 if TYPE_CHECKING:
     from ssl import SSLContext
@@ -217,14 +218,6 @@ def with_tls(plain: socket.socket, host: str, context: SSLContext) -> socket.soc
     except BaseException:
         plain.close()
         raise
-
-
-def remaining(ends: float) -> float:
-    """Seconds until `ends`; raises TimeoutError when there are none."""
-    left = ends - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("the time is up")
-    return left
 
 
 def unsent(parts: Sequence[Part], count: int) -> Sequence[Part]:

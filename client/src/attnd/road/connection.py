@@ -26,9 +26,10 @@ from attnd.errors import (
     service_error,
 )
 from attnd.results import Meta
+from attnd.retries import remaining
 from attnd.road.areas import Areas, PlacedCall
 from attnd.road.arena import Slot
-from attnd.road.greeting import greet, remaining
+from attnd.road.greeting import greet
 from attnd.road.pending import Answer, Pending, Reply
 from attnd.road.stepping import StepCall
 from attnd.wire import frames as f

@@ -6,12 +6,12 @@ import json
 import os
 import socket
 import struct
-import time
 from dataclasses import dataclass
 from typing import Any, Final
 
 from attnd.errors import ConnectionFailed, ProtocolError, service_error
 from attnd.results import Meta
+from attnd.retries import remaining
 from attnd.road.arena import Arena
 from attnd.wire import frames as f
 
@@ -123,11 +123,3 @@ def peer_uid(connected: socket.socket) -> int | None:
         return None
     credentials = connected.getsockopt(socket.SOL_SOCKET, option, CREDENTIALS.size)
     return int(CREDENTIALS.unpack(credentials)[1])
-
-
-def remaining(ends: float) -> float:
-    """Seconds until `ends`; raises TimeoutError when there are none."""
-    left = ends - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("the time is up")
-    return left
