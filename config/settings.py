@@ -53,9 +53,7 @@ __all__ = (
     "SettingsError",
     "device_queues",
     "load_settings",
-    "set_cuda_defaults",
-    "set_openmp_defaults",
-    "set_ray_defaults",
+    "set_environment",
 )
 
 DEFAULTS: Final = Path(__file__).with_name("default.yaml")
@@ -107,39 +105,26 @@ class Sources(BaseSettings, Settings):
         return (env_settings, init_settings)
 
 
-def set_openmp_defaults() -> None:
-    """Let idle OpenMP threads sleep: spinning, they would take cores from the event loop.
-
-    Must run before torch is imported. The environment's value takes precedence.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
-
-def silence_grpc() -> None:
-    """Keep grpc's core from writing to standard error.
-
-    Must run before grpc is imported. The environment's value takes precedence.
-    """
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+ENVIRONMENT: Final = {
+    # Idle threads sleep: spinning, they would take cores from the event loop.
+    "torch": {"OMP_WAIT_POLICY": "passive"},
+    # The core does not write to standard error.
+    "grpc": {"GRPC_VERBOSITY": "NONE"},
+    # No usage reports, and no changes to the visible GPUs of actors without GPUs.
+    "ray": {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"},
+    # Each stream has its own hardware queue and kernels load at start, so that a stream that waits
+    # for its caller blocks no other.
+    "cuda": {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"},
+}
+"""Variables of the environment by the library that reads them."""
 
 
-def set_ray_defaults() -> None:
-    """Disable Ray's usage reports, and its changes to the visible GPUs of actors without GPUs.
-
-    Must run before ray is imported. The environment's values take precedence.
-    """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-
-
-def set_cuda_defaults() -> None:
-    """Give each CUDA stream its own hardware queue and load kernels at start, so that a stream that
-    waits for its caller blocks no other.
-
-    Must run before the device is used. The environment's values take precedence.
-    """
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+def set_environment(*libraries: str) -> None:
+    """Set variables that libraries read when they are imported or the device is first used, unless
+    the environment has them."""
+    for library in libraries:
+        for name, value in ENVIRONMENT[library].items():
+            os.environ.setdefault(name, value)
 
 
 def device_queues() -> int:

@@ -17,14 +17,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Final
 
-from config.settings import (
-    Settings,
-    SettingsError,
-    load_settings,
-    set_openmp_defaults,
-    set_ray_defaults,
-    silence_grpc,
-)
+from config.settings import Settings, SettingsError, load_settings, set_environment
 from service import __version__
 from service.addresses import Addresses, bind_addresses
 from service.cluster.membership.members_file import engine_name, list_members
@@ -71,8 +64,7 @@ def main(argv: Sequence[str], commands: Commands | None = None) -> int:
     if "--version" in argv:
         print(f"attnd {__version__}")
         return 0
-    set_openmp_defaults()
-    silence_grpc()
+    set_environment("torch", "grpc")
     try:
         settings = load_settings(argv)
     except SettingsError as error:
@@ -116,7 +108,7 @@ def cluster_on_ray(settings: Settings) -> int:
     if find_spec("ray") is None:
         LOG.error("cannot start: --cluster needs Ray: %s", how_to_install("ray"))
         return 1
-    set_ray_defaults()
+    set_environment("ray")
     from service.cluster.ray.main import serve_cluster
 
     settings = settings.with_absolute_paths()

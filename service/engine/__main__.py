@@ -9,7 +9,7 @@ import signal
 import sys
 from typing import Final
 
-from config.settings import set_cuda_defaults, set_openmp_defaults
+from config.settings import set_environment
 from service.processes.handover import CANNOT_START, Inherited, on_hang_up, receive
 
 LOG: Final = logging.getLogger("attnd.engine")
@@ -22,8 +22,7 @@ its last reference."""
 def main() -> int:
     """Serve until drained; the process's exit status."""
     inherited = receive()
-    set_openmp_defaults()
-    set_cuda_defaults()
+    set_environment("torch", "cuda")
     from service.logs import set_up_logs
 
     set_up_logs(inherited.settings.log, inherited.process)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from config.settings import set_openmp_defaults
+from config.settings import set_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,7 +22,7 @@ def test_idle_threads_sleep_unless_the_environment_says_otherwise(
         monkeypatch.delenv("OMP_WAIT_POLICY")
         if reply is not None:
             monkeypatch.setenv("OMP_WAIT_POLICY", reply)
-        set_openmp_defaults()
+        set_environment("torch")
         assert os.environ["OMP_WAIT_POLICY"] == left, f"from {reply}"
 
 

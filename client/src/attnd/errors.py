@@ -110,21 +110,18 @@ class Detail:
         return self._read(error.problem.get(self._name, self._default))
 
 
-def count() -> Any:
-    return Detail(int, 0)
+READ: Final[dict[type, tuple[Callable[[Any], Any], object]]] = {
+    int: (int, 0),
+    str: (str, ""),
+    tuple: (lambda given: tuple(map(str, given)), ()),
+    dict: (lambda given: {str(name): int(value) for name, value in given.items()}, {}),
+    object: (lambda given: given, None),
+}
+"""How a member of each kind is read, and its default."""
 
 
-def text() -> Any:
-    return Detail(str, "")
-
-
-def texts() -> Any:
-    return Detail(lambda given: tuple(map(str, given)), ())
-
-
-def counts() -> Any:
-    """Counts by name."""
-    return Detail(lambda given: {str(name): int(value) for name, value in given.items()}, {})
+def member(kind: type) -> Any:
+    return Detail(*READ[kind])
 
 
 class ServiceError(AttndError):
@@ -170,31 +167,31 @@ class Unauthorized(ServiceError):
 class Forbidden(ServiceError):
     """The key lacks `scope`."""
 
-    scope: str = text()
+    scope: str = member(str)
 
 
 class UnknownSequence(ServiceError):
     """`sequences`: the ids that do not exist."""
 
-    sequences: tuple[str, ...] = texts()
+    sequences: tuple[str, ...] = member(tuple)
 
 
 class UnknownLease(ServiceError):
     """`lease` has ended or never existed."""
 
-    lease: str = text()
+    lease: str = member(str)
 
 
 class UnknownPage(ServiceError):
     """No page with `page_key` is cached; for `unpin`: or it has no pin."""
 
-    page_key: str = text()
+    page_key: str = member(str)
 
 
 class UnknownImport(ServiceError):
     """No import into `sequences` is under way: not begun, finished, cancelled or expired."""
 
-    sequences: tuple[str, ...] = texts()
+    sequences: tuple[str, ...] = member(tuple)
 
 
 class NotFound(ServiceError):
@@ -204,7 +201,7 @@ class NotFound(ServiceError):
 class MethodNotAllowed(ServiceError):
     """The route takes only the methods in `allow`: another version of attnd."""
 
-    allow: tuple[str, ...] = texts()
+    allow: tuple[str, ...] = member(tuple)
 
 
 class RequestTimeout(ServiceError):
@@ -214,31 +211,31 @@ class RequestTimeout(ServiceError):
 class SequenceExists(ServiceError):
     """`sequences`: the ids that exist already."""
 
-    sequences: tuple[str, ...] = texts()
+    sequences: tuple[str, ...] = member(tuple)
 
 
 class LengthMismatch(ServiceError):
     """`lengths`: the true kv_len of every sequence of the request, at its layer."""
 
-    lengths: dict[str, int] = counts()
+    lengths: dict[str, int] = member(dict)
 
 
 class SequenceTaken(ServiceError):
     """Another writer changes a sequence over several engines; `epochs` by sequence. Retry."""
 
-    epochs: dict[str, int] = counts()
+    epochs: dict[str, int] = member(dict)
 
 
 class SequenceMoving(ServiceError):
     """`sequences` are moving from one engine of a cluster to another. Retry."""
 
-    sequences: tuple[str, ...] = texts()
+    sequences: tuple[str, ...] = member(tuple)
 
 
 class KeyMismatch(ServiceError):
     """`page` of the sequence has another name, or the name belongs to another page."""
 
-    page: int = count()
+    page: int = member(int)
 
 
 class SequenceChanged(ServiceError):
@@ -247,42 +244,42 @@ class SequenceChanged(ServiceError):
     Begin the export again, or export a fork.
     """
 
-    sequences: tuple[str, ...] = texts()
-    generation: str = text()
+    sequences: tuple[str, ...] = member(tuple)
+    generation: str = member(str)
 
 
 class ImportExists(ServiceError):
     """Another export is being imported as one of `sequences`."""
 
-    sequences: tuple[str, ...] = texts()
+    sequences: tuple[str, ...] = member(tuple)
 
 
 class LostSequence(ServiceError):
     """`sequences` were lost with their engine of the cluster: create them again."""
 
-    sequences: tuple[str, ...] = texts()
+    sequences: tuple[str, ...] = member(tuple)
 
 
 class PartMismatch(ServiceError):
     """`part` of an import was sent; `next_part` of `num_parts` is expected."""
 
-    part: int = count()
-    next_part: int = count()
-    num_parts: int = count()
+    part: int = member(int)
+    next_part: int = member(int)
+    num_parts: int = member(int)
 
 
 class BodyTooLarge(ServiceError):
     """The body has `size` bytes or more; the service reads at most `limit`."""
 
-    size: int = count()
-    limit: int = count()
+    size: int = member(int)
+    limit: int = member(int)
 
 
 class AnswerTooLarge(ServiceError):
     """The answer would have `size` bytes, at most `limit` are sent: request less per call."""
 
-    size: int = count()
-    limit: int = count()
+    size: int = member(int)
+    limit: int = member(int)
 
 
 class HeadersTooLarge(ServiceError):
@@ -292,24 +289,24 @@ class HeadersTooLarge(ServiceError):
 class UnsupportedMediaType(ServiceError):
     """The media type is not one of `supported`."""
 
-    supported: tuple[str, ...] = texts()
+    supported: tuple[str, ...] = member(tuple)
 
 
 class InvalidRequest(ServiceError):
     """`field` has `value`, which breaks `rule`."""
 
-    field: str = text()
-    value: Any = Detail(lambda given: given, None)
-    rule: str = text()
+    field: str = member(str)
+    value: Any = member(object)
+    rule: str = member(str)
 
 
 class DigestMismatch(ServiceError):
     """The data is not the exported data. `of` is the header, a part or the end; `given` its
     digest as sent, `found` as computed."""
 
-    of: str = text()
-    given: str = text()
-    found: str = text()
+    of: str = member(str)
+    given: str = member(str)
+    found: str = member(str)
 
 
 class Overloaded(ServiceError):
@@ -335,11 +332,11 @@ class OutOfPages(ServiceError):
     a cluster `engines_with_room` have as many pages; new sequences go there.
     """
 
-    engines_with_room: tuple[str, ...] = texts()
-    held: dict[str, int] = counts()
-    needed: int = count()
-    free: int = count()
-    total: int = count()
+    engines_with_room: tuple[str, ...] = member(tuple)
+    held: dict[str, int] = member(dict)
+    needed: int = member(int)
+    free: int = member(int)
+    total: int = member(int)
 
     @property
     def available(self) -> int:
@@ -350,9 +347,9 @@ class OutOfPages(ServiceError):
 class OutOfSequences(ServiceError):
     """`needed` sequences, of which `free` of `total` can be made: delete some and retry."""
 
-    needed: int = count()
-    free: int = count()
-    total: int = count()
+    needed: int = member(int)
+    free: int = member(int)
+    total: int = member(int)
 
 
 class Cancelled(ServiceError):
