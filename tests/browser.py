@@ -57,7 +57,7 @@ def prefers(driver: Chrome, **features: str) -> None:
 
 
 def network(driver: Chrome) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What the page has asked of the network since this was called last: (event, its fields)."""
+    """The page's network requests since the last call: (event, its fields)."""
     for entry in driver.get_log("performance"):
         message = json.loads(entry["message"])["message"]
         if message["method"].startswith("Network."):

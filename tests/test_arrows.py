@@ -57,7 +57,7 @@ def beyond(*packages: str) -> Callable[[str], bool]:
 
 PRODUCT: Final = ("service/*", "kernels/*", "config/*", "client/*")
 EXTRAS: Final = ("client/src/attnd/torch/*", "client/src/attnd/transformers/*")
-"""Parts of the client for those who have torch anyway."""
+"""Parts of the client that need torch."""
 ARROWS: Final = (
     Arrow(
         "service/core imports the standard library and numpy only",

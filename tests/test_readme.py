@@ -47,7 +47,7 @@ PAGES: Final = sorted(
 
 
 def anchors(path: Path) -> set[str]:
-    """What a link can name in a page: its headings, as hosts of repositories spell them."""
+    """The anchors of a page: its headings, as hosts of repositories spell them."""
     headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", one.lower()).strip().replace(" ", "-") for one in headings}
 
@@ -62,7 +62,7 @@ def test_every_link_leads_to_a_file_and_its_heading(page: str) -> None:
 
 
 @pytest.mark.long
-def test_the_curl_of_the_readme_gives_what_it_should() -> None:
+def test_the_curl_of_the_readme_gives_the_expected_reply() -> None:
     command = re.search(r'make run ARGS="(.+?)"', README)
     assert command
     posts = re.findall(r"^post (\S+) '(.+?)'$", blocks("sh")[2], re.MULTILINE | re.DOTALL)

@@ -249,20 +249,6 @@ def test_a_session_grows_its_arena_and_gathers_more_than_it_thought(
     assert some.kv_indptr.tolist() == [0, 7]
 
 
-def test_refusals_reach_a_session_with_their_numbers(client: Client, road: str) -> None:
-    with Session(road) as session:
-        with pytest.raises(attnd.UnknownSequence) as unknown:
-            session.decode(0, ["no", "body"], rows(1, 2, QUERY_HEADS))
-        assert unknown.value.sequences == ("no", "body")
-        with pytest.raises(attnd.OutOfPages) as pages:
-            many = np.zeros((129 * 16, KV_HEADS, HEAD_DIM), np.float32)
-            session.create_sequence("a")
-            session.append(0, ["a"], many, many, append_indptr=[0, len(many)])
-        assert (pages.value.needed, pages.value.total) == (129, 128)
-        with pytest.raises(attnd.InvalidRequest):
-            session.decode(0, ["a"], rows(1, 1, 3))
-
-
 def test_the_async_list_and_many_decodes_at_once_are_right(client: Client, socket: str) -> None:
     k, v = rows(1, 50, KV_HEADS), rows(2, 50, KV_HEADS)
     names = [hold(client, f"s{i:02}", k[: i + 1], v[: i + 1]) for i in range(50)]
@@ -310,17 +296,6 @@ def test_refusals_of_a_running_service_carry_their_numbers(client: Client, other
     assert client.get_sequence("a").lengths == (1, 0)
 
 
-def test_request_ids_and_timings_come_back(client: Client) -> None:
-    named = client.with_options(request_id="step-7", deadline=20)
-    info = named.create_sequence("a")
-    assert info.meta.request_id == "step-7"
-    assert {"queue", "kernel", "encode"} <= set(info.meta.timings)
-    with pytest.raises(attnd.UnknownSequence) as error:
-        named.get_sequence("b")
-    assert error.value.request_id == "step-7"
-    assert client.get_sequence("a").meta.request_id not in ("", "step-7")
-
-
 class Lossy:
     """A transport that loses one answer, after the service has carried the request out."""
 
@@ -361,23 +336,6 @@ def test_a_decode_whose_reply_was_lost_appends_once_and_answers(
         result = broken.decode(0, ["a"], q, k=k[3:], v=v[3:], offsets=[3])
     np.testing.assert_allclose(result.o, dense(q, k, v)[0], atol=1e-5)
     assert client.get_sequence("a").lengths == (4, 0)
-
-
-def test_without_offsets_a_lost_reply_is_raised_and_nothing_is_sent_twice(
-    client: Client, socket: str
-) -> None:
-    k = rows(1, 1, KV_HEADS)
-    client.create_sequence("a")
-    with lossy(socket) as broken, pytest.raises(attnd.ReplyLost):
-        broken.append(0, ["a"], k, k)
-    assert client.get_sequence("a").lengths == (1, 0)
-
-
-def test_a_delete_whose_reply_was_lost_is_done(client: Client, socket: str) -> None:
-    client.create_sequence("a")
-    with lossy(socket) as broken:
-        broken.delete_sequence("a")
-    assert list(client.list_sequences()) == []
 
 
 def test_the_readme_program_runs(port: str, capsys: pytest.CaptureFixture[str]) -> None:

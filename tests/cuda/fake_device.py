@@ -1,6 +1,6 @@
 """A device that is host memory: streams run late, and as far out of step as events allow.
 
-Every copy is checked when it runs: it lies within one live allocation on each side, of the kind
+Every copy is checked when it runs: it is within one live allocation on each side, of the kind
 that it says, and no copy touches pageable memory. Memory that is freed is overwritten at once, and
 every later use of it fails: pinned memory when its last reference goes, device memory when the
 stream whose pool it came from gets there, as CuPy's pools reuse it.
@@ -87,7 +87,7 @@ class Stream:
 
 @dataclass
 class FakeDevice:
-    """`cupy` and `runtime` stand for the modules; `copies` are all that were asked for."""
+    """`cupy` and `runtime` replace the modules; `copies` are all that were asked for."""
 
     seed: int = 0
     streams: list[Stream] = field(default_factory=list)
@@ -133,7 +133,7 @@ class FakeDevice:
     def allocate(self, kind: str, size: int, pool: Stream | None = None) -> Memory:
         """Aligned bytes of 0xEE, known to be live until the last reference goes.
 
-        `pool`: the stream whose pool takes them back, in its order; None: they are gone at once.
+        `pool`: the stream whose pool takes them back, in its order; None: they are freed at once.
         """
         whole = np.empty(size + 256, np.uint8)
         if size < 1 << 20:  # larger allocations are only reserves

@@ -29,7 +29,7 @@ class _Block:
 
 
 def poison() -> None:
-    """Wrap the allocator there is. Streams outlive what is allocated on them."""
+    """Wrap the present allocator. Streams outlive what is allocated on them."""
     inner = cupy.cuda.get_allocator()
 
     def allocate(size: int) -> Any:

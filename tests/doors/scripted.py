@@ -1,4 +1,4 @@
-"""A door in a thread of the test's process, before an engine that does what the test says."""
+"""A door in a thread of the test's process, before a scripted engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, Final
 import httpx
 import numpy as np
 from images import read_image, write_image
-from road.scripted_engine_end import ScriptedEnd, standing_in
+from road.scripted_engine_end import ScriptedEnd, scripted_end
 
 from config.settings import load_settings
 from service.doors.http.server import Server
@@ -66,21 +66,21 @@ def heard_from(call: Call) -> Heard:
 
 @dataclass
 class Engine:
-    """What the engine has heard, and what it says; `gate` closed: it only listens."""
+    """The engine's received calls and its replies; with the gate closed it does not reply."""
 
     script: Script = as_sent
     heard: list[Heard] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
     waiting: list[Call] = field(default_factory=list)
     is_closed: bool = False
-    stand_in: ScriptedEnd | None = None
+    end: ScriptedEnd | None = None
 
     def behave(self, event: Call | Cancel) -> None:
         if isinstance(event, Cancel):
             self.cancelled.append(event.call.id)
             if event.call in self.waiting:
                 self.waiting.remove(event.call)
-                event.call.session.fail(event.call, Internal("nobody waits for it"))
+                event.call.session.fail(event.call, Internal("cancelled by the caller"))
             return
         self.heard.append(heard_from(event))
         if self.is_closed:
@@ -117,31 +117,30 @@ class Engine:
                 self.answer(call, heard_from(call))
             done.set()
 
-        assert self.stand_in is not None
-        self.stand_in.do(task)
+        assert self.end is not None
+        self.end.do(task)
         assert done.wait(WAIT_S)
 
-    def tell(self, state: str, reason: str = "") -> None:
+    def push_state(self, state: str, reason: str = "") -> None:
         """Push a state to the door."""
-        stand_in = self.stand_in
-        assert stand_in is not None
-        stand_in.do(
+        end = self.end
+        assert end is not None
+        end.do(
             lambda: (
-                [one.send_state(State(state, reason)) for one in stand_in.sessions.values()][:0]
-                or None
+                [one.send_state(State(state, reason)) for one in end.sessions.values()][:0] or None
             )
         )
 
     def die(self) -> None:
         """End all sessions, as a crash would."""
-        stand_in = self.stand_in
-        assert stand_in is not None
+        end = self.end
+        assert end is not None
 
         def task() -> None:
-            for session in stand_in.sessions.values():
+            for session in end.sessions.values():
                 session.end("crashed")
 
-        stand_in.do(task)
+        end.do(task)
 
 
 @dataclass
@@ -225,11 +224,9 @@ def serving(
     )
     listener = listen_on(uds)
     metrics = Metrics()
-    with standing_in(directory, engine.behave, rules) as stand_in:
-        engine.stand_in = stand_in
-        server = Server(
-            Setup(settings, metrics, str(stand_in.path), "http-0", "", sockets=[listener])
-        )
+    with scripted_end(directory, engine.behave, rules) as end:
+        engine.end = end
+        server = Server(Setup(settings, metrics, str(end.path), "http-0", "", sockets=[listener]))
         thread = threading.Thread(target=server.run, name="door")
         thread.start()
         port = 0 if uds is not None else listener.getsockname()[1]

@@ -29,7 +29,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield running
 
 
-def test_heads_without_bodies_cost_nobody_else_a_429(small: Running) -> None:
+def test_heads_without_bodies_cost_no_other_client_a_429(small: Running) -> None:
     with ExitStack() as stack:
         for _ in range(98):
             peer = stack.enter_context(small.connect())
@@ -41,7 +41,7 @@ def test_heads_without_bodies_cost_nobody_else_a_429(small: Running) -> None:
         large = decode_body(rows=80_000)
         assert len(large) > 2 * MIB
         assert only(small.say(request("/v1/decode", large, connection="close"))).status == 200
-    wait_for(lambda: not small.door.active, "them to be gone")
+    wait_for(lambda: not small.door.active, "them to close")
     assert (small.door.shares.total, small.door.shares.by_caller) == (0, {})
 
 
@@ -64,7 +64,7 @@ def test_a_body_whose_room_grows_comes_through_whole(small: Running, pieces: int
             assert only(receive_all(peer)).status == 200
         (heard,) = small.engine.heard
         assert hashlib.sha256(heard.image).digest() == hashlib.sha256(body).digest()
-    wait_for(lambda: not small.door.active, "them to be gone")
+    wait_for(lambda: not small.door.active, "them to close")
 
 
 def test_room_for_declared_lengths_is_shared() -> None:

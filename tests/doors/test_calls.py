@@ -1,4 +1,4 @@
-"""Requests that become calls on the road: what the engine gets, and what the client gets back."""
+"""Requests that become calls on the road: the engine's view, and the client's reply."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_the_status_is_the_operations_own(door: Running, client: httpx.Client) -
     deleted = client.delete("/v1/sequences/a")
     assert (deleted.status_code, deleted.content) == (204, b"")
     assert "content-length" not in deleted.headers and "content-type" not in deleted.headers
-    assert client.get("/v1/pool").status_code == 200, "and the connection goes on"
+    assert client.get("/v1/pool").status_code == 200, "and the connection stays open"
 
 
 def test_an_answer_that_does_not_fit_is_asked_for_again(
@@ -169,7 +169,7 @@ def test_a_request_id_that_no_log_should_have_is_replaced(door: Running, name: s
     assert len(made) == 32 and int(made, 16) >= 0
 
 
-def test_the_stages_are_told_in_milliseconds(client: httpx.Client) -> None:
+def test_server_timing_has_the_stages_in_milliseconds(client: httpx.Client) -> None:
     reply = post(client, "/v1/decode", decode_body()).headers["server-timing"]
     assert reply == (
         "queue;dur=1.000, plan;dur=2.000, copy-in;dur=3.000, kernel;dur=4.000, "
@@ -177,7 +177,7 @@ def test_the_stages_are_told_in_milliseconds(client: httpx.Client) -> None:
     )
 
 
-# what is refused before the engine hears of it
+# refused before the engine sees it
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_the_stages_are_told_in_milliseconds(client: httpx.Client) -> None:
         ("POST", "/health/live", "GET, HEAD"),
     ],
 )
-def test_other_methods_are_told_all_that_are_there(
+def test_other_methods_get_the_list_of_allowed_ones(
     door: Running, client: httpx.Client, method: str, path: str, allow: str
 ) -> None:
     response = client.request(method, path)
@@ -200,7 +200,7 @@ def test_other_methods_are_told_all_that_are_there(
 
 
 def test_head_is_answered_where_get_is(door: Running, client: httpx.Client) -> None:
-    door.engine.tell("ready")  # else it would have been silent for too long
+    door.engine.push_state("ready")  # else it would have been silent for too long
     for path in ("/health/live", "/health/ready", "/v1/pool", "/metrics", "/docs"):
         got, head = client.get(path), client.head(path)
         assert (head.status_code, head.content) == (200, b""), path
@@ -292,7 +292,7 @@ def test_no_request_leaves_anything_in_the_arena(tmp_path: Path) -> None:
         wait_for(all_is_free, "all slots to come back")
 
 
-def test_what_finds_no_room_in_the_arena_is_told_to_come_again(tmp_path: Path) -> None:
+def test_a_request_without_room_in_the_arena_gets_429_and_retry_after(tmp_path: Path) -> None:
     small = ("--server.max-inflight-bytes", str(4 * 2**20))
     limits = ("--server.max-body-bytes", str(2 * 2**20), "--server.max-answer-bytes", "2000000")
     body = decode_body(60_000)

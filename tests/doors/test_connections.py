@@ -1,4 +1,4 @@
-"""Connections: what is no request, limits of many kinds, and clients that leave."""
+"""Connections: malformed requests, limits of many kinds, and clients that leave."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BODY = decode_body()
 GOOD = request("/v1/decode", BODY)
 
 
-# what is no request
+# malformed requests
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,9 @@ GOOD = request("/v1/decode", BODY)
         b"POST /v1/decode HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: gzip\r\n\r\n",
     ],
 )
-def test_what_is_no_http_is_told_so_and_closed(door: Running, data: bytes) -> None:
+def test_bytes_that_are_not_http_get_400_and_the_connection_closes(
+    door: Running, data: bytes
+) -> None:
     reply = only(door.say(data))
     assert (reply.status, reply.problem["code"]) == (400, "malformed_request")
     assert reply.headers["connection"] == "close"
@@ -143,7 +145,7 @@ def test_a_client_of_http_1_0_is_answered_and_closed(door: Running) -> None:
 
 @pytest.fixture(scope="module")
 def tight(tmp_path_factory: pytest.TempPathFactory) -> object:
-    """A door with small limits and little patience."""
+    """A door with small limits and short timeouts."""
     limits = {
         "max-header-bytes": "2048",
         "max-header-count": "8",
@@ -258,14 +260,14 @@ def test_a_client_that_waits_for_100_continue_is_refused_instead(quiet: Running)
 # limits on time
 
 
-def test_a_head_that_stops_coming_is_told_so(quiet: Running) -> None:
+def test_an_unfinished_head_times_out_with_408(quiet: Running) -> None:
     began = time.monotonic()
     reply = only(quiet.say(GOOD[:40]))
     assert (reply.status, reply.problem["code"]) == (408, "request_timeout")
     assert 0.3 < time.monotonic() - began < 5
 
 
-def test_a_body_that_stops_coming_is_told_so_and_counted(quiet: Running) -> None:
+def test_an_unfinished_body_times_out_with_408_and_is_counted(quiet: Running) -> None:
     before = quiet.counted("request_timeout", "decode")
     reply = only(quiet.say(GOOD[:-10]))
     assert (reply.status, reply.problem["code"]) == (408, "request_timeout")
@@ -305,13 +307,13 @@ def test_a_client_that_does_not_read_its_answer_is_dropped(quiet: Running) -> No
         with suppress(ConnectionError):
             for _ in range(30):
                 peer.sendall(request("/v1/decode", decode_body(20_000)))
-        wait_for(lambda: not quiet.door.connections, "the door to lose patience")
+        wait_for(lambda: not quiet.door.connections, "the door to close it")
 
 
 # limits on number
 
 
-def test_one_connection_too_many_is_told_so_where_none_is_idle(quiet: Running) -> None:
+def test_a_connection_beyond_the_limit_gets_429_if_none_is_idle(quiet: Running) -> None:
     quiet.engine.close_gate()
     peers = [quiet.connect() for _ in range(4)]
     try:
@@ -324,12 +326,12 @@ def test_one_connection_too_many_is_told_so_where_none_is_idle(quiet: Running) -
         assert "server.max_connections" in reply.problem["detail"]
         quiet.engine.open_gate()
         for peer in peers:
-            assert peer.recv(12) == b"HTTP/1.1 200", "those that are in go on"
+            assert peer.recv(12) == b"HTTP/1.1 200", "open ones are still served"
     finally:
         quiet.engine.open_gate()
         for peer in peers:
             peer.close()
-    wait_for(lambda: not quiet.door.connections, "them to be gone")
+    wait_for(lambda: not quiet.door.connections, "them to close")
     with quiet.client() as client:
         assert client.get("/health/live").status_code == 200
 
@@ -442,7 +444,7 @@ def test_it_serves_a_unix_socket(tmp_path: Path) -> None:
 
 
 def test_a_client_that_reads_slowly_and_steadily_gets_its_whole_answer(tmp_path: Path) -> None:
-    """What the system holds for it counts: the door's own buffer stands still for long."""
+    """What the system holds for it counts: the door's own buffer does not move for long."""
     limits = ("--server.idle-timeout-s", "0.6")
     body = decode_body(rows=100_000)
     with serving(tmp_path, *limits) as running, socket.socket() as peer:

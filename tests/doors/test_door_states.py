@@ -1,4 +1,4 @@
-"""Starting, ready, draining, lost: what the door answers, and how it ends."""
+"""Starting, ready, draining, lost: the door's replies, and its end."""
 
 from __future__ import annotations
 
@@ -111,21 +111,21 @@ def test_before_something_that_is_no_engine_the_door_ends_and_says_why(tmp_path:
         thread.join()
 
 
-def test_what_the_engine_says_of_itself_is_what_the_door_says(running: Running) -> None:
+def test_a_door_reports_its_engines_state(running: Running) -> None:
     with running.client() as client:
         for state, reason in (("draining", "its last work"), ("lost", "no such card")):
-            running.engine.tell(state, reason)
+            running.engine.push_state(state, reason)
             wait_for(lambda state=state: running.door.state[0] == state, "the state")
             for path in ("/health/ready", "/v1/pool"):
                 response = client.get(path)
                 assert (response.status_code, response.json()["code"]) == (503, "not_ready")
                 assert reason in response.json()["detail"]
             assert client.get("/health/live").status_code == 200
-        running.engine.tell("ready", "ready")
+        running.engine.push_state("ready", "ready")
         wait_for(lambda: client.get("/health/ready").status_code == 200, "it to be ready again")
 
 
-def test_when_the_engine_is_gone_everything_is_answered_503_at_once(running: Running) -> None:
+def test_without_an_engine_every_request_gets_503_at_once(running: Running) -> None:
     running.engine.close_gate()
     with running.connect() as peer, running.client() as client:
         peer.sendall(request("/v1/decode", BODY, connection="close"))
@@ -143,7 +143,7 @@ def test_when_the_engine_is_gone_everything_is_answered_503_at_once(running: Run
     running.engine.waiting.clear()
 
 
-def test_a_drain_answers_what_was_admitted_and_refuses_the_rest(running: Running) -> None:
+def test_a_drain_finishes_accepted_requests_and_refuses_others(running: Running) -> None:
     running.engine.close_gate()
     with running.connect() as admitted, running.connect() as open_one, running.connect() as half:
         admitted.sendall(GOOD)

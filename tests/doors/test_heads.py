@@ -71,9 +71,7 @@ HEADS = st.builds(
 
 
 @given(first=HEADS, second=HEADS, lead=st.binary(max_size=3), used=st.integers(0, 400))
-def test_a_head_that_came_before_is_known_again_for_what_it_is(
-    first: bytes, second: bytes, lead: bytes, used: int
-) -> None:
+def test_a_repeated_head_is_recognized(first: bytes, second: bytes, lead: bytes, used: int) -> None:
     try:
         seen = seen_in(first)
     except AttndError:
@@ -115,7 +113,7 @@ def test_whatever_comes_is_a_head_or_refused(data: bytes) -> None:
 
 
 def body_of(data: bytes, cuts: list[int]) -> tuple[bytes, bytes]:
-    """A chunked body's data, and what lies behind it."""
+    """A chunked body's data, and the bytes after it."""
     chunks, body = Chunks(4096), b""
     for begin, end in pairwise([0, *cuts, len(data)]):
         used = 0

@@ -1,4 +1,4 @@
-"""What a request says of itself in its head: once, in one way, and under a name of the service."""
+"""Headers that decide: given once, in one spelling, with a host of the service."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_a_service_that_is_not_private_has_all_names(keys: str) -> None:
 
 
 @pytest.mark.parametrize("host", NONE)
-def test_what_is_no_host_is_malformed(host: str) -> None:
+def test_an_invalid_host_is_malformed(host: str) -> None:
     for arguments in ([], ["--auth.open", "true"]):
         refusal = rule(*arguments).refusal(Headers(host=host.encode()))
         assert isinstance(refusal, MalformedRequest)
@@ -210,7 +210,7 @@ def test_a_unix_socket_has_no_name(tmp_path: Path) -> None:
         ("ftp://localhost", "localhost", 400),
     ],
 )
-def test_the_authority_of_a_whole_url_stands_in_place_of_host(
+def test_the_authority_of_an_absolute_url_replaces_host(
     door: Running, target: str, host: str, status: int
 ) -> None:
     line = f"GET {target}/openapi.json"

@@ -42,7 +42,7 @@ class Caller:
 
 
 def asked(*needed: int) -> Any:
-    """What a call gives, its places, and the arena, when the engine needs so many bytes."""
+    """A call's result, its places, and the arena, when the engine needs these numbers of bytes."""
 
     async def main() -> Any:
         arena = os.memfd_create("arena")

@@ -61,13 +61,13 @@ def test_the_engine_reads_tensors_where_they_came(
     for name, array in tensors.items():
         np.testing.assert_array_equal(image.tensors[name], array)
     start = 8 + int.from_bytes(heard.image[:8], "little")
-    assert (start > given[1]) == in_place, "the header stands where the JSON was, and before it"
+    assert (start > given[1]) == in_place, "the header replaces the JSON, and starts before it"
     if in_place and inputs[0][0] == "q":
         assert start % 64 == 0
 
 
 @pytest.mark.parametrize("sequences", [["a"], LONG], ids=["short", "long, by the helper"])
-def test_answers_come_as_they_lie(
+def test_replies_are_sent_from_the_arena(
     door: Running, client: httpx.Client, sequences: list[str]
 ) -> None:
     given = body([("q", Q)], layer=0, sequences=json.dumps(sequences), timeout=2_000_000)

@@ -27,13 +27,13 @@ def test_everything_that_the_docs_page_loads_is_here(client: httpx.Client) -> No
     assert document and client.get(str(page.url.join(document[1]))).json()["openapi"]
 
 
-def test_the_index_links_what_a_browser_can_read_here(client: httpx.Client) -> None:
+def test_the_index_links_every_page_for_browsers(client: httpx.Client) -> None:
     page = client.get("/")
     assert page.headers["content-type"].startswith("text/html")
     links = re.findall(r'href="([^"]+)"', page.text)
     assert {"live", "docs", "metrics", "health/live", "health/ready"} <= set(links)
     for link in links:
-        assert not link.startswith("/"), "a proxy's prefix stands before it"
+        assert not link.startswith("/"), "a proxy adds a prefix"
         assert client.get(f"/{link}").status_code != 404, link
 
 
@@ -67,7 +67,7 @@ def test_requests_are_counted_by_operation_and_code(door: Running, client: httpx
     assert after == [count + 1 for count in before]
 
 
-def test_what_is_no_request_is_counted_too(door: Running) -> None:
+def test_malformed_requests_are_counted(door: Running) -> None:
     before = door.counted("malformed_request", "unknown")
     door.say(b"hello\r\n\r\n")
     wait_for(lambda: door.counted("malformed_request", "unknown") == before + 1, "the count")

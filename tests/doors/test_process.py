@@ -1,4 +1,4 @@
-"""The door as a process of its own: signals, the supervisor's death, what it imports."""
+"""The door as a process of its own: signals, the supervisor's death, imports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from road.scripted_engine_end import standing_in
+from road.scripted_engine_end import scripted_end
 from scripted import WAIT_S, Engine, decode_body, receive_all, replies, request, wait_for
 
 from config.settings import load_settings
@@ -58,11 +58,11 @@ def process(directory: Path) -> Iterator[Process]:
     )
     reading, writing = os.pipe()
     with (
-        standing_in(directory, engine.behave, rules) as engine.stand_in,
+        scripted_end(directory, engine.behave, rules) as engine.end,
         socket.create_server(("127.0.0.1", 0)) as listener,
     ):
         port = listener.getsockname()[1]
-        path, url = str(engine.stand_in.path), f"http://:{port}"
+        path, url = str(engine.end.path), f"http://:{port}"
         shared = Shared(load_settings([]), reading, path, url, SECRET)
         command = (sys.executable, "-m", "service.doors", "http")
         child = start(Child("http-0", command, (listener,)), shared)
@@ -78,7 +78,7 @@ def process(directory: Path) -> Iterator[Process]:
                 pass
 
 
-def test_sigterm_answers_what_was_admitted_whatever_signals_follow(tmp_path: Path) -> None:
+def test_sigterm_finishes_accepted_requests_despite_further_signals(tmp_path: Path) -> None:
     with process(tmp_path) as door, door.connect() as peer:
         door.engine.close_gate()
         peer.sendall(GOOD)

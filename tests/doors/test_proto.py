@@ -1,4 +1,4 @@
-"""The gRPC door's descriptors: the standard's names and numbers, and those of the .proto beside."""
+"""The gRPC door's descriptors: the names and numbers of the standard and of the .proto file."""
 
 from __future__ import annotations
 

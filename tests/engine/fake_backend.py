@@ -51,10 +51,10 @@ class Later:
 class FakeBackend:
     """Dense float64 attention over a numpy pool.
 
-    `calls` lists what was called, in order. `failures` maps a call's name to exceptions that its
+    `calls` lists the calls, in order. `failures` maps a call's name to exceptions that its
     next calls raise (None: that call succeeds); "result" is the waiting for a launch. While `gate`
     is closed, a call of `attend` waits on its way in and the engine with it (`late` False), or its
-    result is not there yet and the engine goes on. While `steps` is a list, every launch and append
+    result is not there yet and the engine continues. While `steps` is a list, a launch or append
     is done when the gate that it adds there opens.
     """
 

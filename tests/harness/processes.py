@@ -122,7 +122,7 @@ def is_alive(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
-def wait_until_gone(*pids: int) -> None:
+def wait_until_dead(*pids: int) -> None:
     wait_for(lambda: not any(map(is_alive, pids)), f"the end of {pids}")
 
 

@@ -32,7 +32,7 @@ from service.processes.cells import make_shared
 from service.road.engine_end.listening import listen
 from tests.harness.waiting import WAIT_S, wait_for
 
-SECRET: Final = "what the supervisor hands to its processes"
+SECRET: Final = "the secret of the service"
 ARGUMENTS: Final = (
     *("--backend.kind", KIND),
     *("--pool.num-layers", str(LAYERS)),
@@ -45,7 +45,7 @@ ARGUMENTS: Final = (
 
 
 needs_a_slow_device = pytest.mark.skipif(
-    KIND != "cpu", reason="a GPU does in a moment what a body can hold"
+    KIND != "cpu", reason="a GPU is done with the largest body in a moment"
 )
 
 
@@ -53,7 +53,7 @@ class GatedBackend:
     """A real backend whose attention waits while a test has the gate closed.
 
     It waits on its way in, and the engine with it, as where a kernel runs on the processor; or,
-    when `late`, as a launch that is not done yet, while the engine goes on.
+    when `late`, as a launch that is not done yet, while the engine continues.
     """
 
     def __init__(self, inner: Backend) -> None:

@@ -23,7 +23,7 @@ def torch_attention(q, k, v, dtype) -> np.ndarray:
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (7, 1)])
-@pytest.mark.parametrize("kv_len", [1, 17, 512, 2048])
+@pytest.mark.parametrize("kv_len", [1, 17, 512, pytest.param(2048, marks=pytest.mark.long)])
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_error_is_at_most_twice_torchs_in_the_same_dtype(
     backend, rng, dtype, kv_len, heads
@@ -87,7 +87,7 @@ def test_large_scores_neither_overflow_nor_lose_the_sum(backend, rng) -> None:
     [
         (1, 128, 1500, True),
         (300, 64, 1500, False),
-        (300, 64, 4096, True),
+        pytest.param(300, 64, 4096, True, marks=pytest.mark.long),
         (300, 128, 400, True),
         (300, 128, 1500, False),
     ],
@@ -109,7 +109,7 @@ def test_maxima_that_rise_and_fall_along_the_keys(
 ) -> None:
     """By `step` in base 2 every 64 keys: below and above what a running maximum may lag behind.
 
-    Or all scores lie about so far below 0: a maximum may also be far above them.
+    Or all scores are about that far below 0: a maximum may also be far above them.
     """
     place, scale = np.arange(num_keys) // 64, head_dim**-0.5
     if step == "saw":

@@ -248,7 +248,7 @@ def test_states_that_are_not_finite_merge_alike(
 def test_large_scores_pick_the_highest_keys(
     backend, rng, sign: int, exponent: int, head_dim: int, rows: int
 ) -> None:
-    """Three keys tie for the highest score, all others lie far below: o is the mean of their v.
+    """Three keys tie for the highest score, all others are far below: o is the mean of their v.
 
     Many rows on a device may answer NaN beyond 2^27, and nothing else that is wrong.
     """

@@ -55,7 +55,7 @@ def test_the_cpu_backend_refuses_nothing() -> None:
 
 
 @pytest.mark.parametrize("attempt", ATTEMPTS)
-def test_a_backend_rejects_exactly_what_it_lists_as_unsupported(backend, attempt) -> None:
+def test_a_backend_rejects_exactly_its_unsupported_list(backend, attempt) -> None:
     listed = any(line.startswith(attempt) for line in backend(GEOMETRY).unsupported)
     with pytest.raises(Unsupported) if listed else nullcontext():
         ATTEMPTS[attempt](backend)

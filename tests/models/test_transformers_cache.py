@@ -6,7 +6,7 @@ import gc
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,38 +30,13 @@ from transformers import (
     T5Config,
 )
 
-from tests.client.running_service import connect, service
+from tests.client.running_service import connect
 from tests.harness.processes import ROOT
 
 pytestmark = pytest.mark.long
 
 
-@pytest.fixture(scope="module")
-def socket(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("r") / "road")
-
-
-@pytest.fixture(scope="module")
-def where(tmp_path_factory: pytest.TempPathFactory, socket: str) -> Iterator[str]:
-    """Address of a running service with 8 pages, whose engine is at `socket`."""
-    path = str(tmp_path_factory.mktemp("s") / "s")
-    arguments = ("--server.uds", path, "--server.socket", socket, "--pool.num-pages", "8")
-    with service(*arguments) as address:
-        yield address
-
-
-@pytest.fixture(scope="module")
-def client(where: str) -> Iterator[Client]:
-    with connect(where) as client:
-        yield client
-
-
-@pytest.fixture
-def session(client: Client, socket: str) -> Iterator[Session]:
-    with Session(socket) as session:
-        yield session
-        pool = session.pool()
-    assert (pool.sequences, pool.referenced, pool.integrity) == (0, 0, "ok")
+NUM_PAGES = 8
 
 
 def configured(**settings: Any) -> Any:
@@ -323,7 +298,7 @@ def test_sequences_of_a_process_that_ends_are_deleted(session: Session, socket: 
 
 
 def test_a_session_that_is_closed_first_deletes_the_sequences_of_its_caches(
-    client: Client, socket: str
+    client: Client, where: str
 ) -> None:
     model = tiny()
     session = Session(socket)

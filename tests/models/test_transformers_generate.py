@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,34 +20,7 @@ from tiny_models import (
     tiny,
 )
 
-from tests.client.running_service import connect, service
-
 pytestmark = pytest.mark.long
-
-
-@pytest.fixture(scope="module")
-def socket(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("r") / "road")
-
-
-@pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory, socket: str) -> Iterator[Client]:
-    """Of a running service whose engine is at `socket`."""
-    path = str(tmp_path_factory.mktemp("s") / "s")
-    with (
-        service("--server.uds", path, "--server.socket", socket) as where,
-        connect(where) as client,
-    ):
-        yield client
-
-
-@pytest.fixture
-def session(client: Client, socket: str) -> Iterator[Session]:
-    """A session; when it ends every sequence and page of the test must be free."""
-    with Session(socket) as session:
-        yield session
-        pool = session.pool()
-    assert (pool.sequences, pool.referenced, pool.integrity) == (0, 0, "ok")
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from attnd import OutOfPages, Session
+from attnd import Client, OutOfPages, Session
 from attnd.torch import TimeSliced, TorchSession
 from attnd.transformers import AttndCache
 from tiny_models import (
@@ -27,21 +27,14 @@ from tests.client.running_service import connect, service
 pytestmark = pytest.mark.long
 
 
-@pytest.fixture(scope="module")
-def socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Where the engine of a running service with 24 pages is."""
-    road = str(tmp_path_factory.mktemp("r") / "road")
-    path = str(tmp_path_factory.mktemp("s") / "s")
-    arguments = ("--server.uds", path, "--server.socket", road, "--pool.num-pages", "24")
-    with service(*arguments) as where, connect(where):
-        yield road
+NUM_PAGES = 24
 
 
 @pytest.fixture
-def session(socket: str) -> Iterator[TorchSession]:
+def session(client: Client, socket: str) -> Iterator[TorchSession]:
     with TorchSession(socket) as session:
         yield session
-        pool = session.session.pool()
+        pool = client.pool()
     assert (pool.sequences, pool.referenced, pool.integrity) == (0, 0, "ok")
 
 
@@ -102,7 +95,7 @@ def test_a_layer_that_attends_unlike_its_step_is_refused(session: TorchSession) 
         assert_same(generated(model, batch, cache), generated(model, batch))
 
 
-def test_longer_prefills_get_larger_memory(socket: str) -> None:
+def test_longer_prefills_get_larger_memory(client: Client, socket: str) -> None:
     model = tiny()
     with TorchSession(socket, arena_bytes=2**21) as session, AttndCache(session, model) as cache:
         for length in (2, 12, 1, 150):
@@ -146,7 +139,7 @@ def test_a_forward_that_is_no_decode_runs_as_it_is(session: TorchSession) -> Non
         assert decodes.replayed == before
 
 
-def test_graphs_need_steps(socket: str) -> None:
+def test_graphs_need_steps(client: Client, socket: str) -> None:
     model = tiny()
     with (
         Session(socket) as session,

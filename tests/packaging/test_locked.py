@@ -78,9 +78,9 @@ def test_extras_of_one_image_agree_on_every_version() -> None:
 def make_run(folder: Path, pip: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """`make run` with a Python that runs `pip` in pip's place, and prints its other arguments."""
     (folder / "bin").mkdir()
-    stand_in = folder / "bin/python"
-    stand_in.write_text(f'#!/bin/sh\ncase "$*" in *pip*) {pip};; *) echo "$*";; esac\n')
-    stand_in.chmod(0o755)
+    script = folder / "bin/python"
+    script.write_text(f'#!/bin/sh\ncase "$*" in *pip*) {pip};; *) echo "$*";; esac\n')
+    script.chmod(0o755)
     return subprocess.run(
         ["make", "--no-print-directory", "run", f"VENV={folder}", *arguments],
         cwd=ROOT,

@@ -96,7 +96,7 @@ def test_every_mount_of_a_pod_is_a_volume_of_it(name: str) -> None:
 
 
 def deployed(monkeypatch: pytest.MonkeyPatch) -> tuple[Settings, dict[str, Any]]:
-    """The settings of the Deployment's container, with those of the image beneath, and the pod."""
+    """The settings of the Deployment's container, over the image's, and the pod."""
     dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
     for key, value in re.findall(r"\b(ATTND_\w+)=(\S+)", dockerfile):
         if "__" in key and not key.startswith("ATTND_AUTH"):

@@ -91,7 +91,7 @@ RULES: Final = {rule["alert"]: rule for rule in rules()}
 
 
 def labels_of(metric: str) -> set[str]:
-    """The labels that a series of the metric has, those of the scrape among them."""
+    """The labels of a series of the metric, including the scrape's."""
     base = {"job", "instance"}
     for name, spec in SPECS.items():
         if re.fullmatch(rf"attnd_{name}(_total|_bucket|_sum|_count)?", metric):

@@ -113,7 +113,7 @@ class ScriptedEnd:
 
 
 @contextmanager
-def standing_in(
+def scripted_end(
     directory: Path, behave: Behave = echo, rules: SessionConfig | None = None
 ) -> Iterator[ScriptedEnd]:
     """An engine that serves until the block is left; what its thread raised is raised there."""

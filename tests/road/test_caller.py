@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from attnd.wire import frames as f
 from caller_play import ARENA, Loops, ask, play, settled, until
-from scripted_engine_end import config, echo, standing_in
+from scripted_engine_end import config, echo, scripted_end
 
 from service.errors import InvalidRequest, Overloaded
 from service.road.arena import Pinning
@@ -29,7 +29,7 @@ def test_an_answer_comes_back_in_its_slot(loops: Loops, tmp_path: Path) -> None:
         assert (answered.status, bytes(answered.image), answered.needed) == (200, b"hello", 0)
         assert answered.stages == f.NO_STAGES
 
-    with standing_in(tmp_path) as engine:
+    with scripted_end(tmp_path) as engine:
         play(loops, engine, test)
 
 
@@ -48,7 +48,7 @@ def test_the_engine_learns_deadline_and_request_id(loops: Loops, tmp_path: Path)
         await caller.call(9, slot, 64, caller.take(64), deadline_us=2**40)
         assert seen == [(2.0, name), (pytest.approx(4294.967295), bytes(16))]
 
-    with standing_in(tmp_path, note) as engine:
+    with scripted_end(tmp_path, note) as engine:
         play(loops, engine, test)
 
 
@@ -70,7 +70,7 @@ def test_hundreds_of_calls_at_once_get_their_own_answers(loops: Loops, tmp_path:
         del answers
         assert await settled(caller) == ARENA and not caller.pending
 
-    with standing_in(tmp_path, shuffle, config(max_calls=4096)) as engine:
+    with scripted_end(tmp_path, shuffle, config(max_calls=4096)) as engine:
         play(loops, engine, test)
 
 
@@ -84,7 +84,7 @@ def test_a_problem_comes_inside_the_frame(loops: Loops, tmp_path: Path) -> None:
         assert (answered.status, answered.needed) == (422, 4096)
         assert b"at most 3" in bytes(answered.image)
 
-    with standing_in(tmp_path, refuse) as engine:
+    with scripted_end(tmp_path, refuse) as engine:
         play(loops, engine, test)
 
 
@@ -98,7 +98,7 @@ def test_a_problem_larger_than_the_buffer_comes_whole(loops: Loops, tmp_path: Pa
             answered = await ask(caller, b"hello")
             assert answered.status == 429 and len(answered.image) > 500_000
 
-    with standing_in(tmp_path, refuse) as engine:
+    with scripted_end(tmp_path, refuse) as engine:
         play(loops, engine, test)
 
 
@@ -125,7 +125,7 @@ def test_slots_of_a_cancelled_call_stay_taken_until_its_answer(
         await until(lambda: not caller.pending)
         assert await settled(caller) == ARENA
 
-    with standing_in(tmp_path, keep) as engine:
+    with scripted_end(tmp_path, keep) as engine:
         play(loops, engine, test)
 
 
@@ -145,7 +145,7 @@ def test_freeing_a_slot_while_its_call_waits_frees_it_with_the_answer(
         await task
         assert caller.slots.free() == ARENA
 
-    with standing_in(tmp_path, calls.append) as engine:  # type: ignore[arg-type]
+    with scripted_end(tmp_path, calls.append) as engine:  # type: ignore[arg-type]
         play(loops, engine, test)
 
 
@@ -159,7 +159,7 @@ def test_an_answer_that_is_still_read_keeps_its_slot(loops: Loops, tmp_path: Pat
         image = None
         assert await settled(caller) == ARENA
 
-    with standing_in(tmp_path) as engine:
+    with scripted_end(tmp_path) as engine:
         play(loops, engine, test)
 
 
@@ -175,7 +175,7 @@ def test_a_full_arena_says_so_and_grows(loops: Loops, tmp_path: Path) -> None:
         assert (first.array == 7).all()
         assert await caller.grow(2**30) == 2**20
 
-    with standing_in(tmp_path) as engine:
+    with scripted_end(tmp_path) as engine:
         play(loops, engine, test)
 
 
@@ -194,7 +194,7 @@ def test_who_gives_up_on_growing_leaves_the_session_sound(loops: Loops, tmp_path
         assert bytes((await task).image) == b"in the way"
 
     rules = config(pinning=Pinning(lambda _: True, lambda _: None))
-    with standing_in(tmp_path, calls.append, rules) as engine:  # type: ignore[arg-type]
+    with scripted_end(tmp_path, calls.append, rules) as engine:  # type: ignore[arg-type]
         play(loops, engine, test)
 
 
@@ -208,5 +208,5 @@ def test_more_frames_than_the_socket_takes_are_sent_as_it_empties(
         assert {answer.status for answer in answers} == {200}
         assert not caller.is_writing
 
-    with standing_in(tmp_path, echo, config(max_calls=4096)) as engine:
+    with scripted_end(tmp_path, echo, config(max_calls=4096)) as engine:
         play(loops, engine, test)

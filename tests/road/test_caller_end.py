@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from attnd.wire import frames as f
 from caller_play import ARENA, Loops, ask, play, until
-from scripted_engine_end import listen_in, standing_in
+from scripted_engine_end import listen_in, scripted_end
 
 from service.errors import NotReady, Overloaded
 from service.road.caller_end.caller import RoadCaller
@@ -41,7 +41,7 @@ def test_when_the_engine_ends_all_pending_calls_fail_and_the_loss_is_reported(
         with pytest.raises(NotReady):
             await caller.grow(2**17)
 
-    with standing_in(tmp_path, calls.append) as engine:  # type: ignore[arg-type]
+    with scripted_end(tmp_path, calls.append) as engine:  # type: ignore[arg-type]
         play(loops, engine, test)
 
 
@@ -54,7 +54,7 @@ def test_states_are_reported_as_they_arrive(loops: Loops, tmp_path: Path) -> Non
         await until(lambda: bool(reply))
         assert reply == [State("draining", "SIGTERM")] and caller.state == reply[0]
 
-    with standing_in(tmp_path) as engine:
+    with scripted_end(tmp_path) as engine:
         play(loops, engine, test)
 
 
@@ -80,7 +80,7 @@ def test_an_engine_that_breaks_the_protocol_is_left(
         if isinstance(event, Call):
             event.session.send(frame)
 
-    with standing_in(tmp_path, break_it) as engine:
+    with scripted_end(tmp_path, break_it) as engine:
         play(loops, engine, test)
 
 

@@ -17,7 +17,7 @@ from attnd.wire import frames as f
 from attnd.wire.frames import VERSION
 from caller_play import Loops, ask, settled, until
 from plain_caller import PlainCaller
-from scripted_engine_end import ScriptedEnd, config, echo, standing_in
+from scripted_engine_end import ScriptedEnd, config, echo, scripted_end
 
 from service.errors import NotReady
 from service.road.arena import PAGE, anonymous_file, seal
@@ -65,7 +65,7 @@ def test_engines_read_and_write_the_one_arena_of_their_door(
         assert own.mapping.size, "the arena outlives its sessions"
 
     with ExitStack() as stack, asyncio.Runner(loop_factory=loops) as runner:
-        engines = [stack.enter_context(standing_in(tmp_path / n, echo, RULES)) for n in "ab"]
+        engines = [stack.enter_context(scripted_end(tmp_path / n, echo, RULES)) for n in "ab"]
         runner.run(asyncio.wait_for(main(engines), 20))
 
 
@@ -85,7 +85,10 @@ def test_a_grown_arena_is_reachable_after_a_grow(
         assert bytes((await caller.call(9, request, 5, answer)).image) == b"hello"
         caller.close()
 
-    with standing_in(tmp_path, echo, RULES) as engine, asyncio.Runner(loop_factory=loops) as runner:
+    with (
+        scripted_end(tmp_path, echo, RULES) as engine,
+        asyncio.Runner(loop_factory=loops) as runner,
+    ):
         runner.run(asyncio.wait_for(main(engine), 20))
 
 
@@ -114,7 +117,7 @@ def test_slots_of_a_session_that_was_given_up_are_free_when_its_engine_is_done(
         assert await settled(caller) == free
 
     with (
-        standing_in(tmp_path, later, RULES) as engine,
+        scripted_end(tmp_path, later, RULES) as engine,
         asyncio.Runner(loop_factory=loops) as runner,
     ):
         runner.run(asyncio.wait_for(main(engine), 20))
@@ -135,7 +138,7 @@ def test_slots_of_an_engine_that_died_are_free(loops: Loops, tmp_path: Path, own
         engine.do(lambda: session.done(session.live[1]))  # it has not died here: let it go
 
     with (
-        standing_in(tmp_path, lambda _: None, RULES) as engine,
+        scripted_end(tmp_path, lambda _: None, RULES) as engine,
         asyncio.Runner(loop_factory=loops) as runner,
     ):
         runner.run(asyncio.wait_for(main(engine), 20))

@@ -1,4 +1,4 @@
-"""A service of stand-ins under the real supervisor, as its own process."""
+"""A service of stubs under the real supervisor, as its own process."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, Final
 
 from tests.harness.processes import ROOT, Process, running
 
-STAND_IN: Final = ROOT / "tests/service/stand_in.py"
+STUB: Final = ROOT / "tests/service/stub.py"
 PROGRAM: Final = f"""
 import sys
 from service.__main__ import Commands, main
-command = (sys.executable, {str(STAND_IN)!r})
+command = (sys.executable, {str(STUB)!r})
 engine, door, *arguments = sys.argv[1:]
 sys.exit(main(arguments, Commands((*command, engine), (*command, door))))
 """
@@ -24,7 +24,7 @@ sys.exit(main(arguments, Commands((*command, engine), (*command, door))))
 def supervised(
     *arguments: str, engine: str = "serve", door: str = "serve", socket: Path
 ) -> Iterator[Process]:
-    """Stand-ins with these behaviours; the engine's socket is at `socket`."""
+    """Stubs with these behaviours; the engine's socket is at `socket`."""
     command = [sys.executable, "-c", PROGRAM, engine, door, "--log.format", "json"]
     command += ["--server.port", "0", "--server.socket", str(socket), *arguments]
     with running(command) as service:
@@ -32,7 +32,7 @@ def supervised(
 
 
 def started(service: Process, process: str, count: int = 1) -> dict[str, Any]:
-    """A stand-in's log entry of its start, the one with the number `count`."""
+    """A stub's log entry of its start, the one with the number `count`."""
     return service.find_entry(
         lambda entry: entry["process"] == process and entry["message"] == "up", count
     )

@@ -65,7 +65,7 @@ def test_every_address_of_a_name_has_the_same_port(bound: Bound) -> None:
     assert {one.getsockname()[1] for one in addresses.http} == {port_of(addresses)}
 
 
-def test_an_address_of_ipv6_stands_in_brackets(bound: Bound) -> None:
+def test_an_address_of_ipv6_is_in_brackets(bound: Bound) -> None:
     try:
         addresses = bound(host="::1")
     except CannotListen:
@@ -136,7 +136,7 @@ def test_when_one_address_cannot_be_bound_the_other_is_given_back(
 
 
 def cases(tmp_path: Path) -> list[tuple[list[str], str]]:
-    """Arguments that cannot be, and what is said of them."""
+    """Invalid arguments, and their errors."""
     (tmp_path / "file").write_text("")
     below, long = str(tmp_path / "file" / "x.sock"), str(tmp_path / ("x" * 200))
     return [

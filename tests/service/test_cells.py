@@ -1,4 +1,4 @@
-"""Shared cells: what one process writes, another reads, and its successor goes on with."""
+"""Shared cells: one process writes, another reads, a successor continues."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_blocks_do_not_overlap_whatever_their_names(fd: int) -> None:
     assert list(Cells(fd).read()) == keys
 
 
-def test_without_shared_memory_two_stand_apart() -> None:
+def test_without_shared_memory_two_are_separate() -> None:
     Cells().block(("a",), 1)[0] = 1.0
     assert Cells().read() == {}
 

@@ -105,7 +105,7 @@ def test_a_subclass_is_of_its_parents_kind() -> None:
     assert kind_of(DoesNotFit(2, 1, "x")).code == "answer_too_large"
 
 
-def test_what_is_unknown_is_internal_and_reveals_nothing() -> None:
+def test_an_unknown_error_is_internal_and_reveals_nothing() -> None:
     document = problem(ZeroDivisionError("a secret"))
     assert document["code"] == "internal" and "secret" not in json.dumps(document)
 

@@ -1,4 +1,4 @@
-"""Keys: their file, what is wrong with one, and whose a key is."""
+"""Keys: their file, its errors, and the tenant of a key."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_line_is_a_digest_a_namespace_and_scopes(tmp_path: Path) -> None:
         (f"{DIGEST} search read,write", "scope 'write': expected one of read, append, move, admin"),
         (f"{DIGEST} search read,", "scope ''"),
         (f"{DIGEST} one read\n{DIGEST} two read", "line 2: duplicate key"),
-        ("# nobody", "no keys in it"),
+        ("# none", "no keys in it"),
     ],
 )
 def test_a_file_that_breaks_a_rule_is_refused_with_the_line_and_without_the_key(
@@ -95,7 +95,7 @@ def test_a_file_that_has_become_unusable_leaves_the_keys_as_they_were(
     assert "the keys are unchanged" in caplog.text
 
 
-def test_a_scope_that_lacks_is_reported_with_those_that_are_there() -> None:
+def test_a_missing_scope_is_reported_with_the_keys_scopes() -> None:
     reader = tenant_of("search", ["read"])
     with pytest.raises(
         Forbidden, match="append requires the scope append, this key has read"

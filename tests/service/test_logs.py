@@ -31,7 +31,7 @@ logging.getLogger("uvicorn.error").info("started")
 
 
 def lines(*arguments: str) -> list[str]:
-    """What a process with these log settings writes (the set-up is for a whole process)."""
+    """The output of a process with these log settings (the set-up is for a whole process)."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *arguments],
         cwd=ROOT,

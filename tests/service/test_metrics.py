@@ -234,7 +234,7 @@ def test_of_an_engine_elsewhere_that_is_lost_the_counters_stay() -> None:
     door.lost("never met")
     found = samples(door)
     assert (found["attnd_tokens_appended_total"], found["attnd_sessions"]) == (5, 0)
-    assert found["attnd_slices_total"] == 0, "what is of another size is passed over"
+    assert found["attnd_slices_total"] == 0, "blocks of another size are ignored"
     for number in range(300):
         door.record_remote(str(number), {"tokens_appended": [1]})
     assert samples(door)["attnd_tokens_appended_total"] == 305
@@ -295,7 +295,7 @@ def test_every_process_shows_the_sum_of_all_and_dead_ones_keep_their_counters() 
 
 
 def render_as_sibling(name: str, shared: Mapping[str, int]) -> dict[str, float]:
-    """What the process `name` of the service renders."""
+    """The metrics that the process `name` of the service renders."""
     done = subprocess.run(
         [sys.executable, "-c", RENDER, name, *(f"{key}={fd}" for key, fd in shared.items())],
         cwd=ROOT,

@@ -14,7 +14,7 @@ import pytest
 from supervised import started, supervised
 
 from service.supervisor import ECHO_S
-from tests.harness.processes import ROOT, Process, kill, wait_until_gone
+from tests.harness.processes import ROOT, Process, kill, wait_until_dead
 from tests.harness.waiting import WAIT_S
 
 
@@ -46,7 +46,9 @@ def test_every_process_is_handed_its_sockets_settings_and_name(path: Path) -> No
         service.find_entry(lambda entry: entry["message"] == f"sessions at {path}")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
+)
 def test_a_signal_lets_every_process_finish_and_ends_with_0(
     path: Path, number: signal.Signals
 ) -> None:
@@ -55,12 +57,14 @@ def test_a_signal_lets_every_process_finish_and_ends_with_0(
         left = pids(service, "engine", "http-0")
         service.send_signal(number)
         assert service.status() == 0
-        wait_until_gone(*left)
+        wait_until_dead(*left)
     assert not path.exists()
     assert service.messages("warning", "error") == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]
+)
 def test_a_second_signal_ends_at_once(path: Path, number: signal.Signals) -> None:
     with supervised(engine="never stop", door="never stop", socket=path) as service:
         left = pids(service, "engine", "http-0")
@@ -68,7 +72,7 @@ def test_a_second_signal_ends_at_once(path: Path, number: signal.Signals) -> Non
         time.sleep(2 * ECHO_S)
         service.send_signal(number)
         assert service.status() == 128 + number
-        wait_until_gone(*left)
+        wait_until_dead(*left)
 
 
 def test_a_signal_to_the_process_and_to_its_group_counts_once(path: Path) -> None:
@@ -91,16 +95,17 @@ def test_what_does_not_finish_is_killed_after_the_drain_and_the_service_still_en
         left = pids(service, "engine", "http-0")
         service.send_signal(signal.SIGTERM)
         assert service.status() == 0
-        wait_until_gone(*left)
+        wait_until_dead(*left)
     (warning,) = service.messages("warning")
     assert warning.startswith("engine did not finish within server.drain_timeout_s = 0.1")
 
 
+@pytest.mark.long
 def test_while_the_service_stops_no_new_client_waits_at_the_door(path: Path) -> None:
     with supervised(engine="never stop", socket=path) as service:
         url = started(service, "http-0")["url"]
         service.send_signal(signal.SIGTERM)
-        wait_until_gone(started(service, "http-0")["pid"])
+        wait_until_dead(started(service, "http-0")["pid"])
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), 1.0)
 
@@ -113,6 +118,7 @@ def test_an_engine_that_cannot_start_says_why_in_one_line_and_the_service_ends_w
     assert service.messages("warning", "error") == ["no such device"]
 
 
+@pytest.mark.long
 def test_a_door_that_cannot_start_is_not_tried_again(path: Path) -> None:
     with supervised(door="refuse", socket=path) as service:
         assert service.status() == 1
@@ -124,7 +130,7 @@ def test_when_the_engine_is_killed_the_doors_finish_and_the_service_ends_with_1(
         engine, door = pids(service, "engine", "http-0")
         kill(engine)
         assert service.status() == 1
-        wait_until_gone(door)
+        wait_until_dead(door)
     (error,) = service.messages("warning", "error")
     assert error.startswith("engine was killed by SIGKILL: stopping")
 
@@ -152,13 +158,13 @@ def test_a_door_that_dies_of_every_start_ends_the_service_with_1(path: Path) -> 
     assert last.startswith("http-0 ended with exit status 7, 5 times in a row")
 
 
-@pytest.mark.parametrize("behave", ["serve", "never stop"])
+@pytest.mark.parametrize("behave", ["never stop", pytest.param("serve", marks=pytest.mark.long)])
 def test_when_the_supervisor_is_killed_nothing_is_left_behind(path: Path, behave: str) -> None:
     with supervised(engine=behave, door=behave, socket=path) as service:
         left = pids(service, "engine", "http-0")
         service.send_signal(signal.SIGKILL)
         assert service.status() == -signal.SIGKILL
-        wait_until_gone(*left)
+        wait_until_dead(*left)
     with supervised(socket=path) as service:  # the socket file it left is replaced
         started(service, "engine")
 
@@ -178,18 +184,6 @@ def test_a_signal_during_the_start_ends_with_0(path: Path) -> None:
         service.send_signal(signal.SIGTERM)
         assert service.status() == 0
     assert service.messages("warning", "error") == []
-
-
-def test_the_version_is_printed() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "service", "--version"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=WAIT_S,
-    )
-    assert (done.stdout, done.stderr) == ("attnd 0.1.0\n", "")
 
 
 def test_the_supervisor_imports_no_heavy_library() -> None:

@@ -25,7 +25,7 @@ def record(number: int) -> logging.LogRecord:
     )
 
 
-def test_a_log_without_a_reader_delays_no_other_and_says_later_what_was_dropped(
+def test_a_log_without_a_reader_delays_nothing_and_reports_dropped_lines_later(
     pipe: tuple[int, int],
 ) -> None:
     reading, writing = pipe
@@ -49,7 +49,7 @@ def test_a_log_without_a_reader_delays_no_other_and_says_later_what_was_dropped(
     assert [int(line.split()[5]) for line in written[:5]] == [0, 1, 2, 3, 4], "in order"
 
 
-def test_what_was_logged_is_written_before_a_process_ends(pipe: tuple[int, int]) -> None:
+def test_logged_lines_are_written_before_a_process_ends(pipe: tuple[int, int]) -> None:
     reading, writing = pipe
     handler = BackgroundHandler(writing)
     handler.setFormatter(ConsoleLines("engine"))

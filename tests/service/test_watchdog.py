@@ -1,4 +1,4 @@
-"""Watchdogs: a long pass is logged with what it did, and counted; a short one is not."""
+"""Watchdogs: a long pass is logged with its operation and counted; a short one is not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches whose sequences move meanwhile: pieces are split again, and errors list what is done."""
+"""Batches whose sequences move meanwhile: pieces split again, errors list finished changes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def apart(cluster: Cluster, book: Book) -> tuple[Engine, Engine]:
     return first, second
 
 
-async def test_an_error_lists_what_a_piece_that_was_split_again_has_done(cluster: Cluster) -> None:
+async def test_an_error_lists_the_changes_of_a_piece_that_was_split_again(cluster: Cluster) -> None:
     book = Book(cluster)
     first, _ = await apart(cluster, book)
     cluster.router.locator.tags.learn(("default", "b"), first.tag)  # it has left since

@@ -181,7 +181,7 @@ async def test_sequences_of_two_engines_have_no_page_table_together(cluster: Clu
     await cluster.ok("page_table", {"sequences": alone})
 
 
-async def test_a_batch_that_one_engine_refuses_lists_what_the_other_has_done(
+async def test_a_batch_that_one_engine_refuses_lists_the_changes_of_the_other(
     cluster: Cluster,
 ) -> None:
     ids = await cluster.create_apart()

@@ -37,7 +37,7 @@ def made(geometry: PoolGeometry) -> Any:
 
 
 def backend_of(geometry: PoolGeometry) -> Any:
-    """A backend with every slot live and random: plans poison what they leave dead."""
+    """A backend with every slot live and random: plans poison dead slots."""
     from device_cases import fill
 
     backend = made(geometry)

@@ -35,7 +35,7 @@ def backend_of(**options: Any) -> Any:
 
 
 def stored(values: Any, dtype: DType, scale: float) -> Any:
-    """What a pool of `dtype` keeps of real values, as real values again."""
+    """Real values after rounding to a pool's `dtype`."""
     kind = NUMPY_DTYPES[dtype]
     scaled = values.astype(np.float32) / np.float32(scale)
     if dtype.startswith("fp8"):

@@ -32,7 +32,7 @@ def backend() -> Any:
 
 
 class Caller:
-    """A stream with much to do before what it is asked for."""
+    """A stream with much work queued."""
 
     def __init__(self) -> None:
         self.stream = cupy.cuda.Stream(non_blocking=True)

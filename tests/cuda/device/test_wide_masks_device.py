@@ -22,7 +22,7 @@ MASKED = [case for case in (*groups()["general"], *groups()["skipped"]) if case.
 
 
 def seen_and_cut(bench: Any, item: Any, begin: int) -> tuple[bool, bool]:
-    """What the table should say of the tile of an item that starts at key `begin` of its run."""
+    """The expected table entry of a tile whose item starts at key `begin` of its run."""
     case, (_, row_begin, num_rows, _, num_keys, start, causal, _) = bench.case, item
     rows = np.arange(row_begin // case.group, (row_begin + num_rows - 1) // case.group + 1)
     keys = start + np.arange(begin, min(begin + bench.variant.tile_keys, num_keys))
@@ -96,7 +96,7 @@ def backend_of(geometry: PoolGeometry) -> Any:
 
 
 def mask_of(kind: str, qo_lens: list[int], kv_lens: list[int]) -> Mask:
-    """Ragged masks: blocks on the diagonal, single pairs far apart, what is causal, nothing."""
+    """Ragged masks: blocks on the diagonal, single pairs far apart, causal ones, empty ones."""
     parts = []
     for qo, kv in zip(qo_lens, kv_lens, strict=True):
         row, key = np.arange(qo)[:, None], np.arange(kv)[None]

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.long
 FORMATS: tuple[tuple[DType, DType], ...] = (("fp16", "fp16"), ("fp16", "fp8_e4m3"))
 WORST: tuple[tuple[DType, DType], ...] = (("bf16", "fp8_e5m2"),)
 WHOLLY = ("sm_80", "sm_90a")
-"""Of the others, whose code is that of sm_80 but for what a constant chooses, these will do:"""
+"""Of the others, which are sm_80's code but for constants, these suffice:"""
 FEW_HEAD_DIMS = (64, 128, 256)
 
 

@@ -1,4 +1,4 @@
-"""Merge lists that come from how tiles were cut equal those of the runs themselves."""
+"""Merge lists made from tile cuts equal the lists of the runs themselves."""
 
 from __future__ import annotations
 

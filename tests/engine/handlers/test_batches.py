@@ -38,11 +38,11 @@ Stored = dict[tuple[str, int], tuple[Any, Any]]
 pools = pytest.mark.parametrize(
     ("dtype", "layout", "slice_ms"),
     [
-        ("fp32", "NHD", 20.0),
         ("fp32", "NHD", 1e-6),
         ("bf16", "HND", 20.0),
-        ("fp8_e4m3", "NHD", 1e-6),
-        ("fp8_e5m2", "HND", 20.0),
+        pytest.param("fp32", "NHD", 20.0, marks=pytest.mark.long),
+        pytest.param("fp8_e4m3", "NHD", 1e-6, marks=pytest.mark.long),
+        pytest.param("fp8_e5m2", "HND", 20.0, marks=pytest.mark.long),
     ],
 )
 
@@ -383,7 +383,7 @@ async def test_a_commit_of_many_is_refused_whole(caller: Caller) -> None:
     await caller.submit(good)
 
 
-@pytest.mark.parametrize("deadline_s", [0.001, 0.003, 0.006, 0.01, 0.02, 0.05])
+@pytest.mark.parametrize("deadline_s", [0.003, 0.01, 0.05])
 @cpu_engine(slice_ms=1e-6)
 async def test_a_cut_that_runs_out_of_time_is_done_or_has_never_been(
     caller: Caller, deadline_s: float

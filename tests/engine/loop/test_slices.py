@@ -200,7 +200,7 @@ def test_pieces_of_ragged_attention_have_the_numbers_of_the_whole(rng: Rng) -> N
         same(out, wanted, f"{spans} of {whole.qo_indptr} over {whole.kv_indptr}")
 
 
-def test_the_keys_of_rows_are_those_of_the_oracle(rng: Rng) -> None:
+def test_the_keys_of_rows_equal_the_oracles(rng: Rng) -> None:
     for _ in range(ROUNDS):
         made = forest(rng)
         whole, planned, lens = any_attend(rng, made)
@@ -215,7 +215,7 @@ def test_the_keys_of_rows_are_those_of_the_oracle(rng: Rng) -> None:
         np.testing.assert_array_equal(keys, np.array(wanted, int)[order], f"{how}")
 
 
-def test_the_keys_of_ragged_rows_are_those_of_the_oracle(rng: Rng) -> None:
+def test_the_keys_of_ragged_rows_equal_the_oracles(rng: Rng) -> None:
     for _ in range(ROUNDS):
         whole = any_ragged(rng)
         wanted: list[int] = []

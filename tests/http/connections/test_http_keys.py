@@ -76,7 +76,7 @@ def test_the_scheme_is_read_in_any_case_and_a_connection_may_change_its_key(
 ) -> None:
     create(red, "mine")
     with guarded.client() as client:
-        for key, status in [("red", 200), ("blue", 404), ("nobody", 401), ("red", 200)]:
+        for key, status in [("red", 200), ("blue", 404), ("none", 401), ("red", 200)]:
             headers = {"authorization": f"bEARER  a-key-of-{key}"}
             assert client.get("/v1/sequences/mine", headers=headers).status_code == status
 
@@ -136,7 +136,7 @@ def test_guessed_ids_are_404_in_every_route(
     assert red.get("/v1/sequences/guess").json()["lengths"][0] == 5
 
 
-def test_scopes_say_what_a_key_may_do(
+def test_scopes_limit_the_operations_of_a_key(
     guarded: Service, red: httpx.Client, rng: np.random.Generator
 ) -> None:
     create(red, "a")
@@ -195,9 +195,9 @@ def test_client_and_session_show_their_key(guarded: Service) -> None:
     ):
         reader.create_sequence()
     assert refused.value.scope == "append"
-    for nobody in (Client(guarded.url, retries=0), Session(guarded.engine_socket, retries=0)):
-        with nobody, pytest.raises(Unauthorized):
-            nobody.info()
+    for stranger in (Client(guarded.url, retries=0), Session(guarded.engine_socket, retries=0)):
+        with stranger, pytest.raises(Unauthorized):
+            stranger.info()
 
 
 @pytest.mark.parametrize("key", ["two words", "new\r\nline", "ключ", ""])

@@ -133,7 +133,7 @@ def test_calls_wait_in_the_socket_while_the_engine_is_at_a_long_kernel(
         assert one.result().status_code == 200, one.result().text
 
 
-def test_a_drain_finishes_what_was_admitted_and_refuses_the_rest(
+def test_a_drain_finishes_accepted_requests_and_refuses_others(
     tight: Service, pool: ThreadPoolExecutor
 ) -> None:
     q = np.ones((1, QO_HEADS, HEAD_DIM), np.float32)

@@ -1,4 +1,4 @@
-"""What requests may take of the memory: refused ones nothing, waiting ones what is allowed."""
+"""Memory that requests take: refused ones none, waiting ones up to the limit."""
 
 from __future__ import annotations
 

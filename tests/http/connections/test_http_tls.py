@@ -150,7 +150,7 @@ def test_with_a_client_ca_only_who_shows_a_certificate_is_served(
     asyncio.run(scenario())
 
 
-def test_what_is_no_tls_gets_no_answer_and_harms_no_other_client(
+def test_clear_text_at_a_tls_port_gets_no_reply_and_disturbs_no_other_client(
     secured: Service, files: Files
 ) -> None:
     with closing(secured.connect()) as plain:

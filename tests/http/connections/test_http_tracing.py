@@ -43,14 +43,14 @@ def test_a_traceparent_is_echoed(client: httpx.Client, given: str) -> None:
         SAMPLED.replace("-", "_"),
     ],
 )
-def test_what_is_no_traceparent_is_passed_over(client: httpx.Client, given: str) -> None:
+def test_an_invalid_traceparent_is_ignored(client: httpx.Client, given: str) -> None:
     answer = client.get("/v1/info", headers={"traceparent": given})
     assert answer.status_code == 200 and "traceparent" not in answer.headers
 
 
 @pytest.fixture
 def spans(service: Service) -> Iterator[InMemorySpanExporter]:
-    """What the door's spans are, as they would be sent."""
+    """The door's spans, as sent."""
     kept = InMemorySpanExporter()
     tracing = Tracing(kept, "http-0")
     service.door.ledger._tracing = tracing

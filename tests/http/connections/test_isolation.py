@@ -252,7 +252,7 @@ def service(
 
 @pytest.fixture
 def blue(service: Service) -> Iterator[Ask]:
-    """A caller with all of blue's rights; what it makes is deleted at the end."""
+    """A caller with all of blue's rights; its sequences are deleted at the end."""
     with service.caller("blue", *SCOPES) as ask:
         yield ask
         ask("cancel_import", fields(id="blue-gets-this"))
@@ -388,7 +388,7 @@ TURNS: Final = 200
 
 def test_no_reply_has_a_value_of_another_namespace(service: Service) -> None:
     """Pages change hands all the time: the pool is small, and sequences expire, are cut, evicted,
-    exported, and handed over while their rows are read."""
+    exported, and transferred while their rows are read."""
     chance = random.Random(5)
     with service.caller("red", *SCOPES) as red, service.caller("blue", *SCOPES) as blue:
         read = dict.fromkeys(VALUES, 0)
@@ -434,7 +434,7 @@ def step(ask: Ask, value: float, name: str, chance: random.Random) -> int:
 
 
 def export(ask: Ask, value: float, name: str) -> int:
-    """Export a sequence's first part while it is handed over."""
+    """Export a sequence's first part while it is transferred."""
     exported = ask("export_sequence", fields(id=name))
     if not exported.is_ok:
         return 0

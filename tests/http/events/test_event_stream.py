@@ -65,7 +65,7 @@ def page(client: httpx.Client, after: int) -> dict[str, Any]:
     return dict(answer.json())
 
 
-def test_what_is_stored_removed_and_cleared_is_reported_as_it_happens(client: httpx.Client) -> None:
+def test_stored_removed_and_cleared_pages_are_reported_at_once(client: httpx.Client) -> None:
     clear(client)
     with listening(client) as reply:
         store(client, IDS)
@@ -79,7 +79,7 @@ def test_what_is_stored_removed_and_cleared_is_reported_as_it_happens(client: ht
     assert removed["number"] == removed["id"] == stored["id"] + 1 == cleared["id"] - 1
 
 
-def test_a_client_that_comes_back_is_reported_what_was_missed(client: httpx.Client) -> None:
+def test_a_client_that_reconnects_gets_the_events_that_it_missed(client: httpx.Client) -> None:
     last = page(client, -1)["next"]
     store(client, IDS)
     clear(client)
@@ -107,7 +107,7 @@ def test_many_listeners_share_one_poll_that_ends_with_them(
     wait_for(lambda: service.door.active == 0, "the streams' end")
 
 
-def test_what_the_history_has_forgotten_is_said_first() -> None:
+def test_events_lost_from_the_history_are_reported_first() -> None:
     with serving(*FEW) as running, running.client() as client:
         first = page(client, -1)["next"]
         assert page(client, 0)["too_old"] is False
@@ -197,9 +197,7 @@ def test_a_reader_who_reads_nothing_is_left_and_delays_no_other() -> None:
         ({"headers": {"Last-Event-ID": "9" * 30}}, "Last-Event-ID"),
     ],
 )
-def test_what_is_no_number_of_an_event_is_refused(
-    client: httpx.Client, how: Any, field: str
-) -> None:
+def test_an_invalid_event_number_is_refused(client: httpx.Client, how: Any, field: str) -> None:
     answer = client.get("/v1/events", **how)
     assert (answer.status_code, answer.json()["field"]) == (422, field)
 
@@ -217,7 +215,7 @@ def test_a_service_without_a_history_says_so() -> None:
             assert (answer.status_code, answer.json()["field"]) == (422, "cache.events_history")
 
 
-def test_events_are_those_of_the_keys_namespace_and_end_with_the_key(
+def test_events_belong_to_the_keys_namespace_and_end_with_the_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(events, "KEEP_ALIVE_S", 0.1)

@@ -131,7 +131,7 @@ def focus(driver: Chrome, name: str) -> None:
     raise AssertionError(f"Tab does not lead to {name}")
 
 
-def test_the_page_shows_what_the_service_says_of_itself(
+def test_the_page_shows_the_services_own_numbers(
     driver: Chrome, service: Service, client: httpx.Client
 ) -> None:
     fill(client, "a", 5)
@@ -179,7 +179,7 @@ def test_the_map_and_the_tree_change_as_sequences_come_and_go(
     ids = list(range(4 * PAGE_SIZE))
     assert client.post("/v1/sequences/a/commit", json={"token_ids": ids}).is_success
     client.delete("/v1/sequences/a")
-    wait_for(lambda: shown(*4 * ["cached"]), "what is left of it")
+    wait_for(lambda: shown(*4 * ["cached"]), "the remaining pages")
     client.post("/v1/prefix/clear", json={})
     wait_for(shown, "the end")
     check_quiet(driver, service)
@@ -345,7 +345,7 @@ def test_a_key_is_asked_for_kept_in_the_tab_and_forgotten(driver: Chrome, tmp_pa
     path.write_text("\n".join(line_of(key, *one) for key, one in held.items()))
     with serving("--auth.keys-file", str(path)) as running:
         driver.get(f"{running.url}/live")
-        for key, why in (("", "requires a key"), ("nobody's", "revoked"), ("user", "scope admin")):
+        for key, why in (("", "requires a key"), ("unknown", "revoked"), ("user", "scope admin")):
             if key:
                 press(driver, key, Keys.ENTER)
             wait_for(lambda why=why: why in text(driver, "key-why"), f"a refusal with {why}")
@@ -356,7 +356,7 @@ def test_a_key_is_asked_for_kept_in_the_tab_and_forgotten(driver: Chrome, tmp_pa
         open_live(driver, running)
         press(driver, "k")
         driver.find_element(By.ID, "key-forget").click()
-        wait_for(lambda: text(driver, "state") == "needs a key", "the key to be gone")
+        wait_for(lambda: text(driver, "state") == "needs a key", "the key to be revoked")
 
 
 def test_the_docs_are_drawn_without_another_host(driver: Chrome, service: Service) -> None:

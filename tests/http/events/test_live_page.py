@@ -109,9 +109,7 @@ def test_the_stream_begins_with_everything_and_continues_with_what_changes(
         }
 
 
-def test_load_and_totals_are_those_of_the_metrics(
-    client: httpx.Client, rng: np.random.Generator
-) -> None:
+def test_load_and_totals_equal_the_metrics(client: httpx.Client, rng: np.random.Generator) -> None:
     create(client, "a")
     append(client, 0, "a", rows(rng, 5), rows(rng, 5))
     text = client.get("/metrics").text
@@ -131,7 +129,7 @@ def test_all_who_look_share_one_feed_that_ends_with_them(
     with watching(client) as one, watching(client) as other:
         first(one, "pool"), first(other, "pool")
         feed = feed_of(service)
-        wait_for(lambda: feed.viewers == 2, "those of tests before to be gone")
+        wait_for(lambda: feed.viewers == 2, "viewers of earlier tests to leave")
     wait_for(lambda: feed_of(service) is None, "the feed's end")
     wait_for(lambda: service.door.active == 0, "the streams' end")
 
@@ -181,7 +179,7 @@ def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-def test_with_keys_the_page_is_open_and_what_it_shows_takes_the_scope_admin(
+def test_with_keys_the_page_is_open_and_its_data_needs_the_scope_admin(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "keys"
@@ -224,7 +222,7 @@ def test_with_keys_it_may_be_opened_to_everybody(tmp_path: Path) -> None:
         ([0.0, 2.0, 2.0] + [0.0] * 15, [0.25, 0.495]),
     ],
 )
-def test_quantiles_lie_in_their_buckets(counts: list[float], expected: list[float]) -> None:
+def test_quantiles_are_within_their_buckets(counts: list[float], expected: list[float]) -> None:
     found = samples.latency_of([*counts, 0.0])
     assert found[0] == sum(counts) and found[2:] == pytest.approx(expected, rel=0.01)
 

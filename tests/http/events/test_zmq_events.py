@@ -71,7 +71,7 @@ class Subscriber:
         with self.context.socket(zmq.DEALER) as asking:
             asking.rcvtimeo, asking.linger = int(1e3 * WAIT_S), 0
             asking.connect(self.where)
-            asking.send_multipart([b"what is no request"])
+            asking.send_multipart([b"not a request"])
             asking.send_multipart([b"", start.to_bytes(8, "big")])
             count = 0
             while (message := asking.recv_multipart())[1] != END:
@@ -196,7 +196,7 @@ def endpoints(folder: Path) -> tuple[str, ...]:
     )
 
 
-def test_a_subscriber_knows_what_is_cached_and_asks_for_what_it_missed(tmp_path: Path) -> None:
+def test_a_subscriber_tracks_the_cache_and_requests_missed_events(tmp_path: Path) -> None:
     ids = list(range(3 * PAGE_SIZE))
     with (
         serving(*endpoints(tmp_path)) as service,

@@ -1,4 +1,4 @@
-"""Inference requests over HTTP, spoiled at random: answered or refused, and the door goes on."""
+"""Inference requests over HTTP, mutated at random: answered or refused, and the door stays up."""
 
 from __future__ import annotations
 

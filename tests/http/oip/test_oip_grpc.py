@@ -230,7 +230,7 @@ def test_more_calls_than_allowed_and_larger_messages_are_refused(rng: np.random.
         made.client.close()
 
 
-def test_what_was_admitted_is_answered_before_the_door_ends(rng: np.random.Generator) -> None:
+def test_accepted_calls_are_answered_before_the_door_ends(rng: np.random.Generator) -> None:
     with serving() as service:
         ended: queue.Queue[Any] = queue.Queue()
         with grpc_door(service) as door:
@@ -291,7 +291,7 @@ def test_the_arena_is_as_free_after_calls_as_before(
 def test_mutated_messages_do_no_harm(
     channel: Any, over_grpc: Triton, client: httpx.Client, rng: np.random.Generator
 ) -> None:
-    """Whatever comes is answered or refused, and the door goes on with the right numbers."""
+    """Whatever comes is answered or refused, and the door still gives the right numbers."""
     q = filled(over_grpc, rng)
     before = over_grpc.infer("decode", {"q": q}, layer=0, sequences=["a"])[1]["o"]
     seeds = [

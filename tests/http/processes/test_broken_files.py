@@ -1,4 +1,4 @@
-"""Key and certificate files that break while the service runs: it goes on with the last good ones,
+"""Key and certificate files that break while the service runs: it keeps the last good ones,
 also in processes that are started again."""
 
 from __future__ import annotations

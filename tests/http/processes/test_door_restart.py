@@ -66,7 +66,7 @@ def test_after_its_engine_was_killed_a_service_restarts_empty_and_its_followers_
             assert [next(lines), next(lines)][1] == "event: too_old"
 
         k, again = keep(client, rng)
-        assert again == key, "the same ids have the same name, and what was written now"
+        assert again == key, "the same ids have the same name and the new rows"
         held = ask(client, "/v1/gather", {"layer": 0, "sequences": ["a"]})[1]["k"]
         assert np.array_equal(held, k)
         (stored,) = client.get(f"/v1/events/page?after={missed['next']}").json()["events"]

@@ -140,7 +140,7 @@ def test_it_listens_on_a_unix_socket_for_its_own_user(
                     assert second.child.wait(START_S) == 1
                 (line,) = second.lines
                 assert "another service listens there" in line and str(path) in line, line
-                assert client.get("/health/ready").status_code == 200, "the first one goes on"
+                assert client.get("/health/ready").status_code == 200, "the first one still serves"
             assert path.exists() and engine.exists(), "the second one took nothing away"
             assert running.stop() == 0
     finally:
@@ -212,6 +212,6 @@ def test_two_workers_count_as_one_service(rng: np.random.Generator) -> None:
 
 
 def proportional_bytes(pid: int) -> int:
-    """Memory of a process, shared pages divided among those that share them."""
+    """Memory of a process, shared pages divided among the processes that share them."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))

@@ -124,7 +124,7 @@ def test_when_a_door_is_killed_it_starts_again_and_no_other_process_notices(
         wait_for(lambda: came_back(running, dead), "the door to start again")
         for index, client in enumerate(clients):
             reply = client.get("/v1/info", headers={"x-request-id": f"two-{index}"})
-            assert reply.status_code == 200, "with a new connection where the old one is gone"
+            assert reply.status_code == 200, "over a new connection where the old one closed"
         assert ask(clients[0], "/v1/decode", fields, q)[1]["o"].shape[0] == 1
         for door, restarts in (("http-0", 1), ("http-1", 0)):
             line = f'attnd_process_restarts_total{{process="{door}"}} {restarts}.0'
@@ -181,7 +181,7 @@ def test_a_door_that_runs_out_of_file_descriptors_says_so_and_comes_back() -> No
                 open_ones.enter_context(peer)
             logged = running.find(r"idle connections are closed for new ones: (\d+) connections")
             assert 32 < int(logged[1]) < 128
-            assert client.get("/health/live").status_code == 200, "those who are in stay in"
+            assert client.get("/health/live").status_code == 200, "open connections stay open"
             assert is_ready(url), "new connections are accepted"
         assert running.stop() == 0
 

@@ -198,7 +198,7 @@ def test_merge_takes_dense_and_ragged_states(
     check({"o": reply["o"][2], "lse": reply["lse"][2]}, *wanted, "ragged")
 
 
-def test_gather_gives_back_what_was_appended(
+def test_gather_returns_the_appended_rows(
     client: httpx.Client, rng: np.random.Generator, media: str
 ) -> None:
     k, v = fill(client, rng, "a", 6)

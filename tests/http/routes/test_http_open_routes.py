@@ -1,4 +1,4 @@
-"""Which routes answer without a key: those that declare themselves open, in no other spelling."""
+"""Routes that answer without a key: only the declared ones, in no other spelling."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def request_of(method: str, path: str, *lines: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("shown", ODD_KEYS, ids=lambda shown: repr(shown[:40]))
-def test_what_is_no_key_is_answered_401_at_every_route(
+def test_an_invalid_key_gets_401_at_every_route(
     guarded: tuple[Service, set[str]], shown: bytes
 ) -> None:
     service, known = guarded

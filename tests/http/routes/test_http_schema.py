@@ -117,7 +117,7 @@ OPERATIONS = [
 
 @pytest.mark.parametrize(("path", "method"), OPERATIONS)
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
-def test_every_answer_is_what_the_document_says(
+def test_every_reply_conforms_to_the_document(
     service: Service, api: Any, path: str, method: str, mode: GenerationMode
 ) -> None:
     operation = api[path][method]

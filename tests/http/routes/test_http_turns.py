@@ -136,10 +136,10 @@ def test_the_check_of_the_pool_lets_others_have_their_turns(
     append(client, 0, "a", rows(rng, 5), rows(rng, 5))
     tree = service.engine.store.tree
     true_steps = type(tree).integrity_steps
-    goes_on, steps = threading.Event(), [0]
+    over, steps = threading.Event(), [0]
 
     def slow_steps(self: Any, namespace: str | None = None) -> Iterator[None]:
-        while not goes_on.wait(0.001):
+        while not over.wait(0.001):
             steps[0] += 1
             yield
         yield from true_steps(self, namespace)
@@ -149,12 +149,12 @@ def test_the_check_of_the_pool_lets_others_have_their_turns(
     wait_for(lambda: steps[0] > 3, "the check to run")
     ask(client, "/v1/decode", A, {"q": rows(rng, 1, QO_HEADS)})
     assert not checked.done()
-    goes_on.set()
+    over.set()
     assert checked.result().json()["integrity"] == "ok"
 
 
 def lives_meanwhile(service: Service, work: Future[Any]) -> tuple[float, list[float]]:
-    """Seconds that the work still took, and those that /health/live took again and again."""
+    """Seconds that the work still took, and the seconds of each /health/live meanwhile."""
     took: list[float] = []
     started = monotonic()
     with service.client() as client:

@@ -13,7 +13,7 @@ import time
 from service.logs import set_up_logs
 from service.processes.handover import CANNOT_START, Inherited, receive
 
-LOG = logging.getLogger("attnd.stand_in")
+LOG = logging.getLogger("attnd.stub")
 
 
 def main(behaviour: str, arguments: list[str]) -> int:
@@ -41,7 +41,7 @@ def main(behaviour: str, arguments: list[str]) -> int:
 
 
 def facts(inherited: Inherited) -> dict[str, object]:
-    """What the tests look at."""
+    """The facts that tests check."""
     return {
         "pid": os.getpid(),
         "worker": inherited.worker,
