@@ -249,7 +249,7 @@ def engine_test(make: Callable[..., Any], **options: Any) -> Callable[[Test], Ca
 
         functools.update_wrapper(test, coroutine)
         taken = [signature.parameters[name] for name in names if name != "backend"]
-        test.__signature__ = signature.replace(parameters=taken)  # type: ignore[attr-defined]
+        test.__signature__ = signature.replace(parameters=taken)
         return test
 
     return decorate

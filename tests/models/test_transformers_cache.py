@@ -298,7 +298,7 @@ def test_sequences_of_a_process_that_ends_are_deleted(session: Session, socket: 
 
 
 def test_a_session_that_is_closed_first_deletes_the_sequences_of_its_caches(
-    client: Client, where: str
+    client: Client, socket: str
 ) -> None:
     model = tiny()
     session = Session(socket)
