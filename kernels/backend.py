@@ -17,6 +17,10 @@ finite. The same call on the same pool gives the same bits.
 With `numerics` "invariant" a row's keys are split every `split_keys` keys of each level, and the
 bits of its state depend only on q, the keys it sees in order, and the scoring; where levels begin
 and end at multiples of `split_keys` they do not depend on the levels either.
+
+`sinks [num_qo_heads]`, float32 on the host, are logits that enter the softmax's denominator only:
+each row's state merges once, at the end, with `(0, sinks[head])`; -inf changes nothing. The CUDA
+backend rounds o before that and again after it.
 """
 
 from __future__ import annotations
@@ -123,6 +127,7 @@ class Attend:
     scoring: Scoring
     mask: Mask | None = None
     out: AttentionState | None = None
+    sinks: Float32 | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,6 +150,7 @@ class RaggedAttend:
     mask: Mask | None = None
     out: AttentionState | None = None
     positions: Int32 | None = None
+    sinks: Float32 | None = None
 
     @property
     def row_positions(self) -> Int32:
@@ -251,6 +257,7 @@ class Backend(Protocol):
         indptr: Int32,
         into: AttentionState | None = None,
         out: AttentionState | None = None,
+        sinks: Float32 | None = None,
     ) -> Pending[AttentionState]:
         """Merge rows `indptr[t]:indptr[t+1]` of `o [nnz, H, D]`, `lse [nnz, H]` into row t.
 

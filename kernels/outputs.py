@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kernels.backend import Attend, AttentionState, Int32, RaggedAttend, Tensor
+from kernels.backend import Attend, AttentionState, Float32, Int32, RaggedAttend, Tensor
 from kernels.tensor import DeviceTensor
 
 _FLOAT32 = np.dtype(np.float32)
@@ -29,10 +29,17 @@ def check_state(field: str, place: AttentionState, shape: Shape, dtype: np.dtype
 
 
 def check_outs(requests: Sequence[Attend | RaggedAttend]) -> None:
-    """The places of attention's answers: shaped as q, in q's dtype."""
+    """The places of attention's answers: shaped as q, in q's dtype. Sinks: one for each head."""
     for request in requests:
+        check_sinks(request.sinks, request.q)
         if request.out is not None:
             check_state("out", request.out, request.q.shape, request.q.dtype)
+
+
+def check_sinks(sinks: Float32 | None, o: Tensor) -> None:
+    """Raise `ValueError` unless there is a float32 sink for each head of `o [n, heads, dim]`."""
+    if sinks is not None and (sinks.shape != o.shape[1:2] or sinks.dtype != _FLOAT32):
+        raise ValueError(f"sinks is {sinks.dtype} {sinks.shape}: must be float32 {o.shape[1:2]}")
 
 
 def merge_place(

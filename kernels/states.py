@@ -46,6 +46,13 @@ def merge_states(o: Array, lse: Float32) -> AttentionState:
     return _normalise(_weighted(o, weight).sum(axis=1), weight.sum(axis=1), top[:, 0], o.dtype)
 
 
+def add_sinks(state: AttentionState, sinks: Float32) -> AttentionState:
+    """States `o [n, H, D]` merged with the states (0, sinks[h]) of their heads."""
+    lse = np.stack(np.broadcast_arrays(host_array(state.lse), sinks), 1)
+    o = host_array(state.o)
+    return merge_states(np.stack((o, np.zeros_like(o)), 1), lse.astype(np.float32))
+
+
 def merge_state_in_place(state: AttentionState, other: AttentionState) -> None:
     """Merge `other` into `state`, whose arrays are overwritten."""
     merged = merge_state(state, other)

@@ -16,6 +16,7 @@ from kernels.backend import (
     AttentionState,
     Done,
     DType,
+    Float32,
     Int32,
     Level,
     Numerics,
@@ -35,7 +36,7 @@ from kernels.cpu.prepared import Order, Preparer, prepare
 from kernels.cpu.steps import Step
 from kernels.cpu.tensors import dtype_name, on_host, to_numpy, to_torch, write
 from kernels.cpu.work import PagedShape, check_range
-from kernels.outputs import check_gathered, check_outs, merge_place
+from kernels.outputs import check_gathered, check_outs, check_sinks, merge_place
 from kernels.tensor import host_array
 
 
@@ -169,14 +170,18 @@ class CpuBackend:
         indptr: Int32,
         into: AttentionState | None = None,
         out: AttentionState | None = None,
+        sinks: Float32 | None = None,
     ) -> Pending[AttentionState]:
         states = on_host(o, "o"), on_host(lse, "lse")
+        check_sinks(sinks, o)
         place = merge_place(o, indptr, into, out)
         if place is not None:
             on_host(place.o, "out.o")
             on_host(place.lse, "out.lse")
         clock = time.perf_counter()
         merged = state.merge(*states, indptr, into)
+        if sinks is not None:
+            merged = state.add_sinks(*merged, sinks)
         answer = _state(*merged, place, dtype_name(o.dtype))
         return Done(answer, StageSeconds(kernel=time.perf_counter() - clock))
 
@@ -249,6 +254,8 @@ def _states(
         rows = slice(begin, begin + request.plan.positions.size)
         begin = rows.stop
         own_o, own_lse = o[rows], lse[rows]
+        if request.sinks is not None:
+            own_o, own_lse = state.add_sinks(own_o, own_lse, request.sinks)
         if order is not None:
             own_o, own_lse = own_o[order.back], own_lse[order.back]
         states.append(_state(own_o, own_lse, request.out, dtype_name(request.q.dtype)))
@@ -287,7 +294,7 @@ def _as_paged(request: RaggedAttend) -> tuple[Pool, Attend]:
         causal=request.causal,
     )
     plan = Plan((level,), request.row_positions)
-    paged = Attend(0, request.q, plan, request.scoring, request.mask, request.out)
+    paged = Attend(0, request.q, plan, request.scoring, request.mask, request.out, request.sinks)
     return pair(k, v, "NHD", dtype_name(request.k.dtype)), paged
 
 

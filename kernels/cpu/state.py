@@ -80,6 +80,18 @@ class States:
         return self.o.mul_(factor[..., None]), self.m.add(self.l.log2()).mul_(math.log(2))
 
 
+def add_sinks(
+    o: torch.Tensor, lse: torch.Tensor, sinks: Array
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """States `o [n, H, D]`, `lse [n, H]` merged with the states (0, sinks[h]); float32."""
+    sink = to_torch(sinks)
+    top = torch.maximum(lse, sink)
+    weight = torch.exp(lse - finite(top))
+    total = weight + torch.exp(sink - finite(top))
+    share = torch.where(total == 0, 0.0, weight / total)
+    return o.float().mul(share[..., None]), top + total.log()
+
+
 def finite(m: torch.Tensor) -> torch.Tensor:
     """m with a number in place of -inf, to be subtracted without computing -inf - -inf."""
     return m.clamp(min=_LOWEST)

@@ -26,6 +26,7 @@ from kernels.backend import (
     DeviceLost,
     Done,
     DType,
+    Float32,
     Int32,
     Mask,
     Numerics,
@@ -50,6 +51,7 @@ from kernels.cuda.device.transfer import Transfers, mark
 from kernels.cuda.kv.pool import allocate, pool_view
 from kernels.cuda.kv.ragged import ragged_plan, ragged_view
 from kernels.cuda.merge.merger import Merger
+from kernels.cuda.merge.sinks import enqueue_sinks
 from kernels.cuda.rows.mover import RowMover
 from kernels.cuda.specs import service_specs
 from kernels.outputs import check_outs
@@ -175,8 +177,9 @@ class CudaBackend:
         indptr: Int32,
         into: AttentionState | None = None,
         out: AttentionState | None = None,
+        sinks: Float32 | None = None,
     ) -> Pending[AttentionState]:
-        return self._merging.merge(o, lse, indptr, into, out)
+        return self._merging.merge(o, lse, indptr, into, out, sinks)
 
     def attend(self, requests: Sequence[Attend]) -> Pending[list[AttentionState]]:
         for request in requests:
@@ -217,7 +220,12 @@ class CudaBackend:
         layers = {layer for layer, _ in plans}
         layer = layers.pop() if len(layers) == 1 else None
         uploaded = upload(
-            self.transfers, [Wanted(q, NUMPY_DTYPES[compute]), *_masks(r.mask for r in requests)]
+            self.transfers,
+            [
+                *_sinks(requests),
+                Wanted(q, NUMPY_DTYPES[compute]),
+                *_masks(r.mask for r in requests),
+            ],
         )
         seconds.copy_in = perf_counter() - start - seconds.plan
         return self._launch(device_plan, config, layer, requests, uploaded, seconds)
@@ -231,8 +239,8 @@ class CudaBackend:
         uploaded: Uploaded,
         seconds: StageSeconds,
     ) -> Pending[list[AttentionState]]:
-        """Launch attention of the `uploaded` arrays, q and mask last, and start the result
-        copies."""
+        """Launch attention of the `uploaded` arrays, sinks first, q and mask last, and start the
+        result copies."""
         outs = [request.out for request in requests]
         if device_plan.num_rows == 0:
             return Done([out or _empty(r.q) for out, r in zip(outs, requests, strict=True)])
@@ -242,6 +250,13 @@ class CudaBackend:
         bits, offsets = mask or (0, 0)
         with self.transfers.compute:
             self.attention.enqueue(device_plan, config, layer, q, o, lse, (bits, offsets))
+            sinks = iter(uploaded.at)
+            for request in requests:
+                shape = request.q.shape
+                if request.sinks is not None:
+                    enqueue_sinks(self.library, config.compute, shape, o, lse, next(sinks))
+                o += request.q.size * NUMPY_DTYPES[config.compute].itemsize
+                lse += shape[0] * shape[1] * np.float32().itemsize
         launched = mark(self.transfers.compute)
         uploaded.release(launched, device_plan)
         done = answers.send(launched)
@@ -262,10 +277,11 @@ class CudaBackend:
             start = perf_counter()
             kind = NUMPY_DTYPES[compute]
             wanted = [Wanted((tensor,), kind) for tensor in (request.k, request.v, request.q)]
-            uploaded = upload(self.transfers, [*wanted, *_masks([request.mask])])
+            sinks = _sinks([request])
+            uploaded = upload(self.transfers, [*sinks, *wanted, *_masks([request.mask])])
             seconds = StageSeconds(copy_in=perf_counter() - start)
             tokens, heads, head_dim = request.k.shape
-            k, v = uploaded.at[:2]
+            k, v = uploaded.at[len(sinks) : len(sinks) + 2]
             kv = ragged_view(heads, head_dim, compute, k, v, tokens)
             masked = request.mask is not None
             config = AttentionConfig(kv, request.q.shape[1], compute, request.scoring, masked)
@@ -291,6 +307,11 @@ def compute_dtype(q: DType, keys: DType) -> DType:
 def _empty(q: Tensor) -> AttentionState:
     """States of no rows."""
     return AttentionState(np.zeros(q.shape, q.dtype), np.zeros(q.shape[:2], np.float32))
+
+
+def _sinks(requests: Sequence[Attend | RaggedAttend]) -> list[Wanted]:
+    """The sinks of requests that have them."""
+    return as_is(*(request.sinks for request in requests if request.sinks is not None))
 
 
 def _masks(masks: Iterable[Mask | None]) -> list[Wanted]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kernels.backend import TENSOR_DTYPES, DType, Scoring
 from kernels.compile import Spec
 from kernels.cuda.attention.kernels import attend_kernels, wide_variant
+from kernels.cuda.merge.sinks import sinks_spec
 from kernels.cuda.merge.variants import BATCHES, PARTIAL_BATCHES, merge_spec
 from kernels.cuda.narrow.variants import few_rows_kernels, short_decode_kernels
 from kernels.cuda.rows.variants import rows_spec, stored_spec
@@ -29,7 +30,7 @@ def service_specs(arch: str, head_dim: int, dtype: DType, page_size: int) -> tup
             specs += _wide_specs(arch, head_dim, compute, storage, page_size)
         specs += [merge_spec(head_dim, True, compute, batch) for batch in PARTIAL_BATCHES]
     for tensor in TENSOR_DTYPES:
-        specs.append(rows_spec(head_dim, tensor, dtype))
+        specs += [rows_spec(head_dim, tensor, dtype), sinks_spec(tensor)]
         specs += [merge_spec(dim, False, tensor, b) for dim in (head_dim, 0) for b in BATCHES]
     return tuple(dict.fromkeys(specs))
 

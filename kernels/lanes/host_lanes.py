@@ -85,6 +85,8 @@ class HostRun:
         out = AttentionState(self._array(slot.o, work.dtype, query), lse)
         q = self._array(slot.q, work.dtype, query)
         attend = Attend(layer, q, work.plan, work.scorings[place], out=out)
+        if (sinks := work.sinks_at(layer)) is not None:
+            attend.sinks = self._array(sinks, np.dtype(np.float32), query[1:2])
         self._backend.attend([attend]).result()
         if work.lse_scale != 1.0:
             np.multiply(lse, np.float32(work.lse_scale), out=lse)

@@ -44,7 +44,8 @@ class StepWork:
     q and o are `[rows, num_qo_heads, head_dim]`, k and v `[rows, num_kv_heads, head_dim]`, all of
     `dtype`; lse is `[rows, num_qo_heads]` float32, multiplied by `lse_scale`. k and v are first
     written to the token slots `append_slots`, unless that is None. `scorings` has one entry per
-    layer. `flags` is the offset of the flags of layer 0 of the pool. Without a `plan` the step only
+    layer. `sinks` is the offset of float32 `[layers of the pool, num_qo_heads]`, None without
+    sinks. `flags` is the offset of the flags of layer 0 of the pool. Without a `plan` the step only
     measures the time of passing layers back and forth: it multiplies the first number of lse by
     one.
     """
@@ -59,6 +60,11 @@ class StepWork:
     plan: Plan | None
     scorings: tuple[Scoring, ...]
     lse_scale: float
+    sinks: int | None = None
+
+    def sinks_at(self, layer: int) -> int | None:
+        """Offset of a layer's sinks."""
+        return None if self.sinks is None else self.sinks + 4 * self.num_qo_heads * layer
 
 
 class Run(Protocol):

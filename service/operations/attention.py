@@ -34,7 +34,7 @@ from service.operations.schema.fields import (
 )
 from service.operations.schema.info import InfoAnswer
 from service.operations.schema.spec import Operation
-from service.operations.schema.tensors import MASKS, pair, query, row, state
+from service.operations.schema.tensors import MASKS, pair, query, row, sinks, state
 
 MAX_LEVELS: Final = 16
 
@@ -185,7 +185,7 @@ DECODE: Final = operation(
     description="k and v, if given, are appended first; all or none. KV that forked sequences "
     "share is read once if `cascade` allows.",
     fields=DecodeFields,
-    takes=(query("B"), *pair("B", "to append first", optional=True)),
+    takes=(query("B"), *pair("B", "to append first", optional=True), sinks()),
     gives=state(),
     answer=AttentionAnswer,
     check=check_paged,
@@ -203,7 +203,7 @@ PREFILL: Final = operation(
     description="k and v, if given, are appended first, by the same qo_indptr. A mask covers the "
     "whole kv_len, appended rows included, and applies in addition to causal and window_left.",
     fields=PrefillFields,
-    takes=(query(), *pair("n", "to append first", optional=True), *MASKS),
+    takes=(query(), *pair("n", "to append first", optional=True), *MASKS, sinks()),
     gives=state(),
     answer=AttentionAnswer,
     check=check_prefill,
@@ -226,7 +226,7 @@ RAGGED_PREFILL: Final = operation(
     summary="Attention over the request's own K and V, without the pool",
     description="The tensors decide heads and head_dim. q, k and v have one dtype.",
     fields=RaggedPrefillFields,
-    takes=(*pair("nnz", "of all requests", like="q"), query(), *MASKS),
+    takes=(*pair("nnz", "of all requests", like="q"), query(), *MASKS, sinks()),
     gives=state(),
     answer=AttentionAnswer,
     check=check_ragged,
@@ -248,7 +248,7 @@ CASCADE: Final = operation(
     description="The states of all levels are merged. Levels at which a row would see a page twice "
     "are rejected (422).",
     fields=CascadeFields,
-    takes=(query(),),
+    takes=(query(), sinks()),
     gives=(*state(), *state(".{i}", optional=True)),
     answer=AttentionAnswer,
     check=check_cascade,

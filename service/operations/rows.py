@@ -31,7 +31,7 @@ from service.operations.schema.fields import (
 )
 from service.operations.schema.info import InfoAnswer
 from service.operations.schema.spec import Operation, TensorSpec
-from service.operations.schema.tensors import pair, row
+from service.operations.schema.tensors import pair, row, sinks
 
 
 class AppendFields(ExpectingFields):
@@ -186,11 +186,13 @@ MERGE: Final = operation(
     number=13,
     route="POST /v1/merge",
     summary="Merge attention states over disjoint KV",
-    description="The merge is associative and commutative; the empty state is (0, -inf).",
+    description="The merge is associative and commutative; the empty state is (0, -inf). "
+    "Sinks enter each list once.",
     fields=MergeFields,
     takes=(
         TensorSpec("o", TENSOR_DTYPES, ("T", "n", "H", "D"), "outputs", ragged=("nnz", "H", "D")),
         TensorSpec("lse", ("F32",), ("T", "n", "H"), "log-sum-exps", ragged=("nnz", "H")),
+        sinks("H"),
     ),
     gives=(
         TensorSpec("o", TENSOR_DTYPES, ("T", "H", "D"), "merged output, in the request's dtype"),

@@ -55,6 +55,8 @@ class StepFields(ScoringFields):
     """Offset of the flags: two 32-bit words, ready and done, for each layer of the pool."""
     slots: Annotated[list[SlotFields], Field(max_length=MAX_SLOTS, fail_fast=True)] | None = None
     """Slots; layer l of the pool uses slot l modulo their number."""
+    sinks: Place | None = None
+    """Offset of the sinks, F32 `[layers of the pool, num_qo_heads]`; absent: none."""
     sequences: Ids | None = None
     num_qo_heads: Annotated[int, Field(ge=1)] = 1
     dtype: Literal["F32", "F16", "BF16"] = "F16"

@@ -42,6 +42,7 @@ STORED_KV: Final = declared("wide/params.cuh", "StoredKv")
 VISIBLE_PARAMS: Final = declared("visible/visible.cu", "VisibleParams")
 VISIBLE_TABLE: Final = declared("visible/visible.cuh", "VisibleTable")
 MERGE_PARAMS: Final = declared("merge/merge.cu", "MergeParams")
+SINK_PARAMS: Final = declared("merge/sinks.cu", "SinkParams")
 POOL_ROWS: Final = declared("rows/rows.cu", "PoolRows")
 TENSOR_ROWS: Final = declared("rows/rows.cu", "TensorRows")
 

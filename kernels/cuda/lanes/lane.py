@@ -24,6 +24,7 @@ from kernels.cuda.device.transfer import mark, passed
 from kernels.cuda.kv.view import KvView
 from kernels.cuda.lanes.flags import Flags
 from kernels.cuda.lanes.memory import SIDES, LaneMemory, Outgrown
+from kernels.cuda.merge.sinks import enqueue_sinks
 from kernels.cuda.rows.mover import APPENDED_UNITS, THREADS, append_entry
 from kernels.cuda.rows.variants import rows_spec
 from kernels.lanes.lane import Owner, StepWork
@@ -275,7 +276,7 @@ class CudaLane:
             (device_plan.signature, self._attention.partials(device_plan, config.kv))
             for config, device_plan in laid.kinds
         )
-        where = (work.layers, work.slots, work.flags, work.rows, work.lse_scale)
+        where = (work.layers, work.slots, work.flags, work.rows, work.lse_scale, work.sinks)
         return (where, work.num_qo_heads, work.dtype, laid.which, append, attends)
 
     def _enqueue(self, work: StepWork, laid: Laid) -> None:
@@ -304,6 +305,11 @@ class CudaLane:
         config, device_plan = kind
         lse = base + slot.lse
         self._attention.enqueue(device_plan, config, layer, base + slot.q, base + slot.o, lse)
+        if (sinks := work.sinks_at(layer)) is not None:
+            shape = (work.rows, work.num_qo_heads, kv.head_dim)
+            enqueue_sinks(
+                self.shared.library, config.compute, shape, base + slot.o, lse, base + sinks
+            )
         if work.lse_scale != 1.0:
             scale(lse, work.rows * work.num_qo_heads, work.lse_scale)
 

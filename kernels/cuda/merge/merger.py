@@ -6,7 +6,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kernels.backend import AttentionState, Done, DType, Int32, Pending, StageSeconds, Tensor
+from kernels.backend import (
+    AttentionState,
+    Done,
+    DType,
+    Float32,
+    Int32,
+    Pending,
+    StageSeconds,
+    Tensor,
+)
 from kernels.cuda import checks
 from kernels.cuda.common.structs import MERGE_PARAMS, params
 from kernels.cuda.device.answers import Answers, states_made
@@ -14,8 +23,9 @@ from kernels.cuda.device.inputs import as_is, upload
 from kernels.cuda.device.launch import Library
 from kernels.cuda.device.pending import Guard, Result
 from kernels.cuda.device.transfer import Transfers, mark
+from kernels.cuda.merge.sinks import enqueue_sinks
 from kernels.cuda.merge.variants import merge_launch
-from kernels.outputs import merge_place
+from kernels.outputs import check_sinks, merge_place
 
 
 class Merger:
@@ -39,21 +49,28 @@ class Merger:
         indptr: Int32,
         into: AttentionState | None,
         out: AttentionState | None,
+        sinks: Float32 | None,
     ) -> Pending[AttentionState]:
         """`Backend.merge`."""
         dtype = checks.check_states(o, lse, indptr)
+        check_sinks(sinks, o)
         place = merge_place(o, indptr, into, out)
         shape = (len(indptr) - 1, *o.shape[1:])
         with self._guarded():
             if 0 in shape:
                 return Done(place or _empty(shape, o.dtype))
             members = (o, lse, indptr) if into is None else (o, lse, indptr, into.o, into.lse)
-            uploaded = upload(self._transfers, as_is(*members))
+            added = () if sinks is None else (sinks,)
+            uploaded = upload(self._transfers, as_is(*members, *added))
             made = states_made([(shape, o.dtype, place)], o.dtype)
-            answers = Answers(self._transfers, made, None if into is None else uploaded.at[3:])
+            answers = Answers(self._transfers, made, None if into is None else uploaded.at[3:5])
             with self._transfers.compute:
                 longest = int(np.diff(indptr).max())
                 self.enqueue(shape, dtype, uploaded.at[:3], answers.at, longest, into is not None)
+                if sinks is not None:
+                    states_at, lse_at = answers.at
+                    sinks_at = uploaded.at[-1]
+                    enqueue_sinks(self._library, dtype, shape, states_at, lse_at, sinks_at)
             launched = mark(self._transfers.compute)
             uploaded.release(launched)
             done = answers.send(launched, uploaded)

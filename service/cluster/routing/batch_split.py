@@ -17,6 +17,8 @@ Int64 = NDArray[np.int64]
 INDPTRS: Final = ("qo_indptr", "append_indptr", "keep_indptr", "names_indptr")
 BY_ROW: Final = ("keep", "token_ids", "page_keys")
 """Lists with an entry for each row that an indptr counts."""
+WHOLE: Final = ("sinks",)
+"""Tensors that every piece gets."""
 PACKED: Final = "packed_mask"
 MASKS: Final = ("mask", PACKED)
 
@@ -94,7 +96,8 @@ def piece_of(given: dict[str, Any], arrays: Arrays, group: Sequence[int], sums: 
             fields[name] = [given[name][at] for at in rows]
     # with `layers` the rows are the second axis
     every = (slice(None), rows) if given.get("layers") is not None else rows
-    return Piece(tuple(group), rows, fields, {name: one[every] for name, one in arrays.items()})
+    parts = {name: one if name in WHOLE else one[every] for name, one in arrays.items()}
+    return Piece(tuple(group), rows, fields, parts)
 
 
 def join(

@@ -31,6 +31,7 @@ from service.cluster.sharded.epochs import (
 from service.cluster.sharded.shard_replies import gathered, has_all, one_state, whole_view
 from service.doors.kit.problems import ProblemText
 from service.errors import AttndError, InvalidRequest, LengthMismatch
+from service.operations.schema.fields import check_sinks
 from service.operations.sequences import DELETE_SEQUENCES
 
 if TYPE_CHECKING:
@@ -59,6 +60,10 @@ async def rows(ranks: Ranks, call: Call, fields: Fields, arrays: Arrays) -> Engi
     ids, layer, offsets = fields["sequences"], fields["layer"], fields.get("offsets")
     counts = np.diff(row_sums(fields, len(ids))).tolist()
     appends = "k" in arrays
+    sinks = arrays.get("sinks")
+    if sinks is not None:
+        check_sinks(sinks)
+    arrays = {name: array for name, array in arrays.items() if name != "sinks"}
 
     async def attempt(sequences: Sequences, is_fresh: bool) -> EngineReply:
         before = [one.known_lengths[layer] for one in sequences]
@@ -82,19 +87,23 @@ async def rows(ranks: Ranks, call: Call, fields: Fields, arrays: Arrays) -> Engi
         after = [length + count for length, count in zip(before, counts, strict=True)]
         for one, length in zip(sequences, after, strict=True) if appends else ():
             one.known_lengths[layer], one.is_consistent = length, True
-        return joined(call, parts, fields, after)
+        return joined(call, parts, fields, after, sinks)
 
     return await retried(ranks, call, ids, attempt, to_write=appends)
 
 
 def joined(
-    call: Call, parts: Sequence[EngineReply], fields: Fields, lengths: list[int]
+    call: Call,
+    parts: Sequence[EngineReply],
+    fields: Fields,
+    lengths: list[int],
+    sinks: Array | None,
 ) -> EngineReply:
     """One reply of all ranks'."""
     stages = longest(part.stages for part in parts)
     if call.operation.name == "append":
         return EngineReply({"lengths": lengths}, {}, stages)
-    states = one_state([part.arrays for part in parts], fields.get("lse_base", "e"))
+    states = one_state([part.arrays for part in parts], fields.get("lse_base", "e"), sinks)
     text = parts[0].fields | {
         "levels": max(part.fields["levels"] for part in parts),
         "cascade": any(part.fields["cascade"] for part in parts),

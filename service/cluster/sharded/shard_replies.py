@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from attnd.wire.dtypes import Array
 
-from kernels.states import merge_states
+from kernels.states import add_sinks, merge_states
 from service.core.shards.layout import held
 
 Fields = dict[str, Any]
@@ -34,12 +34,16 @@ def whole_view(parts: Sequence[Mapping[str, Any]]) -> Fields:
     }
 
 
-def one_state(replies: Sequence[Mapping[str, Array]], base: str) -> dict[str, Array]:
-    """The ranks' states of the same rows as one; log-sum-exps are in `base`."""
+def one_state(
+    replies: Sequence[Mapping[str, Array]], base: str, sinks: Array | None
+) -> dict[str, Array]:
+    """The ranks' states of the same rows as one, and `sinks`; log-sum-exps are in `base`."""
     o = np.stack([one["o"] for one in replies], axis=1)
     lse = np.stack([one["lse"] for one in replies], axis=1)
     unit = LN2 if base == "2" else np.float32(1)
     merged = merge_states(o, lse * unit)
+    if sinks is not None:
+        merged = add_sinks(merged, sinks)
     return {"o": np.asarray(merged.o), "lse": np.asarray(merged.lse) / unit}
 
 

@@ -32,6 +32,7 @@ from service.engine.loop.slices import cut_attend, paced_spans, row_keys
 from service.engine.store.plan_cache import Planned
 from service.engine.store.store import Store
 from service.image.writing import Shaped
+from service.operations.schema.fields import check_sinks
 
 if TYPE_CHECKING:
     from service.engine.handlers.shards.batch import ShardBatch
@@ -74,6 +75,7 @@ def attend(
     q, qo_indptr = tensors["q"], fields.qo_indptr_array
     facts: QueryFacts = request.known.get("query") or query_facts(request)
     request.place.require_bytes(facts.answer_bytes)
+    sinks = sinks_of(request)
     batch = store.look_up(request)
     extension, writing = None, False
     if "k" in tensors:
@@ -109,7 +111,8 @@ def attend(
             store.undo(extension)
         raise
     lse, base = laid["lse"], fields.lse_base
-    work = Attend(fields.layer, q, planned.plan, plan.scoring, mask, AttentionState(laid["o"], lse))
+    out = AttentionState(laid["o"], lse)
+    work = Attend(fields.layer, q, planned.plan, plan.scoring, mask, out, sinks)
     counts = plan.counts
     if extension is not None:
         counts = replace(counts, appended=extension.num_stored)
@@ -177,20 +180,21 @@ def cascade(store: Store, request: Request, seconds: Seconds) -> Work:
         for index in range(len(fields.levels)):
             shapes += state_shapes(q, f".{index}")
     request.place.require(TEXT_BYTES, shapes)
+    sinks = sinks_of(request)
     started = time.monotonic()
     levels = [(level.ids, level.qo_indptr_array) for level in fields.levels]
     planned = store.plans.levels(levels, fields.layer, fields.causal, q.shape[0])
     seconds.plan += time.monotonic() - started
     laid = request.place.lay_text(answer_text(fields.lse_base, planned), shapes)
     out = AttentionState(laid["o"], laid["lse"])
-    whole = Attend(fields.layer, q, planned.plan, scoring(q, fields), None, out)
+    whole = Attend(fields.layer, q, planned.plan, scoring(q, fields), None, out, sinks)
     counted = counts_of(store, planned, "explicit")
     cost = paged_cost(store, q, planned, -1)
     parts = each_level(whole, laid) if fields.return_levels else (whole,)
 
     def finish(states: list[AttentionState]) -> None:
         if fields.return_levels:
-            merge_levels(store, states, out)
+            merge_levels(store, states, out, sinks)
         for state in (out, *(states if fields.return_levels else ())):
             in_base(host_array(state.lse), fields.lse_base)
 
@@ -205,18 +209,21 @@ def cascade(store: Store, request: Request, seconds: Seconds) -> Work:
 
 
 def each_level(whole: Attend, laid: dict[str, Array]) -> tuple[Attend, ...]:
-    """The same attention, one level at a time."""
+    """The same attention, one level at a time; sinks enter where these are merged."""
     return tuple(
         replace(
             whole,
             plan=replace(whole.plan, levels=(level,)),
             out=AttentionState(laid[f"o.{index}"], laid[f"lse.{index}"]),
+            sinks=None,
         )
         for index, level in enumerate(whole.plan.levels)
     )
 
 
-def merge_levels(store: Store, states: Sequence[AttentionState], out: AttentionState) -> None:
+def merge_levels(
+    store: Store, states: Sequence[AttentionState], out: AttentionState, sinks: Array | None
+) -> None:
     """Merge the states of all levels, row by row, into `out`."""
     num_levels, num_rows = len(states), states[0].o.shape[0]
     o = np.stack([host_array(state.o) for state in states], axis=1)
@@ -224,7 +231,20 @@ def merge_levels(store: Store, states: Sequence[AttentionState], out: AttentionS
     indptr = np.arange(num_rows + 1, dtype=np.int32) * np.int32(num_levels)
     o = o.reshape(num_rows * num_levels, *o.shape[2:])
     lse = lse.reshape(num_rows * num_levels, *lse.shape[2:])
-    store.backend.merge(o, lse, indptr, out=out).result()
+    store.backend.merge(o, lse, indptr, out=out, sinks=sinks).result()
+
+
+def sinks_of(request: Request) -> Array | None:
+    """A request's sinks, copied, since the caller may write to them.
+
+    Raises InvalidRequest for NaN and +inf.
+    """
+    given = request.tensors.get("sinks")
+    if given is None:
+        return None
+    sinks = np.array(given)
+    check_sinks(sinks)
+    return sinks
 
 
 def scoring(q: Array, fields: Any) -> Scoring:

@@ -10,7 +10,14 @@ from typing import Any, Final
 import numpy as np
 
 from kernels.backend import AttentionState, Pending, RaggedAttend
-from service.engine.handlers.attention import FLOAT32, TEXT_BYTES, in_base, scoring, state_shapes
+from service.engine.handlers.attention import (
+    FLOAT32,
+    TEXT_BYTES,
+    in_base,
+    scoring,
+    sinks_of,
+    state_shapes,
+)
 from service.engine.handlers.masks import ragged_mask
 from service.engine.loop.job import Cost, Seconds, Slice, SlicedWork, Slices, SoloLaunch, Work
 from service.engine.loop.request import Request
@@ -46,6 +53,7 @@ def ragged_prefill(store: Store, request: Request, _: Seconds) -> Work:
         scoring=scoring(q, fields),
         mask=mask,
         out=out,
+        sinks=sinks_of(request),
     )
     cost = ragged_cost(whole)
 
@@ -91,6 +99,7 @@ def merge(store: Store, request: Request, _: Seconds) -> Work:
     request.place.require(TEXT_BYTES, shapes)
     laid = request.place.lay({"lse_base": fields.lse_base}, shapes)
     out = AttentionState(laid["o"], laid["lse"])
+    sinks = sinks_of(request)
     natural = lse * np.float32(LN_2) if fields.lse_base == "2" else lse
     cost = Cost(num_bytes=float(o.nbytes + out.o.nbytes), flops=4.0 * o.size)
 
@@ -98,7 +107,7 @@ def merge(store: Store, request: Request, _: Seconds) -> Work:
         rows = slice(int(indptr[first]), int(indptr[last]))
         part = indptr[first : last + 1] - indptr[first]
         into = replace(out, o=out.o[first:last], lse=out.lse[first:last])
-        return store.backend.merge(o[rows], natural[rows], part, out=into)
+        return store.backend.merge(o[rows], natural[rows], part, out=into, sinks=sinks)
 
     def slices() -> Slices:
         weights = np.diff(indptr).astype(np.int64) + 1

@@ -100,6 +100,7 @@ def step_work(
         plan=None if planned is None else planned.plan,
         scorings=tuple(Scoring(scale, fields.logits_soft_cap, window) for window in fields.windows),
         lse_scale=LOG2_E if fields.lse_base == "2" else 1.0,
+        sinks=fields.sinks,
     )
 
 
@@ -115,6 +116,8 @@ def check_places(store: Store, fields: StepFields, arena_bytes: int) -> None:
     query = fields.rows * fields.num_qo_heads * g.head_dim * size
     stored = fields.rows * g.num_kv_heads * g.head_dim * size if fields.append else 0
     lse = 4 * fields.rows * fields.num_qo_heads
+    if fields.sinks is not None:
+        check_place("sinks", fields.sinks, 4 * g.num_layers * fields.num_qo_heads, arena_bytes)
     sizes = {"q": query, "k": stored, "v": stored, "o": query, "lse": lse}
     for number, slot in enumerate(fields.slots or ()):
         for name, num_bytes in sizes.items():

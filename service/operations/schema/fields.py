@@ -11,6 +11,7 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NoReturn, Self, get_args
 
 import numpy as np
+from attnd.wire.dtypes import Array
 from attnd.wire.images import Entry
 from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -252,6 +253,15 @@ def check_batch(fields: BatchFields) -> None:
     check_ids(fields.sequences)
     for name in ("offsets", "epochs"):
         check_one_each(name, getattr(fields, name, None), len(fields.sequences))
+
+
+def check_sinks(sinks: Array) -> None:
+    """Check that sinks are numbers, or -inf for heads without one."""
+    wrong = ~(sinks < np.inf)
+    if wrong.any():
+        head = int(wrong.argmax())
+        rule = "must be a finite number, or -inf for a head without a sink"
+        refuse("sinks", f"{sinks[head]} of head {head}", rule)
 
 
 def check_one_mask(entries: Entries) -> None:

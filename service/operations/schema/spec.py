@@ -292,7 +292,7 @@ def check_shape(entry: Entry, shape: Symbols, sizes: dict[str, int]) -> None:
 
 def shape_rule(shape: Symbols, sizes: dict[str, int]) -> str:
     """The rule for a shape, with numbers for known symbols."""
-    if len(shape) == 1:
+    if len(shape) == 1 and shape[0] not in sizes:
         return "must have one dimension"
     words = {one: str(sizes.get(str(one), LONG_NAMES.get(str(one), one))) for one in shape}
     rule = f"must be [{', '.join(words[one] for one in shape)}]"

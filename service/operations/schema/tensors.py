@@ -57,6 +57,12 @@ MASKS: Final = (
 )
 
 
+def sinks(heads: str = "Hq") -> TensorSpec:
+    """One sink for each head."""
+    words = "logit of each head that enters the softmax's denominator only, natural; -inf: none"
+    return TensorSpec("sinks", ("F32",), (heads,), words, optional=True)
+
+
 def row(name: str, heads: int) -> dict[str, Any]:
     """A tensor of one row, in JSON."""
     data = [round(0.5 - 0.25 * i, 2) for i in range(2 * heads)]

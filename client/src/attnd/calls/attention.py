@@ -30,12 +30,14 @@ Array = NDArray[Any]
 class ScoringOptions(TypedDict, total=False):
     """What all attention takes; one that is not given is the service's default.
 
-    `sm_scale` head_dim ** -0.5, `logits_soft_cap` 0 (off), `lse_base` "e".
+    `sm_scale` head_dim ** -0.5, `logits_soft_cap` 0 (off), `lse_base` "e". `sinks` float32
+    `[num_qo_heads]`: a natural logit of each head that enters the softmax's denominator only.
     """
 
     sm_scale: float
     logits_soft_cap: float
     lse_base: LseBase
+    sinks: Array
 
 
 class WindowOptions(ScoringOptions, total=False):
@@ -239,17 +241,23 @@ def cascade(
 
 
 def merge(
-    o: Array, lse: ArrayLike, *, indptr: Indices | None = None, lse_base: LseBase = "e"
+    o: Array,
+    lse: ArrayLike,
+    *,
+    indptr: Indices | None = None,
+    lse_base: LseBase = "e",
+    sinks: Array | None = None,
 ) -> Call[MergeResult]:
     """Merge states on the service (`merge_states` does it here).
 
     `o [T, n, H, D]` and `lse [T, n, H]` merge over n; with `indptr [T+1]`, `o [nnz, H, D]` and
     `lse [nnz, H]` merge rows `indptr[t]:indptr[t+1]`. Answers `o [T, H, D]`, `lse [T, H]`.
+    `sinks` float32 `[H]` enter each list once: for states that were computed without them.
     """
     return tensor_call(
         "merge",
         {"indptr": whole_numbers(indptr, "indptr"), "lse_base": lse_base},
-        {"o": o, "lse": np.asarray(lse, dtype=np.float32)},
+        {"o": o, "lse": np.asarray(lse, dtype=np.float32), "sinks": sinks},
         MERGED,
         repeatable=True,
         answer_bytes=state_bytes(o, "o"),

@@ -52,8 +52,10 @@ def attend(
 ) -> Call[AttentionResult]:
     """A call for attention, possibly with an append before it.
 
-    The answer has `states` pairs of an o like q and its lse.
+    The answer has `states` pairs of an o like q and its lse. Sinks are among the `fields`.
     """
+    sinks = fields.pop("sinks", arrays.get("sinks"))
+    arrays = {**arrays, "sinks": sinks}
     appends = operation != "ragged_prefill" and arrays.get("k") is not None
     known = bool(fields.get("offsets"))
     q = arrays["q"]

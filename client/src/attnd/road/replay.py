@@ -44,7 +44,7 @@ PLAIN: Final = frozenset({int, float, bool, str, list, tuple, type(None)})
 LISTS: Final = frozenset({list, tuple})
 LISTED: Final = frozenset({int, float, bool, str})
 """Types of the items in those lists: `marshal` writes other types as bytes."""
-ROWS: Final = frozenset({"q", "k", "v", "mask"})
+ROWS: Final = frozenset({"q", "k", "v", "mask", "sinks"})
 """Arguments whose arrays are sent again. The contents of all other arrays are part of the key."""
 
 

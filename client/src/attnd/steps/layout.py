@@ -58,6 +58,13 @@ class Shapes:
     head_dim: int
     dtype: Any
     float32: Any
+    sink_layers: int = 0
+    """Layers of the pool where the slots have sinks, behind all else; 0: none."""
+
+    @property
+    def sinks(self) -> tuple[int, int]:
+        """The shape of the sinks."""
+        return self.sink_layers, self.num_qo_heads
 
     @property
     def each(self) -> tuple[tuple[Any, tuple[int, ...]], ...]:
@@ -76,4 +83,4 @@ class Shapes:
                 place[name] = end
                 end += -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
             places.append(place)
-        return tuple(places), end
+        return tuple(places), end + prod(self.sinks) * self.float32.itemsize

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from math import inf, prod
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from attnd.road.arena import Slot
@@ -44,13 +45,30 @@ class Slots(Generic[A]):
     """
 
     def __init__(
-        self, place: Slot, tensors: tuple[Tensors[A], ...], arena: Arena[A], at: tuple[Place, ...]
+        self,
+        place: Slot,
+        tensors: tuple[Tensors[A], ...],
+        arena: Arena[A],
+        at: tuple[Place, ...],
+        sinks: tuple[int, A] | None = None,
     ) -> None:
         self._place = place  # the arena's bytes are freed with this
         self._tensors = tensors
         self.arena = arena
         self.places = at
         """Offsets in the arena, as the step's description has them."""
+        self.sinks_at = None if sinks is None else sinks[0]
+        """Offset of the sinks; None without."""
+        self._sinks = None if sinks is None else sinks[1]
+
+    @property
+    def sinks(self) -> A:
+        """A sink for each layer of the pool and head, float32 `[num_layers, num_qo_heads]`: -inf,
+        which is none, until it is written. They are read at each layer's `attend`.
+        """
+        if self._sinks is None:
+            raise ValueError("these slots have no sinks: make them with slots(..., sinks=True)")
+        return self._sinks
 
     @property
     def rows(self) -> int:
@@ -134,7 +152,13 @@ class Room(Generic[A]):
             )
             for place in at
         )
-        made = Slots(taken, tensors, self.arena, at)
+        sinks = None
+        if shapes.sink_layers:
+            place = begin + shapes.layout(rotation)[1] - 4 * prod(shapes.sinks)
+            sinks = place, self.arena.array(place, shapes.float32, shapes.sinks, taken)
+            values: Any = sinks[1]
+            values[...] = -inf
+        made = Slots(taken, tensors, self.arena, at, sinks)
         self._made.add(made)
         return made
 

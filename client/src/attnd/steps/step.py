@@ -78,6 +78,10 @@ class Step(Generic[A]):
         """Whether KV that sequences share is read once for all of them, once entered."""
         return bool(self._opened.get("cascade", False))
 
+    @property
+    def sinks(self) -> A:
+        return self.slots.sinks
+
     def q(self, layer: int) -> A:
         return self.slots.q(layer)
 

@@ -62,17 +62,25 @@ class Stepper(Generic[A]):
         return all(lane.connection.is_usable for lane in self.lanes)
 
     def slots(
-        self, rows: int, num_qo_heads: int, *, dtype: Any = None, rotation: int = 1
+        self,
+        rows: int,
+        num_qo_heads: int,
+        *,
+        dtype: Any = None,
+        rotation: int = 1,
+        sinks: bool = False,
     ) -> Slots[A]:
         """Arrays for the layers of steps of up to `rows` rows: keep them, and use them again.
 
         `dtype` is the pool's, or bf16 where that is fp8. With `rotation` layers take turns in as
-        many places, so that one may be written while another is read. Raises `ArenaFull` where the
+        many places, so that one may be written while another is read. With `sinks` there is one
+        for each layer and head: see `Slots.sinks`. Raises `ArenaFull` where the
         engine gives no more memory.
         """
         heads, dim = self.info.num_kv_heads, self.info.head_dim
         chosen = self._dtypes.chosen(dtype, self.info.dtype)
-        shapes = Shapes(rows, num_qo_heads, heads, dim, chosen, self._dtypes.float32)
+        layers = self.info.num_layers if sinks else 0
+        shapes = Shapes(rows, num_qo_heads, heads, dim, chosen, self._dtypes.float32, layers)
         self.check()
         for lane in self.lanes:
             made = None if lane.room is None else lane.room.slots(shapes, rotation)
@@ -141,6 +149,7 @@ class Stepper(Generic[A]):
             "layers": list(chosen),
             "flags": slots.arena.flags,
             "slots": list(slots.places),
+            "sinks": slots.sinks_at,
             "num_qo_heads": slots.num_qo_heads,
             "dtype": self._dtypes.wire[slots.dtype],
             "append": append,

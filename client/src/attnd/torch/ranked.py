@@ -94,12 +94,14 @@ class RankedTorchSession:
         *,
         dtype: torch.dtype | None = None,
         rotation: int = 1,
+        sinks: bool = False,
     ) -> RankedSlots:
-        """As `TorchSession.slots`, at every rank."""
+        """As `TorchSession.slots`, at every rank; sinks enter once, at the first."""
+        options: dict[str, Any] = {"dtype": dtype, "rotation": rotation}
         return RankedSlots(
             tuple(
-                session.slots(rows, num_qo_heads, dtype=dtype, rotation=rotation)
-                for session in self.sessions
+                session.slots(rows, num_qo_heads, sinks=sinks and rank == 0, **options)
+                for rank, session in enumerate(self.sessions)
             )
         )
 
@@ -160,6 +162,11 @@ class RankedSlots:
     @property
     def rows(self) -> int:
         return self.parts[0].rows
+
+    @property
+    def sinks(self) -> torch.Tensor:
+        """As `Slots.sinks`."""
+        return self.parts[0].sinks
 
     def q(self, layer: int) -> torch.Tensor:
         """As `Slots.q`."""

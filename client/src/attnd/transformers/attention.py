@@ -80,8 +80,6 @@ LATEST: Final[deque[Callable[[], Any]]] = deque(maxlen=1)
 """A weak reference to the cache that was given keys last, for the reason of a refusal."""
 
 REFUSED: Final = {
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
     "position_bias": "a bias of positions",
     "output_attentions": "the weights of attention (leave it at False)",
     "indices": "attention to chosen keys",
@@ -108,13 +106,15 @@ def attnd_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
+    s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """One layer: the cache's sequences get `key` and `value`, and `query` attends all they hold.
 
     `query [rows, num_qo_heads, columns, head_dim]`, `key, value [rows, num_kv_heads, columns,
-    head_dim]` with the new columns only; answers `[rows, columns, num_qo_heads, head_dim]`. Raises
-    ValueError for what attnd does not compute, and whatever the session raises.
+    head_dim]` with the new columns only; `s_aux [num_qo_heads]` are attention sinks. Answers
+    `[rows, columns, num_qo_heads, head_dim]`. Raises ValueError for what attnd does not compute,
+    and whatever the session raises.
     """
     cache, layer = cache_of(module, key, value)
     batch = cache.taken()
@@ -124,7 +124,7 @@ def attnd_attention(
     mask = checked_mask(attention_mask, sliding_window)
     if getattr(module, "layer_idx", layer) != layer:
         raise ValueError(f"layer {module.layer_idx} attends the keys of layer {layer}: {REMEDY}")
-    scoring = Scoring(scaling, softcap or 0.0, mask.window_left)
+    scoring = Scoring(scaling, softcap or 0.0, mask.window_left, s_aux)
     return batch.attend(layer, (query, key, value), mask.visible, scoring), None
 
 

@@ -55,7 +55,7 @@ class AttndCache(Cache):  # type: ignore[misc]  # transformers asks isinstance(.
         road: Road[Any] = (
             HostRoad(session)
             if isinstance(session, Session | Client)
-            else DeviceRoad(session, geometry.windows)
+            else DeviceRoad(session, geometry.windows, geometry.has_sinks)
         )
         info = road.control.info()
         check_pool(geometry, info)

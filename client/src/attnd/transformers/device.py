@@ -71,7 +71,7 @@ class Recording:
         if self.slots is None:
             raise RuntimeError("the memory of a recording was freed: this is a bug")
         self._road.check(layer, self.step.scoring, scoring)
-        return spread(hand_over(self.slots, layer, qkv, self.step), self.step, qkv[0])
+        return spread(hand_over(self.slots, layer, qkv, self.step, scoring), self.step, qkv[0])
 
 
 class DeviceRoad:
@@ -81,9 +81,11 @@ class DeviceRoad:
     the model's configuration's. A layer that does otherwise is refused.
     """
 
-    def __init__(self, session: TorchSession, windows: tuple[int, ...]) -> None:
+    def __init__(
+        self, session: TorchSession, windows: tuple[int, ...], has_sinks: bool = False
+    ) -> None:
         self._session = session
-        self._windows = windows
+        self._windows, self._has_sinks = windows, has_sinks
         self._slots: TorchSlots | None = None
         self._ended: weakref.WeakSet[Running] = weakref.WeakSet()
         self._recordings: list[Recording] = []
@@ -110,7 +112,7 @@ class DeviceRoad:
         self, handle: Running, layer: int, qkv: tuple[torch.Tensor, ...], scoring: Scoring
     ) -> torch.Tensor:
         self.check(layer, handle.step.scoring, scoring)
-        return hand_over(handle.open, layer, qkv, handle.step)
+        return hand_over(handle.open, layer, qkv, handle.step, scoring)
 
     def record(self, step: Step) -> Recording:
         """What attends decodes like this one in the same memory each time."""
@@ -159,16 +161,22 @@ class DeviceRoad:
         if slots is None or slots.rows < tokens or slots.num_qo_heads != num_qo_heads:
             slots = None
             self.release()
-            self._slots = slots = self._session.slots(tokens, num_qo_heads)
+            self._slots = slots = self._session.slots(tokens, num_qo_heads, sinks=self._has_sinks)
         return slots
 
 
 def hand_over(
-    slots: TorchSlots | TorchStep, layer: int, qkv: tuple[torch.Tensor, ...], step: Step
+    slots: TorchSlots | TorchStep,
+    layer: int,
+    qkv: tuple[torch.Tensor, ...],
+    step: Step,
+    scoring: Scoring,
 ) -> torch.Tensor:
-    """Write a layer's q, k and v for a step's tokens; their o."""
+    """Write a layer's q, k, v and sinks for a step's tokens; their o."""
     tokens = step.forward.tokens
     places = (slots.q(layer), slots.k(layer), slots.v(layer))
     for place, states in zip(places, qkv, strict=True):
         lay(place[:tokens], states, step.take)
+    if scoring.sinks is not None:
+        slots.sinks[layer].copy_(scoring.sinks)
     return slots.attend(layer)[:tokens]

@@ -30,6 +30,8 @@ class Geometry:
     head_dim: int
     dtype: str
     windows: tuple[int, ...]
+    has_sinks: bool = False
+    """Whether layers have attention sinks."""
 
     @property
     def num_layers(self) -> int:
@@ -74,6 +76,7 @@ def geometry_of(model: Any, dtype: str | None = None) -> Geometry:
         head_dim=head_dim,
         dtype=dtype or DTYPES[model.dtype],
         windows=tuple(windows_of(config)),
+        has_sinks=any("sink" in name.rpartition(".")[2] for name, _ in model.named_parameters()),
     )
 
 

@@ -93,6 +93,8 @@ class HostRoad:
         }
         if scoring.sm_scale is not None:
             options["sm_scale"] = scoring.sm_scale
+        if scoring.sinks is not None:
+            options["sinks"] = np.array(scoring.sinks.detach().float().cpu().numpy())
         if len(part.sequences) == len(q):
             return tensor_over(self.control.decode(layer, part.sequences, q, **options).o)
         indptr, control = part.indptr, self.control

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import torch
@@ -20,11 +20,15 @@ Handle = TypeVar("Handle")
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """A layer's attention, in the service's words; `sm_scale` None is head_dim ** -0.5."""
+    """A layer's attention, in the service's words; `sm_scale` None is head_dim ** -0.5.
+
+    Equal ones may have other sinks, `[num_qo_heads]` or None.
+    """
 
     sm_scale: float | None
     logits_soft_cap: float
     window_left: int
+    sinks: torch.Tensor | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
