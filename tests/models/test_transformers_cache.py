@@ -19,8 +19,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     DynamicCache,
-    GptOssConfig,
-    GptOssForCausalLM,
     Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -99,22 +97,6 @@ def test_a_model_that_attends_by_itself_is_refused(session: Session) -> None:
         model.set_attn_implementation("sdpa")
         with pytest.raises(RuntimeError, match="layer 0 gave the cache k and v, and its attention"):
             model(prompts(4).ids, past_key_values=cache)
-
-
-def test_attention_sinks_are_refused(session: Session) -> None:
-    config = GptOssConfig(
-        **{**SIZES, "layer_types": ["full_attention"] * 2},
-        num_local_experts=1,
-        num_experts_per_tok=1,
-    )
-    model = GptOssForCausalLM(config).eval()
-    model.set_attn_implementation("attnd")
-    with (
-        AttndCache(session, model) as cache,
-        torch.inference_mode(),
-        pytest.raises(ValueError, match="s_aux asks for attention sinks"),
-    ):
-        model(prompts(4).ids, past_key_values=cache)
 
 
 @pytest.mark.parametrize(

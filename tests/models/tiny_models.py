@@ -12,6 +12,8 @@ from transformers import (
     Gemma2ForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -46,6 +48,14 @@ NEOX_SIZES: Final[dict[str, Any]] = {
     "num_attention_heads": KV_HEADS,
 }
 
+
+def with_sinks(model: Any) -> Any:
+    """The model with sinks about as large as its scores."""
+    for layer in model.model.layers:
+        layer.self_attn.sinks.data.normal_(1.0, 2.0)
+    return model
+
+
 MODELS: Final[dict[str, Callable[[], Any]]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
     "qwen2, a window in one layer": lambda: Qwen2ForCausalLM(
@@ -58,6 +68,17 @@ MODELS: Final[dict[str, Callable[[], Any]]] = {
         Gemma2ForCausalLM(
             Gemma2Config(
                 **SIZES, sliding_window=7, attn_logit_softcapping=5.0, query_pre_attn_scalar=100
+            )
+        )
+    ),
+    "gpt-oss, sinks, a window in every other layer": lambda: with_sinks(
+        GptOssForCausalLM(
+            GptOssConfig(
+                **SIZES,
+                layer_types=["sliding_attention", "full_attention"],
+                sliding_window=7,
+                num_local_experts=2,
+                num_experts_per_tok=1,
             )
         )
     ),
