@@ -73,7 +73,14 @@ class Book:
                     assert reply.fields["lengths"] == [len(self.held[name][layer][0])]
 
     async def attend(
-        self, names: list[str], counts: list[int], layer: int, *, appends: bool, **how: Any
+        self,
+        names: list[str],
+        counts: list[int],
+        layer: int,
+        *,
+        appends: bool,
+        sinks: Array | None = None,
+        **how: Any,
     ) -> None:
         """A prefill where `causal` is given, else a decode, compared with the oracle."""
         new = self.grow(names, counts, layer) if appends else {}
@@ -82,6 +89,8 @@ class Book:
         name = "prefill" if "causal" in how else "decode"
         if name == "prefill":
             fields["qo_indptr"] = [0, *np.cumsum(counts).tolist()]
+        if sinks is not None:
+            new["sinks"] = sinks
         reply = await self.ask(names[0], name, fields, q=q, **new)
         if reply is None:
             return
@@ -96,6 +105,9 @@ class Book:
                 window_left=how.get("window_left", -1),
             )
             o, lse = oracle.attend(q[mine], k, v, seen, sm_scale=SCALE)
+            if sinks is not None:
+                sink = np.zeros(o.shape), np.broadcast_to(sinks, lse.shape)
+                o, lse = oracle.merge([(o, lse), sink])
             unit = np.log(2) if how.get("lse_base") == "2" else 1.0
             case = f"{one}, {counts} rows on {len(k)} tokens, {how}"
             np.testing.assert_allclose(reply.arrays["o"][mine], o, atol=ATOL, err_msg=case)

@@ -177,13 +177,15 @@ class Small:
         o, lse = normal(self.rng, shape, self.dtype), normal(self.rng, shape[:2], "fp32")
         bounds = int32(np.arange(lists + 1) * members)
         parts = [(o[i::members], lse[i::members]) for i in range(members)]
-        target = None
+        target, got_shape = None, (lists, *shape[1:])
         if into:
-            first = normal(self.rng, (lists, *shape[1:]), self.dtype)
+            first = normal(self.rng, got_shape, self.dtype)
             first_lse = normal(self.rng, (lists, QO_HEADS), "fp32")
             parts.append((first, first_lse))
             target = AttentionState(first.copy(), first_lse.copy())
-        got = self.backend.merge(o, lse, bounds, target).result()
+        sinks = normal(self.rng, (QO_HEADS,), "fp32")
+        parts.append((np.zeros(got_shape), np.broadcast_to(sinks, got_shape[:2])))
+        got = self.backend.merge(o, lse, bounds, target, sinks=sinks).result()
         self.equals(got, oracle.merge(parts), ("merge", shape, into))
 
     def all(self) -> None:

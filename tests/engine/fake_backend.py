@@ -191,6 +191,7 @@ class FakeBackend:
         indptr: Int32,
         into: AttentionState | None = None,
         out: AttentionState | None = None,
+        sinks: Any = None,
     ) -> Pending[AttentionState]:
         self._called("merge")
         rows = indptr[:-1]

@@ -54,8 +54,9 @@ def ranked(engines: list[Served]) -> Iterator[RankedTorchSession]:
 
 
 def run(ranked: RankedTorchSession, names: list[str], lens: list[int], at: list[int], seed: int):
-    """A step with `lens` rows for the sequences, which have `at` tokens."""
-    slots = ranked.slots(sum(lens), HEADS, rotation=2)
+    """A step with `lens` rows for the sequences, which have `at` tokens, and sinks of 1."""
+    slots = ranked.slots(sum(lens), HEADS, rotation=2, sinks=True)
+    slots.sinks.fill_(1.0)
     indptr = None if set(lens) == {1} else [0, *np.cumsum(lens).tolist()]
     with ranked.step(names, slots, at, qo_indptr=indptr) as step:
         kept = go_through(step, range(LAYERS), seed)  # type: ignore[arg-type]
@@ -64,7 +65,8 @@ def run(ranked: RankedTorchSession, names: list[str], lens: list[int], at: list[
 
 
 def run_whole(session: TorchSession, names: list[str], lens: list[int], seed: int):
-    slots = session.slots(sum(lens), HEADS, rotation=2)
+    slots = session.slots(sum(lens), HEADS, rotation=2, sinks=True)
+    slots.sinks.fill_(1.0)
     indptr = None if set(lens) == {1} else [0, *np.cumsum(lens).tolist()]
     with session.step(names, slots, qo_indptr=indptr) as step:
         kept = go_through(step, range(LAYERS), seed)

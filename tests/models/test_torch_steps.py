@@ -121,6 +121,31 @@ def test_a_step_gives_the_results_of_the_layers_operations(
     assert [plain.get_sequence(name).length for name in mine] == [42, 39, 5]
 
 
+@pytest.mark.parametrize("lse_base", ["e", "2"])
+def test_each_layer_may_have_sinks_of_its_own(
+    served: Served, session: TorchSession, lse_base: Any
+) -> None:
+    fresh(session.session, ["a", "b"])
+    prefill(session, ["a", "b"], [20, 33])
+    slots = session.slots(2, HEADS, sinks=True, rotation=2)
+    sinks = np.arange(LAYERS * HEADS, dtype=np.float32).reshape(LAYERS, HEADS) / 3
+    sinks[1] = -np.inf
+    for layer in (0, 2):  # those of layer 1 are -inf until they are written
+        slots.sinks[layer].copy_(torch.from_numpy(sinks[layer]))
+    for _ in range(3):  # on CUDA the last ones by a graph
+        with session.step(["a", "b"], slots, append=False, lse_base=lse_base) as step:
+            got = go_through(step, range(LAYERS), 3)
+        step.wait()
+        for layer in range(LAYERS):
+            q = inputs(2, layer, 3, served.dtype)["q"]
+            reply = session.session.decode(
+                layer, ["a", "b"], q, sinks=sinks[layer], lse_base=lse_base
+            )
+            case = f"layer {layer}"
+            expect_same(served, got[layer][0], reply.o.astype(np.float32), case)
+            expect_same(served, got[layer][1], reply.lse, case)
+
+
 def test_each_layer_may_have_a_window_of_its_own(served: Served, session: TorchSession) -> None:
     fresh(session.session, ["a", "b"])
     prefill(session, ["a", "b"], [20, 33])

@@ -18,11 +18,11 @@ from service.operations.table import BY_NAME, OPERATIONS
 
 TENSORS = {
     "append": ({"k", "v"}, set()),
-    "decode": ({"q", "k", "v"}, {"o", "lse"}),
-    "prefill": ({"q", "k", "v", "mask", "packed_mask"}, {"o", "lse"}),
-    "ragged_prefill": ({"q", "k", "v", "mask", "packed_mask"}, {"o", "lse"}),
-    "cascade": ({"q"}, {"o", "lse", "o.{i}", "lse.{i}"}),
-    "merge": ({"o", "lse"}, {"o", "lse"}),
+    "decode": ({"q", "k", "v", "sinks"}, {"o", "lse"}),
+    "prefill": ({"q", "k", "v", "mask", "packed_mask", "sinks"}, {"o", "lse"}),
+    "ragged_prefill": ({"q", "k", "v", "mask", "packed_mask", "sinks"}, {"o", "lse"}),
+    "cascade": ({"q", "sinks"}, {"o", "lse", "o.{i}", "lse.{i}"}),
+    "merge": ({"o", "lse", "sinks"}, {"o", "lse"}),
     "gather": (set(), {"k", "v"}),
     "create_sequences": ({"token_ids", "page_keys"}, set()),
     "match_prefix": ({"token_ids", "page_keys"}, set()),

@@ -48,6 +48,28 @@ def test_results_equal_one_engine_at_every_offset_in_a_page(
     run(two_engines, test)
 
 
+def test_sinks_enter_once_over_all_ranks(two_engines: LocalEngines) -> None:
+    sinks = np.linspace(-1, 3, 2 * HEADS).astype(np.float32)
+
+    async def test(cluster: Cluster) -> None:
+        book = Book(cluster)
+        await book.create("a", ranks=2)
+        for name in ("b", "c", "d"):
+            await book.create(name)
+        for count in (3, PAGE + 1, 2 * PAGE):
+            await book.attend(["a", "b"], [count, 2], 0, appends=True, causal=True, sinks=sinks)
+            await book.attend(["a"], [1], 0, appends=True, lse_base="2", sinks=sinks)
+            await book.attend(["b", "c", "d"], [1, 1, 1], 0, appends=True, sinks=sinks)
+        sinks[1] = np.nan
+        q = np.zeros((1, 2 * HEADS, DIM), np.float32)
+        for name in ("a", "b"):
+            fields = {"layer": 0, "sequences": [name]}
+            status, code, _ = await cluster.error("decode", fields, q=q, sinks=sinks)
+            assert (status, code) == (422, "invalid_request")
+
+    run(two_engines, test)
+
+
 CHOICES = st.tuples(
     st.sampled_from(["append", "decode", "prefill", "fork", "truncate", "read"]),
     st.integers(0, 3 * PAGE),
