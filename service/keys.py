@@ -142,8 +142,6 @@ REMEDY: Final = "send the header Authorization: Bearer KEY"
 class Authenticator:
     """The service's keys; `keys` is replaced when the key file is read again."""
 
-    __slots__ = ("auth", "keys", "read")
-
     def __init__(self, auth: AuthSettings, keys: Keys, read: ReadFile = from_disk) -> None:
         self.auth = auth
         self.keys = keys

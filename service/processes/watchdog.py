@@ -23,8 +23,6 @@ UNNAMED: Final = "no single operation"
 class Watchdog:
     """For a loop that reports its work: `note` for each operation, `passed` after each pass."""
 
-    __slots__ = ("_longest_s", "_metrics", "_name", "_process")
-
     def __init__(self, process: str, metrics: Metrics) -> None:
         self._process = process
         self._metrics = metrics

@@ -49,8 +49,6 @@ class Arena:
     and the memory is unmapped with its last view.
     """
 
-    __slots__ = ("fd", "is_shared", "limit", "memory", "pinned", "pinning", "size")
-
     def __init__(self, fd: int, size: int, limit: int, mapped: mmap.mmap, pinning: Pinning) -> None:
         self.is_shared = False
         self.fd = fd

@@ -12,8 +12,6 @@ class Unread(Exception):
 class Output:
     """Sends as much as the socket takes and keeps the rest. Raises the socket's OSErrors."""
 
-    __slots__ = ("limit", "sent", "sock", "waiting")
-
     def __init__(self, sock: socket.socket, limit: int) -> None:
         self.sock = sock
         self.limit = limit

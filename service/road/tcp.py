@@ -30,8 +30,6 @@ SILENCE_MS: Final = 30_000
 class Filling:
     """An image being received into `into`, or discarded where that is None."""
 
-    __slots__ = ("into", "left")
-
     def __init__(self, into: memoryview | None, length: int) -> None:
         self.into = into
         self.left = length
@@ -61,8 +59,6 @@ class Filling:
 class Incoming:
     """The images of calls, at the engine's end. A call begins with the last byte of its image; the
     image of a refused call is discarded."""
-
-    __slots__ = ("call", "filling", "limit", "live", "nonce")
 
     def __init__(self, live: dict[int, Call], limit: int) -> None:
         """`live` has the session's calls, `limit` is the maximum image in bytes."""

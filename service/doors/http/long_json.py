@@ -40,40 +40,25 @@ class LongJson:
         self.connection: Connection | None = None
         self.ending: asyncio.TimerHandle | None = None
 
-    async def image_of_json(
-        self, text: Slot, length: int, given: Mapping[str, Any]
-    ) -> tuple[Slot, int]:
-        """The image of a request of `length` characters, and the fields in its path and query.
-        Raises ProblemText, Overloaded."""
-        room = GROWTH * length + SPARE_BYTES
-        slot, size, _ = await self.convert("image_of_json", text, length, room, given)
-        return fitting(slot, length, size), size
-
-    async def json_of_image(self, image: Slot, length: int, limit: int) -> tuple[Slot | None, int]:
-        """A reply as JSON, and its length; no slot if that exceeds the limit."""
-        slot, size, _ = await self.convert("json_of_image", image, length, limit, {})
-        return slot, size
-
-    async def image_of_inference(
-        self, body: Slot, length: int, json_bytes: int, given: Mapping[str, Any]
+    async def image_of(
+        self, conversion: str, body: Slot, length: int, most: int, given: Mapping[str, Any]
     ) -> tuple[Slot, int, dict[str, Any]]:
-        """The image of an inference request, its length, and the form of the response. Raises
-        ProblemText, Overloaded."""
-        room = length + GROWTH * json_bytes + SPARE_BYTES
-        slot, size, form = await self.convert("image_of_inference", body, length, room, given)
-        return fitting(slot, length, size), size, form
-
-    async def inference_of_image(
-        self, image: Slot, length: int, limit: int, given: Mapping[str, Any]
-    ) -> tuple[Slot | None, int, dict[str, Any]]:
-        """A response, its length, and the length of its JSON; no slot if it exceeds the limit."""
-        return await self.convert("inference_of_image", image, length, limit, given)
+        """The image of a request, of about `most` bytes at most, its length, and the form of the
+        response. Raises ProblemText, Overloaded."""
+        room = most + SPARE_BYTES
+        slot, size, form = await self.convert(conversion, body, length, room, given)
+        if slot is None:
+            raise Internal(f"{length} bytes of JSON became an image of {size}: this is a bug")
+        return slot, size, form
 
     async def convert(
         self, conversion: str, source: Slot, length: int, room: int, given: Mapping[str, Any]
     ) -> tuple[Slot | None, int, dict[str, Any]]:
-        """Have the worker convert one body. It converts a cancelled request's body to its end, and
-        writes to its slot until then."""
+        """Have the worker convert one body into `room` bytes at most: the slot of the output (None
+        where it is longer), its length, and what else the caller needs to know.
+
+        The worker converts a cancelled request's body to its end, and writes to its slot till then.
+        """
         if self.waiting >= MAX_WAITING:
             text = f"{self.waiting} long JSON bodies are waiting: retry later, or send safetensors"
             raise Overloaded(text, retry_after_s=1.0)
@@ -149,13 +134,6 @@ def round_trip(connection: Connection, order: Order) -> Result:
     connection.send(order)
     result: Result = connection.recv()
     return result
-
-
-def fitting(slot: Slot | None, length: int, size: int) -> Slot:
-    """The slot of an image, which always fits."""
-    if slot is None:
-        raise Internal(f"{length} bytes of JSON became an image of {size}: this is a bug")
-    return slot
 
 
 def forget_error(work: asyncio.Future[Any]) -> None:

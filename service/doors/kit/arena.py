@@ -24,8 +24,6 @@ class AnswerShares:
     client that does not read its responses keeps their memory. Slots of up to `MAX_BYTES` are not
     counted: the number of connections bounds them."""
 
-    __slots__ = ("by_namespace", "limit", "returned")
-
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.by_namespace: dict[str, int] = {}
@@ -151,11 +149,7 @@ class DoorArena:
     def lay(self, parts: Sequence[Part]) -> tuple[Slot, int]:
         """A slot with an image's parts, and the image's length. Raises Overloaded."""
         slot = self.slot(sum(map(len, parts)))
-        into, at = slot.view(), 0
-        for part in parts:
-            into[at : at + len(part)] = part
-            at += len(part)
-        return slot, at
+        return slot, slot.write(parts)
 
     def give_back(self, slot: Slot) -> None:
         """Give up a slot that nothing here refers to any more; a call may still hold it."""

@@ -29,30 +29,18 @@ class Request(Protocol):
     """An answered request of any protocol. `status` is HTTP's, `started` by the performance
     counter; `traceparent` is empty for a caller without a trace."""
 
-    @property
-    def request_id(self) -> bytes: ...
-    @property
-    def op(self) -> str: ...
-    @property
-    def method(self) -> str: ...
-    @property
-    def path(self) -> str: ...
-    @property
-    def status(self) -> int: ...
-    @property
-    def code(self) -> str: ...
-    @property
-    def started(self) -> float: ...
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def stages(self) -> Sequence[float]: ...
-    @property
-    def peer(self) -> str: ...
-    @property
-    def tenant(self) -> Tenant: ...
-    @property
-    def traceparent(self) -> bytes: ...
+    request_id: bytes
+    op: str
+    method: str
+    path: str
+    status: int
+    code: str
+    started: float
+    seconds: float
+    stages: Sequence[float]
+    peer: str
+    tenant: Tenant
+    traceparent: bytes
 
 
 class Ledger:

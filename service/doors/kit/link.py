@@ -154,11 +154,7 @@ class Link:
     async def lay(self, parts: Sequence[Part]) -> tuple[Slot, int]:
         """A slot with an image's parts, and the image's length. Raises Overloaded, NotReady."""
         slot = await self.slot(sum(map(len, parts)))
-        into, at = slot.view(), 0
-        for part in parts:
-            into[at : at + len(part)] = part
-            at += len(part)
-        return slot, at
+        return slot, slot.write(parts)
 
     async def grow(self, caller: RoadCaller, size: int) -> None:
         """Request a larger arena, or wait for a request in flight."""

@@ -13,8 +13,6 @@ T = TypeVar("T")
 class OneByOne:
     """Runs one piece of long work per pass of the loop, over all requests."""
 
-    __slots__ = ("_turn",)
-
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
 

@@ -16,8 +16,6 @@ GRACE_S: Final = 5.0
 class Timeouts:
     """Calls in flight, by task, with the time of the loop at which each expires."""
 
-    __slots__ = ("cancelled", "ends", "loop", "timer")
-
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.ends: dict[asyncio.Task[Any], float] = {}
@@ -45,8 +43,6 @@ class Timeouts:
 
 class CallTimeout:
     """The time limit of one call in flight."""
-
-    __slots__ = ("_seconds", "_task", "_timeouts")
 
     def __init__(self, timeouts: Timeouts, seconds: float) -> None:
         self._timeouts, self._seconds = timeouts, seconds

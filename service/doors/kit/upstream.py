@@ -24,48 +24,23 @@ from service.tenants import Tenant
 
 
 class Upstream(Protocol):
-    """Slots for requests and answers, all in one arena, and calls of operations."""
+    """Slots for requests and answers, all in one arena, and calls of operations, as in `Link`."""
 
     limits: ServerSettings
     draining: str
-    """Why no more requests are accepted; empty while they are."""
     answers: AnswerShares
 
-    async def connect(self, path: str, name: str, secret: str) -> None:
-        """Open the sessions, as a door by the service's secret.
-
-        Raises OSError, NotReady, FrameError.
-        """
-
+    async def connect(self, path: str, name: str, secret: str) -> None: ...
     @property
-    def state(self) -> tuple[str, str]:
-        """`starting`, `ready`, `draining` or `lost`, and the reason."""
-
-    def ready(self) -> object:
-        """Raises NotReady unless requests are served."""
-
+    def state(self) -> tuple[str, str]: ...
+    def ready(self) -> object: ...
     @property
-    def arena_fd(self) -> int:
-        """The arena's file, for a process beside the door. Raises NotReady."""
-
-    def check_heard(self) -> None:
-        """Raises NotReady if every engine has been silent for a while."""
-
-    def take(self, size: int) -> Slot:
-        """A slot of the arena as large as it is now. Raises ArenaFull."""
-
-    async def slot(self, size: int, *, exactly: bool = False) -> Slot:
-        """A slot, not much larger if `exactly`; the arena grows for it up to its limit.
-
-        Raises Overloaded, NotReady.
-        """
-
-    async def lay(self, parts: Sequence[Part]) -> tuple[Slot, int]:
-        """A slot with an image's parts, and the image's length. Raises Overloaded, NotReady."""
-
-    def give_back(self, slot: Slot) -> None:
-        """Give up a slot that nothing here refers to any more; a call may still hold it."""
-
+    def arena_fd(self) -> int: ...
+    def check_heard(self) -> None: ...
+    def take(self, size: int) -> Slot: ...
+    async def slot(self, size: int, *, exactly: bool = False) -> Slot: ...
+    async def lay(self, parts: Sequence[Part]) -> tuple[Slot, int]: ...
+    def give_back(self, slot: Slot) -> None: ...
     async def call(
         self,
         operation: Operation,
@@ -75,17 +50,9 @@ class Upstream(Protocol):
         deadline_us: int,
         request_id: bytes,
         tenant: Tenant,
-    ) -> tuple[Answered, Slot]:
-        """The reply, of at most `most` bytes, and the slot that holds it.
-
-        Raises AnswerTooLarge, Overloaded, NotReady; an error of an engine is a reply, too.
-        """
-
-    def trim(self) -> None:
-        """Return unused memory to the system."""
-
-    def close(self) -> None:
-        """End the sessions."""
+    ) -> tuple[Answered, Slot]: ...
+    def trim(self) -> None: ...
+    def close(self) -> None: ...
 
 
 MakeUpstream = Callable[[ServerSettings, bool, Metrics | None], Upstream]

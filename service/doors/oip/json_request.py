@@ -68,8 +68,6 @@ class Requests:
     """Reads requests, and caches those whose JSON determines them: a step's JSON repeats that of
     the step before."""
 
-    __slots__ = ("cached",)
-
     def __init__(self) -> None:
         self.cached: dict[tuple[str, bytes, int], Call] = {}
 

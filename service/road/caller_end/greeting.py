@@ -34,8 +34,6 @@ class PeerProcess:
     """`fd` is a descriptor of the process, -1 where it is unknown: another host, another PID
     namespace, or a kernel without such reports."""
 
-    __slots__ = ("fd",)
-
     def __init__(self) -> None:
         self.fd = -1
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 import numpy as np
+from attnd.wire.dtypes import Part
 from attnd.wire.slots import ALIGNMENT, FreeList
 from numpy.typing import NDArray
 
@@ -38,8 +39,6 @@ class ArenaFull(Exception):
 
 class Mapping:
     """The arena's memory in this process; remapped when the arena grows."""
-
-    __slots__ = ("fd", "memory", "size")
 
     def __init__(self, fd: int, size: int) -> None:
         self.fd = fd
@@ -94,6 +93,14 @@ class Slot:
         """Its first `length` bytes, writable."""
         memory = self.array.data
         return memory if length is None else memory[:length]
+
+    def write(self, parts: Sequence[Part]) -> int:
+        """Copy the parts of an image to its front; returns the image's length."""
+        into, at = self.array.data, 0
+        for part in parts:
+            into[at : at + len(part)] = part
+            at += len(part)
+        return at
 
     def tensor(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
         """An array over part of the slot."""

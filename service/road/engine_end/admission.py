@@ -30,8 +30,6 @@ class Standing:
     """The identity of one session. `tenants` are those it may call for, by their number in calls;
     only a door has others than 0."""
 
-    __slots__ = ("admission", "is_door", "key", "tenants")
-
     def __init__(self, admission: Admission) -> None:
         self.admission = admission
         self.tenants: dict[int, Tenant] = {}

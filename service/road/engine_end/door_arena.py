@@ -18,8 +18,6 @@ CLOSE_ON_EXEC: Final = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 class DoorArena:
     """A descriptor that was received, until `arena` uses it or `drop` closes it."""
 
-    __slots__ = ("descriptor",)
-
     def __init__(self) -> None:
         self.descriptor = -1
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
@@ -14,12 +13,12 @@ from starlette.routing import Route
 
 from service.doors.http.endpoints.responses import (
     EXCHANGE,
+    KEEP_ALIVE,
     Receive,
     Scope,
     Send,
-    begin_stream,
-    finish,
-    wrong_method,
+    check_stream,
+    respond_stream,
 )
 from service.doors.http.protocol.admission import is_still_valid
 from service.doors.http.protocol.exchange import Exchange
@@ -39,12 +38,10 @@ if TYPE_CHECKING:
 PATH: Final = "/v1/events"
 POLL_S: Final = 0.05
 KEEP_ALIVE_S: Final = 15.0
-KEEP_ALIVE: Final = b": still here\n\n"
 KEPT: Final = 256
 """Events that a door keeps for all clients; older ones come from the engine."""
 AT_ONCE: Final = 16
 """Events written before checking whether the client reads them."""
-HEADERS: Final = b"content-type: text/event-stream\r\ncache-control: no-store\r\n"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,8 +55,6 @@ class Page:
 
 class Feed:
     """The newest events of one tenant, up to number `newest`, while a client listens."""
-
-    __slots__ = ("changed", "door", "events", "is_over", "listeners", "newest", "task", "tenant")
 
     def __init__(self, door: Door, tenant: Tenant, newest: int) -> None:
         self.door = door
@@ -119,17 +114,13 @@ class EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope[EXCHANGE]
-        exchange.op = "stream_events"
-        if exchange.method not in ("GET", "HEAD"):
-            raise wrong_method(exchange, ["GET", "HEAD"])
+        check_stream(exchange, "stream_events")
         last = last_event(exchange)
         self.door.link.ready()
         page = await page_after(self.door, exchange.tenant, last)
-        connection = begin_stream(self.door, exchange, HEADERS, KEEP_ALIVE)
-        if exchange.method == "GET":
-            with suppress(AttndError, ProblemText):  # a client that reconnects gets the error
-                await self.stream(connection, exchange, page)
-        finish(self.door, exchange, 200, "ok")
+        await respond_stream(
+            self.door, exchange, lambda connection: self.stream(connection, exchange, page)
+        )
 
     async def stream(self, connection: Connection, exchange: Exchange, page: Page) -> None:
         """Write page after page until the service ends, or the key is revoked."""

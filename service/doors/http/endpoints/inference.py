@@ -25,6 +25,7 @@ from service.doors.http.endpoints.responses import (
     respond,
     wrong_method,
 )
+from service.doors.http.long_json import GROWTH
 from service.doors.http.protocol.exchange import CONTENT_TYPES, Exchange
 from service.doors.http.protocol.heads import MAX_DIGITS
 from service.doors.kit.headers import JSON, OCTETS
@@ -47,8 +48,6 @@ AS_BINARY: Final = f"request binary outputs (binary_data_output), {LESS_JSON}"
 class InferenceEndpoint:
     """ASGI endpoint: inference with the model that the path names."""
 
-    __slots__ = ("by_model",)
-
     def __init__(self, door: Door) -> None:
         requests = Requests()
         self.by_model = {
@@ -66,8 +65,6 @@ class InferenceEndpoint:
 
 class ModelEndpoint:
     """Inference with one model."""
-
-    __slots__ = ("door", "limits", "model", "requests")
 
     def __init__(self, door: Door, model: Model, requests: Requests) -> None:
         self.door = door
@@ -142,8 +139,9 @@ class ModelEndpoint:
         """As `Requests.read`, in the worker process; the image gets another slot."""
         begin, end = body.lead, body.lead + json_bytes
         given = {"model": self.model.name, "begin": begin, "end": end}
-        slot, length, wanted = await self.door.long_json.image_of_inference(
-            received, begin + length, json_bytes, given
+        most = begin + length + GROWTH * json_bytes
+        slot, length, wanted = await self.door.long_json.image_of(
+            "image_of_inference", received, begin + length, most, given
         )
         body.take_over(slot, self.door)
         return slot, length, wanted_of(wanted)
@@ -155,8 +153,8 @@ class ModelEndpoint:
         """As `answer_parts`, in the worker process."""
         given = {"model": self.model.name, "wanted": asdict(wanted)}
         limit = self.limits.max_json_bytes
-        written, size, found = await self.door.long_json.inference_of_image(
-            image, length, limit, given
+        written, size, found = await self.door.long_json.convert(
+            "inference_of_image", image, length, limit, given
         )
         if written is None:
             raise self.too_long(size)

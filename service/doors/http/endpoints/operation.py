@@ -18,6 +18,7 @@ from service.doors.http.endpoints.responses import (
     respond,
     wrong_method,
 )
+from service.doors.http.long_json import GROWTH
 from service.doors.http.protocol.exchange import CONTENT_TYPES, Exchange
 from service.doors.kit.headers import JSON, SAFETENSORS, call_id_of
 from service.doors.kit.problems import ProblemText
@@ -53,8 +54,6 @@ class PathEndpoint:
     """ASGI endpoint of a path: its operations by method; then, for other methods, the operations of
     a sequence whose name is the path's last part (`namesake`)."""
 
-    __slots__ = ("allow", "by_method", "given")
-
     def __init__(
         self,
         door: Door,
@@ -85,8 +84,6 @@ class PathEndpoint:
 
 class OperationEndpoint:
     """Calls one operation for HTTP requests."""
-
-    __slots__ = ("door", "has_body", "has_tensors", "limits", "media", "operation")
 
     def __init__(self, door: Door, operation: Operation) -> None:
         self.door = door
@@ -155,7 +152,9 @@ class OperationEndpoint:
             limit = min(self.limits.max_json_bytes, self.limits.max_body_bytes)
             text, length = await read_body(door, exchange, limit)
             if text is not None and length > INLINE_BYTES:
-                slot, length = await door.long_json.image_of_json(text, length, given)
+                slot, length, _ = await door.long_json.image_of(
+                    "image_of_json", text, length, GROWTH * length, given
+                )
                 body.take_over(slot, door)
                 return slot, length
             parts = image_of_json(b"" if text is None else bytes(text.view(length)), dict(given))
@@ -180,7 +179,9 @@ class OperationEndpoint:
                 part = json_of_image(answered.image)
                 size = len(part)
             else:
-                written, size = await self.door.long_json.json_of_image(slot, length, limit)
+                written, size, _ = await self.door.long_json.convert(
+                    "json_of_image", slot, length, limit, {}
+                )
                 if written is not None:
                     self.door.link.answers.count(exchange.tenant.namespace, written)
                     part = written.view(size)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from contextlib import suppress
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,7 +19,7 @@ from service.doors.http.protocol.bodies import ClientGone
 from service.doors.http.protocol.exchange import CONTENT_TYPES, Exchange
 from service.doors.kit.headers import PROBLEM
 from service.doors.kit.ledger import CLIENT_CLOSED
-from service.doors.kit.problems import document_of
+from service.doors.kit.problems import ProblemText, document_of
 from service.doors.oip.models import error_text
 from service.errors import AttndError, Internal, MethodNotAllowed, NoSuchRoute
 from service.image.json_text import dump_json
@@ -77,6 +78,9 @@ Receive = Callable[[], Awaitable[Event]]
 Send = Callable[[Event], Awaitable[None]]
 EXCHANGE: Final = "attnd.exchange"
 """The key of a scope's `Exchange`."""
+KEEP_ALIVE: Final = b": still here\n\n"
+"""May stand between the events of a stream, and means nothing."""
+EVENT_HEADERS: Final = b"content-type: text/event-stream\r\ncache-control: no-store\r\n"
 NO_PARAMS: Final[dict[str, str]] = {}
 
 
@@ -156,8 +160,6 @@ async def run_without_key(door: Door, refusal: AttndError, scope: Scope, adapter
 class Adapter:
     """ASGI's receive and send for one exchange, for endpoints that are Starlette's."""
 
-    __slots__ = ("door", "exchange", "has_received", "headers", "parts", "status")
-
     def __init__(self, door: Door, exchange: Exchange) -> None:
         self.door = door
         self.exchange = exchange
@@ -206,17 +208,29 @@ def respond(
     finish(door, exchange, status, code)
 
 
-def begin_stream(door: Door, exchange: Exchange, headers: bytes, filler: bytes) -> Connection:
-    """Send the head of a response that ends with its connection, in every version of HTTP. `filler`
-    may stand between its parts, and means nothing."""
+def check_stream(exchange: Exchange, name: str) -> None:
+    """Name the operation of a stream. Raises MethodNotAllowed."""
+    exchange.op = name
+    if exchange.method not in ("GET", "HEAD"):
+        raise wrong_method(exchange, ["GET", "HEAD"])
+
+
+async def respond_stream(
+    door: Door, exchange: Exchange, write: Callable[[Connection], Awaitable[None]]
+) -> None:
+    """Send a stream of events, which ends with its connection, in every version of HTTP. `write`
+    sends them; a client that reconnects gets its error."""
     connection = exchange.connection
     if exchange.is_answered or connection is None:
         raise Internal(f"{exchange.method} {exchange.path} has two responses: this is a bug")
     exchange.is_answered = True
     exchange.keep_alive = False
-    exchange.filler = filler
-    connection.send(exchange.response_head(200, None, door.date, headers), ())
-    return connection
+    exchange.filler = KEEP_ALIVE
+    connection.send(exchange.response_head(200, None, door.date, EVENT_HEADERS), ())
+    if exchange.method == "GET":
+        with suppress(AttndError, ProblemText):
+            await write(connection)
+    finish(door, exchange, 200, "ok")
 
 
 def respond_problem(door: Door, exchange: Exchange, error: BaseException) -> None:

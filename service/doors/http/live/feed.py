@@ -40,17 +40,6 @@ class Part:
 class Feed:
     """The feed of one door, while it has viewers."""
 
-    __slots__ = (
-        "changed",
-        "door",
-        "is_over",
-        "parts",
-        "samples",
-        "seen",
-        "task",
-        "viewers",
-    )
-
     def __init__(self, door: Door, samples: Samples) -> None:
         self.door = door
         self.samples = samples

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -12,8 +11,6 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from service.doors.http.endpoints.events import (
-    HEADERS,
-    KEEP_ALIVE,
     KEEP_ALIVE_S,
     wait_for,
     wait_until_read,
@@ -21,19 +18,18 @@ from service.doors.http.endpoints.events import (
 from service.doors.http.endpoints.pages import named
 from service.doors.http.endpoints.responses import (
     EXCHANGE,
+    KEEP_ALIVE,
     Receive,
     Scope,
     Send,
-    begin_stream,
-    finish,
-    wrong_method,
+    check_stream,
+    respond_stream,
 )
 from service.doors.http.live.feed import Feed
 from service.doors.http.live.samples import Samples
 from service.doors.http.protocol.admission import is_still_valid
 from service.doors.http.protocol.exchange import Exchange
-from service.doors.kit.problems import ProblemText
-from service.errors import AttndError, InvalidRequest, NoSuchRoute
+from service.errors import InvalidRequest, NoSuchRoute
 
 if TYPE_CHECKING:
     from service.doors.http.door import Door
@@ -104,20 +100,16 @@ class LiveStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope[EXCHANGE]
-        exchange.op = "stream_live"
-        if exchange.method not in ("GET", "HEAD"):
-            raise wrong_method(exchange, ["GET", "HEAD"])
+        check_stream(exchange, "stream_live")
         if exchange.query:
             query = exchange.query.decode("latin-1")
             raise InvalidRequest("query", query, "this route takes no parameters")
         if not self.needs_no_key:
             exchange.tenant.require("admin", LIVE_STREAM)
         self.door.link.ready()
-        connection = begin_stream(self.door, exchange, HEADERS, KEEP_ALIVE)
-        if exchange.method == "GET":
-            with suppress(AttndError, ProblemText):  # a client that reconnects gets the error
-                await self.show(connection, exchange)
-        finish(self.door, exchange, 200, "ok")
+        await respond_stream(
+            self.door, exchange, lambda connection: self.show(connection, exchange)
+        )
 
     async def show(self, connection: Connection, exchange: Exchange) -> None:
         """Send news until the service ends, or the key is revoked. A slow reader gets the newest

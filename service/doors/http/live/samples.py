@@ -73,8 +73,6 @@ def sample_of(blocks: Mapping[Key, Sequence[float]]) -> Sample:
 class Samples:
     """The samples of one door. `newest` is the number of the last row; rows are JSON."""
 
-    __slots__ = ("_loop", "_metrics", "_rows", "_samples", "newest")
-
     def __init__(self, metrics: Metrics, loop: asyncio.AbstractEventLoop) -> None:
         self._metrics = metrics
         self._loop = loop

@@ -34,8 +34,6 @@ class HostRule:
     machine has its loopback names and `server.host`, and any other service has every name.
     """
 
-    __slots__ = ("accepted", "allowed", "any_host", "any_origin", "own")
-
     def __init__(self, settings: Settings) -> None:
         server, auth = settings.server, settings.auth
         self.own = server.host.lower()
@@ -94,8 +92,6 @@ def foreign(header: str, value: str) -> AttndError:
 
 class ConnectionKey:
     """Caches the last key of a connection: most requests of a connection send the same one."""
-
-    __slots__ = ("authenticator", "authorization", "keys", "tenant")
 
     def __init__(self, authenticator: Authenticator) -> None:
         self.authenticator = authenticator

@@ -93,24 +93,6 @@ class Body:
     `lead` bytes of the slot are left free.
     """
 
-    __slots__ = (
-        "booked",
-        "caller",
-        "chunks",
-        "complete",
-        "declared",
-        "failure",
-        "is_open",
-        "lead",
-        "limit",
-        "received",
-        "slot",
-        "source",
-        "view",
-        "waiting",
-        "wanted",
-    )
-
     def __init__(self, declared: int | None, chunks: Chunks | None, limit: int) -> None:
         self.declared = declared
         self.chunks = chunks

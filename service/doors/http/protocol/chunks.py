@@ -16,8 +16,6 @@ MAX_DIGITS: Final = 15
 class Chunks:
     """Reads one chunked body, in any number of pieces. Trailers are ignored."""
 
-    __slots__ = ("done", "in_trailers", "left", "line", "max_trailer_bytes", "trailer_bytes")
-
     def __init__(self, max_trailer_bytes: int) -> None:
         self.left = 0
         """Bytes of the chunk's data, and of the line end after it, that have not come yet."""

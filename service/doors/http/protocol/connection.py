@@ -37,27 +37,6 @@ LINGER_S: Final = 2.0
 class Connection(asyncio.BufferedProtocol):
     """A connection of one door; `deadline`, by the loop's clock, is checked by `Door.sweep`."""
 
-    __slots__ = (
-        "address",
-        "deadline",
-        "door",
-        "exchange",
-        "half_closed",
-        "intake",
-        "is_closing",
-        "is_known",
-        "is_paused",
-        "is_timed",
-        "is_tls",
-        "key",
-        "loop",
-        "peer",
-        "since",
-        "task",
-        "transport",
-        "unsent",
-    )
-
     def __init__(self, door: Door) -> None:
         self.door = door
         self.loop = door.loop

@@ -37,32 +37,6 @@ CONTENT_TYPES: Final = {
 class Exchange:
     """What a request's head says, and how the request ended."""
 
-    __slots__ = (
-        "body",
-        "code",
-        "connection",
-        "deadline_us",
-        "expects_continue",
-        "filler",
-        "head",
-        "headers",
-        "is_answered",
-        "is_disconnected",
-        "keep_alive",
-        "method",
-        "op",
-        "path",
-        "peer",
-        "query",
-        "refusal",
-        "request_id",
-        "seconds",
-        "stages",
-        "started",
-        "status",
-        "tenant",
-    )
-
     def __init__(self, head: Head | None, request_id: bytes, peer: str) -> None:
         """`head` None: the bytes were not a request. An empty `request_id` is replaced."""
         self.started = perf_counter()
@@ -91,11 +65,7 @@ class Exchange:
             self.method, self.path, self.query = head.method, head.target.path, head.target.query
             self.keep_alive, self.headers = head.keep_alive, head.headers
             self.expects_continue = head.headers.expects_continue
-
-    @property
-    def traceparent(self) -> bytes:
-        """The caller's trace context; empty for none."""
-        return self.headers.traceparent
+        self.traceparent = self.headers.traceparent
 
     def read_deadline(self) -> None:
         """Set `deadline_us` from the header. Raises InvalidRequest."""
@@ -131,8 +101,8 @@ class Exchange:
             headers += b"content-length: %d\r\n" % length
         if not self.keep_alive:
             headers += b"connection: close\r\n"
-        if self.headers.traceparent:
-            headers += b"traceparent: %b\r\n" % self.headers.traceparent
+        if self.traceparent:
+            headers += b"traceparent: %b\r\n" % self.traceparent
         return b"%b%bx-request-id: %b\r\nserver-timing: %b\r\ndate: %b\r\n\r\n" % (
             STATUS_LINES[status],
             headers,

@@ -23,8 +23,6 @@ class HalfClosed:
     may be sent at any time, and in a stream its filler.
     """
 
-    __slots__ = ("connection", "has_probed", "timer")
-
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.has_probed = False

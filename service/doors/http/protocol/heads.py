@@ -150,8 +150,6 @@ class SeenHead:
     """A head that may come again, byte by byte but for a request id of the same length: clients
     repeat most of their heads."""
 
-    __slots__ = ("_after", "_at", "_before", "_has_id", "_length", "head")
-
     def __init__(self, raw: bytes, head: Head, found: re.Match[bytes] | None) -> None:
         """`found`: where `raw` has its request id, in the first group."""
         start, end = (len(raw), len(raw)) if found is None else found.span(1)
@@ -186,19 +184,6 @@ class SeenHead:
 
 class HeadParser:
     """Reads one head, in any number of pieces. Bodies never come here."""
-
-    __slots__ = (
-        "done",
-        "headers",
-        "keep_alive",
-        "max_bytes",
-        "max_lines",
-        "parser",
-        "request_ids",
-        "scanned",
-        "tail",
-        "url",
-    )
 
     def __init__(self, max_bytes: int, max_lines: int) -> None:
         self.max_bytes = max_bytes

@@ -24,18 +24,6 @@ DISCARD_BYTES: Final = 256 * 2**10
 class Intake:
     """Bytes that arrived and belong to no answered request. While `is_held`, no request begins."""
 
-    __slots__ = (
-        "ahead",
-        "body",
-        "direct",
-        "is_held",
-        "limits",
-        "on_head",
-        "parser",
-        "rest",
-        "seen",
-    )
-
     def __init__(
         self, limits: ServerSettings, on_head: Callable[[Head, bytes, Body], None]
     ) -> None:
