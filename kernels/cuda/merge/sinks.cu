@@ -3,7 +3,6 @@
 // A group of `lanes` lanes owns one row of one head. Runs only where sinks are given: every kernel that makes
 // states goes without.
 #include "common/formats.cuh"
-#include "common/overlap.cuh"
 #include "common/state.cuh"
 
 constexpr int kFormat = TENSOR;
@@ -25,12 +24,10 @@ __device__ __forceinline__ float scaled(float x, float share) {
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     add_sinks(const __grid_constant__ SinkParams p) {
-  launch_dependents();
   const uint32 state = blockIdx.x * (kThreads / p.lanes) + threadIdx.x / p.lanes;
   const int lane = threadIdx.x & (p.lanes - 1);
   const bool active = state < static_cast<uint32>(p.num_states);
   float lse = 0.0f, sink = minus_infinity();
-  wait_for_predecessor();  // which can have copied the sinks, too
   if (active) {
     lse = p.lse[state];
     sink = p.sinks[state % static_cast<uint32>(p.num_heads)];

@@ -7,8 +7,8 @@ from typing import Final
 from kernels.backend import DType
 from kernels.compile import Spec, spec
 from kernels.cuda.common.kernel import FORMATS
-from kernels.cuda.common.structs import SINK_PARAMS, packed
-from kernels.cuda.device.launch import Launcher, Library
+from kernels.cuda.common.structs import SINK_PARAMS, params
+from kernels.cuda.device.launch import Library
 
 THREADS: Final = 256
 
@@ -30,7 +30,7 @@ def enqueue_sinks(
         return
     units = -(-head_dim // 8) if head_dim % 8 == 0 else head_dim
     lanes = min(32, 1 << (units - 1).bit_length())
-    struct = packed(
+    block = params(
         SINK_PARAMS,
         o=o,
         lse=lse,
@@ -41,5 +41,4 @@ def enqueue_sinks(
         lanes=lanes,
     )
     function = library.function(sinks_spec(dtype), "add_sinks")
-    grid = -(-rows * heads // (THREADS // lanes))
-    Launcher(function, grid, THREADS, 0, struct, overlaps=library.overlaps)()
+    function((-(-rows * heads // (THREADS // lanes)),), (THREADS,), (block,))
