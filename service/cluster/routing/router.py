@@ -141,9 +141,10 @@ class Router:
     def give_back(self, slot: Slot) -> None:
         self.arena.give_back(slot)
 
-    def trim(self) -> None:
-        if not any(engine.link.is_pinned for engine in self.members.engines):
-            self.arena.trim()
+    def trim(self, begin: int = 0) -> int | None:
+        if any(engine.link.is_pinned for engine in self.members.engines):
+            return None
+        return self.arena.trim(begin)
 
     def close(self) -> None:
         self.drains.close()

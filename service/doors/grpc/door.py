@@ -24,7 +24,7 @@ from service.doors.kit.ledger import CLIENT_CLOSED, Ledger
 from service.doors.kit.link import QUIET_S, Link
 from service.doors.kit.problems import ProblemText, document_of
 from service.doors.kit.tracing import Tracing
-from service.doors.kit.upstream import MakeUpstream
+from service.doors.kit.upstream import MakeUpstream, trim
 from service.doors.oip import models
 from service.doors.oip.models import MODELS, error_text, model_of, statistics
 from service.errors import NotReady, RequestTimeout
@@ -282,7 +282,7 @@ class GrpcDoor:
     def trim(self) -> None:
         """Return unused memory to the system while the door is idle."""
         if self.calls == self.calls_before:
-            self.link.trim()
+            trim(asyncio.get_running_loop(), self.link)
         self.calls_before = self.calls
         self.trimming = asyncio.get_running_loop().call_later(QUIET_S, self.trim)
 

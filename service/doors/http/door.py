@@ -21,7 +21,7 @@ from service.doors.kit.ledger import Ledger
 from service.doors.kit.link import QUIET_S, Link
 from service.doors.kit.pieces import OneByOne
 from service.doors.kit.tracing import Tracing
-from service.doors.kit.upstream import MakeUpstream
+from service.doors.kit.upstream import MakeUpstream, trim
 from service.errors import AttndError, NotReady, Overloaded
 from service.keys import Authenticator
 from service.metrics import Metrics
@@ -141,7 +141,7 @@ class Door:
             self.last_work, self.is_trimmed = now, False
         elif not self.is_trimmed and now > self.last_work + QUIET_S:
             self.is_trimmed = True
-            self.link.trim()
+            trim(self.loop, self.link)
         self.sweeping = self.loop.call_later(SWEEP_S, self.sweep)
 
     # the end

@@ -155,10 +155,10 @@ class DoorArena:
         """Give up a slot that nothing here refers to any more; a call may still hold it."""
         self.spare.put(slot)
 
-    def trim(self) -> None:
-        """Return unused memory to the system. Not while a device holds it."""
+    def trim(self, begin: int) -> int | None:
+        """Return unused memory to the system, as `Slots.trim`. Not while a device holds it."""
         self.spare.free()
-        self.slots.trim()
+        return self.slots.trim(begin)
 
     def close(self) -> None:
         self.spare.free()

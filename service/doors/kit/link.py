@@ -255,12 +255,12 @@ class Link:
             caller.time_out(self.loop.time())
             self.checking = self.loop.call_later(CHECK_S, self.check_deadlines)
 
-    def trim(self) -> None:
-        """Return unused memory to the system."""
-        if self.arena is None:
-            self.spare.free()
-            if self.caller is not None:
-                self.caller.trim()
+    def trim(self, begin: int = 0) -> int | None:
+        """Return unused memory to the system, as `Slots.trim`."""
+        if self.arena is not None or self.caller is None:
+            return None
+        self.spare.free()
+        return self.caller.trim(begin)
 
     def close(self) -> None:
         """End the session."""

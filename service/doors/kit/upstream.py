@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -51,8 +52,16 @@ class Upstream(Protocol):
         request_id: bytes,
         tenant: Tenant,
     ) -> tuple[Answered, Slot]: ...
-    def trim(self) -> None: ...
+    def trim(self, begin: int = 0) -> int | None: ...
     def close(self) -> None: ...
+
+
+def trim(loop: asyncio.AbstractEventLoop, upstream: Upstream, begin: int = 0) -> None:
+    """Return unused memory to the system, one piece in a pass of the loop: all of it at once would
+    stall the loop for a quarter of a millisecond a MiB."""
+    after = upstream.trim(begin)
+    if after is not None:
+        loop.call_soon(trim, loop, upstream, after)
 
 
 MakeUpstream = Callable[[ServerSettings, bool, Metrics | None], Upstream]

@@ -223,10 +223,10 @@ class RoadCaller:
             self.grown = None
             return size
 
-    def trim(self) -> None:
-        """Return the memory of free slots to the system, unless the device has pinned it."""
-        if not self.pinned_bytes:
-            self.slots.trim()
+    def trim(self, begin: int) -> int | None:
+        """Return memory of free slots to the system, as `Slots.trim`, unless the device has pinned
+        it."""
+        return None if self.pinned_bytes else self.slots.trim(begin)
 
     def close(self) -> None:
         """End the session; calls that wait raise NotReady."""

@@ -23,6 +23,8 @@ from service.road.arena import PAGE
 
 TRIM_BYTES: Final = 2**20
 """Shorter free stretches keep their memory: they are reused soon."""
+TRIMMED_AT_ONCE: Final = 4 * 2**20
+"""Bytes returned to the system in one call of `trim`: about a millisecond."""
 
 
 class ArenaFull(Exception):
@@ -160,14 +162,19 @@ class Slots:
         with self.lock:
             self.stretches.grow(size)
 
-    def trim(self) -> None:
-        """Return the memory of long free stretches to the system. Not for pinned arenas."""
+    def trim(self, begin: int = 0) -> int | None:
+        """Return memory of long free stretches to the system, from offset `begin` on; the offset
+        to continue from, None at the end. Not for pinned arenas."""
         with self.lock:
             self.collect()
             stretches = zip(self.stretches.begins, self.stretches.lengths, strict=True)
             for offset, length in stretches:
-                if length >= TRIM_BYTES:
-                    self.mapping.forget(offset, length)
+                first, end = max(offset, begin), offset + length
+                if length >= TRIM_BYTES and first < end:
+                    last = min(end, first + TRIMMED_AT_ONCE)
+                    self.mapping.forget(first, last - first)
+                    return last
+        return None
 
     def collect(self) -> None:
         """Add freed slots to the free stretches."""

@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from service.road.caller_end.slots import ArenaFull, Mapping, Slot, Slots
+from service.road.caller_end.slots import TRIMMED_AT_ONCE, ArenaFull, Mapping, Slot, Slots
 
 SIZE = 2**16
 
@@ -140,6 +140,23 @@ def test_a_larger_mapping_adds_room_and_old_views_show_the_same_memory(slots: Sl
     first.free()
     second.free()
     assert slots.take(2 * SIZE).offset == 0
+
+
+def test_trimming_takes_a_piece_at_a_time() -> None:
+    """A gigabyte at once would stall a door's loop for a quarter of a second."""
+    fd, size = os.memfd_create("slots"), 8 * TRIMMED_AT_ONCE
+    os.ftruncate(fd, size)
+    mapping = Mapping(fd, size)
+    slots = Slots(mapping)
+    slot = slots.take(size)
+    slot.array[:] = 1
+    slot.free()
+    blocks, begin = [os.fstat(fd).st_blocks], slots.trim()
+    while begin is not None:
+        blocks.append(os.fstat(fd).st_blocks)
+        begin = slots.trim(begin)
+    assert [a - b for a, b in pairwise(blocks)] == [TRIMMED_AT_ONCE // 512] * 8
+    mapping.close()
 
 
 def test_trimming_returns_only_free_memory() -> None:
