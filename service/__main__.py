@@ -20,7 +20,7 @@ from typing import Final
 from config.settings import Settings, SettingsError, load_settings, set_environment
 from service import __version__
 from service.addresses import Addresses, bind_addresses
-from service.cluster.membership.members_file import engine_name, list_members
+from service.cluster.membership.member import engine_name, list_members
 from service.cluster.membership.secret import SecretError, secret_of
 from service.doors.kit.tls import TlsError
 from service.extras import how_to_install
@@ -109,7 +109,7 @@ def cluster_on_ray(settings: Settings) -> int:
         LOG.error("cannot start: --cluster needs Ray: %s", how_to_install("ray"))
         return 1
     set_environment("ray")
-    from service.cluster.ray.main import serve_cluster
+    from service.cluster.ray.app import serve_cluster
 
     settings = settings.with_absolute_paths()
     os.chdir(HOME)  # Ray's workers import from the working directory of their driver first

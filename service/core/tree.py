@@ -10,7 +10,13 @@ from collections.abc import Generator, Hashable, Sequence
 import numpy as np
 
 from service.core.errors import IntegrityError, InvalidRequest, LengthMismatch
-from service.core.integrity.checks import Pieces, integrity_steps, own_integrity_steps
+from service.core.integrity import (
+    Pieces,
+    Sharing,
+    integrity_steps,
+    own_integrity_steps,
+    sharing_steps,
+)
 from service.core.plans.ragged import CsrTable, csr_table, indptr, token_slots
 from service.core.pool.allocator import PageAllocator
 from service.core.pool.budget import Budget
@@ -19,17 +25,15 @@ from service.core.prefix.cache import PrefixCache
 from service.core.prefix.keys import Prefix
 from service.core.prefix.named_pages import NamedPages
 from service.core.prefix.nodes import Leaf, Links, owner_of
-from service.core.sequences.books import Ids, SequenceBooks
-from service.core.sequences.creation import first_lengths
+from service.core.sequences.books import Ids, SequenceBooks, first_lengths
 from service.core.sequences.cuts import Cuts
-from service.core.sequences.views import SequenceView, view
-from service.core.sharing import Sharing, sharing_steps
 from service.core.values import (
     Extension,
     Indices,
     Int32,
     NewSpec,
     RowCopies,
+    SequenceView,
     row_copies,
 )
 
@@ -254,11 +258,11 @@ class PrefixTree:
 
     def describe(self, name: str) -> SequenceView:
         """The view of one sequence. Raises `UnknownSequence`."""
-        return view(self.books, self.books.leaf(name), self.page_size)
+        return self.books.view(self.books.leaf(name), self.page_size)
 
     def list(self, after: str | None, limit: int) -> Views:
         """Up to `limit` sequences in order of id, after `after` (None: from the first)."""
-        return [view(self.books, leaf, self.page_size) for leaf in self.books.after(after, limit)]
+        return [self.books.view(leaf, self.page_size) for leaf in self.books.after(after, limit)]
 
     def tick(self, now: float) -> None:
         """Advance the time to `now` seconds: leases, priorities and soft pins expire."""

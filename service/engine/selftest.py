@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.backend import NUMPY_DTYPES, TENSOR_DTYPES, Array, DType, PoolGeometry
-from service.engine.dispatch import handle
 from service.engine.loop.job import Seconds, SharedAttention, SlicedWork, SoloLaunch
-from service.engine.loop.place import AnswerPlace
-from service.engine.loop.request import Request
+from service.engine.loop.request import AnswerPlace, Request
+from service.engine.loop.scheduler import handle
 from service.engine.store.store import Store
 from service.image.reading import place, read_layout, split
 from service.operations.schema.spec import validate

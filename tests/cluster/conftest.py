@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from service.cluster.membership.local_engines import LocalEngines, local_engines
+from service.cluster.membership.processes import LocalEngines, local_engines
 from tests.cluster.harness import SETTINGS, Cluster, run
 
 

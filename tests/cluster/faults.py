@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from service.cluster.membership.local_engines import LocalEngines, local_engines
+from service.cluster.membership.processes import LocalEngines, local_engines
 from service.cluster.routing.router import Router
 from service.doors.kit.timeouts import GRACE_S
 from tests.cluster.harness import (

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from config.settings import load_settings
-from service.cluster.membership.local_engines import LocalEngines
+from service.cluster.membership.processes import LocalEngines
 from service.cluster.routing.router import Router
 from service.doors.kit.problems import ProblemText, document_of
 from service.errors import AttndError

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from service.cluster.membership.local_engines import local_engines
+from service.cluster.membership.processes import local_engines
 from tests.cluster.faults import play
 from tests.cluster.harness import SETTINGS, Cluster, run
 

@@ -26,8 +26,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from service.core.errors import CoreError, InvalidRequest, OutOfPages, UnknownLease, UnknownPage
-from service.core.prefix.changes import Change, Removed, Stored
 from service.core.prefix.keys import Prefix, as_keys, root_key
+from service.core.prefix.named_pages import Change, Removed, Stored
 from service.core.prefix.nodes import Retention
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec, RowCopies

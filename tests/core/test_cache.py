@@ -18,8 +18,8 @@ from service.core.errors import (
 )
 from service.core.plans.plan import make_plan
 from service.core.pool.budget import EvictionPaused
-from service.core.prefix.changes import Change, Cleared, Removed, Stored
 from service.core.prefix.keys import Prefix, as_keys, root_key
+from service.core.prefix.named_pages import Change, Cleared, Removed, Stored
 from service.core.prefix.nodes import Retention
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec

@@ -13,9 +13,8 @@ from service.core.errors import (
     UnknownSequence,
 )
 from service.core.prefix.keys import Prefix
-from service.core.sequences.views import SequenceView
 from service.core.tree import PrefixTree
-from service.core.values import NewSpec
+from service.core.values import NewSpec, SequenceView
 
 
 @pytest.fixture

@@ -21,16 +21,18 @@ from service.cluster.membership import polling
 from service.cluster.membership.engine import Engine
 from service.cluster.membership.members import Members
 from service.cluster.migration import ownership
-from service.cluster.migration.families import (
+from service.cluster.migration.lease_migration import move_holds
+from service.cluster.migration.transfer import (
     ANCHOR_TTL_S,
+    ENGINE_ERRORS,
     Family,
+    NoRoom,
     Progress,
+    ask,
+    begin_transfer,
     families_of,
     is_foreign_shard,
 )
-from service.cluster.migration.lease_migration import move_holds
-from service.cluster.migration.recovery import Recovery
-from service.cluster.migration.transfer import ENGINE_ERRORS, NoRoom, ask, begin_transfer
 from service.cluster.routing.locator import Locator
 from service.cluster.routing.replies import gather_all
 from service.cluster.routing.tags import BETWEEN
@@ -62,10 +64,9 @@ LOG_EVERY_S: Final = 10.0
 class Drains:
     """The engines that one router drains."""
 
-    def __init__(self, members: Members, locator: Locator, recovery: Recovery) -> None:
+    def __init__(self, members: Members, locator: Locator) -> None:
         self.members = members
         self.locator = locator
-        self.recovery = recovery
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
     def start(self, name: str) -> None:
@@ -74,7 +75,7 @@ class Drains:
             self.tasks[name] = asyncio.get_running_loop().create_task(self.run(name))
 
     async def run(self, name: str) -> None:
-        await Drain(self.members, self.locator, self.recovery, name).run()
+        await Drain(self.members, self.locator, name).run()
 
     def stop(self, name: str) -> None:
         if (task := self.tasks.pop(name, None)) is not None:
@@ -91,7 +92,6 @@ class Drain:
 
     members: Members
     locator: Locator
-    recovery: Recovery
     name: str
     progress: Progress = field(default_factory=Progress)
 
@@ -191,7 +191,7 @@ class Drain:
                     return ""  # deleted meanwhile
                 if sequence in error.problem.get("handed", ()):  # by a door that may have died
                     with suppress(*ENGINE_ERRORS):
-                        await self.recovery.settle(sequence, family.tenant)
+                        await ownership.settle(self.members, sequence, family.tenant)
             except ENGINE_ERRORS as error:
                 why = f"{type(error).__name__}: {error}"
             else:
@@ -240,7 +240,7 @@ class Drain:
             anchor = f"moving.{secrets.token_hex(8)}"
             new = {"id": anchor, "parent": sequence, "length": length, "ttl_s": ANCHOR_TTL_S}
             if family.shard is not None:  # in tokens of all ranks
-                from service.core.shards.layout import ShardLayout
+                from service.core.shards import ShardLayout
 
                 new["length"] = ShardLayout(**family.shard).whole_for(length // size, size)
                 new["epoch"] = view["shard"]["epoch"]

@@ -15,8 +15,15 @@ from typing import Any, Final
 
 from service.cluster.membership.engine import Engine
 from service.cluster.membership.members import Members
-from service.cluster.migration.families import ANCHOR_TTL_S, Family, Progress
-from service.cluster.migration.transfer import ENGINE_ERRORS, NoRoom, ask, begin_transfer
+from service.cluster.migration.transfer import (
+    ANCHOR_TTL_S,
+    ENGINE_ERRORS,
+    Family,
+    NoRoom,
+    Progress,
+    ask,
+    begin_transfer,
+)
 from service.cluster.routing.replies import gather_all
 from service.doors.kit.problems import ProblemText
 from service.operations.prefix import HOLDS, PIN, RELEASE_LEASE, RENEW_LEASE, UNPIN

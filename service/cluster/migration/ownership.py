@@ -7,20 +7,20 @@ States at the source: `leaving` (calls are held up), `handed` (the target may an
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import Any, Final
 
 from service.cluster.membership.engine import Engine, EngineReply
 from service.cluster.membership.members import Members
-from service.cluster.migration.families import Family
-from service.cluster.migration.transfer import ASK_S, ask
-from service.cluster.routing.locator import Locator
-from service.cluster.routing.replies import results_of
+from service.cluster.migration.transfer import ASK_S, Family, ask
+from service.cluster.routing.locator import Locator, question, shard_at
+from service.cluster.routing.replies import gather_all, results_of
 from service.cluster.routing.tags import tags_of
 from service.doors.kit.problems import ProblemText
 from service.errors import NotReady
 from service.operations.internal import HAND_OVER
 from service.operations.sequences import GET_SEQUENCE
-from service.operations.transfer import CANCEL_IMPORT
+from service.operations.transfer import CANCEL_IMPORT, GET_IMPORT, IMPORT
 from service.tenants import Tenant
 
 LOG: Final = logging.getLogger("attnd.cluster")
@@ -78,3 +78,58 @@ async def shard_there(source: Engine, family: Family, sequence: str) -> dict[str
         return {}
     view = (await ask(source, GET_SEQUENCE, family.tenant, {"id": sequence})).fields
     return {"shard": family.shard, "epoch": view["shard"]["epoch"]}
+
+
+NO_DIGEST: Final = "0" * 64
+"""For an import that had all pages from the beginning."""
+
+
+async def settle(members: Members, name: str, tenant: Tenant) -> None:
+    """Decides the owner of a sequence that an engine has handed over, where the door that moves it
+    may have died. Raises an engine's error, and NotReady where one does not reply: then the owner
+    stays undecided.
+
+    The old engine no longer answers for the sequence, and deletes it only when asked to. The new
+    engine has all of it, as an import that has not been given its name. Any door that finds this
+    finishes the import and has the old engine delete the sequence; where no engine has the import
+    any more, the old engine takes the sequence back. The door that moves the sequence does the same
+    in the same order, so settling does no harm where that door is only slow.
+    """
+    tenant = members.acting_for(tenant)
+    members.check_all_respond()
+    engines = members.engines
+    source = await handed_by(engines, name, tenant)
+    if source is None:
+        return
+    others = [one for one in engines if one is not source]
+    await gather_all([finish_import(one, name, tenant) for one in others])
+    ranks: dict[int, int] = {}
+    for shard in await gather_all([shard_at(one, name, tenant) for one in others]):
+        if shard == "moving":
+            return  # another shard of it: which of the two has arrived is not known here
+        if shard is not None:
+            ranks[shard["rank"]] = shard["ranks"]
+    is_whole = bool(ranks) and len(ranks) == max(ranks.values())
+    state = "gone" if is_whole else "back"
+    await question(source, HAND_OVER, tenant, {"id": name, "state": state})
+
+
+async def handed_by(engines: list[Engine], name: str, tenant: Tenant) -> Engine | None:
+    """The one engine that has handed a sequence over."""
+    found: list[Engine] = []
+    for engine in engines:
+        try:
+            await question(engine, GET_SEQUENCE, tenant, {"id": name})
+        except ProblemText as error:
+            if name in error.problem.get("handed", ()):
+                found.append(engine)
+    return found[0] if len(found) == 1 else None
+
+
+async def finish_import(engine: Engine, name: str, tenant: Tenant) -> None:
+    """Gives a complete import its name. Raises NotReady."""
+    with suppress(ProblemText):
+        state = (await question(engine, GET_IMPORT, tenant, {"id": name})).fields
+        if state["state"] == "receiving" and state["next_part"] == state["num_parts"]:
+            end = {"id": name, "digest": state["digest"] or NO_DIGEST}
+            await question(engine, IMPORT, tenant, end)

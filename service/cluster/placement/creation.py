@@ -13,10 +13,11 @@ from attnd.wire.dtypes import Array
 from service.cluster.membership.engine import Call, Engine, EngineReply, Home, RawReply
 from service.cluster.placement.inflight_prompts import InflightPrompt, InflightPrompts, Wait
 from service.cluster.placement.placer import Placer
+from service.cluster.placement.prefixes import prefix_of
 from service.cluster.routing.outcomes import NEXT_ENGINE, Outcome, outcome_of, unknown_ids
 from service.cluster.routing.replies import longest, reply, results_of
 from service.cluster.routing.tags import new_id, tags_of
-from service.core.prefix.keys import Prefix, as_keys
+from service.core.prefix.keys import Prefix
 from service.doors.kit.problems import ProblemText
 from service.errors import AttndError, InvalidRequest, LostSequence, SequenceExists
 from service.operations.schema.spec import Prepared
@@ -76,16 +77,6 @@ def new_sequences(call: Call, prepared: Prepared) -> list[New]:
             rows = {name: array[span] for name, array in arrays.items()}
         found.append(New(given, prefix_of(one.prefix, rows), rows))
     return found
-
-
-def prefix_of(names: Any, rows: Mapping[str, Array]) -> Prefix | None:
-    """The prefix of `names` (`PageNames`), whose ids or keys may be in tensors."""
-    if names is None:
-        return None
-    ids = rows.get("token_ids", names.ids_array)
-    keys = rows.get("page_keys", names.keys_array)
-    raw = None if keys is None else as_keys(np.ascontiguousarray(keys).tobytes())
-    return Prefix(ids, raw, names.cache_salt)
 
 
 class Creation:

@@ -9,15 +9,20 @@ from dataclasses import dataclass
 from itertools import islice, tee
 from typing import Final
 
-from service.cluster.membership.engine import Engine, Home
+from service.cluster.membership.engine import Call, Engine, EngineReply, Home, RawReply
 from service.cluster.membership.members import Members
 from service.cluster.placement.cost import Load, choose
 from service.cluster.placement.inflight_prompts import InflightPrompt, Wait
-from service.cluster.placement.prefixes import chained_keys
-from service.cluster.routing.locator import Locator
+from service.cluster.placement.prefixes import chained_keys, prefix_of
+from service.cluster.routing.locator import ASK_DEADLINE_S, Locator
+from service.cluster.routing.outcomes import NEXT_ENGINE, Outcome
+from service.cluster.routing.replies import results_of
 from service.cluster.routing.tags import BETWEEN
 from service.core.prefix.keys import Prefix
-from service.errors import InvalidRequest, NotReady
+from service.errors import InvalidRequest, NotReady, SequenceExists
+from service.operations.schema.page_names import PageNames
+from service.operations.schema.spec import Prepared
+from service.operations.transfer import GET_IMPORT
 
 WORTH_WAITING: Final = 2.0
 """A prompt waits for pages that another prompt brings this many times as long as its engine needs
@@ -132,3 +137,63 @@ class Placer:
 def worth_waiting_s(load: Load, cached: int, there: int) -> float:
     """How long a prompt waits at an engine for pages `cached:there` from another prompt."""
     return WORTH_WAITING * (load.wait_s + load.pace.span_s(float(cached), there))
+
+
+class ImportCall:
+    """The attempts of one call for an import; an engine that fails to begin it is excluded."""
+
+    def __init__(self, placer: Placer, call: Call, prepared: Prepared) -> None:
+        self.placer, self.members, self.locator = placer, placer.members, placer.locator
+        self.call = call
+        self.fields = prepared.fields
+        self.arrays = call.arrays(prepared.layout)
+        self.is_new = False
+        self.excluded: set[str] = set()
+
+    async def attempt(self) -> RawReply:
+        """Continues the import at its engine, or begins it at another. Raises SequenceExists."""
+        if not self.is_new:
+            header = getattr(self.fields, "header", None)
+            engine = await self.engine_of_import()
+            if engine is not None:
+                return await engine.call(self.call)
+            if header is None:
+                return await self.members.least_busy().call(self.call)  # replies unknown_import
+            if await self.locator.holders([self.fields.id], self.call.tenant, self.members.engines):
+                raise SequenceExists([self.fields.id])
+            self.is_new = True
+        return await self.begin()
+
+    async def engine_of_import(self) -> Engine | None:
+        """The engine that is remembered for the import or its sequence, else the one that has the
+        import when all are asked."""
+        name, tenant = self.fields.id, self.call.tenant
+        tag = self.locator.tags.tag((tenant.namespace, name)) or ""
+        if tag in self.members.by_tag:
+            return self.members.by_tag[tag]
+        engines = self.members.engines
+        asking = [
+            one.ask(one.own(GET_IMPORT, tenant, ASK_DEADLINE_S), {"id": name}) for one in engines
+        ]
+        for engine, answer in zip(engines, await results_of(asking), strict=True):
+            if isinstance(answer, EngineReply):
+                self.locator.learn(self.call, [name], engine)
+                return engine
+        return None
+
+    async def begin(self) -> RawReply:
+        header = self.fields.header
+        names = PageNames(cache_salt=header.cache_salt)
+        prefix = prefix_of(names, self.arrays) if self.arrays and self.fields.share else None
+        namespace, needed = self.call.tenant.namespace, max(header.num_pages, 1)
+        engine = self.placer.place(namespace, prefix, needed, self.excluded).engine
+        self.excluded.add(engine.tag)
+        answered = await engine.call(self.call)
+        self.locator.learn(self.call, [self.fields.id], engine)
+        return answered
+
+    async def recover(self, outcome: Outcome, error: Exception) -> None:
+        """Raises `error` unless another engine may begin the import."""
+        can_begin = self.is_new and outcome in NEXT_ENGINE
+        if not can_begin or not self.placer.candidates(self.excluded):
+            raise error

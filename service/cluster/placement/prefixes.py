@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from typing import Any, Final
 
+import numpy as np
+from attnd.wire.dtypes import Array
+
 from service.cluster.placement.inflight_prompts import InflightPrompt
-from service.core.prefix.keys import Prefix, root_key
+from service.core.prefix.keys import Prefix, as_keys, root_key
 
 MAX_EVENTS: Final = 16_384
 PAGES_PER_EVENT: Final = 128
@@ -169,3 +172,13 @@ class EventLog:
 def chained_keys(prefix: Prefix, namespace: str, page_size: int) -> Iterator[bytes]:
     """The keys of a prompt's full pages."""
     return prefix.chain(root_key(namespace, prefix.cache_salt), page_size)
+
+
+def prefix_of(names: Any, rows: Mapping[str, Array]) -> Prefix | None:
+    """The prefix of `names` (`PageNames`), whose ids or keys may be in tensors."""
+    if names is None:
+        return None
+    ids = rows.get("token_ids", names.ids_array)
+    keys = rows.get("page_keys", names.keys_array)
+    raw = None if keys is None else as_keys(np.ascontiguousarray(keys).tobytes())
+    return Prefix(ids, raw, names.cache_salt)

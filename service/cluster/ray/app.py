@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import logging
+import signal
+import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Final
 
+import ray
 from ray import serve
+from ray._private.ray_logging import global_worker_stdstream_dispatcher
+from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 from ray.serve.deployment import Application
 
 from config.settings import Settings, load_settings
+from service import __version__
 from service.cluster.membership.secret import secret_of
 from service.cluster.placement.cost import Load, spread
+from service.cluster.ray.directory import directory
 from service.cluster.ray.engine_replica import EngineReplica
 from service.cluster.ray.ingress_replica import IngressReplica
 
@@ -99,3 +108,58 @@ class Policy:
 def load_of(means: Mapping[str, float]) -> Load:
     """A load from Serve's means of what a replica has reported."""
     return Load(int(means["free"]), int(means["cached"]), int(means["held"]), means["queue_s"])
+
+
+LOG: Final = logging.getLogger("attnd.cluster")
+STORE_BYTES: Final = 80 * 2**20
+"""Size of Ray's object store, which is not used: Ray's minimum."""
+QUIET: Final = {"log_level": "WARNING"}
+"""Serve's own logging; engines and doors log at `log.level`."""
+SPARE_CPUS: Final = 2
+"""CPUs of a local Ray, beside one per engine."""
+
+
+def serve_cluster(settings: Settings) -> int:
+    """Serves until a signal to stop; returns the exit status."""
+    stop = threading.Event()
+    start_ray(settings)
+    for number in (signal.SIGTERM, signal.SIGINT):  # in place of Ray's own
+        signal.signal(number, lambda *_: stop.set())
+    try:
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        serve.start(proxy_location="Disabled", logging_config=QUIET)
+        app = application(settings)
+        handle = serve.run(app, name="attnd", route_prefix=None, logging_config=QUIET)
+        LOG.info("attnd %s starts, listening on %s", __version__, handle.url.remote().result())
+        stop.wait()
+        LOG.info("finishing accepted requests")
+        with suppress(RayError):  # without it engines would be drained first
+            ray.get(directory().end.remote())
+        serve.delete("attnd")
+        ray.kill(directory())
+        ignore_ray()
+        serve.shutdown()  # type: ignore[no-untyped-call]
+    finally:
+        ray.shutdown()
+    return 0
+
+
+def ignore_ray() -> None:
+    """Hides the output of Ray's processes, which report the deaths of actors as the cluster
+    stops."""
+    global_worker_stdstream_dispatcher.remove_handler("ray_print_logs")
+
+
+def start_ray(settings: Settings) -> None:
+    """Joins a running Ray, else starts one for this process alone."""
+    try:
+        ray.init(address="auto", log_to_driver=True, logging_level=logging.WARNING)
+    except ConnectionError:
+        most = max(settings.cluster.engines, settings.cluster.max_engines or 0)
+        ray.init(
+            num_cpus=most + SPARE_CPUS,
+            object_store_memory=STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=True,
+            logging_level=logging.WARNING,
+        )

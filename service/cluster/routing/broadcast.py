@@ -10,10 +10,9 @@ from attnd.wire.dtypes import Array
 
 from service.cluster.membership.engine import Call, Engine, EngineReply, RawReply
 from service.cluster.membership.members import Members
-from service.cluster.routing.joins import JOINS, shares
+from service.cluster.routing.joins import JOINS, join_snapshots, shares
 from service.cluster.routing.locator import in_time
 from service.cluster.routing.replies import longest, reply, results_of
-from service.cluster.routing.snapshots import join_snapshots
 from service.cluster.routing.tags import tag_in
 from service.doors.kit.problems import ProblemText
 from service.errors import InvalidRequest, NotReady, UnknownLease

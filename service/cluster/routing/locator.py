@@ -15,6 +15,7 @@ from service.cluster.routing.tags import BETWEEN, Tags, tags_of
 from service.doors.kit.problems import ProblemText
 from service.errors import AttndError, LostSequence, NotReady, UnknownSequence
 from service.operations.rows import GATHER
+from service.operations.schema.spec import Operation
 from service.operations.sequences import GET_SEQUENCE
 from service.tenants import Tenant
 
@@ -151,10 +152,8 @@ class Locator:
                 return engine.tag
             engines = self.members.engines
             shards, ranks = dict[int, str](), 1
-            views = await results_of([shard_at(one, name, tenant) for one in engines])
+            views = await gather_all([shard_at(one, name, tenant) for one in engines])
             for one, shard in zip(engines, views, strict=True):
-                if isinstance(shard, BaseException):
-                    raise shard
                 if is_whole(shard):
                     return one.tag
                 if isinstance(shard, dict):
@@ -212,14 +211,21 @@ async def in_time(asking: Awaitable[EngineReply], engine: Engine) -> EngineReply
         raise NotReady(detail) from None
 
 
+async def question(
+    engine: Engine, operation: Operation, tenant: Tenant, fields: dict[str, Any]
+) -> EngineReply:
+    """The reply to a question of the router's own. Raises ProblemText, NotReady."""
+    asking = engine.ask(engine.own(operation, tenant, ASK_DEADLINE_S), fields)
+    return await in_time(asking, engine)
+
+
 Shard = dict[str, Any] | Literal["moving"] | None
 
 
 async def shard_at(engine: Engine, name: str, tenant: Tenant) -> Shard:
     """The shard of a sequence that an engine has, rank 0 of 1 for all of it; None for nothing."""
-    call = engine.own(GET_SEQUENCE, tenant, ASK_DEADLINE_S)
     try:
-        shard = (await in_time(engine.ask(call, {"id": name}), engine)).fields.get("shard")
+        view = await question(engine, GET_SEQUENCE, tenant, {"id": name})
     except ProblemText as error:
         match outcome_of(error):
             case Outcome.MOVING:
@@ -227,7 +233,7 @@ async def shard_at(engine: Engine, name: str, tenant: Tenant) -> Shard:
             case Outcome.UNKNOWN:
                 return None
         raise
-    return {"rank": 0, "ranks": 1} if shard is None else dict(shard)
+    return dict(view.fields.get("shard") or {"rank": 0, "ranks": 1})
 
 
 def is_whole(shard: Shard) -> bool:
@@ -237,10 +243,9 @@ def is_whole(shard: Shard) -> bool:
 
 async def known_at(engine: Engine, ids: Sequence[str], tenant: Tenant) -> list[str]:
     """The sequences that an engine has: a gather of no rows reports the unknown ones."""
-    call = engine.own(GATHER, tenant, ASK_DEADLINE_S)
     fields = {"layer": 0, "sequences": list(ids), "stop": 0}
     try:
-        await in_time(engine.ask(call, fields), engine)
+        await question(engine, GATHER, tenant, fields)
     except ProblemText as error:
         named = set(error.problem.get("sequences", ()))
         others = [name for name in ids if name not in named]

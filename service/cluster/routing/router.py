@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Final
 
 from attnd.wire.dtypes import Part
@@ -21,11 +21,10 @@ from config.server import ServerSettings
 from service.cluster.membership.engine import Call, Engine, RawReply
 from service.cluster.membership.members import Members
 from service.cluster.migration.drain import Drains
-from service.cluster.migration.recovery import Recovery
+from service.cluster.migration.ownership import settle
 from service.cluster.placement.creation import Creation
-from service.cluster.placement.imports import ImportCall
 from service.cluster.placement.inflight_prompts import InflightPrompts
-from service.cluster.placement.placer import Placer
+from service.cluster.placement.placer import ImportCall, Placer
 from service.cluster.routing.broadcast import Broadcast
 from service.cluster.routing.deletes import Deletes
 from service.cluster.routing.fast_path import ID_FIELD
@@ -67,8 +66,7 @@ class Router:
         self.answers = self.arena.answers
         self.members = Members(limits, has_keys, self.arena, metrics)
         self.locator = Locator(self.members)
-        recovery = Recovery(self.members)
-        self.retries = Retries(recovery.settle)
+        self.retries = Retries(partial(settle, self.members))
         self.prompts = InflightPrompts()
         self.placer = Placer(self.members, self.locator)
         self.sequences = SequenceCalls(
@@ -76,7 +74,7 @@ class Router:
         )
         self.broadcast = Broadcast(self.members)
         self.deletes = Deletes(self.members, self.sequences)
-        self.drains = Drains(self.members, self.locator, recovery)
+        self.drains = Drains(self.members, self.locator)
         self.timeouts = Timeouts()
         self.long_work = OneByOne()
         self.remembered = lru_cache(maxsize=512)(self.read)

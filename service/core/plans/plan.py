@@ -16,7 +16,7 @@ from service.core.sequences.books import Ids
 from service.core.tree import PrefixTree
 
 if TYPE_CHECKING:
-    from service.core.shards.rows import ShardView
+    from service.core.shards import ShardView
 
 CascadeMode = Literal["auto", "always", "never"]
 

@@ -1,16 +1,138 @@
-"""Namespaces: the pages, sequences and leases of each, and its quota."""
+"""Namespaces: the pages, sequences, leases and quota of each, and the order of its evictions."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING, Final
 
-from service.core.pool.eviction_order import EvictionOrder
 from service.core.prefix.keys import root_key
-from service.core.prefix.nodes import Leaf, Node
+from service.core.prefix.nodes import Leaf, Name, Node
 
 if TYPE_CHECKING:
     from service.core.prefix.leases import Lease
+
+OUT: Final = 0
+QUEUED: Final = 1
+ASIDE: Final = 2
+WAITING: Final = 3
+"""A node's place: not in the order; in its rank's queue; in the rank's heap; waiting until its
+children are evicted."""
+LEAST_ENTRIES: Final = 1024
+"""Superseded entries are only removed from heaps with more entries than this."""
+
+Entry = tuple[int, int, Node, Name]
+"""Heap entry: the node's stamp, a unique number, the node and its name."""
+
+
+class EvictionOrder:
+    """Cached nodes by rank, lowest first, then by last use; nodes with children are not evicted.
+
+    A used node goes to the end of its rank's queue, children before parents, so the first of a
+    queue has no children while ranks agree. A parent that ranks below its child waits for the
+    child's eviction and returns through a small heap ordered by stamp. Constant time per node.
+    """
+
+    __slots__ = ("_aside", "_num_aside", "_num_entries", "_put_aside", "_queues", "_stamp")
+
+    def __init__(self) -> None:
+        self._queues: dict[int, OrderedDict[Node, Name]] = {}
+        self._aside: dict[int, list[Entry]] = {}
+        self._stamp = self._put_aside = self._num_aside = self._num_entries = 0
+
+    def use(self, node: Node, name: Name, rank: int) -> None:
+        """Make a node the most recently used one."""
+        self._stamp += 1
+        name.stamp, name.rank, name.place = self._stamp, rank, QUEUED
+        queue = self._queues.get(rank)
+        if queue is None:
+            queue = self._queues[rank] = OrderedDict()
+        queue[node] = name
+
+    def take_out(self, node: Node, name: Name) -> None:
+        """Remove a node that is held again, or deleted."""
+        if name.place == QUEUED:
+            queue = self._queues[name.rank]
+            del queue[node]
+            if not queue:
+                del self._queues[name.rank]
+        elif name.place == ASIDE:
+            self._num_aside -= 1
+        name.place = OUT
+
+    def rank_again(self, node: Node, name: Name, rank: int) -> None:
+        """Change a node's rank, keeping its last use."""
+        self.take_out(node, name)
+        name.rank = rank
+        self._set_aside(node, name)
+
+    def lost_a_child(self, node: Node, name: Name) -> None:
+        """Queue a waiting node whose last child was evicted."""
+        if name.place == WAITING and not node.children:
+            self._set_aside(node, name)
+
+    def first(self) -> Node | None:
+        """The node to evict next; None when there is none."""
+        ranks = self._queues.keys() | self._aside.keys() if self._aside else self._queues
+        for rank in sorted(ranks):
+            node = self._first_of(rank)
+            if node is not None:
+                return node
+        return None
+
+    def _set_aside(self, node: Node, name: Name) -> None:
+        name.place = ASIDE
+        self._num_aside += 1
+        self._num_entries += 1
+        self._put_aside += 1  # no two entries are equal, so nodes are never compared
+        heap = self._aside.setdefault(name.rank, [])
+        heappush(heap, (name.stamp, self._put_aside, node, name))
+        if self._num_entries > LEAST_ENTRIES + 2 * self._num_aside:
+            self._clean()
+
+    def _clean(self) -> None:
+        """Drop superseded entries."""
+        for rank, heap in list(self._aside.items()):
+            kept = {one[3].number: one for one in heap if is_aside(one, rank)}
+            self._aside[rank] = sorted(kept.values(), key=lambda one: one[:2])
+        self._num_entries = sum(map(len, self._aside.values()))
+
+    def _first_of(self, rank: int) -> Node | None:
+        queued, aside = self._first_queued(rank), self._first_aside(rank)
+        if queued is None or aside is None:
+            return aside[0] if queued is None and aside is not None else queued and queued[0]
+        return queued[0] if queued[1].stamp < aside[1].stamp else aside[0]
+
+    def _first_queued(self, rank: int) -> tuple[Node, Name] | None:
+        queue = self._queues.get(rank)
+        while queue:
+            node, name = next(iter(queue.items()))
+            if not node.children:
+                return node, name
+            self.take_out(node, name)
+            name.place = WAITING
+        return None
+
+    def _first_aside(self, rank: int) -> tuple[Node, Name] | None:
+        heap = self._aside.get(rank)
+        while heap:
+            _, _, node, name = heap[0]
+            if is_aside(heap[0], rank):
+                if not node.children:
+                    return node, name
+                self.take_out(node, name)
+                name.place = WAITING
+            heappop(heap)
+            self._num_entries -= 1
+        self._aside.pop(rank, None)
+        return None
+
+
+def is_aside(entry: Entry, rank: int) -> bool:
+    """Whether an entry of a rank's heap is its node's current one."""
+    stamp, _, _, name = entry
+    return (name.place, name.rank, name.stamp) == (ASIDE, rank, stamp)
 
 
 @dataclass(slots=True, eq=False)

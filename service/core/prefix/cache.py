@@ -8,11 +8,11 @@ import numpy as np
 
 from service.core.errors import InvalidRequest, UnknownPage
 from service.core.pool.budget import Budget
-from service.core.prefix.changes import Cleared
 from service.core.prefix.commits import DEFAULT, Commits, keep_path
 from service.core.prefix.keys import Prefix, root_key
 from service.core.prefix.leases import Hold, Leases
 from service.core.prefix.matching import MOST_MATCHED, Match, named_path, walk
+from service.core.prefix.named_pages import Cleared
 from service.core.prefix.nodes import FOREVER, Links, Node, Retention, named
 from service.core.sequences.books import SequenceBooks
 

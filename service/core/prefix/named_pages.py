@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
-from service.core.pool.eviction_order import OUT
-from service.core.pool.namespaces import Root
-from service.core.prefix.changes import Listener, Removed, Stored
+from service.core.pool.namespaces import OUT, Root
 from service.core.prefix.keys import KEY_BYTES, WORDS, Keys, Prefix, TokenIds, as_keys
 from service.core.prefix.nodes import (
     CACHED,
@@ -20,6 +21,40 @@ from service.core.prefix.nodes import (
     named,
 )
 from service.core.prefix.retention import RetentionTimers
+
+
+@dataclass(slots=True, eq=False)
+class Stored:
+    """Pages were stored: `keys` in the order of their prompt.
+
+    `parent_key` is the key of the page before them (the root's, for a prompt's first pages).
+    `token_ids` are uint32, None where unknown.
+    """
+
+    namespace: str
+    keys: bytes
+    parent_key: bytes
+    token_ids: bytes | None
+
+
+@dataclass(slots=True, eq=False)
+class Removed:
+    """Pages were evicted."""
+
+    namespace: str
+    keys: bytes
+
+
+@dataclass(slots=True, eq=False)
+class Cleared:
+    """All pages of the namespace that nothing holds were evicted."""
+
+    namespace: str
+
+
+Change = Stored | Removed | Cleared
+Listener = Callable[[Change], None]
+"""Called during a change of the tree: it may keep the record and must not read the tree."""
 
 
 class NamedPages:

@@ -18,7 +18,7 @@ from service.core.errors import IntegrityError, InvalidRequest
 if TYPE_CHECKING:
     from service.core.pool.namespaces import Namespace, Root
     from service.core.prefix.named_pages import NamedPages
-    from service.core.shards.layout import Shard
+    from service.core.shards import Shard
 
 Int32 = NDArray[np.int32]
 

@@ -10,11 +10,11 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from service.core.errors import InvalidRequest, UnknownSequence
+from service.core.errors import InvalidRequest, SequenceExists, UnknownSequence
 from service.core.pool.namespaces import Namespace
 from service.core.prefix.nodes import FOREVER, Leaf
 from service.core.timers import Timers
-from service.core.values import NewSpec
+from service.core.values import NewSpec, SequenceView
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -236,6 +236,21 @@ class SequenceBooks:
         shortest: int = min(self.lengths[:, leaf.index].tolist())
         return shortest
 
+    def view(self, leaf: Leaf, page_size: int) -> SequenceView:
+        lengths = tuple(self.lengths[:, leaf.index].tolist())
+        pages = int(self.num_pages[leaf.index])
+        ttl_s = float(self.ttl_s[leaf.index])
+        return SequenceView(
+            leaf.id,
+            min(lengths),
+            lengths,
+            pages,
+            max(lengths) - max(pages - 1, 0) * page_size,
+            leaf.origin,
+            None if ttl_s == FOREVER else ttl_s,
+            leaf.shard,
+        )
+
     def after(self, after: str | None, limit: int) -> list[Leaf]:
         """Up to `limit` leaves in order of id, those after `after`."""
         ids = self._sorted_ids()
@@ -309,3 +324,39 @@ def check_distinct(ids: Sequence[str]) -> None:
         if name in seen:
             raise InvalidRequest("sequences", name, "duplicate id")
         seen.add(name)
+
+
+def first_lengths(books: SequenceBooks, new: Sequence[NewSpec]) -> list[int]:
+    """The first length of each of `new`; a parent can be an earlier one of `new`.
+
+    Raises `InvalidRequest`, `SequenceExists` (all such ids), `UnknownSequence` (all such parents).
+    """
+    check_distinct([spec.id for spec in new])
+    if existing := [spec.id for spec in new if spec.id in books]:
+        raise SequenceExists(existing)
+    made: dict[str, int] = {}
+    from_prefix: set[str] = set()
+    unknown: list[str] = []
+    for spec in new:
+        made[spec.id] = 0
+        if spec.prefix is not None and (spec.parent is not None or spec.length is not None):
+            raise InvalidRequest("prefix", "given", "cannot be combined with parent or length")
+        if spec.prefix is not None:
+            from_prefix.add(spec.id)
+        elif spec.parent in from_prefix:
+            rule = "its length is not known before it is created: fork it in a later call"
+            raise InvalidRequest("parent", spec.parent, rule)
+        elif spec.parent is None:
+            if spec.length:
+                raise InvalidRequest("length", spec.length, "must be 0 without a parent")
+        elif spec.parent in books or (spec.parent in made and spec.parent != spec.id):
+            known = made.get(spec.parent)
+            longest = books.length(books.leaf(spec.parent)) if known is None else known
+            made[spec.id] = longest if spec.length is None else spec.length
+            if not 0 <= made[spec.id] <= longest:
+                raise InvalidRequest("length", spec.length, f"0 to {longest}, the parent's length")
+        else:
+            unknown.append(spec.parent)
+    if unknown:
+        raise UnknownSequence(unknown)
+    return list(made.values())

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from kernels.backend import Attend, AttentionState, Scoring
+from kernels.backend import Attend, AttentionState, Int32, Mask, Scoring
+from kernels.masks import mask_row_offsets, packbits
 from kernels.tensor import Array, host_array
-from service.engine.handlers.masks import ragged_mask
 from service.engine.handlers.rows import write_slices
 from service.engine.loop.job import (
     Cost,
@@ -26,13 +26,12 @@ from service.engine.loop.job import (
     Slices,
     Work,
 )
-from service.engine.loop.place import AnswerLayout, answer_bytes
-from service.engine.loop.request import Request
+from service.engine.loop.request import AnswerLayout, Request, answer_bytes
 from service.engine.loop.slices import cut_attend, paced_spans, row_keys
 from service.engine.store.plan_cache import Planned
 from service.engine.store.store import Store
 from service.image.writing import Shaped
-from service.operations.schema.fields import check_sinks
+from service.operations.schema.fields import check_mask_length, check_sinks
 
 if TYPE_CHECKING:
     from service.engine.handlers.shards.batch import ShardBatch
@@ -291,3 +290,19 @@ def in_base(lse: Array, base: str) -> None:
     """Convert natural log-sum-exps to a base ("e" or "2"), in place; -inf stays -inf."""
     if base == "2":
         np.multiply(lse, np.float32(LOG2_E), out=lse)
+
+
+def ragged_mask(
+    mask: Array, packed: bool, qo_indptr: Int32, kv_lens: Int32, order: Int32 | None
+) -> Mask:
+    """Mask of requests with `qo_indptr` [B+1] rows and `kv_lens` [B] keys, for plan rows.
+
+    `mask` is a BOOL per query and key, row-major, requests back to back; or, `packed`, those as
+    bits (little order), each request's segment padded to a byte. `order` is the plan's (None: the
+    identity). Raises `InvalidRequest` for a mask of another length.
+    """
+    qo_lens = np.diff(qo_indptr)
+    check_mask_length(mask.size, packed, qo_lens, kv_lens)
+    bits = mask.reshape(-1).view(np.uint8) if packed else packbits(mask)
+    offsets = mask_row_offsets(qo_lens, kv_lens, padded=packed)
+    return Mask(bits, offsets if order is None else offsets[order])

@@ -6,7 +6,7 @@ from service.core.errors import InvalidRequest
 from service.core.sequences.transfer import generation
 from service.engine.loop.job import Completed, Seconds, Work
 from service.engine.loop.request import Request
-from service.engine.store.move_marks import Mark
+from service.engine.store.moves import Mark
 from service.engine.store.store import Store
 from service.errors import NotReady, SequenceChanged, SequenceMoving
 

@@ -23,7 +23,7 @@ from service.image.writing import Shaped
 from service.operations.transfer import Header, Part
 
 if TYPE_CHECKING:
-    from service.core.shards.layout import ShardLayout
+    from service.core.shards import ShardLayout
 
 MOVED_AT_ONCE: Final = 2 * 2**20
 """Bytes of k and v that one slice moves and digests: some milliseconds."""

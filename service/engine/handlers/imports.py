@@ -29,8 +29,8 @@ from service.engine.loop.job import (
     empty_slice,
 )
 from service.engine.loop.request import Request
+from service.engine.store.moves import UnfinishedImport
 from service.engine.store.store import Store
-from service.engine.store.unfinished_imports import UnfinishedImport
 from service.errors import (
     DigestMismatch,
     ImportExists,
@@ -42,7 +42,7 @@ from service.operations.schema.page_names import PageNames
 from service.operations.transfer import Header
 
 if TYPE_CHECKING:
-    from service.core.shards.layout import Shard
+    from service.core.shards import Shard
 
 
 def import_sequence(store: Store, request: Request, _: Seconds, shard: Shard | None = None) -> Work:

@@ -1,9 +1,9 @@
-"""Rows of the pool: append writes them, gather reads them back."""
+"""Rows of the pool, written and read, and the page tables of sequences."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -29,10 +29,12 @@ from service.engine.loop.job import (
     Slices,
     SoloLaunch,
     Work,
+    in_slices,
 )
 from service.engine.loop.request import Request
 from service.engine.loop.slices import even_spans, paced_spans
 from service.engine.store.store import Store, write_cost
+from service.errors import AnswerTooLarge
 from service.image.writing import Shaped
 
 if TYPE_CHECKING:
@@ -185,3 +187,74 @@ def choose(store: Store, fields: Any, start: Any, stop: Any) -> TokenRows:
         rule = "together they hold more than 2**31 - 1 tokens"
         raise InvalidRequest("sequences", len(fields.ids), rule)
     return TokenRows(leaves, first, counts, prefix_sums(counts))
+
+
+MAX_TABLE: Final = 2**18
+"""Maximum pages of the tables in one answer: some 100 ms of work, in slices."""
+SPELLED_AT_ONCE: Final = 4096
+"""Numbers written as JSON between two reads of the clock: a millisecond or two."""
+
+
+def page_table(store: Store, request: Request, _: Seconds) -> Work:
+    """The flat table, and every level the tree has, however little its sharing would save.
+
+    Raises AnswerTooLarge for more than `MAX_TABLE` pages, before anything is planned.
+    """
+    ids, layer = store.look_up(request), request.fields.layer
+    pages = -(-store.tree.lengths(ids, layer) // store.geometry.page_size)
+    if (count := int(pages.sum(dtype=np.int64))) > MAX_TABLE:
+        most = NUMBER_BYTES * MAX_TABLE
+        raise AnswerTooLarge(NUMBER_BYTES * count, most, "request the tables of fewer sequences")
+    table = store.tree.page_table(ids, layer)
+    one_row_each = np.arange(ids.indices.size + 1, dtype=np.int32)
+    plan = store.plans.sequences(ids, layer, one_row_each, causal=False, mode="always").plan
+    order = one_row_each[:-1] if plan.order is None else plan.order
+    numbers = table.kv_indices.size + 4 * ids.indices.size
+    numbers += sum(level.kv_indices.size + 4 * level.qo_indptr.size for level in plan.levels)
+    request.place.require(NUMBER_BYTES * numbers + 256)
+    levels = [{"qo_indptr": level.qo_indptr} | table_arrays(level) for level in plan.levels]
+    text = spelled(table_arrays(table) | {"levels": levels, "order": order})
+    if numbers <= SPELLED_AT_ONCE:
+        request.place.lay_text("".join(text))
+        return Completed()
+
+    def pieces() -> Generator[None, None, str]:
+        parts = []
+        for part in text:
+            parts.append(part)
+            yield
+        return "".join(parts)
+
+    def slices() -> Slices:
+        request.place.lay_text((yield from in_slices(pieces())))
+
+    return SlicedWork(slices())
+
+
+def table_arrays(table: Any) -> dict[str, Any]:
+    """The three arrays of a CSR page table."""
+    names = ("kv_indptr", "kv_indices", "kv_last_page_len")
+    return {name: getattr(table, name) for name in names}
+
+
+def spelled(value: Any) -> Iterator[str]:
+    """JSON of objects, lists, and arrays of numbers, of which a bounded part at a time is spelled
+    out."""
+    match value:
+        case np.ndarray():
+            yield "["
+            for begin in range(0, value.size, SPELLED_AT_ONCE):
+                part = ",".join(map(str, value[begin : begin + SPELLED_AT_ONCE].tolist()))
+                yield part if begin == 0 else f",{part}"
+            yield "]"
+        case dict():
+            for number, (name, one) in enumerate(value.items()):
+                yield f'{"," if number else "{"}"{name}":'
+                yield from spelled(one)
+            yield "}"
+        case _:
+            yield "["
+            for number, one in enumerate(value):
+                yield "," if number else ""
+                yield from spelled(one)
+            yield "]"

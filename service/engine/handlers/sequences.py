@@ -9,8 +9,7 @@ from typing import Any, Final
 
 from service.core.errors import InvalidRequest
 from service.core.prefix.keys import Prefix
-from service.core.sequences.views import SequenceView
-from service.core.values import NewSpec, RowCopies
+from service.core.values import NewSpec, RowCopies, SequenceView
 from service.engine.handlers.drain import refuse_new
 from service.engine.handlers.prefix import most_tokens, prefix_of
 from service.engine.handlers.rows import NUMBER_BYTES
@@ -26,8 +25,8 @@ from service.engine.loop.job import (
     in_slices,
 )
 from service.engine.loop.request import Request
+from service.engine.store.moves import HIDDEN
 from service.engine.store.store import Store
-from service.engine.store.unfinished_imports import HIDDEN
 from service.image.json_text import dump_json
 from service.tenants import Tenant
 

@@ -14,11 +14,11 @@ from service.engine.handlers.attention import (
     FLOAT32,
     TEXT_BYTES,
     in_base,
+    ragged_mask,
     scoring,
     sinks_of,
     state_shapes,
 )
-from service.engine.handlers.masks import ragged_mask
 from service.engine.loop.job import Cost, Seconds, Slice, SlicedWork, Slices, SoloLaunch, Work
 from service.engine.loop.request import Request
 from service.engine.loop.slices import (

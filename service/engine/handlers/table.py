@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from service.engine.handlers.attention import attend, cascade
-from service.engine.handlers.delete import delete_sequence, delete_sequences
 from service.engine.handlers.drain import drain_engine, hand_over
 from service.engine.handlers.exports import export_sequence
 from service.engine.handlers.imports import cancel_import, get_import, import_sequence
-from service.engine.handlers.page_tables import page_table
 from service.engine.handlers.prefix import (
     clear,
     commit,
@@ -24,7 +22,7 @@ from service.engine.handlers.prefix import (
     renew_lease,
     unpin,
 )
-from service.engine.handlers.rows import append, gather
+from service.engine.handlers.rows import append, gather, page_table
 from service.engine.handlers.sequences import (
     create_sequences,
     get_sequence,
@@ -42,7 +40,12 @@ from service.engine.handlers.status import (
     snapshot,
 )
 from service.engine.handlers.steps import step
-from service.engine.handlers.truncate import truncate, truncate_sequences
+from service.engine.handlers.truncate import (
+    delete_sequence,
+    delete_sequences,
+    truncate,
+    truncate_sequences,
+)
 from service.engine.loop.job import Seconds, Work
 from service.engine.loop.request import Request
 from service.engine.store.store import Store

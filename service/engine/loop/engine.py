@@ -25,15 +25,13 @@ from service.engine.calibration import calibrate
 from service.engine.loop.callers import Callers
 from service.engine.loop.job import Job
 from service.engine.loop.open_steps import FREE_S
-from service.engine.loop.place import AnswerPlace, DoesNotFit
-from service.engine.loop.request import Request, RequestReader
+from service.engine.loop.request import AnswerPlace, DoesNotFit, Request, RequestReader
 from service.engine.loop.scheduler import NOTED_S, Scheduler
 from service.engine.loop.session_lanes import SessionLanes
 from service.engine.loop.stats import MOST_REPLIES, QUIET_S, Stats
 from service.engine.selftest import self_test
-from service.engine.store.limits import Limits
 from service.engine.store.pace import DevicePace
-from service.engine.store.store import FATAL, Store
+from service.engine.store.store import FATAL, Limits, Store
 from service.errors import AttndError, NotReady, Overloaded, kind_of
 from service.keys import keys_of, read_again
 from service.metrics import Metrics

@@ -17,14 +17,14 @@ from typing import Final
 
 from kernels.lanes.lane import Lanes
 from service.core.pool.budget import NO_LIMIT, EvictionPaused
-from service.engine.dispatch import handle
-from service.engine.handlers.table import handler_of, refuse_moving, sharing_of
+from service.engine.handlers.table import HANDLERS, handler_of, refuse_moving, sharing_of
 from service.engine.loop.errors import refusal_of
 from service.engine.loop.fair import FairQueue
-from service.engine.loop.job import Job, OpenedStep, SlicedWork, SoloLaunch
+from service.engine.loop.job import Job, OpenedStep, Seconds, SlicedWork, SoloLaunch, Work
 from service.engine.loop.launches import Launches
 from service.engine.loop.long_work import LongWork
 from service.engine.loop.open_steps import OpenSteps
+from service.engine.loop.request import Request
 from service.engine.loop.sequence_locks import SequenceLocks
 from service.engine.store.store import FATAL, Store
 from service.errors import Cancelled, DeadlineExceeded
@@ -289,3 +289,17 @@ class Scheduler:
         self.queue.charge(job.request.tenant.namespace, seconds)
         if seconds > NOTED_S:
             self._watchdog.note(job.request.operation.name, seconds)
+
+
+def handle(store: Store, request: Request, seconds: Seconds) -> Work:
+    """Call a request's handler.
+
+    On an engine that has held shards, and for requests with a field for shards, that is the one in
+    `handlers/shards`. It passes requests for whole sequences on to the plain handler.
+    """
+    name = request.operation.name
+    if not (store.has_shards or request.is_for_shards):
+        return HANDLERS[name].begin(store, request, seconds)
+    from service.engine.handlers.shards.table import SHARD_HANDLERS
+
+    return SHARD_HANDLERS.get(name, HANDLERS[name].begin)(store, request, seconds)

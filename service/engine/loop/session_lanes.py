@@ -11,8 +11,7 @@ from attnd.wire.frames import DEVICE_ARENA, DONE, json_frame, layer_frame, opene
 from kernels.lanes.lane import Lane, Lanes, NoRoom, Owner
 from service.engine.handlers.steps import StepPlace
 from service.engine.loop.open_steps import OpenSteps
-from service.engine.loop.place import AnswerPlace
-from service.engine.loop.request import REMEMBERED_BYTES, Request
+from service.engine.loop.request import REMEMBERED_BYTES, AnswerPlace, Request
 from service.errors import InvalidRequest, MalformedBody, Overloaded, problem
 from service.image.json_text import load_json
 from service.image.reading import MAX_HEADER_BYTES

@@ -15,7 +15,7 @@ from service.core.sequences.books import Ids
 from service.core.tree import PrefixTree
 
 if TYPE_CHECKING:
-    from service.core.shards.rows import ShardView
+    from service.core.shards import ShardView
 
 MAX_ENTRIES: Final = 1024
 MAX_INDICES: Final = 4 * 2**20

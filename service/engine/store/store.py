@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Final
 
 from kernels.backend import Backend, DeviceLost, Int32, Pending, Tensor
 from service.core.errors import IntegrityError
+from service.core.pool.namespaces import Namespace
 from service.core.sequences.books import Batch
 from service.core.steps import StepExtension, undo_layers
 from service.core.tree import PrefixTree
@@ -15,14 +17,87 @@ from service.core.values import Extension
 from service.engine.loop.job import Cost, Seconds
 from service.engine.loop.request import Request
 from service.engine.store.event_history import EventHistory
-from service.engine.store.limits import Limits
-from service.engine.store.move_marks import MoveMarks
+from service.engine.store.moves import MoveMarks, UnfinishedImports
 from service.engine.store.pace import DevicePace
 from service.engine.store.plan_cache import PlanCache
-from service.engine.store.pool_numbers import PoolNumbers, pool_numbers
 from service.engine.store.snapshot import Snapshots
-from service.engine.store.unfinished_imports import UnfinishedImports
+from service.errors import OutOfSequences, Overloaded
 from service.operations.schema.info import InfoAnswer
+
+RETRY_S: Final = 1.0
+"""Seconds until a retry where a share is used up: there is no estimate of when it is freed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits for all namespaces together, and the `share` that one may have."""
+
+    sequences: int
+    leases: int
+    share: float = 1.0
+
+    def part(self, most: int) -> int:
+        """One namespace's share of `most`: at least one."""
+        return max(1, int(most * self.share))
+
+    def refuse_sequences(self, tree: PrefixTree, namespace: str, count: int) -> None:
+        """Raises OutOfSequences where `count` more exceed a limit; unfinished imports count."""
+        free = self.sequences - tree.num_sequences
+        if count > free:
+            raise OutOfSequences(count, max(free, 0), self.sequences)
+        most = self.part(self.sequences)
+        held = tree.budget.namespaces.get(namespace) or Namespace(namespace)
+        if count > most - held.num_sequences:
+            free = max(0, most - held.num_sequences)
+            raise OutOfSequences(count, free, most, share_retry_s=RETRY_S)
+
+    def refuse_lease(self, tree: PrefixTree, namespace: str) -> None:
+        """Raises Overloaded where one more lease exceeds a limit."""
+        held = tree.budget.namespaces.get(namespace)
+        most = self.part(self.leases)
+        if held is not None and held.num_leases >= most:
+            reason = f"this namespace holds {most} leases, its share of engine.max_leases"
+            remedy = "release some or let them end, or raise engine.namespace_share"
+            raise Overloaded(f"{reason}: {remedy}", retry_after_s=RETRY_S)
+        if len(tree.cache.leases) >= self.leases:
+            remedy = "wait for some to end, or raise engine.max_leases"
+            raise Overloaded(f"{self.leases} leases are held: {remedy}", retry_after_s=RETRY_S)
+
+
+@dataclass(slots=True)
+class PoolNumbers:
+    """Pages by their state, and counts; of the whole pool, or of the part a namespace sees.
+
+    `available` pages can be had by the namespace now, evictions included.
+    """
+
+    free: int
+    imports: int
+    sequences: int
+    nodes: int
+    available: int = 0
+    referenced: int = 0
+    cached: int = 0
+    pinned: int = 0
+    leases: int = 0
+
+
+def pool_numbers(tree: PrefixTree, num_imports: int, namespace: str | None) -> PoolNumbers:
+    """Numbers of the whole pool (None), or of the part that a namespace sees."""
+    numbers = PoolNumbers(tree.allocator.num_free, num_imports, -num_imports, tree.num_nodes)
+    chosen: Iterable[Namespace] = tree.budget.namespaces.values()
+    if namespace is not None:
+        own = tree.budget.namespaces.get(namespace) or Namespace(namespace)
+        chosen, numbers.free = (own,), max(0, tree.budget.available(own))
+        numbers.available = tree.budget.obtainable(own)
+    for one in chosen:
+        numbers.referenced += one.referenced
+        numbers.cached += one.cached
+        numbers.pinned += one.pinned
+        numbers.leases += one.num_leases
+        numbers.sequences += one.num_sequences
+    return numbers
+
 
 EXPIRY_S: Final = 2e-3
 """Longest time in a round for deleting expired sequences."""

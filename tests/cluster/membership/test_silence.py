@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from service.cluster.membership import polling
-from service.cluster.membership.local_engines import LocalEngines, local_engines
+from service.cluster.membership.processes import LocalEngines, local_engines
 from service.cluster.routing import locator as finding
 from service.cluster.routing.router import Router
 from tests.cluster.checked_calls import Book

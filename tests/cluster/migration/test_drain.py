@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.cluster.membership.local_engines import LocalEngines
-from service.cluster.migration import drain, families, ownership
+from service.cluster.membership.processes import LocalEngines
+from service.cluster.migration import drain, ownership, transfer
 from service.cluster.migration.drain import Drain
-from service.cluster.migration.families import Family
-from service.cluster.migration.transfer import Transfer
+from service.cluster.migration.transfer import Family, Transfer
 from service.operations.transfer import CANCEL_IMPORT
 from tests.cluster.checked_calls import Book
 from tests.cluster.harness import (
@@ -473,7 +472,7 @@ async def test_copies_expire_soon_after_their_door_has_died(
 ) -> None:
     """A living door keeps them in use."""
     monkeypatch.setattr(drain, "ANCHOR_TTL_S", 0.6)
-    monkeypatch.setattr(families, "ANCHOR_TTL_S", 0.6)
+    monkeypatch.setattr(transfer, "ANCHOR_TTL_S", 0.6)
     book, begun = Book(cluster), asyncio.Event()
     cluster.only_on(SOURCE)
     await book.create("a")

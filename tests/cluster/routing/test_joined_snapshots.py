@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from service.cluster.routing.snapshots import join_snapshots
+from service.cluster.routing.joins import join_snapshots
 
 
 def snapshot(states: list[int], step: int, total: int, namespaces: list[str], *rows: Any) -> Any:

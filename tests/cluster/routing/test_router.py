@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from oracle import attend, visible
 
-from service.cluster.membership.local_engines import LocalEngines
+from service.cluster.membership.processes import LocalEngines
 from service.cluster.routing.router import Router
 from service.metrics import Metrics
 from tests.cluster.harness import (

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from attnd import NewSequence, Session
 
-from service.cluster.membership.local_engines import local_engines
+from service.cluster.membership.processes import local_engines
 from tests.cluster.checked_calls import Book
 from tests.cluster.harness import HEADS, LAYERS, PAGE, SETTINGS, Cluster, rows, run
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from service.cluster.membership import members
-from service.cluster.membership.local_engines import LocalEngines
+from service.cluster.membership.processes import LocalEngines
 from service.cluster.sharded.ranks import Ranks
 from service.operations.rows import APPEND
 from service.tenants import OPEN

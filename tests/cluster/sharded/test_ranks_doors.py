@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.cluster.membership.local_engines import LocalEngines
+from service.cluster.membership.processes import LocalEngines
 from tests.cluster.checked_calls import prefix_states
 from tests.cluster.harness import (
     ATOL,

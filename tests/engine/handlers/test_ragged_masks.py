@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.backend import Mask
-from service.engine.handlers.masks import ragged_mask
+from service.engine.handlers.attention import ragged_mask
 from service.errors import InvalidRequest
 
 QO_INDPTR = np.array([0, 2, 2, 5], dtype=np.int32)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from config.settings import AuthSettings, EngineSettings, ServerSettings, Settings
-from service.engine.handlers import page_tables, prefix, sequences
+from service.engine.handlers import prefix, rows, sequences
 from service.engine.loop import job as work
 from service.errors import NotReady
 from service.keys import line_of
@@ -219,7 +219,7 @@ def test_many_sequences_are_made_and_deleted_between_the_turns_of_others(
 async def test_page_tables_of_too_many_pages_are_refused_before_they_are_planned(
     caller: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page_tables, "MAX_TABLE", 4)
+    monkeypatch.setattr(rows, "MAX_TABLE", 4)
 
     await create(caller, "a", "b")
     for name in "ab":

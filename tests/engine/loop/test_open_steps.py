@@ -16,8 +16,7 @@ from service.core.values import NewSpec
 from service.engine.handlers.steps import StepPlace
 from service.engine.loop.engine import make_info
 from service.engine.loop.job import Job
-from service.engine.loop.place import AnswerPlace
-from service.engine.loop.request import Request
+from service.engine.loop.request import AnswerPlace, Request
 from service.engine.loop.scheduler import Scheduler
 from service.engine.loop.session_lanes import SessionLanes
 from service.engine.store.pace import DevicePace

@@ -15,7 +15,7 @@ from kernels.backend import Attend, AttentionState, Backend, PoolGeometry, Ragge
 from kernels.tensor import host_array
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec
-from service.engine.handlers.masks import ragged_mask
+from service.engine.handlers.attention import ragged_mask
 from service.engine.loop.job import Cost
 from service.engine.loop.slices import (
     RowSpan,

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from service.core.prefix.changes import Change, Cleared, Removed, Stored
+from service.core.prefix.named_pages import Change, Cleared, Removed, Stored
 from service.engine.store.event_history import PAGES_AN_EVENT, EventHistory
 
 PAGE = 4

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from service.core.shards.rows import check_epochs
-from service.engine.handlers.shards import batch, sequences, transfer
+from service.core.shards import check_epochs
+from service.engine.handlers.shards import batch, sequences
 from service.engine.handlers.shards.batch import refuse_shards
 from service.engine.handlers.table import HANDLERS, Begin
 from service.engine.loop.job import Seconds, Work
@@ -58,7 +58,7 @@ SHARD_HANDLERS: Final[Mapping[str, Begin]] = {
         "commit_sequences",
         lambda store, one: refuse_shards(store, one, one.fields.ids, "a commit of many"),
     ),
-    "export_sequence": transfer.export_sequence,
-    "import_sequence": transfer.import_sequence,
-    "hand_over": checked("hand_over", transfer.check_mark),
+    "export_sequence": sequences.export_sequence,
+    "import_sequence": sequences.import_sequence,
+    "hand_over": checked("hand_over", sequences.check_mark),
 }

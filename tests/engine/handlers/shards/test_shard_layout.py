@@ -7,8 +7,7 @@ import pytest
 
 from service.core.errors import InvalidRequest
 from service.core.sequences.transfer import generation
-from service.core.shards.layout import Shard, ShardLayout
-from service.core.shards.rows import as_shards, extend
+from service.core.shards import Shard, ShardLayout, as_shards, extend
 from service.core.tree import PrefixTree
 from service.core.values import Int32, NewSpec
 

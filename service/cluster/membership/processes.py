@@ -1,4 +1,4 @@
-"""Engines of this host as child processes, for Ray, tests and measurements."""
+"""Engines and doors of this host as child processes, for Ray, tests and measurements."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import secrets
 import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -14,8 +15,8 @@ from pathlib import Path
 from typing import Final
 
 from config.sections import Settings
-from service.addresses import listen_tcp
-from service.cluster.membership.members_file import MemberEntry, write_members
+from service.addresses import Addresses, listen_tcp
+from service.cluster.membership.member import MemberEntry, write_members
 from service.launch import command_of
 from service.processes.cells import make_shared
 from service.processes.handover import CheckedFiles, Child, Shared, start
@@ -131,3 +132,59 @@ def local_engines(
         for _ in range(count):
             engines.add()
         yield engines
+
+
+COMMAND: Final = command_of("service.cluster")
+
+
+@dataclass(slots=True)
+class Doors:
+    """The doors' processes, by name."""
+
+    children: tuple[Child, ...]
+    shared: Shared
+    processes: dict[str, subprocess.Popen[bytes]]
+
+    def check(self) -> None:
+        """Restarts processes that have ended. Raises RuntimeError for one that cannot start."""
+        for child in self.children:
+            status = self.processes[child.process].poll()
+            if status is not None:
+                if self.shared.settings.server.port and status == 3:
+                    raise RuntimeError(f"{child.process} cannot serve: its log says why")
+                if self.shared.files is not None:  # nothing sends SIGHUP here
+                    self.shared.files.read_again()
+                self.processes[child.process] = start(child, self.shared)
+
+    def end(self, seconds: float) -> None:
+        """Stops all doors; kills those that have not finished after `seconds`."""
+        for process in self.processes.values():
+            process.terminate()
+        ends = time.monotonic() + seconds
+        for process in self.processes.values():
+            try:
+                process.wait(max(0.0, ends - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def start_doors(settings: Settings, addresses: Addresses, secret: str, lifeline: int) -> Doors:
+    """The HTTP doors, and the gRPC door if configured, for the engines in the members file."""
+    children = [
+        Child(f"http-{worker}", (*COMMAND, "http"), addresses.http, worker)
+        for worker in range(settings.server.http_workers)
+    ]
+    if settings.server.grpc_port is not None:
+        children.append(Child("grpc-0", (*COMMAND, "grpc"), ()))
+    shared = Shared(
+        settings=settings,
+        lifeline=lifeline,
+        engine_socket=str(addresses.members),
+        url=addresses.url,
+        secret=secret,
+        metrics={child.process: make_shared() for child in children},
+        files=CheckedFiles(settings),
+    )
+    processes = {child.process: start(child, shared) for child in children}
+    return Doors(tuple(children), shared, processes)
