@@ -17,8 +17,6 @@ from service.core.errors import IntegrityError, InvalidRequest, LengthMismatch, 
 from service.core.plans.ragged import ramps
 from service.core.prefix.nodes import Leaf
 from service.core.sequences.books import Ids
-from service.core.steps import StepExtension
-from service.core.steps import extend_layers as extend_whole_layers
 from service.core.tree import PrefixTree
 from service.core.values import Extension, NewSpec
 
@@ -208,42 +206,34 @@ def grown(before: Int32, counts: Int32) -> Int32:
     return after.astype(np.int32)
 
 
-def extend(
-    tree: PrefixTree, layer: int, ids: Ids, counts: Int32, offsets: Int32 | None = None
-) -> Extension:
-    """`PrefixTree.extend`, with `counts` and `offsets` [B] of the whole sequences.
-
-    The extension has a slot for every row, `ELSEWHERE` for rows that other ranks store. Its lengths
-    count this engine's tokens.
-    """
-    return extend_layers(tree, (layer,), ids, counts, offsets).first
-
-
 def extend_layers(
     tree: PrefixTree,
     layers: Sequence[int],
     ids: Ids,
     counts: Int32,
     offsets: Int32 | None = None,
-) -> StepExtension:
-    """`extend` at each of `layers`, where every sequence has one length; all or none."""
+) -> Extension:
+    """`PrefixTree.extend_layers`, with `counts` and `offsets` [B] of the whole sequences.
+
+    The extension has a slot for every row, `ELSEWHERE` for rows that other ranks store. Its lengths
+    count this engine's tokens.
+    """
     before = whole_lengths(tree, layers[0], ids, offsets)
     after, size = grown(before, counts), tree.page_size
     rank, ranks = ranks_of(leaves_of(tree, ids))
     added = held(after, rank, ranks, size) - held(before, rank, ranks, size)
-    every = extend_whole_layers(tree, layers, ids, added.astype(np.int32))
+    extension = tree.extend_layers(layers, ids, added.astype(np.int32))
     pages = ramps(before, counts) // size
     slots = np.full(pages.size, ELSEWHERE, np.int32)
-    slots[pages % np.repeat(ranks, counts) == np.repeat(rank, counts)] = every.first.slots
+    slots[pages % np.repeat(ranks, counts) == np.repeat(rank, counts)] = extension.slots
 
     def set_whole_lengths(lengths: Int32) -> None:
-        for leaf, length in zip(every.first.leaves, lengths.tolist(), strict=True):
+        for leaf, length in zip(extension.leaves, lengths.tolist(), strict=True):
             if leaf.shard is not None:
                 leaf.shard.lengths[list(layers)] = length
 
     set_whole_lengths(after)
-    undo = partial(set_whole_lengths, before)
-    return replace(every, first=replace(every.first, slots=slots, after_undo=undo))
+    return replace(extension, slots=slots, after_undo=partial(set_whole_lengths, before))
 
 
 def tokens_here(leaf: Leaf, length: int, size: int) -> Int64:

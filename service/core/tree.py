@@ -180,18 +180,49 @@ class PrefixTree:
         leaves, got = self.books.leaves(index), self.books.leaves(index[grown])
         return Extension(slots, lengths, layer, leaves, before, got, new_pages, num_pages)
 
+    def extend_layers(
+        self, layers: Sequence[int], ids: Ids, counts: Int32, offsets: Int32 | None = None
+    ) -> Extension:
+        """`extend` at each of `layers`; all or none.
+
+        Raises `InvalidRequest` if a sequence's lengths differ between the layers, and as `extend`.
+        """
+        self.check_level(layers, ids)
+        extension = self.extend(layers[0], ids, counts, offsets)
+        if len(layers) > 1:
+            others = extension.others = np.array(layers[1:], np.intp)
+            columns = np.array([leaf.index for leaf in extension.leaves], np.intp)
+            self.books.lengths[np.ix_(others, columns)] = extension.lengths
+        return extension
+
+    def check_level(self, layers: Sequence[int], ids: Ids) -> None:
+        """Raises `InvalidRequest` unless each sequence has one length at all the layers, so that
+        one plan serves them."""
+        if not 0 <= min(layers) <= max(layers) < self.num_layers:
+            raise InvalidRequest("layers", list(layers), f"0 to {self.num_layers - 1}")
+        batch = self.books.look_up_distinct(ids)
+        lengths = self.books.lengths[np.ix_(np.array(layers, np.intp), batch.indices)]
+        uneven = (lengths != lengths[0]).any(axis=0)
+        if uneven.any():
+            at = int(uneven.argmax())
+            low, high = int(lengths[:, at].min()), int(lengths[:, at].max())
+            rule = f"has {low} to {high} tokens at the step's layers: its lengths must be equal"
+            raise InvalidRequest("sequences", batch.ids[at], rule)
+
     def undo(self, extension: Extension) -> None:
         """Roll back an extension; of several of the same sequences, the newest first.
 
         Raises `IntegrityError` if one of its sequences has changed since, was deleted, or shares
         the added tokens.
         """
-        books, layer = self.books, extension.layer
+        books, layers = self.books, np.array([extension.layer], np.intp)
+        if extension.others is not None:
+            layers = np.concatenate((layers, extension.others))
         index = np.array([leaf.index for leaf in extension.leaves], np.intp)
         grown = np.array([leaf.index for leaf in extension.grown], np.intp)
         same = (
             all(books.holds(leaf) for leaf in extension.leaves)
-            and np.array_equal(books.lengths[layer][index], extension.lengths)
+            and (books.lengths[np.ix_(layers, index)] == extension.lengths).all()
             and np.array_equal(books.num_pages[grown], extension.num_pages)
         )
         if not same:
@@ -205,7 +236,7 @@ class PrefixTree:
                     f"cannot roll back an extension of {leaf.id} to {length} tokens: its first "
                     f"{leaf.start} pages are shared"
                 )
-        books.lengths[layer][index] = extension.before
+        books.lengths[np.ix_(layers, index)] = extension.before
         for leaf, count in zip(extension.grown, extension.num_new_pages.tolist(), strict=True):
             self.cuts.drop_pages(leaf, int(books.num_pages[leaf.index]) - count)
             # The next extension can reach the same length on other pages.

@@ -13,7 +13,7 @@ from service.core.prefix.keys import Prefix
 from service.core.prefix.nodes import Leaf
 
 if TYPE_CHECKING:
-    from service.core.shards.layout import Shard
+    from service.core.shards import Shard
 
 Int32 = NDArray[np.int32]
 Indices = NDArray[np.intp]
@@ -68,7 +68,8 @@ class Extension:
     `slots` int32 [sum(counts)]: token slots (`page * page_size + offset`) of the new tokens, in row
     order. `lengths` int32 [B]: kv_len afterwards. For the undo: the `leaves` and their lengths
     `before`; the leaves that got pages (`grown`), how many each got (`num_new_pages`), and how many
-    each has now (`num_pages`); and what `PrefixTree.undo` calls last.
+    each has now (`num_pages`); what `PrefixTree.undo` calls last; and `others`, more layers with
+    the same lengths: all layers share one page table, so the slots and pages are theirs, too.
     """
 
     slots: Int32
@@ -80,8 +81,29 @@ class Extension:
     num_new_pages: Int32
     num_pages: Int32
     after_undo: Callable[[], None] | None = None
+    others: Indices | None = None
 
     @property
     def num_stored(self) -> int:
         """Tokens that have a slot: all, unless sequences are shards."""
         return int(np.count_nonzero(self.slots >= 0))
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceView:
+    """One sequence: `length` is the minimum over layers, `lengths` per layer.
+
+    `pages` is the size of its page table and `last_page_len` the tokens in the last page, at the
+    longest layer. `parent` is the id of the sequence it was forked from, which may be deleted.
+    `ttl_s`: idle seconds before deletion (None: never). For a `shard` all numbers count this pool's
+    part.
+    """
+
+    id: str
+    length: int
+    lengths: tuple[int, ...]
+    pages: int
+    last_page_len: int
+    parent: str | None
+    ttl_s: float | None = None
+    shard: Shard | None = None

@@ -13,7 +13,6 @@ from service.core.errors import (
     OutOfPages,
     UnknownSequence,
 )
-from service.core.steps import extend_layers, undo_layers
 
 LAYERS = (2, 0, 1)
 
@@ -31,9 +30,9 @@ def lengths(pool: TokenPool) -> list[list[int]]:
 
 
 def test_every_layer_gets_the_tokens_in_the_same_slots(pool: TokenPool) -> None:
-    extension = extend_layers(pool.tree, LAYERS, ["a", "b"], int32(2, 1))
+    extension = pool.tree.extend_layers(LAYERS, ["a", "b"], int32(2, 1))
     for layer in LAYERS:
-        pool.stored[layer, extension.first.slots] = [10, 11, 12]
+        pool.stored[layer, extension.slots] = [10, 11, 12]
     assert lengths(pool) == [[5, 5]] * 3
     for layer in LAYERS:
         assert pool.read("a", layer) == [1, 2, 3, 10, 11]
@@ -42,28 +41,28 @@ def test_every_layer_gets_the_tokens_in_the_same_slots(pool: TokenPool) -> None:
 
 
 def test_layers_that_are_left_out_stay_as_they_are(pool: TokenPool) -> None:
-    extend_layers(pool.tree, (0, 2), ["a"], int32(1))
+    pool.tree.extend_layers((0, 2), ["a"], int32(1))
     assert lengths(pool) == [[4, 4], [3, 4], [4, 4]]
 
 
 def test_undoing_takes_the_latest_back_first(pool: TokenPool) -> None:
     free = pool.tree.allocator.num_free
-    first = extend_layers(pool.tree, LAYERS, ["a", "b"], int32(3, 3))
-    second = extend_layers(pool.tree, LAYERS, ["b", "a"], int32(4, 0))
+    first = pool.tree.extend_layers(LAYERS, ["a", "b"], int32(3, 3))
+    second = pool.tree.extend_layers(LAYERS, ["b", "a"], int32(4, 0))
     with pytest.raises(IntegrityError):
-        undo_layers(pool.tree, first)
-    undo_layers(pool.tree, second)
-    undo_layers(pool.tree, first)
+        pool.tree.undo(first)
+    pool.tree.undo(second)
+    pool.tree.undo(first)
     assert lengths(pool) == [[3, 4]] * 3
     assert pool.tree.allocator.num_free == free
     pool.tree.check_integrity()
 
 
 def test_a_step_of_a_deleted_sequence_cannot_be_rolled_back(pool: TokenPool) -> None:
-    extension = extend_layers(pool.tree, LAYERS, ["a"], int32(1))
+    extension = pool.tree.extend_layers(LAYERS, ["a"], int32(1))
     pool.tree.free(["a"])
-    with pytest.raises(IntegrityError, match="were deleted"):
-        undo_layers(pool.tree, extension)
+    with pytest.raises(IntegrityError, match="have changed"):
+        pool.tree.undo(extension)
 
 
 @pytest.mark.parametrize(
@@ -80,14 +79,14 @@ def test_a_rejected_step_changes_nothing(
 ) -> None:
     before, free = lengths(pool), pool.tree.allocator.num_free
     with pytest.raises(error):
-        extend_layers(pool.tree, LAYERS, ids, counts, offsets)  # type: ignore[arg-type]
+        pool.tree.extend_layers(LAYERS, ids, counts, offsets)  # type: ignore[arg-type]
     assert (lengths(pool), pool.tree.allocator.num_free) == (before, free)
 
 
 def test_layers_of_unequal_length_are_refused_with_the_numbers(pool: TokenPool) -> None:
     pool.append("b", [8], layers=[1])
     with pytest.raises(InvalidRequest, match="b: has 4 to 5 tokens"):
-        extend_layers(pool.tree, LAYERS, ["a", "b"], int32(1, 1))
-    extend_layers(pool.tree, (0, 2), ["a", "b"], int32(1, 1))
+        pool.tree.extend_layers(LAYERS, ["a", "b"], int32(1, 1))
+    pool.tree.extend_layers((0, 2), ["a", "b"], int32(1, 1))
     with pytest.raises(InvalidRequest, match="0 to 2"):
-        extend_layers(pool.tree, (0, 3), ["a"], int32(1))
+        pool.tree.extend_layers((0, 3), ["a"], int32(1))

@@ -79,9 +79,8 @@ def attend(
     extension, writing = None, False
     if "k" in tensors:
         rows = (tensors["k"], tensors["v"])
-        extend = store.extend if shards is None else shards.extend
         added = np.diff(qo_indptr)
-        extension = extend(fields.layer, batch, added, fields.offset_array, seconds)
+        extension = store.extend(fields.layer, batch, added, fields.offset_array, seconds, shards)
         writing = store.is_long_write(rows)
         if not writing:
             store.write(extension, rows, seconds)  # read before the attention behind it is done
@@ -106,8 +105,7 @@ def attend(
         seconds.plan += time.monotonic() - started
         laid = request.place.lay_out(plan.answer)
     except BaseException:
-        if extension is not None:
-            store.undo(extension)
+        store.undo(extension)
         raise
     lse, base = laid["lse"], fields.lse_base
     out = AttentionState(laid["o"], lse)
@@ -125,11 +123,7 @@ def attend(
         yield from attend_slices(store, work, plan.cost)
         in_base(lse, base)
 
-    def undo() -> None:
-        if extension is not None:
-            store.undo(extension)
-
-    return SlicedWork(slices(), undo, counts=counts)
+    return SlicedWork(slices(), partial(store.undo, extension), counts=counts)
 
 
 def query_facts(request: Request) -> QueryFacts:

@@ -16,7 +16,6 @@ from service.core.plans.ragged import indptr as prefix_sums
 from service.core.plans.ragged import token_slots
 from service.core.prefix.nodes import Leaf
 from service.core.sequences.books import Batch
-from service.core.steps import extend_layers, undo_layers
 from service.core.values import Extension
 from service.engine.loop.job import (
     AllOf,
@@ -59,13 +58,12 @@ def append(
     batch = store.look_up(request)
     if layers is not None:
         return append_layers(store, request, batch, counts, seconds)
-    extend = store.extend if shards is None else shards.extend
-    extension = extend(fields.layer, batch, counts, fields.offset_array, seconds)
+    extension = store.extend(fields.layer, batch, counts, fields.offset_array, seconds, shards)
     request.place.lay({"lengths": extension.lengths.tolist()})
     counted = Counts(appended=extension.num_stored)
     if store.is_long_write(rows):
         slices = write_slices(store, extension, rows)
-        return SlicedWork(slices, lambda: store.undo(extension), counts=counted)
+        return SlicedWork(slices, partial(store.undo, extension), counts=counted)
     pending = store.write(extension, rows, seconds)
     return Completed(extension, pending, counted)
 
@@ -76,23 +74,23 @@ def append_layers(
     """Rows for many layers, k and v `[L, n, Hkv, D]`: all or none."""
     fields, rows = request.fields, (request.tensors["k"], request.tensors["v"])
     started = time.monotonic()
-    every = extend_layers(store.tree, fields.layers, batch, counts, fields.offset_array)
+    every = store.tree.extend_layers(fields.layers, batch, counts, fields.offset_array)
     seconds.plan += time.monotonic() - started
-    request.place.lay({"lengths": every.first.lengths.tolist()})
-    counted = Counts(appended=every.first.num_stored * len(fields.layers))
+    request.place.lay({"lengths": every.lengths.tolist()})
+    counted = Counts(appended=every.num_stored * len(fields.layers))
     parts = [(layer, k, v) for layer, k, v in zip(fields.layers, *rows, strict=True)]
 
     def slices() -> Slices:
         for layer, k, v in parts:
-            yield from write_slices(store, replace(every.first, layer=layer), (k, v))
+            yield from write_slices(store, replace(every, layer=layer), (k, v))
 
     if store.is_long_write(rows) or len(parts) > LAYERS_AT_ONCE:
-        return SlicedWork(slices(), lambda: undo_layers(store.tree, every), counts=counted)
+        return SlicedWork(slices(), partial(store.undo, every), counts=counted)
     started = time.monotonic()
     try:
-        written = [store.backend.append(layer, k, v, every.first.slots) for layer, k, v in parts]
+        written = [store.backend.append(layer, k, v, every.slots) for layer, k, v in parts]
     except BaseException:
-        undo_layers(store.tree, every)
+        store.undo(every)
         raise
     seconds.copy_in += time.monotonic() - started
     return Completed(every, AllOf(tuple(written)), counted)

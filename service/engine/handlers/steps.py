@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from attnd.wire.dtypes import DTYPES
@@ -12,7 +13,7 @@ from attnd.wire.dtypes import DTYPES
 from kernels.backend import Scoring
 from kernels.lanes.lane import FLAG_BYTES, LAYER_FLAGS, Lane, Slot, StepWork
 from service.core.sequences.books import Batch
-from service.core.steps import StepExtension, check_level, extend_layers, undo_layers
+from service.core.values import Extension
 from service.engine.handlers.attention import LOG2_E, counts_of
 from service.engine.loop.job import Counts, Mode, OpenedStep, Seconds
 from service.engine.loop.request import Request
@@ -49,10 +50,6 @@ def step(
     batch = store.tree.books.look_up(fields.ids)
     extension = extend(store, fields, batch, shards)
 
-    def undo() -> None:
-        if extension is not None:
-            undo_layers(store.tree, extension)
-
     try:
         planned = store.plans.sequences(
             batch,
@@ -62,24 +59,31 @@ def step(
             fields.cascade,
             None if shards is None else shards.view,
         )
-        slots = None if extension is None else extension.first.slots
+        slots = None if extension is None else extension.slots
         run = where.lane.begin(step_work(fields, planned, slots, store.geometry.head_dim))
     except BaseException:
-        undo()
+        store.undo(extension)
         raise
     seconds.plan += time.monotonic() - started
     where.send_opened({"levels": planned.num_levels, "cascade": planned.is_cascade})
-    return OpenedStep(run, undo, where.lane, counts_of_step(store, fields, planned, extension))
+    return OpenedStep(
+        run,
+        partial(store.undo, extension),
+        where.lane,
+        counts_of_step(store, fields, planned, extension),
+    )
 
 
 def extend(
     store: Store, fields: StepFields, batch: Batch, shards: ShardBatch | None
-) -> StepExtension | None:
+) -> Extension | None:
     """Reserve pages for the new tokens at every layer; None where there are none."""
     if fields.append:
-        extend = extend_layers if shards is None else shards.extend_layers
-        return extend(store.tree, fields.layers, batch, fields.counts, fields.offset_array)
-    check_level(store.tree, fields.layers, batch)
+        given = fields.layers, batch, fields.counts, fields.offset_array
+        if shards is None:
+            return store.tree.extend_layers(*given)
+        return shards.extend_layers(store.tree, *given)
+    store.tree.check_level(fields.layers, batch)
     if shards is None and fields.offset_array is not None:
         store.tree.check_lengths(batch, fields.layers[0], fields.offset_array)
     return None
@@ -131,12 +135,12 @@ def check_place(field: str, place: int, num_bytes: int, arena_bytes: int) -> Non
 
 
 def counts_of_step(
-    store: Store, fields: StepFields, planned: Planned, extension: StepExtension | None
+    store: Store, fields: StepFields, planned: Planned, extension: Extension | None
 ) -> Counts:
     """Counts of all layers together."""
     mode: Mode = "cascade" if planned.is_cascade else "flat"
     one, layers = counts_of(store, planned, mode), len(fields.layers)
-    added = 0 if extension is None else extension.first.num_stored
+    added = 0 if extension is None else extension.num_stored
     return replace(
         one,
         appended=added * layers,

@@ -12,7 +12,6 @@ from kernels.backend import Attend, AttentionState, Done, Pending
 from kernels.lanes.lane import Lane, Run
 from kernels.pending import StageSeconds
 from service.core.sequences.books import Watch
-from service.core.steps import StepExtension
 from service.core.values import Extension
 from service.engine.loop.request import Request
 
@@ -68,7 +67,7 @@ class Completed:
     The reply waits for `pending`, which still reads the request's tensors.
     """
 
-    extension: Extension | StepExtension | None = None
+    extension: Extension | None = None
     pending: Pending[Any] | None = None
     counts: Counts = NOTHING
 
@@ -184,7 +183,7 @@ class Job:
     stopped_by: Exception | None = None
 
     @property
-    def extension(self) -> Extension | StepExtension | None:
+    def extension(self) -> Extension | None:
         return None if self.work is None else self.work.extension
 
 

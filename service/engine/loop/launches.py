@@ -255,8 +255,7 @@ class Launches:
         self.in_flight.clear()
         self.group, self._group_s, self.sharing, self.is_closed = [], 0.0, None, False
         for job in reversed(jobs):
-            if job.extension is not None:
-                self._store.undo(job.extension)
+            self._store.undo(job.extension)
         if len(jobs) == 1:
             jobs[0].error = refusal_of(jobs[0], error)
         else:
@@ -281,7 +280,7 @@ class Launches:
         except Exception as error:
             if isinstance(job.work, SlicedWork):
                 job.work.undo()
-            elif job.extension is not None:
+            else:
                 self._store.undo(job.extension)
             job.error = refusal_of(job, error)
 

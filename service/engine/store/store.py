@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kernels.backend import Backend, DeviceLost, Int32, Pending, Tensor
 from service.core.errors import IntegrityError
 from service.core.pool.namespaces import Namespace
 from service.core.sequences.books import Batch
-from service.core.steps import StepExtension, undo_layers
 from service.core.tree import PrefixTree
 from service.core.values import Extension
 from service.engine.loop.job import Cost, Seconds
@@ -107,6 +106,10 @@ EVICTED_A_TURN: Final = 32
 """Pages evicted ahead of need in one round of turns: a fraction of a millisecond."""
 
 
+if TYPE_CHECKING:
+    from service.engine.handlers.shards.batch import ShardBatch
+
+
 class StoreLost(RuntimeError):
     """Tree and pool no longer agree; nothing they hold can be trusted."""
 
@@ -169,10 +172,15 @@ class Store:
         counts: Int32,
         offsets: Int32 | None,
         seconds: Seconds,
+        shards: ShardBatch | None = None,
     ) -> Extension:
-        """Reserve pages for `counts` [B] tokens; nothing is written there yet."""
+        """Reserve pages for `counts` [B] tokens; nothing is written there yet. With `shards`,
+        `counts` and `offsets` are of whole sequences."""
         started = time.monotonic()
-        extension = self.tree.extend(layer, ids, counts, offsets)
+        if shards is None:
+            extension = self.tree.extend(layer, ids, counts, offsets)
+        else:
+            extension = shards.extend_layers(self.tree, (layer,), ids, counts, offsets)
         seconds.plan += time.monotonic() - started
         return extension
 
@@ -189,11 +197,9 @@ class Store:
         seconds.copy_in += time.monotonic() - started
         return pending
 
-    def undo(self, extension: Extension | StepExtension) -> None:
-        """Roll back an extension; plans made for it get a new key."""
-        if isinstance(extension, StepExtension):
-            undo_layers(self.tree, extension)
-        else:
+    def undo(self, extension: Extension | None) -> None:
+        """Roll back an extension, if there is one; plans made for it get a new key."""
+        if extension is not None:
             self.tree.undo(extension)
 
     def is_long_write(self, rows: tuple[Tensor, Tensor]) -> bool:

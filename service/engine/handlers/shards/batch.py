@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any, Final
 
 import numpy as np
@@ -12,7 +11,7 @@ from kernels.masks import make_mask
 from service.core import shards as core
 from service.core.errors import InvalidRequest
 from service.core.plans.ragged import lens_of
-from service.core.sequences.books import Batch, Ids
+from service.core.sequences.books import Ids
 from service.core.shards import (
     ShardView,
     check_epochs,
@@ -24,7 +23,6 @@ from service.core.shards import (
     whole_lengths,
 )
 from service.core.tree import PrefixTree
-from service.core.values import Extension
 from service.engine.handlers import attention, rows, steps
 from service.engine.loop.job import OpenedStep, Seconds, Work
 from service.engine.loop.request import Request
@@ -108,15 +106,6 @@ class ShardBatch:
     def __init__(self, store: Store, request: Request, view: ShardView | None = None) -> None:
         self.view = view
         self._store, self._request = store, request
-
-    def extend(
-        self, layer: int, ids: Batch, counts: Int32, offsets: Int32 | None, seconds: Seconds
-    ) -> Extension:
-        """As `Store.extend`, in tokens of whole sequences."""
-        started = time.monotonic()
-        extension = core.extend(self._store.tree, layer, ids, counts, offsets)
-        seconds.plan += time.monotonic() - started
-        return extension
 
     def mask(self, planned: Planned) -> Mask | None:
         """The request's mask and window over this engine's tokens, for the plan's rows."""
