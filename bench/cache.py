@@ -138,7 +138,7 @@ class Replay:
         self.total += pages.size
         stop = self.append(leaf.table, cached, pages)
         some = Prefix(ids[: stop * self.page_size])
-        self.timed("commit", stop - cached, lambda: tree.cache.commit("r", some))
+        self.timed("commit", stop - cached, lambda: tree.commits.commit("r", some))
         self.timed("free", stop, lambda: tree.free(["r"]))
 
     def append(self, table: Any, cached: int, pages: Blocks) -> int:
@@ -196,7 +196,7 @@ def long_prompt(page_size: int = TIMED_PAGE_SIZE) -> dict[str, float]:
     tree = PrefixTree(PROMPT_TOKENS // page_size + 1, page_size, 1)
     tree.create([NewSpec("r")])
     tree.extend(0, ["r"], np.array([PROMPT_TOKENS], np.int32))
-    tree.cache.commit("r", Prefix(ids))
+    tree.commits.commit("r", Prefix(ids))
     tree.free(["r"])
     keys = tree.cache.named.keys[tree.cache.match("default", Prefix(ids)).table()].copy()
     times = {}
@@ -220,14 +220,14 @@ def many_pages(num_cached: int, page_size: int = TIMED_PAGE_SIZE) -> dict[str, f
         tree.create([NewSpec("r")])
         tree.extend(0, ["r"], one)
         ids = rng.integers(0, 1 << 32, NODE_PAGES * page_size, dtype=np.uint32)
-        tree.cache.commit("r", Prefix(ids))
+        tree.commits.commit("r", Prefix(ids))
         tree.free(["r"])
     names = [f"r{i}" for i in range(REPEATS)]
     tree.create([NewSpec(name) for name in names])
     tree.extend(0, names, np.full(REPEATS, page_size, np.int32))
     prompts = [rng.integers(0, 1 << 32, page_size, dtype=np.uint32) for _ in names]
     todo = iter(zip(names, map(Prefix, prompts), strict=True))
-    committed = microseconds(lambda: tree.cache.commit(*next(todo)), lambda: None, REPEATS)
+    committed = microseconds(lambda: tree.commits.commit(*next(todo)), lambda: None, REPEATS)
     evicted = microseconds(lambda: tree.cache.evict("default", 1), lambda: None, REPEATS)
     cached = "a million" if num_cached == 10**6 else f"{num_cached:,}"
     return {

@@ -20,8 +20,8 @@ from service.core.integrity import (
 from service.core.plans.ragged import CsrTable, csr_table, indptr, token_slots
 from service.core.pool.allocator import PageAllocator
 from service.core.pool.budget import Budget
-from service.core.pool.namespaces import Namespace
 from service.core.prefix.cache import PrefixCache
+from service.core.prefix.commits import Commits
 from service.core.prefix.keys import Prefix
 from service.core.prefix.named_pages import NamedPages
 from service.core.prefix.nodes import Leaf, Links, owner_of
@@ -47,7 +47,7 @@ class PrefixTree:
 
     Not thread-safe: one thread owns it. The planner and the integrity check read `allocator`,
     `books` and the leaves' links. `budget` allocates pages within quotas, `cache` finds committed
-    pages, `cuts` cuts sequences, many at once.
+    pages, `commits` names the pages of sequences, `cuts` cuts sequences, many at once.
     """
 
     __slots__ = (
@@ -57,6 +57,7 @@ class PrefixTree:
         "books",
         "budget",
         "cache",
+        "commits",
         "cuts",
         "num_layers",
         "page_size",
@@ -78,7 +79,8 @@ class PrefixTree:
         self._named = named
         self._links = Links(named)
         self.budget = Budget(self.allocator, named, self._links)
-        self.cache = PrefixCache(self.books, self._links, self.budget)
+        self.cache = PrefixCache(self._links, self.budget)
+        self.commits = Commits(self.books, self._links, self.budget)
         self.cuts = Cuts(self.books, self.budget, self._links, page_size)
 
     def create(self, new: Sequence[NewSpec]) -> RowCopies:
@@ -310,8 +312,7 @@ class PrefixTree:
         only that one's sequences and pages."""
         if namespace is None:
             return integrity_steps(self.books, self._links, self.budget)
-        held = self.budget.namespaces.get(namespace) or Namespace(namespace)
-        return own_integrity_steps(self.books, self._links, held)
+        return own_integrity_steps(self.books, self._links, self.budget.look(namespace))
 
     def check_integrity(self) -> None:
         """Raises `IntegrityError`, with the numbers, if an invariant does not hold."""
@@ -335,8 +336,7 @@ class PrefixTree:
     def sharing_steps(self, namespace: str) -> Generator[None, None, Sharing]:
         """The sharing among one namespace's sequences, in small pieces between which they may
         change."""
-        held = self.budget.namespaces.get(namespace)
-        leaves = [] if held is None else list(held.leaves)
+        leaves = list(self.budget.look(namespace).leaves)
         return sharing_steps(self.books, leaves, self.page_size)
 
     @property

@@ -329,7 +329,7 @@ class Driver:
         ends = self.model.now + self.random.choice((2.0, 5.0, float("inf")))
         keep = [] if priority is None else [Retention(priority, ends)]
         prefix = self.prefix(namespace, sequence.tokens[:length], salt)
-        count = self.tree.cache.commit(name, prefix, *keep)
+        count = self.tree.commits.commit(name, prefix, *keep)
         keys = page_keys(namespace, salt, sequence.tokens)
         stop, done = length // PAGE_SIZE, len(named)
         if stop > done:
@@ -370,7 +370,7 @@ class Driver:
             wrong.append(([9] * PAGE_SIZE, salt))
         for tokens, under in wrong:
             try:
-                self.tree.cache.commit(name, self.prefix(namespace, tokens, under))
+                self.tree.commits.commit(name, self.prefix(namespace, tokens, under))
             except CoreError:
                 assert self.state() == before
                 continue

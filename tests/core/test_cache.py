@@ -47,7 +47,7 @@ def keep(tree: PrefixTree, *pages: int, keep: Any = None, namespace: str = "defa
     prefix = Prefix(ids(*pages))
     tree.create([NewSpec("kept", prefix=prefix, namespace=namespace)])
     grow(tree, "kept", len(pages) * PAGE - tree.describe("kept").length)
-    tree.cache.commit("kept", prefix, *([keep] if keep else []))
+    tree.commits.commit("kept", prefix, *([keep] if keep else []))
     tree.free(["kept"])
 
 
@@ -65,10 +65,10 @@ def test_only_pages_full_at_every_layer_can_be_committed(tree: PrefixTree) -> No
     tree.extend(0, ["a"], np.array([8], np.int32))
     tree.extend(1, ["a"], np.array([7], np.int32))
     with pytest.raises(InvalidRequest, match="at most 7"):
-        tree.cache.commit("a", Prefix(ids(1, 2)))
+        tree.commits.commit("a", Prefix(ids(1, 2)))
     with pytest.raises(InvalidRequest, match="at most 1"):
-        tree.cache.commit("a", own(1, 2))
-    assert tree.cache.commit("a", Prefix(ids(1, 2)[:7])) == 1
+        tree.commits.commit("a", own(1, 2))
+    assert tree.commits.commit("a", Prefix(ids(1, 2)[:7])) == 1
     assert found(tree, 1, 2) == 1
 
 
@@ -88,10 +88,10 @@ def test_pages_committed_by_key_are_not_believed_to_have_ids(tree: PrefixTree) -
     for name in ("a", "b"):
         other.create([NewSpec(name)])
         grow(other, name, PAGE)
-    other.cache.commit("a", Prefix(None, key))
+    other.commits.commit("a", Prefix(None, key))
     assert found(other, 5) == 0
     with pytest.raises(KeyMismatch, match="with other token ids, or with none"):
-        other.cache.commit("b", Prefix(ids(5)))
+        other.commits.commit("b", Prefix(ids(5)))
     other.check_integrity()
 
 
@@ -150,7 +150,7 @@ def test_the_best_priority_without_an_end_counts_when_one_with_an_end_is_over(
     grow(tree, "a", PAGE)
     for priority, ends in given:
         kept = Retention(priority) if ends is None else Retention(priority, ends)
-        tree.cache.commit("a", Prefix(ids(1)), kept)
+        tree.commits.commit("a", Prefix(ids(1)), kept)
     (node,) = (one for one in tree.cache.named.nodes if one is not None and one.name is not None)
     tree.tick(15.0)
     assert node.name is not None and node.name.keep.priority == left
@@ -161,7 +161,7 @@ def test_a_parent_waits_for_its_children_whatever_their_priority(tree: PrefixTre
     keep(tree, 1, keep=Retention(10))
     tree.create([NewSpec("a", prefix=Prefix(ids(1)))])
     grow(tree, "a", PAGE)
-    tree.cache.commit("a", Prefix(ids(1, 2)))
+    tree.commits.commit("a", Prefix(ids(1, 2)))
     tree.free(["a"])
     keep(tree, 3, keep=Retention(20))
     tree.cache.evict("default", 1)
@@ -204,7 +204,7 @@ def test_a_commit_while_decoding_makes_no_chain(tree: PrefixTree) -> None:
     tree.create([NewSpec("a")])
     for turn in range(1, 6):
         grow(tree, "a", PAGE)
-        tree.cache.commit("a", Prefix(ids(*range(turn))))
+        tree.commits.commit("a", Prefix(ids(*range(turn))))
     assert tree.num_nodes == 1
 
 
@@ -214,10 +214,10 @@ def test_forks_keep_their_pages_when_the_other_finds_them_cached(tree: PrefixTre
     tree.create([NewSpec("b", "a")])
     keep(tree, 1)
     before = tree.page_table(["a", "b"], 0).kv_indices.tolist()
-    assert tree.cache.commit("a", Prefix(ids(1, 2))) == 0
+    assert tree.commits.commit("a", Prefix(ids(1, 2))) == 0
     assert tree.page_table(["a", "b"], 0).kv_indices.tolist() == before
     tree.free(["b"])
-    assert tree.cache.commit("a", Prefix(ids(1, 2))) == 2
+    assert tree.commits.commit("a", Prefix(ids(1, 2))) == 2
     tree.check_integrity()
 
 
@@ -285,7 +285,7 @@ def test_nothing_is_left_of_a_namespace_or_salt_that_has_nothing(tree: PrefixTre
         salted = Prefix(ids(1), None, f"salt-{number}")
         tree.create([NewSpec("a", namespace=f"n{number}")])
         grow(tree, "a", PAGE)
-        tree.cache.commit("a", salted)
+        tree.commits.commit("a", salted)
         tree.free(["a"])
         assert tree.cache.match("default", salted).num_pages == 0
         tree.cache.evict(f"n{number}", 1)
@@ -308,30 +308,30 @@ def test_a_commit_with_an_offset_names_the_remaining_pages(kind: str) -> None:
         return Prefix(whole.token_ids, whole.page_keys, "", skipped)
 
     begun(tree, "a", 1, 2, 3, 4)
-    assert tree.cache.commit("a", names(1, 2)) == 2
-    assert tree.cache.commit("a", names(3, skipped=2)) == 3
-    assert tree.cache.commit("a", names(3, 4, skipped=2)) == 4
-    assert tree.cache.commit("a", names(skipped=4)) == 4
+    assert tree.commits.commit("a", names(1, 2)) == 2
+    assert tree.commits.commit("a", names(3, skipped=2)) == 3
+    assert tree.commits.commit("a", names(3, 4, skipped=2)) == 4
+    assert tree.commits.commit("a", names(skipped=4)) == 4
     assert tree.cache.match("default", names(1, 2, 3, 4)).num_pages == 4
     with pytest.raises(KeyMismatch) as refused:
-        tree.cache.commit("a", names(9, 4, skipped=2))
+        tree.commits.commit("a", names(9, 4, skipped=2))
     assert refused.value.page == 2
     tree.check_integrity()
 
 
 def test_pages_that_are_not_committed_cannot_be_skipped(tree: PrefixTree) -> None:
     begun(tree, "a", 1, 2, 3)
-    tree.cache.commit("a", Prefix(ids(1)))
+    tree.commits.commit("a", Prefix(ids(1)))
     with pytest.raises(InvalidRequest, match="at most 4, the sequence's committed tokens"):
-        tree.cache.commit("a", Prefix(ids(3), skipped=2))
+        tree.commits.commit("a", Prefix(ids(3), skipped=2))
     assert found(tree, 1, 2, 3) == 1
 
 
 def test_skipped_pages_count_towards_the_length_of_the_sequence(tree: PrefixTree) -> None:
     begun(tree, "a", 1, 2)
-    tree.cache.commit("a", Prefix(ids(1, 2)))
+    tree.commits.commit("a", Prefix(ids(1, 2)))
     with pytest.raises(InvalidRequest, match="at most 8"):
-        tree.cache.commit("a", Prefix(ids(3), skipped=2))
+        tree.commits.commit("a", Prefix(ids(3), skipped=2))
 
 
 def test_many_sequences_are_committed_in_one_call_and_share_equal_pages(
@@ -340,7 +340,7 @@ def test_many_sequences_are_committed_in_one_call_and_share_equal_pages(
     begun(tree, "a", 1, 2)
     begun(tree, "b", 1, 3)
     prefixes = [Prefix(ids(1, 2)), Prefix(ids(1, 3))]
-    assert tree.cache.commit_all(["a", "b"], prefixes) == [2, 2]
+    assert tree.commits.commit_all(["a", "b"], prefixes) == [2, 2]
     assert (found(tree, 1, 2), found(tree, 1, 3)) == (2, 2)
     assert tree.allocator.num_free == 8 - 3
     tree.check_integrity()
@@ -359,7 +359,7 @@ def test_a_commit_of_many_that_fails_for_one_commits_none(tree: PrefixTree, orde
         batch = [("a", Prefix(ids(1, 2))), (name, prefix)]
         names, prefixes = zip(*(batch if order == "last" else batch[::-1]), strict=True)
         with pytest.raises(CoreError):
-            tree.cache.commit_all(names, prefixes)
+            tree.commits.commit_all(names, prefixes)
         assert found(tree, 1, 2) == 0
         tree.check_integrity()
 
@@ -368,10 +368,10 @@ def test_a_commit_of_many_leaves_no_trace_of_a_salt_when_it_fails(tree: PrefixTr
     begun(tree, "a", 1)
     salted = Prefix(ids(1), cache_salt="new")
     with pytest.raises(InvalidRequest):
-        tree.cache.commit_all(["a"], [Prefix(ids(1, 2), cache_salt="new")])
+        tree.commits.commit_all(["a"], [Prefix(ids(1, 2), cache_salt="new")])
     begun(tree, "b", 1)
     with pytest.raises(InvalidRequest):
-        tree.cache.commit_all(["a", "b"], [salted, Prefix(ids(1, 2), cache_salt="new")])
+        tree.commits.commit_all(["a", "b"], [salted, Prefix(ids(1, 2), cache_salt="new")])
     assert not tree.budget.namespace("default").roots
 
 
@@ -384,7 +384,7 @@ def test_forks_that_name_shared_pages_differently_are_all_rejected(
     grow(tree, "b", (2 - shared) * PAGE)
     for names in ([ids(1, 2), ids(9, 3)], [ids(9, 3), ids(1, 2)]):
         with pytest.raises(KeyMismatch):
-            tree.cache.commit_all(["a", "b"], [Prefix(one) for one in names])
+            tree.commits.commit_all(["a", "b"], [Prefix(one) for one in names])
         assert (found(tree, 1), found(tree, 9)) == (0, 0)
-    assert tree.cache.commit_all(["a", "b"], [Prefix(ids(1, 2)), Prefix(ids(1))]) == [2, 1]
+    assert tree.commits.commit_all(["a", "b"], [Prefix(ids(1, 2)), Prefix(ids(1))]) == [2, 1]
     tree.check_integrity()

@@ -53,7 +53,7 @@ def committed(depth: int) -> PrefixTree:
     tree.tick(0.0)
     tree.create([NewSpec("a")])
     tree.extend(0, ["a"], int32(depth))
-    tree.cache.commit("a", prompt(depth))
+    tree.commits.commit("a", prompt(depth))
     for pages in range(1, depth + 1):
         assert tree.cache.lease("default", prompt(pages), f"l{pages}", 9.0) == pages
     return tree
@@ -75,13 +75,13 @@ def test_a_call_finds_a_bounded_number_of_nodes(monkeypatch: pytest.MonkeyPatch)
     assert tree.cache.match("default", prompt(8)).num_pages == MOST
     assert tree.cache.use("default", prompt(8)) == MOST
     with pytest.raises(InvalidRequest, match="the first 3 tokens are cached"):
-        tree.cache.commit("c", prompt(8))
+        tree.commits.commit("c", prompt(8))
     for soft in (None, 5.0):
         with pytest.raises(InvalidRequest, match="nodes of the tree above it, not 7"):
             tree.cache.pin("default", key, "", soft)
     assert (tree.allocator.num_free, tree.num_nodes) == before
     tree.check_integrity()
-    assert tree.cache.commit("c", prompt(MOST)) == MOST
+    assert tree.commits.commit("c", prompt(MOST)) == MOST
     tree.create([NewSpec("b", prefix=prompt(8))])
     assert tree.describe("b").length == MOST
     tree.check_integrity()

@@ -191,7 +191,7 @@ def test_a_check_passes_whatever_changes_between_its_pieces(whole: bool) -> None
                 count = tree.describe(name).length // 2 * 2
                 ids = np.arange(count, dtype=np.uint32)
                 with suppress(CoreError):
-                    tree.cache.commit(name, Prefix(ids, None, str(chance.randrange(2))))
+                    tree.commits.commit(name, Prefix(ids, None, str(chance.randrange(2))))
             else:
                 tree.cache.evict("default", 3)
 

@@ -514,7 +514,7 @@ def test_an_extension_that_others_share_is_not_undone(change) -> None:
     if change == "fork":
         pool.fork("b", "a")
     elif change == "commit":
-        pool.tree.cache.commit("a", Prefix(np.arange(8, dtype=np.uint32)))
+        pool.tree.commits.commit("a", Prefix(np.arange(8, dtype=np.uint32)))
     else:
         pool.tree.free(["a"])
     with pytest.raises(IntegrityError, match="cannot roll back"):

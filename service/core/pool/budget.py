@@ -41,6 +41,10 @@ class Budget:
             found = self.namespaces[name] = Namespace(name)
         return found
 
+    def look(self, name: str) -> Namespace:
+        """The namespace's books, to read: of an unknown namespace they are empty."""
+        return self.namespaces.get(name) or Namespace(name)
+
     def set_quota(self, name: str, max_pages: int | None, reserved_pages: int) -> Namespace:
         """Limit a namespace to `max_pages` (None: no limit) and reserve `reserved_pages` for it.
 

@@ -11,7 +11,7 @@ from service.core.prefix.keys import root_key
 from service.core.prefix.nodes import Leaf, Name, Node
 
 if TYPE_CHECKING:
-    from service.core.prefix.leases import Lease
+    from service.core.prefix.cache import Lease
 
 OUT: Final = 0
 QUEUED: Final = 1

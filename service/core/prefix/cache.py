@@ -1,83 +1,67 @@
-"""The prefix cache: finds, retains, holds and evicts committed pages by their names."""
+"""The prefix cache: finds, leases, pins and evicts committed pages by their names."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final
 
 import numpy as np
 
-from service.core.errors import InvalidRequest, UnknownPage
+from service.core.errors import InvalidRequest, UnknownLease, UnknownPage
 from service.core.pool.budget import Budget
-from service.core.prefix.commits import DEFAULT, Commits, keep_path
-from service.core.prefix.keys import Prefix, root_key
-from service.core.prefix.leases import Hold, Leases
+from service.core.pool.namespaces import Namespace, Root
+from service.core.prefix.commits import keep_path
+from service.core.prefix.keys import Prefix
 from service.core.prefix.matching import MOST_MATCHED, Match, named_path, walk
 from service.core.prefix.named_pages import Cleared
 from service.core.prefix.nodes import FOREVER, Links, Node, Retention, named
-from service.core.sequences.books import SequenceBooks
+from service.core.timers import Timers
+
+ENDED_AT_ONCE: Final = 256
+"""Maximum leases that end in one tick: a millisecond or two. The next tick ends the rest."""
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """Holds `node` and all above it until `ends`, by the tree's clock."""
+
+    id: str
+    namespace: Namespace
+    node: Node
+    ends: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Hold:
+    """A lease (until `ends`, by the tree's clock) or a hard pin (`lease_id` None), which holds the
+    page of `key` and all before it."""
+
+    lease_id: str | None
+    root: Root
+    key: bytes
+    num_pages: int
+    ends: float = FOREVER
 
 
 class PrefixCache:
-    """Finds, commits and evicts named pages; shares the tree's books, links and pages."""
+    """Named pages, and what holds them without a sequence; shares the tree's links and pages. Each
+    `Namespace` lists its own leases and hard pins."""
 
-    __slots__ = ("_budget", "_commits", "_links", "leases", "named")
+    __slots__ = ("_budget", "_ends", "_links", "named")
 
-    def __init__(self, books: SequenceBooks, links: Links, budget: Budget) -> None:
-        self._commits = Commits(books, links, budget)
+    def __init__(self, links: Links, budget: Budget) -> None:
         self._links = links
         self._budget = budget
+        self._ends: Timers[Lease] = Timers()
         self.named = links.named
-        self.leases = Leases(links, links.named)
-
-    # Lookup and leases.
 
     def match(self, namespace: str, prefix: Prefix) -> Match:
         """The longest beginning of `prefix` that is cached in the namespace."""
-        held = self._budget.namespaces.get(namespace)
-        root = None if held is None else held.roots.get(prefix.cache_salt)
+        root = self._budget.look(namespace).roots.get(prefix.cache_salt)
         if root is None:
             return Match(None, 0)
         return walk(self.named, root, None, prefix, prefix.num_pages(self.named.page_size))
-
-    def lease(self, namespace: str, prefix: Prefix, lease_id: str, lease_s: float) -> int:
-        """Hold the longest cached beginning of `prefix` for `lease_s`; returns its pages.
-
-        With 0 pages there is no lease.
-        """
-        found = self.match(namespace, prefix)
-        node = found.cut(self._links)
-        if node is not None:
-            owner = named(node).root.namespace
-            self.leases.open(lease_id, owner, node, self.named.retention.now + lease_s)
-        return found.num_pages
-
-    def reopen(
-        self, namespace: str, lease_id: str, key: bytes, cache_salt: str, lease_s: float
-    ) -> None:
-        """Open a lease under another pool's id, on a page and all before it.
-
-        Raises `UnknownPage`.
-        """
-        node = self._page(namespace, key, cache_salt)
-        ends = self.named.retention.now + lease_s
-        self.leases.open(lease_id, named(node).root.namespace, node, ends)
-
-    def renew_lease(self, namespace: str, lease_id: str, ends: float) -> None:
-        """Change the end of one of the namespace's leases. Raises `UnknownLease`."""
-        self.leases.renew(lease_id, self._budget.namespaces.get(namespace), ends)
-
-    def close_lease(self, namespace: str, lease_id: str) -> None:
-        """End one of the namespace's leases now. Raises `UnknownLease`."""
-        self.leases.close(lease_id, self._budget.namespaces.get(namespace))
-
-    def has_lease(self, namespace: str, lease_id: str) -> bool:
-        held = self._budget.namespaces.get(namespace)
-        return held is not None and lease_id in held.leases
-
-    def holds(self, namespace: str, most: int) -> list[Hold]:
-        """A namespace's hard pins and leases, at most `most` together."""
-        held = self._budget.namespaces.get(namespace)
-        return [] if held is None else self.leases.of(held, most)
 
     def chain(self, namespace: str, key: bytes, cache_salt: str) -> Prefix:
         """The keys of a page and of all before it. Raises `UnknownPage`."""
@@ -94,50 +78,126 @@ class PrefixCache:
             self._links.release(node)
         return found.num_pages
 
-    # Commits and pins.
+    def evict(self, namespace: str, count: int) -> int:
+        """Evict up to `count` cached pages of a namespace; returns how many."""
+        return self._budget.evict(self._budget.look(namespace), count)
 
-    def commit(self, name: str, prefix: Prefix, keep: Retention = DEFAULT) -> int:
-        """Commit a sequence's full pages under the names of `prefix`; see `Commits.commit`."""
-        return self._commits.commit(name, prefix, keep)
+    def cleared(self, namespace: str) -> None:
+        """Report to the listener that all evictable pages were evicted."""
+        if self.named.listener is not None:
+            self.named.listener(Cleared(namespace))
 
-    def commit_all(
-        self, names: Sequence[str], prefixes: Sequence[Prefix], keep: Retention = DEFAULT
-    ) -> list[int]:
-        """`commit` for many sequences; all or none."""
-        return self._commits.commit_all(names, prefixes, keep)
+    def tick(self, now: float) -> None:
+        """Advance the time to `now`: end expired leases, priorities and soft pins."""
+        self.named.retention.now = now
+        if self._ends.next_due <= now:
+            for lease in self._ends.take_due(now, ENDED_AT_ONCE):
+                self._end(lease)
+        self.named.retention.expire()
 
-    def committed(self, name: str, prefix: Prefix) -> tuple[int, bytes]:
-        """Number of a sequence's committed pages, and the last one's key (of the prefix's root, if
-        there are none). Raises `UnknownSequence`."""
-        leaf = self._commits.leaf(name)
-        node = leaf.parent
-        while node is not None and node.name is None:
-            node = node.parent
-        if node is None:
-            return 0, root_key(leaf.owner.name, prefix.cache_salt)
-        return node.end, self.named.last_key(node)
+    @property
+    def next_end(self) -> float:
+        """Time of the next expiry."""
+        return min(self._ends.next_due, self.named.retention.next_end)
+
+    # Leases.
+
+    @property
+    def num_leases(self) -> int:
+        return len(self._ends)
+
+    def lease(self, namespace: str, prefix: Prefix, lease_id: str, lease_s: float) -> int:
+        """Hold the longest cached beginning of `prefix` for `lease_s`; returns its pages.
+
+        With 0 pages there is no lease.
+        """
+        found = self.match(namespace, prefix)
+        node = found.cut(self._links)
+        if node is not None:
+            self._open(lease_id, node, lease_s)
+        return found.num_pages
+
+    def reopen(
+        self, namespace: str, lease_id: str, key: bytes, cache_salt: str, lease_s: float
+    ) -> None:
+        """Open a lease under another pool's id, on a page and all before it.
+
+        Raises `UnknownPage`.
+        """
+        self._open(lease_id, self._page(namespace, key, cache_salt), lease_s)
+
+    def renew_lease(self, namespace: str, lease_id: str, ends: float) -> None:
+        """Change the end of one of the namespace's leases. Raises `UnknownLease`."""
+        lease = self._lease(namespace, lease_id)
+        lease.ends = ends
+        self._ends.set(lease, ends)
+
+    def close_lease(self, namespace: str, lease_id: str) -> None:
+        """End one of the namespace's leases now. Raises `UnknownLease`."""
+        self._end(self._lease(namespace, lease_id))
+
+    def has_lease(self, namespace: str, lease_id: str) -> bool:
+        return lease_id in self._budget.look(namespace).leases
+
+    def holds(self, namespace: str, most: int) -> list[Hold]:
+        """A namespace's hard pins and leases, at most `most` together."""
+        held = self._budget.look(namespace)
+        pins = islice(held.pins.items(), most)
+        holds = [Hold(None, root, key, node.end) for (root, key), node in pins]
+        for one in islice(held.leases.values(), most - len(holds)):
+            key = self.named.last_key(one.node)
+            holds.append(Hold(one.id, named(one.node).root, key, one.node.end, one.ends))
+        return holds
+
+    def _open(self, lease_id: str, node: Node, lease_s: float) -> None:
+        """Hold `node` for `lease_s` or until the lease is closed."""
+        namespace, ends = named(node).root.namespace, self.named.retention.now + lease_s
+        lease = namespace.leases[lease_id] = Lease(lease_id, namespace, node, ends)
+        self.named.count_own(node, 1)
+        self.named.hold(node)
+        self._ends.set(lease, ends)
+
+    def _end(self, lease: Lease) -> None:
+        del lease.namespace.leases[lease.id]
+        self._ends.cancel(lease)
+        self.named.count_own(lease.node, -1)
+        self._links.release(lease.node)
+
+    def _lease(self, namespace: str, lease_id: str) -> Lease:
+        """Raises `UnknownLease`."""
+        lease = self._budget.look(namespace).leases.get(lease_id)
+        if lease is None:
+            raise UnknownLease(lease_id)
+        return lease
+
+    # Pins.
 
     def pin(self, namespace: str, key: bytes, cache_salt: str, soft_ttl_s: float | None) -> int:
         """Pin a page and all before it, softly for `soft_ttl_s` or hard (None); returns the number
-        of pages.
+        of pages. Repeating a hard pin has no effect.
 
         Raises `UnknownPage`.
         """
         node = self._page(namespace, key, cache_salt)
-        if soft_ttl_s is None:
-            self.leases.pin(named(node).root, key, node)
-        else:
-            keep_path(
-                self._links, node, Retention(0, -FOREVER, self.named.retention.now + soft_ttl_s)
-            )
+        root = named(node).root
+        if soft_ttl_s is not None:
+            keep = Retention(0, -FOREVER, self.named.retention.now + soft_ttl_s)
+            keep_path(self._links, node, keep)
+        elif (root, key) not in root.namespace.pins:
+            root.namespace.pins[root, key] = node
+            self.named.count_own(node, 1)
+            self.named.pin(node, 1)
         return node.end
 
     def unpin(self, namespace: str, key: bytes, cache_salt: str) -> None:
         """Remove a page's hard and soft pins. Raises `UnknownPage` if it has none."""
         node = self._page(namespace, key, cache_salt)
-        was_hard = self.leases.unpin(named(node).root, key)
-        ends = named(node).keep.soft_ends
-        if not was_hard and ends == -FOREVER:
+        root, ends = named(node).root, named(node).keep.soft_ends
+        pinned = root.namespace.pins.pop((root, key), None)
+        if pinned is not None:
+            self.named.count_own(pinned, -1)
+            self.named.pin(pinned, -1)
+        elif ends == -FOREVER:
             raise UnknownPage(key.hex())
         # The pages before it are evicted after it in any case.
         for above in named_path(node):
@@ -146,8 +206,7 @@ class PrefixCache:
 
     def _page(self, namespace: str, key: bytes, cache_salt: str) -> Node:
         """The node that ends with the page of `key`, split if needed."""
-        held = self._budget.namespaces.get(namespace)
-        root = None if held is None else held.roots.get(cache_salt)
+        root = self._budget.look(namespace).roots.get(cache_salt)
         found = None if root is None else self.named.find(root, key)
         if found is None:
             raise UnknownPage(key.hex())
@@ -159,26 +218,3 @@ class PrefixCache:
             rule = f"a page with at most {MOST_MATCHED} nodes of the tree above it, not {depth}"
             raise InvalidRequest("page_key", key.hex(), rule)
         return Match(node, node.start + at + 1).cut(self._links) or node
-
-    # Eviction and time.
-
-    def evict(self, namespace: str, count: int) -> int:
-        """Evict up to `count` cached pages of a namespace; returns how many."""
-        held = self._budget.namespaces.get(namespace)
-        return 0 if held is None else self._budget.evict(held, count)
-
-    def cleared(self, namespace: str) -> None:
-        """Report to the listener that all evictable pages were evicted."""
-        if self.named.listener is not None:
-            self.named.listener(Cleared(namespace))
-
-    def tick(self, now: float) -> None:
-        """Advance the time to `now`: end expired leases, priorities and soft pins."""
-        self.named.retention.now = now
-        self.leases.expire(now)
-        self.named.retention.expire()
-
-    @property
-    def next_end(self) -> float:
-        """Time of the next expiry."""
-        return min(self.leases.next_end, self.named.retention.next_end)

@@ -8,7 +8,7 @@ from typing import Final
 from service.core.errors import InvalidRequest, KeyMismatch
 from service.core.pool.budget import Budget
 from service.core.pool.namespaces import Root
-from service.core.prefix.keys import KEY_BYTES, Prefix
+from service.core.prefix.keys import KEY_BYTES, Prefix, root_key
 from service.core.prefix.matching import MOST_MATCHED, Match, named_path, walk
 from service.core.prefix.named_pages import equal_rows
 from service.core.prefix.nodes import Leaf, Links, Node, Retention, check_depth, named
@@ -43,9 +43,14 @@ class Commits:
         leaf = self._books.leaf(name)
         return self._commit(leaf, prefix, self._num_named(leaf, prefix), keep)
 
-    def leaf(self, name: str) -> Leaf:
-        """Raises `UnknownSequence`."""
-        return self._books.leaf(name)
+    def committed(self, name: str, prefix: Prefix) -> tuple[int, bytes]:
+        """Number of a sequence's committed pages, and the last one's key (of the prefix's root, if
+        there are none). Raises `UnknownSequence`."""
+        leaf = self._books.leaf(name)
+        path = named_path(leaf.parent)
+        if not path:
+            return 0, root_key(leaf.owner.name, prefix.cache_salt)
+        return path[-1].end, self._named.last_key(path[-1])
 
     def commit_all(
         self, names: Sequence[str], prefixes: Sequence[Prefix], keep: Retention = DEFAULT

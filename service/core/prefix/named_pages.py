@@ -207,6 +207,11 @@ class NamedPages:
             self._settle(node, name)
             node = node.parent
 
+    def count_own(self, node: Node, by: int) -> None:
+        """Count a lease or pin that is on the node itself (-1: not any more)."""
+        named(node).own += by
+        self.num_changes += 1
+
     def is_last_holder(self, parent: Node, child: Node) -> bool:
         """Whether `child`, just cached, was the only holder of `parent`, with equal retention."""
         above, name = named(parent), named(child)

@@ -66,10 +66,10 @@ def commit(store: Store, request: Request, _: Seconds) -> Work:
     request.place.require(ANSWER_BYTES)
     skipped = fields.offset // store.geometry.page_size
     prefix = prefix_of(fields, request.tensors, most_tokens(store), skipped)
-    cache = store.tree.cache
+    commits = store.tree.commits
 
     def finish(prefix: Prefix) -> None:
-        num_pages = cache.commit(fields.id, prefix, *retention(store, fields))
+        num_pages = commits.commit(fields.id, prefix, *retention(store, fields))
         request.place.lay(
             {
                 "committed_len": num_pages * store.geometry.page_size,
@@ -82,7 +82,7 @@ def commit(store: Store, request: Request, _: Seconds) -> Work:
         finish((yield from in_slices(prefix.hashed(first, before, store.geometry.page_size))))
 
     if prefix.token_ids is not None and prefix.token_ids.size > HASHED_AT_ONCE:
-        done, before = cache.committed(fields.id, prefix)
+        done, before = commits.committed(fields.id, prefix)
         size = store.geometry.page_size
         if prefix.skipped <= done < prefix.num_pages(size) - HASHED_AT_ONCE // size:
             return SlicedWork(slices(done, before))
@@ -101,7 +101,7 @@ def commit_sequences(store: Store, request: Request, _: Seconds) -> Work:
         part_of(whole, first, last, offset // size)
         for first, last, offset in zip(sums, sums[1:], offsets, strict=False)
     ]
-    pages = store.tree.cache.commit_all(ids, prefixes, *retention(store, fields))
+    pages = store.tree.commits.commit_all(ids, prefixes, *retention(store, fields))
     request.place.lay(
         {
             "committed_lens": [count * size for count in pages],

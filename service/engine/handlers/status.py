@@ -6,7 +6,6 @@ import logging
 from typing import Any, Final
 
 from service.core.errors import IntegrityError
-from service.core.pool.namespaces import Namespace
 from service.engine.loop.job import Completed, Cost, Seconds, SlicedWork, Slices, Work, in_slices
 from service.engine.loop.request import Request
 from service.engine.store.store import Store
@@ -82,8 +81,7 @@ def pool(store: Store, request: Request, _: Seconds) -> Work:
         "sequences": numbers.sequences,
         "imports": numbers.imports,
     }
-    held = store.tree.budget.namespaces.get(namespace)
-    num_named = 0 if held is None else held.num_nodes
+    num_named = store.tree.budget.look(namespace).num_nodes
 
     def slices() -> Slices:
         sharing = yield from in_slices(store.tree.sharing_steps(namespace))
@@ -131,7 +129,7 @@ def get_namespace(store: Store, request: Request, _: Seconds) -> Work:
 
 def namespace_fields(store: Store, name: str) -> dict[str, Any]:
     """A namespace's quota and use; an unknown namespace has none."""
-    held = store.tree.budget.namespaces.get(name) or Namespace(name)
+    held = store.tree.budget.look(name)
     return {
         "name": name,
         "max_pages": held.max_pages,

@@ -45,20 +45,19 @@ class Limits:
         if count > free:
             raise OutOfSequences(count, max(free, 0), self.sequences)
         most = self.part(self.sequences)
-        held = tree.budget.namespaces.get(namespace) or Namespace(namespace)
+        held = tree.budget.look(namespace)
         if count > most - held.num_sequences:
             free = max(0, most - held.num_sequences)
             raise OutOfSequences(count, free, most, share_retry_s=RETRY_S)
 
     def refuse_lease(self, tree: PrefixTree, namespace: str) -> None:
         """Raises Overloaded where one more lease exceeds a limit."""
-        held = tree.budget.namespaces.get(namespace)
         most = self.part(self.leases)
-        if held is not None and held.num_leases >= most:
+        if tree.budget.look(namespace).num_leases >= most:
             reason = f"this namespace holds {most} leases, its share of engine.max_leases"
             remedy = "release some or let them end, or raise engine.namespace_share"
             raise Overloaded(f"{reason}: {remedy}", retry_after_s=RETRY_S)
-        if len(tree.cache.leases) >= self.leases:
+        if tree.cache.num_leases >= self.leases:
             remedy = "wait for some to end, or raise engine.max_leases"
             raise Overloaded(f"{self.leases} leases are held: {remedy}", retry_after_s=RETRY_S)
 
@@ -86,7 +85,7 @@ def pool_numbers(tree: PrefixTree, num_imports: int, namespace: str | None) -> P
     numbers = PoolNumbers(tree.allocator.num_free, num_imports, -num_imports, tree.num_nodes)
     chosen: Iterable[Namespace] = tree.budget.namespaces.values()
     if namespace is not None:
-        own = tree.budget.namespaces.get(namespace) or Namespace(namespace)
+        own = tree.budget.look(namespace)
         chosen, numbers.free = (own,), max(0, tree.budget.available(own))
         numbers.available = tree.budget.obtainable(own)
     for one in chosen:

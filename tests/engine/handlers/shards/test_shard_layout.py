@@ -7,7 +7,7 @@ import pytest
 
 from service.core.errors import InvalidRequest
 from service.core.sequences.transfer import generation
-from service.core.shards import Shard, ShardLayout, as_shards, extend
+from service.core.shards import Shard, ShardLayout, as_shards, extend_layers
 from service.core.tree import PrefixTree
 from service.core.values import Int32, NewSpec
 
@@ -40,7 +40,7 @@ def test_a_fork_of_a_shard_is_no_longer_than_the_whole_sequence(
     tree: PrefixTree, length: int, is_right: bool
 ) -> None:
     """Of 9 tokens 5 are here, and of 12 tokens 8 would be."""
-    extend(tree, 0, ["a"], int32(9), int32(0))
+    extend_layers(tree, (0,), ["a"], int32(9), int32(0))
     if is_right:
         tree.create(as_shards(tree, [NewSpec("b", "a", length)], [0]))
         assert tree.describe("b").length == 5
@@ -51,10 +51,10 @@ def test_a_fork_of_a_shard_is_no_longer_than_the_whole_sequence(
 
 def test_the_generation_of_a_shard_changes_with_the_whole_sequence(tree: PrefixTree) -> None:
     """Tokens that another rank stores change only the length of the whole."""
-    extend(tree, 0, ["a"], int32(4), int32(0))
+    extend_layers(tree, (0,), ["a"], int32(4), int32(0))
     leaf = tree.books.leaf("a")
     before = generation(tree, leaf, "i")
-    extend(tree, 0, ["a"], int32(2), int32(4))
+    extend_layers(tree, (0,), ["a"], int32(2), int32(4))
     assert tree.describe("a").length == 4
     assert generation(tree, leaf, "i") != before
 
@@ -62,7 +62,7 @@ def test_the_generation_of_a_shard_changes_with_the_whole_sequence(tree: PrefixT
 def test_an_extension_that_is_undone_leaves_the_length_of_the_whole_as_it_was(
     tree: PrefixTree,
 ) -> None:
-    extension = extend(tree, 0, ["a"], int32(6), int32(0))
+    extension = extend_layers(tree, (0,), ["a"], int32(6), int32(0))
     assert (tree.describe("a").length, extension.slots.tolist()[4:]) == (4, [-1, -1])
     tree.undo(extension)
     shard = tree.describe("a").shard
