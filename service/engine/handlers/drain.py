@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from service.core.errors import InvalidRequest
 from service.core.sequences.transfer import generation
-from service.engine.loop.job import Completed, Seconds, Work
+from service.engine.loop.job import Fields, Seconds
 from service.engine.loop.request import Request
 from service.engine.store.moves import Mark
 from service.engine.store.store import Store
@@ -13,13 +13,10 @@ from service.errors import NotReady, SequenceChanged, SequenceMoving
 DRAINING = "engine is draining and accepts no new sequences"
 
 
-def drain_engine(store: Store, request: Request, _: Seconds) -> Work:
-    request.place.require(256)
+def drain_engine(store: Store, request: Request, _: Seconds) -> Fields:
     store.is_draining = not request.fields.stop
-    numbers = store.numbers()
     state = {"name": request.fields.name, "draining": store.is_draining}
-    request.place.lay(state | {"sequences": numbers.sequences})
-    return Completed()
+    return state | {"sequences": store.numbers()["sequences"]}
 
 
 def refuse_new(store: Store) -> None:
@@ -28,10 +25,9 @@ def refuse_new(store: Store) -> None:
         raise NotReady(DRAINING)
 
 
-def hand_over(store: Store, request: Request, _: Seconds) -> Work:
+def hand_over(store: Store, request: Request, _: Seconds) -> Fields:
     """Mark a sequence for transfer, transfer its ownership, or end the mark."""
     fields, marks, tree = request.fields, store.move_marks, store.tree
-    request.place.require(0)
     name, mark = fields.id, marks.marks.get(fields.id)
     shown = request.tenant.shown(name)
     if fields.state == "leaving":
@@ -52,5 +48,4 @@ def hand_over(store: Store, request: Request, _: Seconds) -> Work:
     else:
         mark.is_handed = fields.state == "gone"
         marks.end(name)
-    request.place.lay({})
-    return Completed()
+    return {}

@@ -17,10 +17,11 @@ from service.engine.handlers.exports import (
     rows_at_once,
     spans_of,
 )
-from service.engine.handlers.prefix import ANSWER_BYTES, most_tokens, prefix_of
+from service.engine.handlers.prefix import most_tokens, prefix_of
 from service.engine.loop.job import (
-    Completed,
+    Answer,
     Cost,
+    Fields,
     Seconds,
     Slice,
     SlicedWork,
@@ -45,9 +46,10 @@ if TYPE_CHECKING:
     from service.core.shards import Shard
 
 
-def import_sequence(store: Store, request: Request, _: Seconds, shard: Shard | None = None) -> Work:
+def import_sequence(
+    store: Store, request: Request, _: Seconds, shard: Shard | None = None
+) -> Answer:
     fields = request.fields
-    request.place.require(ANSWER_BYTES)
     if fields.header is not None:
         return begin(store, request, fields.header, shard)
     if fields.part is not None:
@@ -55,22 +57,18 @@ def import_sequence(store: Store, request: Request, _: Seconds, shard: Shard | N
     return finish(store, request)
 
 
-def get_import(store: Store, request: Request, _: Seconds) -> Work:
-    request.place.require(ANSWER_BYTES)
-    report(request, store.imports.get(request.fields.id, request.tenant))
-    return Completed()
+def get_import(store: Store, request: Request, _: Seconds) -> Fields:
+    return report(request, store.imports.get(request.fields.id, request.tenant))
 
 
-def cancel_import(store: Store, request: Request, _: Seconds) -> Work:
-    request.place.require(0)
+def cancel_import(store: Store, request: Request, _: Seconds) -> Fields:
     ended = store.imports.get(request.fields.id, request.tenant)
     store.tree.free((ended.hidden,))
     store.imports.remove(ended)
-    request.place.lay({})
-    return Completed()
+    return {}
 
 
-def begin(store: Store, request: Request, header: Header, shard: Shard | None) -> Work:
+def begin(store: Store, request: Request, header: Header, shard: Shard | None) -> Fields:
     """Reserve the pages, all or none; or report the progress of an equal import under way."""
     fields, tenant, tree = request.fields, request.tenant, store.tree
     if fields.id in tree.books:
@@ -87,8 +85,7 @@ def begin(store: Store, request: Request, header: Header, shard: Shard | None) -
         under_way = take_pages(store, request, header, digest, shard)
         store.imports.add(under_way)
     touch(store, under_way)
-    report(request, under_way)
-    return Completed()
+    return report(request, under_way)
 
 
 def take_pages(
@@ -157,7 +154,7 @@ def receive(store: Store, request: Request) -> Work:
             yield Slice(write, "import", cost)
         into.next_part, into.latest = number + 1, found
         touch(store, into)
-        report(request, into)
+        request.place.lay(report(request, into))
 
     return SlicedWork(slices(), made=(into.hidden,))
 
@@ -174,7 +171,7 @@ def digest_before(into: UnfinishedImport, given: str | None) -> bytes:
     return into.latest
 
 
-def finish(store: Store, request: Request) -> Work:
+def finish(store: Store, request: Request) -> Fields:
     """Give the sequence its name, once all parts are there."""
     fields, tenant = request.fields, request.tenant
     if fields.id in store.tree.books:
@@ -187,8 +184,7 @@ def finish(store: Store, request: Request) -> Work:
         raise DigestMismatch("digest", fields.digest, into.latest.hex())
     rename(store.tree, into.hidden, fields.id, into.header.ttl_s)
     store.imports.remove(into)
-    report(request, into, is_done=True)
-    return Completed()
+    return report(request, into, is_done=True)
 
 
 def touch(store: Store, into: UnfinishedImport) -> None:
@@ -197,16 +193,14 @@ def touch(store: Store, into: UnfinishedImport) -> None:
     into.expires_at = time.time() + into.idle_s
 
 
-def report(request: Request, into: UnfinishedImport, is_done: bool = False) -> None:
-    request.place.lay(
-        {
-            "id": request.tenant.shown(into.name),
-            "state": "done" if is_done else "receiving",
-            "next_part": into.next_part,
-            "num_parts": into.header.num_parts,
-            "cached_len": into.first_page * into.header.page_size,
-            "digest": None if into.latest is None else into.latest.hex(),
-            "expires_at": None if is_done else into.expires_at,
-            "epoch": None if into.shard is None else into.shard.epoch,
-        }
-    )
+def report(request: Request, into: UnfinishedImport, is_done: bool = False) -> Fields:
+    return {
+        "id": request.tenant.shown(into.name),
+        "state": "done" if is_done else "receiving",
+        "next_part": into.next_part,
+        "num_parts": into.header.num_parts,
+        "cached_len": into.first_page * into.header.page_size,
+        "digest": None if into.latest is None else into.latest.hex(),
+        "expires_at": None if is_done else into.expires_at,
+        "epoch": None if into.shard is None else into.shard.epoch,
+    }

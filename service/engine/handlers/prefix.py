@@ -14,8 +14,8 @@ from service.core.prefix.nodes import FOREVER, Retention
 from service.engine.handlers.drain import refuse_new
 from service.engine.loop.job import (
     Completed,
-    Cost,
     Counts,
+    Fields,
     Seconds,
     SlicedWork,
     Slices,
@@ -24,14 +24,13 @@ from service.engine.loop.job import (
 )
 from service.engine.loop.request import Request
 from service.engine.store.store import Store
-from service.image.json_text import dump_json
 from service.operations.prefix import MAX_HOLDS
 from service.operations.schema.page_names import PageNames
 
 Array = np.ndarray[Any, Any]
 
-NO_COST: Final = Cost()
 ANSWER_BYTES: Final = 512
+"""Room for an answer of a few numbers and names."""
 COMMITTED_BYTES: Final = 96
 """Room for one sequence in the answer to a commit of many."""
 HASHED_AT_ONCE: Final = 2**15
@@ -44,7 +43,6 @@ EVICTED_AT_ONCE: Final = 256
 def match_prefix(store: Store, request: Request, _: Seconds) -> Work:
     """The cached part of a prompt, with a lease on it on request."""
     fields, namespace = request.fields, request.tenant.namespace
-    request.place.require(ANSWER_BYTES)
     prefix = prefix_of(fields, request.tensors, most_tokens(store))
     cache = store.tree.cache
     lease = None
@@ -63,7 +61,6 @@ def match_prefix(store: Store, request: Request, _: Seconds) -> Work:
 
 def commit(store: Store, request: Request, _: Seconds) -> Work:
     fields = request.fields
-    request.place.require(ANSWER_BYTES)
     skipped = fields.offset // store.geometry.page_size
     prefix = prefix_of(fields, request.tensors, most_tokens(store), skipped)
     commits = store.tree.commits
@@ -102,15 +99,9 @@ def commit_sequences(store: Store, request: Request, _: Seconds) -> Work:
         for first, last, offset in zip(sums, sums[1:], offsets, strict=False)
     ]
     pages = store.tree.commits.commit_all(ids, prefixes, *retention(store, fields))
-    request.place.lay(
-        {
-            "committed_lens": [count * size for count in pages],
-            "num_pages": pages,
-            "last_keys": [
-                last_key(store, name, count) for name, count in zip(ids, pages, strict=True)
-            ],
-        }
-    )
+    keys = [last_key(store, name, count) for name, count in zip(ids, pages, strict=True)]
+    lens = [count * size for count in pages]
+    request.place.lay({"committed_lens": lens, "num_pages": pages, "last_keys": keys})
     return Completed()
 
 
@@ -138,9 +129,8 @@ def last_key(store: Store, name: str, num_pages: int) -> str | None:
     return store.tree.cache.named.key_of(leaf.table.item(num_pages - 1)).hex()
 
 
-def renew_lease(store: Store, request: Request, _: Seconds) -> Work:
+def renew_lease(store: Store, request: Request, _: Seconds) -> Fields:
     fields = request.fields
-    request.place.require(ANSWER_BYTES)
     cache, namespace = store.tree.cache, request.tenant.namespace
     if fields.page_key is not None and not cache.has_lease(namespace, fields.id):
         key = bytes.fromhex(fields.page_key)
@@ -149,26 +139,21 @@ def renew_lease(store: Store, request: Request, _: Seconds) -> Work:
         cache.reopen(namespace, fields.id, key, fields.cache_salt, fields.lease_s)
     else:
         cache.renew_lease(namespace, fields.id, store.now + fields.lease_s)
-    request.place.lay({"id": fields.id, "expires_at": time.time() + fields.lease_s})
-    return Completed()
+    return {"id": fields.id, "expires_at": time.time() + fields.lease_s}
 
 
-def release_lease(store: Store, request: Request, _: Seconds) -> Work:
-    request.place.require(0)
+def release_lease(store: Store, request: Request, _: Seconds) -> Fields:
     store.tree.cache.close_lease(request.tenant.namespace, request.fields.id)
-    request.place.lay({})
-    return Completed()
+    return {}
 
 
-def pin(store: Store, request: Request, _: Seconds) -> Work:
+def pin(store: Store, request: Request, _: Seconds) -> Fields:
     fields = request.fields
-    request.place.require(ANSWER_BYTES)
     key, namespace = bytes.fromhex(fields.page_key), request.tenant.namespace
     if fields.hard:
         refuse_holding(store, namespace, key, fields.cache_salt)
     pages = store.tree.cache.pin(namespace, key, fields.cache_salt, fields.soft_ttl_s)
-    request.place.lay({"num_pages": pages})
-    return Completed()
+    return {"num_pages": pages}
 
 
 def refuse_holding(store: Store, namespace: str, key: bytes, cache_salt: str) -> None:
@@ -178,16 +163,13 @@ def refuse_holding(store: Store, namespace: str, key: bytes, cache_salt: str) ->
         refuse_new(store)
 
 
-def unpin(store: Store, request: Request, _: Seconds) -> Work:
-    fields = request.fields
-    request.place.require(0)
-    key = bytes.fromhex(fields.page_key)
+def unpin(store: Store, request: Request, _: Seconds) -> Fields:
+    fields, key = request.fields, bytes.fromhex(request.fields.page_key)
     store.tree.cache.unpin(request.tenant.namespace, key, fields.cache_salt)
-    request.place.lay({})
-    return Completed()
+    return {}
 
 
-def holds(store: Store, request: Request, _: Seconds) -> Work:
+def holds(store: Store, request: Request, _: Seconds) -> Fields:
     found = store.tree.cache.holds(request.tenant.namespace, MAX_HOLDS)
     every = [
         {
@@ -199,19 +181,14 @@ def holds(store: Store, request: Request, _: Seconds) -> Work:
         }
         for one in found
     ]
-    text = dump_json({"holds": every})
-    request.place.require(2 * len(text))  # quotes are escaped in the header
-    request.place.lay_text(text)
-    return Completed()
+    return {"holds": every}
 
 
 def evict(store: Store, request: Request, _: Seconds) -> Work:
-    request.place.require(ANSWER_BYTES)
     return evicting(store, request, request.fields.num_pages)
 
 
 def clear(store: Store, request: Request, _: Seconds) -> Work:
-    request.place.require(ANSWER_BYTES)
     return evicting(store, request, store.geometry.num_pages, is_clear=True)
 
 

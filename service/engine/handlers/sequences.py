@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import secrets
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, Final
+from typing import Final
 
 from service.core.errors import InvalidRequest
 from service.core.prefix.keys import Prefix
@@ -15,8 +15,8 @@ from service.engine.handlers.prefix import most_tokens, prefix_of
 from service.engine.handlers.rows import NUMBER_BYTES
 from service.engine.loop.job import (
     Completed,
-    Cost,
     Counts,
+    Fields,
     Seconds,
     SlicedWork,
     Slices,
@@ -37,7 +37,6 @@ NAMED_AT_ONCE: Final = 4096
 VIEW_BYTES: Final = 320
 """Room for one sequence in an answer, beside its ids and lengths."""
 LONGEST_ID: Final = 128
-NO_COST: Final = Cost()
 
 
 Specs = list[NewSpec]
@@ -211,16 +210,14 @@ def copy_rows(store: Store, copies: RowCopies) -> None:
         store.backend.copy_rows(copies.src_pages, copies.dst_pages, copies.num_rows)
 
 
-def list_sequences(store: Store, request: Request, _: Seconds) -> Work:
+def list_sequences(store: Store, request: Request, _: Seconds) -> Fields:
     """A page of the list; one more is looked up to know whether there are more."""
     fields, tenant = request.fields, request.tenant
     found = store.tree.list(fields.after or tenant.prefix, fields.limit + 1)
     own = [view for view in found if is_shown(view.id, tenant)]
     shown = [sequence_fields(view, tenant) for view in own[: fields.limit]]
     following = shown[-1]["id"] if len(own) > fields.limit else None
-    request.place.require((view_bytes(store) + 2 * LONGEST_ID) * len(shown))
-    request.place.lay({"sequences": shown, "next": following})
-    return Completed()
+    return {"sequences": shown, "next": following}
 
 
 def is_shown(name: str, tenant: Tenant) -> bool:
@@ -228,13 +225,11 @@ def is_shown(name: str, tenant: Tenant) -> bool:
     return name.startswith(tenant.prefix) and not name.startswith(HIDDEN)
 
 
-def get_sequence(store: Store, request: Request, _: Seconds) -> Work:
-    request.place.require(view_bytes(store) + 2 * LONGEST_ID)
-    request.place.lay(sequence_fields(store.tree.describe(request.fields.id), request.tenant))
-    return Completed()
+def get_sequence(store: Store, request: Request, _: Seconds) -> Fields:
+    return sequence_fields(store.tree.describe(request.fields.id), request.tenant)
 
 
-def sequence_fields(view: SequenceView, tenant: Tenant) -> dict[str, Any]:
+def sequence_fields(view: SequenceView, tenant: Tenant) -> Fields:
     fields = {
         "id": tenant.shown(view.id),
         "length": view.length,

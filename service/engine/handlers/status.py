@@ -6,10 +6,18 @@ import logging
 from typing import Any, Final
 
 from service.core.errors import IntegrityError
-from service.engine.loop.job import Completed, Cost, Seconds, SlicedWork, Slices, Work, in_slices
+from service.engine.loop.job import (
+    Completed,
+    Cost,
+    Fields,
+    Seconds,
+    SlicedWork,
+    Slices,
+    Work,
+    in_slices,
+)
 from service.engine.loop.request import Request
 from service.engine.store.store import Store
-from service.image.json_text import dump_json
 from service.operations.schema.fields import refuse
 
 LOG: Final = logging.getLogger("attnd.engine")
@@ -20,35 +28,23 @@ NO_EVENTS: Final = "the service keeps no events: set it to the number of pages t
 BROKEN: Final = "broken: the service's log has the numbers"
 
 
-def info(store: Store, request: Request, _: Seconds) -> Work:
-    text = dump_json(store.info.model_dump())
-    request.place.require(2 * len(text))  # quotes are escaped in the header
-    request.place.lay_text(text)
-    return Completed()
+def info(store: Store, request: Request, _: Seconds) -> Fields:
+    return store.info.model_dump()
 
 
-def engines(store: Store, request: Request, _: Seconds) -> Work:
+def engines(store: Store, request: Request, _: Seconds) -> Fields:
     """The whole pool's numbers of this moment."""
     numbers = store.numbers()
+    del numbers["available"]
     fields: dict[str, Any] = {
         "name": "engine",
         "instance_id": store.info.instance_id,
-        "free": numbers.free,
-        "referenced": numbers.referenced,
-        "cached": numbers.cached,
-        "pinned": numbers.pinned,
-        "sequences": numbers.sequences,
-        "leases": numbers.leases,
-        "imports": numbers.imports,
         "draining": store.is_draining,
     }
-    fields |= page_pace(store)
+    fields |= numbers | page_pace(store)
     if request.fields.counts:
         fields["counts"] = store.counts()
-    text = dump_json({"engines": [fields]})
-    request.place.require(TEXT_BYTES + 2 * len(text))
-    request.place.lay_text(text)
-    return Completed()
+    return {"engines": [fields]}
 
 
 def page_pace(store: Store) -> dict[str, float]:
@@ -69,18 +65,8 @@ def pool(store: Store, request: Request, _: Seconds) -> Work:
     the whole pool for the scope `admin`, else of the caller's namespace."""
     request.place.require(TEXT_BYTES)
     namespace = request.tenant.namespace
-    numbers = store.numbers(namespace)
-    fields = {
-        "free": numbers.free,
-        "referenced": numbers.referenced,
-        "cached": numbers.cached,
-        "pinned": numbers.pinned,
-        "total": numbers.free + numbers.referenced + numbers.cached + numbers.pinned,
-        "available": numbers.available,
-        "leases": numbers.leases,
-        "sequences": numbers.sequences,
-        "imports": numbers.imports,
-    }
+    fields = store.numbers(namespace)
+    fields["total"] = sum(fields[name] for name in ("free", "referenced", "cached", "pinned"))
     num_named = store.tree.budget.look(namespace).num_nodes
 
     def slices() -> Slices:
@@ -109,22 +95,17 @@ def snapshot(store: Store, request: Request, _: Seconds) -> Work:
     return Completed()
 
 
-def events(store: Store, request: Request, _: Seconds) -> Work:
+def events(store: Store, request: Request, _: Seconds) -> Fields:
     """A page of the namespace's history."""
     history, fields = store.history, request.fields
     if not history.is_kept:
         refuse("cache.events_history", 0, NO_EVENTS)
     found, following, too_old = history.page(request.tenant.namespace, fields.after, fields.limit)
-    text = dump_json({"events": found, "next": following, "too_old": too_old})
-    request.place.require(2 * len(text))  # quotes are escaped in the header
-    request.place.lay_text(text)
-    return Completed()
+    return {"events": found, "next": following, "too_old": too_old}
 
 
-def get_namespace(store: Store, request: Request, _: Seconds) -> Work:
-    request.place.require(TEXT_BYTES)
-    request.place.lay(namespace_fields(store, request.fields.name))
-    return Completed()
+def get_namespace(store: Store, request: Request, _: Seconds) -> Fields:
+    return namespace_fields(store, request.fields.name)
 
 
 def namespace_fields(store: Store, name: str) -> dict[str, Any]:
@@ -143,17 +124,12 @@ def namespace_fields(store: Store, name: str) -> dict[str, Any]:
     }
 
 
-def list_namespaces(store: Store, request: Request, _: Seconds) -> Work:
+def list_namespaces(store: Store, request: Request, _: Seconds) -> Fields:
     every = store.tree.budget.namespaces.values()
-    names = sorted(one.name for one in every if one.used or one.num_sequences)
-    request.place.require(TEXT_BYTES + sum(len(name) + 3 for name in names))
-    request.place.lay({"namespaces": names})
-    return Completed()
+    return {"namespaces": sorted(one.name for one in every if one.used or one.num_sequences)}
 
 
-def set_namespace(store: Store, request: Request, _: Seconds) -> Work:
+def set_namespace(store: Store, request: Request, _: Seconds) -> Fields:
     fields = request.fields
-    request.place.require(TEXT_BYTES)
     store.tree.budget.set_quota(fields.name, fields.max_pages, fields.reserved_pages)
-    request.place.lay(namespace_fields(store, fields.name))
-    return Completed()
+    return namespace_fields(store, fields.name)

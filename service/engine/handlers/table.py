@@ -11,6 +11,7 @@ from service.engine.handlers.drain import drain_engine, hand_over
 from service.engine.handlers.exports import export_sequence
 from service.engine.handlers.imports import cancel_import, get_import, import_sequence
 from service.engine.handlers.prefix import (
+    ANSWER_BYTES,
     clear,
     commit,
     commit_sequences,
@@ -46,12 +47,12 @@ from service.engine.handlers.truncate import (
     truncate,
     truncate_sequences,
 )
-from service.engine.loop.job import Seconds, Work
+from service.engine.loop.job import Answer, Seconds, Work
 from service.engine.loop.request import Request
 from service.engine.store.store import Store
 
 Names = Callable[[Request], Iterable[str]]
-Begin = Callable[[Store, Request, Seconds], Work]
+Begin = Callable[[Store, Request, Seconds], Answer]
 
 
 def nothing(_: Request) -> Iterable[str]:
@@ -109,7 +110,9 @@ class Handler:
     """How an operation takes its turn.
 
     `begin` is its handler: it changes the tree, hands writes to the device, and returns the work
-    that is left; if it raises, it has changed nothing. `reads` and `writes` name the sequences that
+    that is left, or the answer's fields; if it raises, it has changed nothing. `room`: what the
+    answer's fields take at most, checked before anything is changed; None: `begin` checks, or
+    changes nothing. `reads` and `writes` name the sequences that
     it locks. `is_barrier`: it frees or renames pages, so everything before it must be answered.
     `is_attention`: it can share a launch with its kind. `launches`: it needs a launch of its own.
     `sweeps`: it writes every sequence whose id has this prefix. `moves`: it is for sequences that
@@ -124,13 +127,14 @@ class Handler:
     launches: bool = False
     sweeps: Callable[[Request], str | None] = no_prefix
     moves: bool = False
+    room: int | None = None
 
 
 HANDLERS: Final[dict[str, Handler]] = {
     "create_sequences": Handler(create_sequences, parents, made, is_barrier=True),
     "list_sequences": Handler(list_sequences),
     "get_sequence": Handler(get_sequence, reads=one_id),
-    "delete_sequence": Handler(delete_sequence, writes=one_id, is_barrier=True),
+    "delete_sequence": Handler(delete_sequence, writes=one_id, is_barrier=True, room=0),
     "truncate": Handler(truncate, writes=one_id, is_barrier=True),
     "truncate_sequences": Handler(truncate_sequences, writes=ids_of, is_barrier=True),
     "claim": Handler(for_shards_only, writes=one_id, is_barrier=True),
@@ -149,25 +153,27 @@ HANDLERS: Final[dict[str, Handler]] = {
     "delete_sequences": Handler(
         delete_sequences, writes=named_ids, is_barrier=True, sweeps=id_prefix, moves=True
     ),
-    "match_prefix": Handler(match_prefix, is_barrier=True),
-    "commit": Handler(commit, writes=one_id, is_barrier=True),
+    "match_prefix": Handler(match_prefix, is_barrier=True, room=ANSWER_BYTES),
+    "commit": Handler(commit, writes=one_id, is_barrier=True, room=ANSWER_BYTES),
     "commit_sequences": Handler(commit_sequences, writes=ids_of, is_barrier=True),
-    "renew_lease": Handler(renew_lease),
-    "release_lease": Handler(release_lease, is_barrier=True),
-    "pin": Handler(pin, is_barrier=True),
-    "unpin": Handler(unpin, is_barrier=True),
-    "evict": Handler(evict, is_barrier=True),
-    "clear": Handler(clear, is_barrier=True),
+    "renew_lease": Handler(renew_lease, room=ANSWER_BYTES),
+    "release_lease": Handler(release_lease, is_barrier=True, room=0),
+    "pin": Handler(pin, is_barrier=True, room=ANSWER_BYTES),
+    "unpin": Handler(unpin, is_barrier=True, room=0),
+    "evict": Handler(evict, is_barrier=True, room=ANSWER_BYTES),
+    "clear": Handler(clear, is_barrier=True, room=ANSWER_BYTES),
     "get_namespace": Handler(get_namespace),
-    "set_namespace": Handler(set_namespace),
+    "set_namespace": Handler(set_namespace, room=ANSWER_BYTES),
     "events": Handler(events),
     "export_sequence": Handler(export_sequence, reads=one_id, is_barrier=True, moves=True),
-    "import_sequence": Handler(import_sequence, import_base, one_id, is_barrier=True),
+    "import_sequence": Handler(
+        import_sequence, import_base, one_id, is_barrier=True, room=ANSWER_BYTES
+    ),
     "get_import": Handler(get_import, reads=one_id),
-    "cancel_import": Handler(cancel_import, writes=one_id, is_barrier=True),
+    "cancel_import": Handler(cancel_import, writes=one_id, is_barrier=True, room=0),
     "snapshot": Handler(snapshot),
-    "hand_over": Handler(hand_over, writes=one_id, is_barrier=True, moves=True),
-    "drain_engine": Handler(drain_engine),
+    "hand_over": Handler(hand_over, writes=one_id, is_barrier=True, moves=True, room=0),
+    "drain_engine": Handler(drain_engine, room=ANSWER_BYTES),
     "list_namespaces": Handler(list_namespaces),
     "holds": Handler(holds),
 }

@@ -22,6 +22,7 @@ from service.engine.handlers.sequences import (
 from service.engine.loop.job import (
     Completed,
     Cost,
+    Fields,
     Seconds,
     Slice,
     SlicedWork,
@@ -150,11 +151,9 @@ ID_BYTES: Final = 4
 """Size of an id in an answer beside its characters."""
 
 
-def delete_sequence(store: Store, request: Request, _: Seconds) -> Work:
-    request.place.require(0)
+def delete_sequence(store: Store, request: Request, _: Seconds) -> Fields:
     store.tree.free((request.fields.id,))
-    request.place.lay({})
-    return Completed()
+    return {}
 
 
 def delete_sequences(

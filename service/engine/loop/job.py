@@ -156,6 +156,9 @@ class OpenedStep:
 
 
 Work = Completed | SharedAttention | SoloLaunch | SlicedWork | OpenedStep
+Fields = dict[str, Any]
+Answer = Work | Fields
+"""What a handler returns: the work that is left, or the fields of the answer."""
 
 
 @dataclass(slots=True, eq=False)

@@ -20,7 +20,15 @@ from service.core.pool.budget import NO_LIMIT, EvictionPaused
 from service.engine.handlers.table import HANDLERS, handler_of, refuse_moving, sharing_of
 from service.engine.loop.errors import refusal_of
 from service.engine.loop.fair import FairQueue
-from service.engine.loop.job import Job, OpenedStep, Seconds, SlicedWork, SoloLaunch, Work
+from service.engine.loop.job import (
+    Completed,
+    Job,
+    OpenedStep,
+    Seconds,
+    SlicedWork,
+    SoloLaunch,
+    Work,
+)
 from service.engine.loop.launches import Launches
 from service.engine.loop.long_work import LongWork
 from service.engine.loop.open_steps import OpenSteps
@@ -28,6 +36,7 @@ from service.engine.loop.request import Request
 from service.engine.loop.sequence_locks import SequenceLocks
 from service.engine.store.store import FATAL, Store
 from service.errors import Cancelled, DeadlineExceeded
+from service.image.json_text import dump_json
 from service.metrics import Metrics
 from service.processes.watchdog import Watchdog
 
@@ -292,14 +301,25 @@ class Scheduler:
 
 
 def handle(store: Store, request: Request, seconds: Seconds) -> Work:
-    """Call a request's handler.
+    """Call a request's handler, and write the answer's fields where it returns them.
 
     On an engine that has held shards, and for requests with a field for shards, that is the one in
     `handlers/shards`. It passes requests for whole sequences on to the plain handler.
     """
-    name = request.operation.name
-    if not (store.has_shards or request.is_for_shards):
-        return HANDLERS[name].begin(store, request, seconds)
-    from service.engine.handlers.shards.table import SHARD_HANDLERS
+    name, place = request.operation.name, request.place
+    handler = HANDLERS[name]
+    begin = handler.begin
+    if handler.room is not None:
+        place.require(handler.room)
+    if store.has_shards or request.is_for_shards:
+        from service.engine.handlers.shards.table import SHARD_HANDLERS
 
-    return SHARD_HANDLERS.get(name, HANDLERS[name].begin)(store, request, seconds)
+        begin = SHARD_HANDLERS.get(name, begin)
+    answer = begin(store, request, seconds)
+    if not isinstance(answer, dict):
+        return answer
+    text = dump_json(answer)
+    if handler.room is None:
+        place.require(2 * len(text))  # quotes are escaped in the header
+    place.lay_text(text)
+    return Completed()

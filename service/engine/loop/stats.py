@@ -85,11 +85,11 @@ class Stats:
 
     def record_pool(self) -> None:
         """Record pages and counts of the pool, and emit an event where its pressure changed."""
-        numbers, metrics = self._store.numbers(), self._metrics
-        metrics.cache(
-            numbers.cached, numbers.pinned, numbers.leases, self._store.tree.budget.num_evicted
-        )
-        metrics.pool(numbers.free, numbers.referenced, numbers.sequences, numbers.nodes)
+        numbers, metrics, tree = self._store.numbers(), self._metrics, self._store.tree
+        cached, pinned, leases = numbers["cached"], numbers["pinned"], numbers["leases"]
+        metrics.cache(cached, pinned, leases, tree.budget.num_evicted)
+        free, referenced = numbers["free"], numbers["referenced"]
+        metrics.pool(free, referenced, numbers["sequences"], tree.num_nodes)
         self._store.emit_pressure_event(numbers)
 
     def _record_reply(self, reply: ReplyRecord) -> None:

@@ -62,15 +62,11 @@ class Snapshots:
         store, tree = self._store, self._look(now)
         states, step = page_states(store.tree)
         numbers = store.numbers()
-        fields = {
-            "free": numbers.free,
-            "referenced": numbers.referenced,
-            "cached": numbers.cached,
-            "pinned": numbers.pinned,
+        for private in ("available", "imports"):
+            del numbers[private]
+        fields: dict[str, Any] = numbers | {
             "total": store.geometry.num_pages,
-            "leases": numbers.leases,
-            "sequences": numbers.sequences,
-            "nodes": numbers.nodes,
+            "nodes": store.tree.num_nodes,
             "evicted": store.tree.budget.num_evicted,
             "page_step": step,
             "namespaces": tree.namespaces,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -62,39 +62,24 @@ class Limits:
             raise Overloaded(f"{self.leases} leases are held: {remedy}", retry_after_s=RETRY_S)
 
 
-@dataclass(slots=True)
-class PoolNumbers:
-    """Pages by their state, and counts; of the whole pool, or of the part a namespace sees.
-
-    `available` pages can be had by the namespace now, evictions included.
-    """
-
-    free: int
-    imports: int
-    sequences: int
-    nodes: int
-    available: int = 0
-    referenced: int = 0
-    cached: int = 0
-    pinned: int = 0
-    leases: int = 0
-
-
-def pool_numbers(tree: PrefixTree, num_imports: int, namespace: str | None) -> PoolNumbers:
-    """Numbers of the whole pool (None), or of the part that a namespace sees."""
-    numbers = PoolNumbers(tree.allocator.num_free, num_imports, -num_imports, tree.num_nodes)
+def pool_numbers(tree: PrefixTree, num_imports: int, namespace: str | None) -> dict[str, int]:
+    """Pages by their state, sequences, leases and imports: of the whole pool (None), or of the part
+    that a namespace sees. `available`: pages that it can get, evictions included."""
+    numbers = {"free": tree.allocator.num_free, "available": 0, "imports": num_imports}
     chosen: Iterable[Namespace] = tree.budget.namespaces.values()
     if namespace is not None:
         own = tree.budget.look(namespace)
-        chosen, numbers.free = (own,), max(0, tree.budget.available(own))
-        numbers.available = tree.budget.obtainable(own)
+        chosen, numbers["free"] = (own,), max(0, tree.budget.available(own))
+        numbers["available"] = tree.budget.obtainable(own)
+    referenced = cached = pinned = leases = sequences = 0
     for one in chosen:
-        numbers.referenced += one.referenced
-        numbers.cached += one.cached
-        numbers.pinned += one.pinned
-        numbers.leases += one.num_leases
-        numbers.sequences += one.num_sequences
-    return numbers
+        referenced += one.referenced
+        cached += one.cached
+        pinned += one.pinned
+        leases += len(one.leases)
+        sequences += len(one.leaves)
+    numbers |= {"referenced": referenced, "cached": cached, "pinned": pinned}
+    return numbers | {"leases": leases, "sequences": sequences - num_imports}
 
 
 EXPIRY_S: Final = 2e-3
@@ -237,14 +222,14 @@ class Store:
             self.tree.free(over)
             self.imports.forget(over)
 
-    def numbers(self, namespace: str | None = None) -> PoolNumbers:
+    def numbers(self, namespace: str | None = None) -> dict[str, int]:
         """Numbers of the whole pool (None), or of the part that a namespace sees."""
         return pool_numbers(self.tree, self.imports.count(namespace), namespace)
 
-    def emit_pressure_event(self, numbers: PoolNumbers) -> None:
+    def emit_pressure_event(self, numbers: Mapping[str, int]) -> None:
         """Emit an event to all namespaces when the pages that cannot be evicted rise above the
         watermark, or fall below; `numbers` are the whole pool's."""
-        is_high = numbers.referenced + numbers.pinned > self._watermark
+        is_high = numbers["referenced"] + numbers["pinned"] > self._watermark
         if is_high != self.history.is_high:
             budget = self.tree.budget
             left = {

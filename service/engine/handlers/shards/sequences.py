@@ -22,7 +22,7 @@ from service.core.values import NewSpec
 from service.engine.handlers import exports, imports, sequences, truncate
 from service.engine.handlers.rows import NUMBER_BYTES
 from service.engine.handlers.shards.batch import refuse_shards
-from service.engine.loop.job import Completed, Seconds, Work
+from service.engine.loop.job import Answer, Completed, Seconds, Work
 from service.engine.loop.request import Request
 from service.engine.store.store import Store
 from service.operations.sequences import ShardAnswer
@@ -123,7 +123,7 @@ def export_sequence(store: Store, request: Request, seconds: Seconds) -> Work:
     return exports.export_sequence(store, request, seconds)
 
 
-def import_sequence(store: Store, request: Request, seconds: Seconds) -> Work:
+def import_sequence(store: Store, request: Request, seconds: Seconds) -> Answer:
     """The new shard gets its epoch and the whole lengths when the import begins."""
     fields, shard = request.fields, None
     if fields.header is not None:

@@ -12,7 +12,7 @@ from service.core.shards import check_epochs
 from service.engine.handlers.shards import batch, sequences
 from service.engine.handlers.shards.batch import refuse_shards
 from service.engine.handlers.table import HANDLERS, Begin
-from service.engine.loop.job import Seconds, Work
+from service.engine.loop.job import Answer, Seconds
 from service.engine.loop.request import Request
 from service.engine.store.store import Store
 
@@ -23,7 +23,7 @@ def checked(operation: str, check: Check) -> Begin:
     """The plain handler of an operation, after a check."""
     plain = HANDLERS[operation].begin
 
-    def begin(store: Store, request: Request, seconds: Seconds) -> Work:
+    def begin(store: Store, request: Request, seconds: Seconds) -> Answer:
         check(store, request)
         return plain(store, request, seconds)
 
