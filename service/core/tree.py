@@ -299,13 +299,18 @@ class PrefixTree:
 
     def tick(self, now: float) -> None:
         """Advance the time to `now` seconds: leases, priorities and soft pins expire."""
-        self.books.now = now
-        self.cache.tick(now)
+        retention = self._named.retention
+        self.books.now = retention.now = now
+        if self.cache.ends.next_due <= now:
+            self.cache.expire(now)
+        if retention.ends.next_due <= now:
+            retention.expire()
 
     @property
     def next_end(self) -> float:
         """Time of the next expiry."""
-        return min(self.books.next_expiry, self.cache.next_end)
+        ends = self.cache.ends.next_due, self._named.retention.ends.next_due
+        return min(self.books.expiry.next_due, *ends)
 
     def integrity_steps(self, namespace: str | None = None) -> Pieces:
         """`check_integrity` in small pieces between which the tree may change; with `namespace`

@@ -115,7 +115,7 @@ class Caller:
     @property
     def num_waiting(self) -> int:
         """Operations whose turn has not come."""
-        return self.engine.scheduler.num_waiting
+        return self.engine.scheduler.queue.count
 
     async def submit(
         self, call: NewCall, *, deadline_s: float = 0.0, room: int | None = None

@@ -133,7 +133,7 @@ class Service:
     @property
     def num_waiting(self) -> int:
         """Operations in the engine whose turn has not come."""
-        return self.engine.scheduler.num_waiting
+        return self.engine.scheduler.queue.count
 
     @property
     def state(self) -> str:

@@ -18,11 +18,11 @@ class PageAllocator:
     the likeliest to be in a CPU or device cache.
     """
 
-    __slots__ = ("_num_free", "_refcounts", "_scratch", "_stack", "num_changes")
+    __slots__ = ("_refcounts", "_scratch", "_stack", "num_changes", "num_free")
 
     def __init__(self, num_pages: int) -> None:
         self._stack: Int32 = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
-        self._num_free = num_pages
+        self.num_free = num_pages
         self._refcounts: Int32 = np.zeros(num_pages, dtype=np.int32)
         self._scratch: Int32 = np.zeros(num_pages, dtype=np.int32)
         self.num_changes = 0
@@ -33,12 +33,8 @@ class PageAllocator:
         return self._stack.size
 
     @property
-    def num_free(self) -> int:
-        return self._num_free
-
-    @property
     def num_referenced(self) -> int:
-        return self._stack.size - self._num_free
+        return self._stack.size - self.num_free
 
     @property
     def refcounts(self) -> Int32:
@@ -52,18 +48,18 @@ class PageAllocator:
     @property
     def free_pages(self) -> Int32:
         """A copy of the stack of free pages; the last one is handed out next."""
-        return self._stack[: self._num_free].copy()
+        return self._stack[: self.num_free].copy()
 
     def allocate(self, count: int) -> Int32:
         """`count` pages with one holder each, int32 [count]; all or none.
 
         Raises `OutOfPages`.
         """
-        if count > self._num_free:
-            raise OutOfPages(count, self._num_free, self.num_pages, self._num_free)
-        rest = self._num_free - count
-        pages = self._stack[rest : self._num_free][::-1].copy()
-        self._num_free = rest
+        if count > self.num_free:
+            raise OutOfPages(count, self.num_free, self.num_pages, self.num_free)
+        rest = self.num_free - count
+        pages = self._stack[rest : self.num_free][::-1].copy()
+        self.num_free = rest
         self.num_changes += 1
         self._refcounts[pages] = 1
         return pages
@@ -85,8 +81,8 @@ class PageAllocator:
         self._refcounts[pages] = left
         # Reversed, so that the next allocation returns them in this order.
         freed = pages[left == 0][::-1]
-        self._stack[self._num_free : self._num_free + freed.size] = freed
-        self._num_free += freed.size
+        self._stack[self.num_free : self.num_free + freed.size] = freed
+        self.num_free += freed.size
 
     def _release_one(self, page: int) -> None:
         """`release` for one page, the common case of evictions."""
@@ -97,8 +93,8 @@ class PageAllocator:
             raise IntegrityError(f"free page {page} released")
         self._refcounts[page] = left
         if left == 0:
-            self._stack[self._num_free] = page
-            self._num_free += 1
+            self._stack[self.num_free] = page
+            self.num_free += 1
 
     def _check_held(self, pages: Int32, verb: str) -> None:
         if pages.size == 0:

@@ -48,12 +48,12 @@ class PrefixCache:
     """Named pages, and what holds them without a sequence; shares the tree's links and pages. Each
     `Namespace` lists its own leases and hard pins."""
 
-    __slots__ = ("_budget", "_ends", "_links", "named")
+    __slots__ = ("_budget", "_links", "ends", "named")
 
     def __init__(self, links: Links, budget: Budget) -> None:
         self._links = links
         self._budget = budget
-        self._ends: Timers[Lease] = Timers()
+        self.ends: Timers[Lease] = Timers()
         self.named = links.named
 
     def match(self, namespace: str, prefix: Prefix) -> Match:
@@ -87,24 +87,11 @@ class PrefixCache:
         if self.named.listener is not None:
             self.named.listener(Cleared(namespace))
 
-    def tick(self, now: float) -> None:
-        """Advance the time to `now`: end expired leases, priorities and soft pins."""
-        self.named.retention.now = now
-        if self._ends.next_due <= now:
-            for lease in self._ends.take_due(now, ENDED_AT_ONCE):
-                self._end(lease)
-        self.named.retention.expire()
-
-    @property
-    def next_end(self) -> float:
-        """Time of the next expiry."""
-        return min(self._ends.next_due, self.named.retention.next_end)
-
     # Leases.
 
     @property
     def num_leases(self) -> int:
-        return len(self._ends)
+        return len(self.ends)
 
     def lease(self, namespace: str, prefix: Prefix, lease_id: str, lease_s: float) -> int:
         """Hold the longest cached beginning of `prefix` for `lease_s`; returns its pages.
@@ -130,7 +117,7 @@ class PrefixCache:
         """Change the end of one of the namespace's leases. Raises `UnknownLease`."""
         lease = self._lease(namespace, lease_id)
         lease.ends = ends
-        self._ends.set(lease, ends)
+        self.ends.set(lease, ends)
 
     def close_lease(self, namespace: str, lease_id: str) -> None:
         """End one of the namespace's leases now. Raises `UnknownLease`."""
@@ -149,17 +136,22 @@ class PrefixCache:
             holds.append(Hold(one.id, named(one.node).root, key, one.node.end, one.ends))
         return holds
 
+    def expire(self, now: float) -> None:
+        """End expired leases, at most `ENDED_AT_ONCE`."""
+        for lease in self.ends.take_due(now, ENDED_AT_ONCE):
+            self._end(lease)
+
     def _open(self, lease_id: str, node: Node, lease_s: float) -> None:
         """Hold `node` for `lease_s` or until the lease is closed."""
         namespace, ends = named(node).root.namespace, self.named.retention.now + lease_s
         lease = namespace.leases[lease_id] = Lease(lease_id, namespace, node, ends)
         self.named.count_own(node, 1)
         self.named.hold(node)
-        self._ends.set(lease, ends)
+        self.ends.set(lease, ends)
 
     def _end(self, lease: Lease) -> None:
         del lease.namespace.leases[lease.id]
-        self._ends.cancel(lease)
+        self.ends.cancel(lease)
         self.named.count_own(lease.node, -1)
         self._links.release(lease.node)
 

@@ -25,11 +25,11 @@ ENDED_AT_ONCE: Final = 256
 class RetentionTimers:
     """Applies retentions to nodes and ends them in time; `now` is the time by the tree's clock."""
 
-    __slots__ = ("_ends", "now")
+    __slots__ = ("ends", "now")
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._ends: Timers[Node] = Timers()
+        self.ends: Timers[Node] = Timers()
 
     def rank(self, name: Name) -> int:
         """The node's eviction rank; low ranks are evicted first."""
@@ -58,25 +58,19 @@ class RetentionTimers:
 
     def expire(self) -> None:
         """End expired priorities and soft pins, at most `ENDED_AT_ONCE`."""
-        if self._ends.next_due > self.now:
-            return
-        for node in self._ends.take_due(self.now, ENDED_AT_ONCE):
+        for node in self.ends.take_due(self.now, ENDED_AT_ONCE):
             name = named(node)
             name.keep = after(name.keep, self.now)
             self._rank_again(node, name)
 
-    @property
-    def next_end(self) -> float:
-        return self._ends.next_due
-
     def watch(self, node: Node, name: Name) -> None:
         """Schedule a node's update for the first of its ends."""
         ends = (name.keep.priority_ends, name.keep.soft_ends)
-        self._ends.set(node, min((one for one in ends if one > self.now), default=FOREVER))
+        self.ends.set(node, min((one for one in ends if one > self.now), default=FOREVER))
 
     def forget(self, node: Node) -> None:
         """Cancel a node's update: it loses its name."""
-        self._ends.cancel(node)
+        self.ends.cancel(node)
 
     def _rank_again(self, node: Node, name: Name) -> None:
         self.watch(node, name)

@@ -62,13 +62,13 @@ class SequenceBooks:
     `last_page` int32 the table's last page, so that a decode finds its slots without reading
     tables; `serials` int64 identifies the state of a sequence's written pages (see `renew`).
     `ttl_s` float64 is the idle time before deletion, `used` the time of the last use, `now` the
-    time. Batches only update `used` while some sequence can expire or `is_watched` is set.
+    time; `expiry` says when a sequence can have been idle for so long. Batches only
+    update `used` while some sequence can expire or `is_watched` is set.
     `num_changes` increases whenever a sequence is added or removed or gets other pages; `version`
     whenever ids change.
     """
 
     __slots__ = (
-        "_expiry",
         "_free",
         "_index_of",
         "_is_sorted",
@@ -76,6 +76,7 @@ class SequenceBooks:
         "_next_serial",
         "_sorted",
         "_unsorted",
+        "expiry",
         "is_watched",
         "last_page",
         "lengths",
@@ -96,7 +97,7 @@ class SequenceBooks:
         self._unsorted: list[str] = []
         self._is_sorted = True
         self._next_serial = 0
-        self._expiry: Timers[Leaf] = Timers()
+        self.expiry: Timers[Leaf] = Timers()
         self.now = 0.0
         self.is_watched = False
         self.num_changes = self.version = 0
@@ -142,7 +143,7 @@ class SequenceBooks:
         self.ttl_s[leaf.index] = ttl_s
         if ttl_s < FOREVER:
             self.used[leaf.index] = self.now
-        self._expiry.set(leaf, self.now + ttl_s)
+        self.expiry.set(leaf, self.now + ttl_s)
 
     def rename(self, leaf: Leaf, name: str) -> None:
         """Change a sequence's id to one that no other has."""
@@ -161,7 +162,7 @@ class SequenceBooks:
         self.lengths[:, leaf.index] = 0
         self.num_pages[leaf.index] = 0
         self.serials[leaf.index] = NO_SERIAL
-        self._expiry.cancel(leaf)
+        self.expiry.cancel(leaf)
 
     def set_num_pages(self, leaf: Leaf, count: int) -> None:
         self.num_changes += 1
@@ -182,7 +183,7 @@ class SequenceBooks:
             batch = ids if ids.version == self.version else self._find(ids.ids)
         else:
             batch = self._find(ids)
-        if self.is_watched or self._expiry.next_due < FOREVER:
+        if self.is_watched or self.expiry.next_due < FOREVER:
             self.used[batch.indices] = self.now
         return batch
 
@@ -290,20 +291,15 @@ class SequenceBooks:
         Sequences for which `is_held` is true count as used now.
         """
         ids: list[str] = []
-        for leaf in self._expiry.take_due(self.now, most):
+        for leaf in self.expiry.take_due(self.now, most):
             if is_held(leaf.id):
                 self.used[leaf.index] = self.now
             ends = float(self.used[leaf.index] + self.ttl_s[leaf.index])
             if ends <= self.now:
                 ids.append(leaf.id)
             else:
-                self._expiry.set(leaf, ends)
+                self.expiry.set(leaf, ends)
         return ids
-
-    @property
-    def next_expiry(self) -> float:
-        """The earliest time at which a sequence can have expired."""
-        return self._expiry.next_due
 
     def _add_column(self) -> None:
         index = len(self._leaves)

@@ -140,7 +140,8 @@ class Engine:
         self._lanes = SessionLanes(lanes, self.scheduler.steps, self.info)
         self._reader = RequestReader(self.info)
         self._unread: dict[tuple[Operation, Tenant], Request] = {}
-        self._jobs: dict[Call, Job] = {}
+        self.jobs: dict[Call, Job] = {}
+        """Calls that have no answer yet."""
         self._stats = Stats(metrics, self.store)
         self._selector = selector or selectors.DefaultSelector()
         self._admission = Admission(keys_of(settings.auth, read_file), secret)
@@ -163,11 +164,6 @@ class Engine:
         self._beat_due = 0.0
         self._drain_ends: float | None = None
         self._must_drain = self._must_read_keys = False
-
-    @property
-    def num_admitted(self) -> int:
-        """Calls that have no answer yet."""
-        return len(self._jobs)
 
     def drain(self) -> None:
         """Accept no more calls, finish those accepted, and end; from any thread, or a signal."""
@@ -285,7 +281,7 @@ class Engine:
 
     def _run_layer(self, event: Ready) -> None:
         """A layer of a step in host memory."""
-        job = self._jobs.get(event.call)
+        job = self.jobs.get(event.call)
         if job is not None and self.scheduler.steps.layer(job, event.layer) is None:
             self._lanes.send_done(event.call, event.layer)
 
@@ -316,7 +312,7 @@ class Engine:
             )
         now = time.monotonic()
         job = Job(unread, call, now, now + call.deadline_s, is_unread=True)
-        self._jobs[call] = job
+        self.jobs[call] = job
         queue.append(tenant.namespace, job)
 
     def _refuse_overload(self, frees: bool, depth: int) -> None:
@@ -333,7 +329,7 @@ class Engine:
         )
 
     def _cancel(self, call: Call) -> None:
-        job = self._jobs.get(call)
+        job = self.jobs.get(call)
         if job is not None:
             self.scheduler.cancel(job)
 
@@ -370,7 +366,7 @@ class Engine:
     def _reply(self, job: Job) -> None:
         """Send a job's one answer."""
         call: Call = job.token
-        del self._jobs[call]
+        del self.jobs[call]
         spent, error = job.seconds, job.error
         stages = spent.queue, spent.plan, spent.copy_in, spent.kernel, spent.copy_out, spent.encode
         if error is None:
@@ -391,7 +387,7 @@ class Engine:
             if now > stats.due or len(stats.replies) >= MOST_REPLIES:
                 self._record()
                 now = time.monotonic()
-        self._metrics.load(len(self._jobs), self.scheduler.queue.count, len(self.callers.sessions))
+        self._metrics.load(len(self.jobs), self.scheduler.queue.count, len(self.callers.sessions))
         if reading_s > NOTED_S:
             self._watchdog.note("reading of frames", reading_s)
         self._watchdog.passed(now - began)
@@ -430,7 +426,7 @@ class Engine:
         if time.monotonic() < self._drain_ends:
             return False
         timeout = self._settings.server.drain_timeout_s
-        LOG.error("drain: %d operations were not done in %g s", len(self._jobs), timeout)
+        LOG.error("drain: %d operations were not done in %g s", len(self.jobs), timeout)
         self.scheduler.give_up(NotReady(STOPPED))
         self._fail_all(NotReady(CUT_OFF))
         return True
@@ -443,7 +439,7 @@ class Engine:
         self.callers.send_state(self.state)
 
     def _fail_all(self, error: AttndError) -> None:
-        for job in list(self._jobs.values()):
+        for job in list(self.jobs.values()):
             job.error = error
             self._reply(job)
         self._record()

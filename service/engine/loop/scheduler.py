@@ -88,11 +88,6 @@ class Scheduler:
         self.steps = OpenSteps(metrics, lanes, self._end_step)
 
     @property
-    def num_waiting(self) -> int:
-        """Operations whose turn has not come."""
-        return self.queue.count
-
-    @property
     def is_busy(self) -> bool:
         """Whether there is anything to do but wait for callers."""
         return bool(
@@ -127,8 +122,7 @@ class Scheduler:
         False where sequences have to wait for the launches in flight: no turn may come before.
         """
         store = self._store
-        store.tick()
-        if store.next_expiry > store.now:
+        if not store.tick():
             return True
         if not self.launches.drained():
             return False

@@ -190,24 +190,20 @@ class Store:
         """Whether writing `rows` is more than one slice."""
         return self.pace.is_long("append", write_cost(rows))
 
-    def tick(self) -> None:
-        """End leases, priorities and pins by the time, and evict pages ahead of need."""
-        tree = self.tree
-        self.now = time.monotonic()
-        tree.tick(self.now)
-        if tree.allocator.num_referenced > self._watermark:
-            over = tree.allocator.num_referenced - self._watermark
+    def tick(self) -> bool:
+        """End leases, priorities and pins by the time, and evict pages ahead of need; whether a
+        sequence, or the mark of one that moves, may have expired."""
+        tree, now = self.tree, time.monotonic()
+        self.now = now
+        tree.tick(now)
+        if (over := tree.allocator.num_referenced - self._watermark) > 0:
             tree.budget.evict_ahead(min(over, EVICTED_A_TURN))
+        return min(tree.books.expiry.next_due, self.move_marks.ends.next_due) <= now
 
     @property
     def next_end(self) -> float:
         """When the next lease, pin, sequence or mark ends, by `time.monotonic()`."""
         return min(self.tree.next_end, self.move_marks.ends.next_due)
-
-    @property
-    def next_expiry(self) -> float:
-        """When the next sequence, or mark of one that moves, expires, by `time.monotonic()`."""
-        return min(self.tree.books.next_expiry, self.move_marks.ends.next_due)
 
     def expire(self, is_held: Callable[[str], bool]) -> None:
         """Delete sequences whose idle time is over, and remove expired marks, for a fraction of a
@@ -217,7 +213,7 @@ class Store:
         """
         books, marks, ends = self.tree.books, self.move_marks.marks, time.monotonic() + EXPIRY_S
         self.move_marks.expire(self.now, is_held)
-        while books.next_expiry <= self.now and time.monotonic() < ends:
+        while books.expiry.next_due <= self.now and time.monotonic() < ends:
             over = books.expired(lambda name: name in marks or is_held(name), ENDED_AT_ONCE)
             self.tree.free(over)
             self.imports.forget(over)

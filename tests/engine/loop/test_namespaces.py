@@ -313,7 +313,7 @@ async def test_slices_of_long_work_come_from_each_namespace_in_turn(
         many = [ours.start(long_prefill(name, new=False)) for name in "1234"]
         await until(lambda: len(steps) == 1)
         single = theirs.start(long_prefill("b", new=False))
-        await until(lambda: ours.engine.num_admitted == 5)
+        await until(lambda: len(ours.engine.jobs) == 5)
         beside = await finish(backend, single)
         assert alone >= 5
         assert beside <= 2 * alone + 3, f"{beside} slices went by for {alone}"

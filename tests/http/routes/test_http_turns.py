@@ -50,7 +50,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def is_idle(service: Service) -> bool:
-    return int(service.engine.num_admitted) == 0
+    return not service.engine.jobs
 
 
 @contextmanager
