@@ -156,6 +156,11 @@ def tour(ask: Callable[..., Any]) -> dict[str, Any]:
     seen["forked"] = ask("create_sequences", [NewSequence("a", "p"), NewSequence("b", "p", 35)])
     state = ask("decode", 0, ["a", "b"], q, cascade="always")
     seen["decode"] = (state.o.tolist(), state.lse.tolist(), state.levels, state.cascade)
+    sinks = np.arange(8, dtype=np.float32) / 4
+    state = ask("decode", 0, ["a", "b"], q, sinks=sinks)
+    seen["sinks"] = (state.o.tolist(), state.lse.tolist())
+    merged = ask("merge", state.o[:, None], state.lse[:, None], sinks=sinks)
+    seen["merged with sinks"] = (merged.o.tolist(), merged.lse.tolist())
     prefill = ask("prefill", 1, ["a", "b"], rows(4, 5, 8), [0, 2, 5], causal=True, window_left=9)
     seen["prefill"] = prefill.o.tolist()
     mask = np.random.default_rng(0).random(2 * 40) < 0.5

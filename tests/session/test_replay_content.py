@@ -152,6 +152,8 @@ def random_call(chance: random.Random) -> Call:
         kwargs |= {"k": k, "v": v}
     if chance.random() < 0.2:
         kwargs["mask"] = values.random(ROWS * 5) < 0.5
+    if chance.random() < 0.3:
+        kwargs["sinks"] = values.normal(size=4).astype(np.float32)
     if chance.random() < 0.5:
         return "prefill", (0, ids, q, indptr), kwargs
     return "prefill", (0, ids), kwargs | {"q": q, "qo_indptr": indptr}

@@ -82,6 +82,19 @@ def test_merge_and_gather(triton: Triton, rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(tensors["v"], v[1:].astype(np.float32))
 
 
+def test_sinks_are_an_input(triton: Triton, rng: np.random.Generator) -> None:
+    k, v = fill(triton, rng, "a", 6)
+    q, sinks = rows(rng, 1, QO_HEADS), rng.standard_normal(QO_HEADS).astype(np.float32)
+    _, tensors = triton.infer("decode", {"q": q, "sinks": sinks}, layer=1, sequences=["a"])
+    state = oracle.attend(q, k, v, seen(q, k), sm_scale=SCALE)
+    sink = np.zeros(q.shape), sinks[None]
+    check(tensors, *oracle.merge([state, sink]), "a decode with sinks")
+    states = {"o": np.stack([q, q], 1), "lse": np.zeros((1, 2, QO_HEADS), np.float32)}
+    _, tensors = triton.infer("merge", states | {"sinks": sinks})
+    both = [(q.astype(np.float64), np.zeros((1, QO_HEADS)))] * 2
+    check(tensors, *oracle.merge([*both, sink]), "a merge with sinks")
+
+
 def test_bf16_comes_and_goes_as_raw_bytes(triton: Triton, rng: np.random.Generator) -> None:
     q = rng.standard_normal((1, 2, 8)).astype(ml_dtypes.bfloat16)
     k = rng.standard_normal((3, 1, 8)).astype(ml_dtypes.bfloat16)
