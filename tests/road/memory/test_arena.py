@@ -5,13 +5,16 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import queue
+import threading
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from service.errors import InvalidRequest
-from service.road.arena import PAGEABLE, Arena, Pinning
+from service.road.arena import PAGEABLE, UNMAPPED_AT_ONCE, Arena, Pinning
 
 PAGE = mmap.PAGESIZE
 
@@ -156,3 +159,12 @@ def test_an_arena_that_cannot_be_made_leaves_no_descriptor(
     with pytest.raises(OSError, match="no memory"):
         Arena.make(PAGE, PAGE, PAGEABLE)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_large_arena_is_unmapped_in_a_thread_of_its_own() -> None:
+    """A gigabyte would keep the engine's thread for a quarter of a second."""
+    gone: queue.SimpleQueue[int] = queue.SimpleQueue()
+    arena = Arena.make(2 * UNMAPPED_AT_ONCE, 2 * UNMAPPED_AT_ONCE, PAGEABLE)
+    weakref.finalize(arena.memory.obj, lambda: gone.put(threading.get_ident()))
+    arena.close()
+    assert gone.get(timeout=60) != threading.get_ident()
