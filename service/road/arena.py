@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import math
 import mmap
 import os
 import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
-import numpy as np
 from attnd.wire.slots import ALIGNMENT
-from numpy.typing import NDArray
 
 from service.errors import InvalidRequest
 
@@ -94,16 +91,6 @@ class Arena:
         """The bytes of a slot. Raises InvalidRequest when it is not inside the arena."""
         check_place("slot", offset, length, self.size)
         return self.memory[offset : offset + length]
-
-    def array(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-        """An array over the arena's memory. Raises InvalidRequest when it is not inside."""
-        check_place("slot", offset, math.prod(shape) * dtype.itemsize, self.size)
-        return np.ndarray(shape, dtype, self.memory, offset)
-
-    @property
-    def address(self) -> int:
-        """The arena's address in this process."""
-        return int(np.frombuffer(self.memory, np.uint8, 1).ctypes.data)
 
     def grow(self, size: int) -> None:
         """Make the arena at least `size` bytes, up to its limit and to the length of a door's file.

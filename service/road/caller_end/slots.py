@@ -17,7 +17,6 @@ from typing import Any, Final
 import numpy as np
 from attnd.wire.dtypes import Part
 from attnd.wire.slots import ALIGNMENT, FreeList
-from numpy.typing import NDArray
 
 from service.road.arena import PAGE
 
@@ -103,10 +102,6 @@ class Slot:
             into[at : at + len(part)] = part
             at += len(part)
         return at
-
-    def tensor(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-        """An array over part of the slot."""
-        return np.ndarray(shape, dtype, self.array, offset)
 
     def hold(self) -> None:
         """The engine may read or write the slot from now on."""

@@ -36,12 +36,12 @@ def test_slots_begin_at_multiples_of_64_and_have_the_requested_size(slots: Slots
 def test_writes_are_at_the_slots_offset(slots: Slots) -> None:
     slots.take(100)
     slot = slots.take(64)
-    slot.tensor(8, np.dtype(np.float32), (2, 3))[...] = 7
+    np.ndarray((2, 3), np.float32, slot.array, 8)[...] = 7
     begin = slot.offset + 8
     found = np.frombuffer(slots.mapping.memory[begin : begin + 24], np.float32)
     assert found.tolist() == [7.0] * 6
     with pytest.raises(TypeError):
-        slot.tensor(8, np.dtype(np.float32), (15,))
+        np.ndarray((15,), np.float32, slot.array, 8)
 
 
 def test_a_slot_comes_back_when_it_is_freed(slots: Slots) -> None:
@@ -66,7 +66,7 @@ def test_a_slot_comes_back_with_the_last_view_of_its_bytes(slots: Slots) -> None
     slot: Slot | None = slots.take(1024)
     assert slot is not None
     views: list[object] = [slot.view(10), slot.view(20)[2:4], slot.array[5:]]
-    views.append(slot.tensor(0, np.dtype(np.int32), (3,))[1:])
+    views.append(np.ndarray((3,), np.int32, slot.array)[1:])
     slot = None
     while views:
         gc.collect()

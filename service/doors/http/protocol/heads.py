@@ -197,11 +197,6 @@ class HeadParser:
         self.scanned = 0
         self.parser = httptools.HttpRequestParser(self)
 
-    @property
-    def started(self) -> bool:
-        """Whether any byte of a head has come."""
-        return self.scanned > 0
-
     def feed(self, data: bytearray | bytes, begin: int, end: int) -> int | None:
         """Read `data[begin:end]`; returns the first byte after the head, or None before its end.
 
