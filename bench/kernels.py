@@ -1,6 +1,6 @@
 """Time of the CUDA kernels on the rows of workloads.json, beside the ceilings of the same GPU.
 
-    python -m bench.kernels [--only decode] [--mma-sync] [--out bench/results/h200.json]
+    python -m bench.kernels [--only decode] [--mma-sync] [--invariant] [--out FILE]
 
 A row's floor is max(bytes / read ceiling, flops / matmul ceiling), with both ceilings measured in
 this run; roofline = floor / time. Times are medians of 7 replays of a CUDA graph of 6 or more calls
@@ -129,8 +129,8 @@ def run_facts() -> dict[str, Any]:
     }
 
 
-def measure(row: Row, run: dict[str, Any]) -> Row:
-    """One row of the results."""
+def measure(row: Row, run: dict[str, Any], invariant: bool) -> Row:
+    """One row of the results; `invariant`: attention with those numerics, too."""
     ms = timed(build(row))
     ceilings = run["ceilings"]
     floor = max(
@@ -146,6 +146,8 @@ def measure(row: Row, run: dict[str, Any]) -> Row:
     }
     if row["kind"] == "cascade":
         result["flat_ms"] = round(timed(build(row, flat=True)), 5)
+    if invariant and row["kind"] not in ("append", "merge"):
+        result["invariant_ms"] = round(timed(build(row, numerics="invariant")), 5)
     return result
 
 
@@ -209,6 +211,9 @@ def cpu_cost(kv_lens: list[int]) -> dict[str, list[float]]:
 def show(row: Row, result: Row) -> str:
     flat = f"  flat {result['flat_ms']:.4f}" if "flat_ms" in result else ""
     theirs = f"  FlashInfer {row['flashinfer_ms']:.4f} ms" if "flashinfer_ms" in row else ""
+    if "invariant_ms" in result:
+        flat += f"  invariant {result['invariant_ms']:.4f}, "
+        flat += f"{result['ms'] / result['invariant_ms']:.2f} of the speed"
     met = "" if row["at_least"] is None or result["roofline"] >= row["at_least"] else "  SHORT"
     return (
         f"{row['name']:28} {result['ms']:8.4f} ms {result['tbps']:6.2f} TB/s "
@@ -233,6 +238,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--out", type=Path, help="results file")
+    parser.add_argument(
+        "--invariant", action="store_true", help="each row with engine.numerics: invariant, too"
+    )
     parser.add_argument("--mma-sync", action="store_true", help="without Hopper's wide kernel")
     arguments = parser.parse_args()
     if arguments.mma_sync and arguments.out:
@@ -255,7 +263,7 @@ def main() -> None:
     for row in workloads():
         if arguments.only not in row["name"]:
             continue
-        results.append(measure(row, run))
+        results.append(measure(row, run, arguments.invariant))
         print(show(row, results[-1]), flush=True)
     cpu = {
         batch: measure_cpu(batch, kv_lens)

@@ -20,7 +20,7 @@ from bench.cases.kernel_plans import (
     ragged_row_plan,
     rotation,
 )
-from kernels.backend import NUMPY_DTYPES, DType
+from kernels.backend import NUMPY_DTYPES, DType, Numerics
 from kernels.cuda.attention.config import AttentionConfig
 from kernels.cuda.attention.steps import DevicePlan
 from kernels.cuda.backend import CudaBackend
@@ -57,22 +57,22 @@ def random_array(shape: Sequence[int], dtype: DType) -> Any:
     return array
 
 
-def build(row: Row, flat: bool = False) -> KernelCall:
+def build(row: Row, flat: bool = False, numerics: Numerics = "fast") -> KernelCall:
     """A row's call, with its tensors on the device."""
     if row["kind"] == "append":
         return append_case(row)
     if row["kind"] == "merge":
         return merge_case(row)
     if row.get("storage") == "ragged":
-        return ragged_case(row)
-    return pool_case(row, flat)
+        return ragged_case(row, numerics)
+    return pool_case(row, flat, numerics)
 
 
-def pool_case(row: Row, flat: bool) -> KernelCall:
+def pool_case(row: Row, flat: bool, numerics: Numerics) -> KernelCall:
     """Decode, cascade, paged prefill: each call reads another layer, which is not in the cache."""
     g, plan = pool_plan(row, flat)
     layers = g.num_layers
-    backend = CudaBackend(g)
+    backend = CudaBackend(g, numerics=numerics)
     fill_random(
         backend.kv.k,
         layers * g.num_pages * g.page_bytes // NUMPY_DTYPES[g.dtype].itemsize,
@@ -99,8 +99,8 @@ def attend_call(
     return call, (q, o, lse)
 
 
-def ragged_case(row: Row) -> KernelCall:
-    backend = CudaBackend(geometry_of(row | {"page_size": 16}, 1, 1))
+def ragged_case(row: Row, numerics: Numerics) -> KernelCall:
+    backend = CudaBackend(geometry_of(row | {"page_size": 16}, 1, 1), numerics=numerics)
     heads, head_dim = row["num_kv_heads"], row["head_dim"]
     tokens, plan = ragged_row_plan(row)
     k = random_array((tokens, heads, head_dim), row["kv_dtype"])

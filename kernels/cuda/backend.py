@@ -36,6 +36,7 @@ from kernels.backend import (
     StageSeconds,
     Tensor,
     Unsupported,
+    split_keys,
 )
 from kernels.compile import DEFAULT_CACHE
 from kernels.cuda import checks
@@ -56,6 +57,9 @@ from kernels.cuda.rows.mover import RowMover
 from kernels.cuda.specs import service_specs
 from kernels.outputs import check_outs
 
+SPLIT_KEYS: Final = 2048
+"""Keys of a split where `numerics` is invariant: eight kv heads of 32k keys fill a device, and a
+prefill of 8k keys has few partial states."""
 MASK_PADDING: Final = 32
 """Readable bytes that kernels may touch past a mask's last bit."""
 
@@ -76,8 +80,6 @@ class CudaBackend:
         numerics: Numerics = "fast",
         cache: Path = DEFAULT_CACHE,
     ) -> None:
-        if numerics != "fast":
-            raise Unsupported("numerics", numerics, "the CUDA backend has only fast")
         if geometry.dtype == "fp32":
             raise Unsupported("dtype", "fp32", "the CUDA backend stores fp16, bf16 or fp8")
         checks.check_head_dim(geometry.head_dim)
@@ -93,10 +95,13 @@ class CudaBackend:
             self.transfers = Transfers()
             self._pool = allocate(geometry, self.transfers, poison)
             self.kv = pool_view(geometry, self._pool.ptr)
-            self.attention = AttentionRunner(self.library, self.transfers, self.multiprocessors)
+            self._split_keys = split_keys(numerics, SPLIT_KEYS, geometry.page_size)
+            here = (self.library, self.transfers, self.multiprocessors)
+            self.attention = AttentionRunner(*here, self._split_keys)
             shared = (self.library, self.transfers, self.guarded)
             self._rows = RowMover(geometry, self.kv, *shared)
-            self._merging = Merger(geometry.head_dim, self.multiprocessors, *shared)
+            in_order = self._split_keys > 0
+            self._merging = Merger(geometry.head_dim, self.multiprocessors, *shared, in_order)
             self.library.prepare(
                 service_specs(
                     self.library.arch, geometry.head_dim, geometry.dtype, geometry.page_size
@@ -130,13 +135,12 @@ class CudaBackend:
 
     @property
     def split_keys(self) -> int:
-        return 0
+        return self._split_keys
 
     @property
     def unsupported(self) -> tuple[str, ...]:
         return (
             "pools of fp32",
-            "engine.numerics: invariant",
             f"head_dim other than {', '.join(map(str, HEAD_DIMS))}",
             "ragged keys of fp8",
             "gather into fp8",

@@ -57,6 +57,9 @@ _write_lists: Final = writer(
 )
 
 
+_write_in_order: Final = writer(MERGE_PARAMS, "in_order")
+
+
 class _Places(NamedTuple):
     """Device addresses of a plan's arrays; the last three are its merge lists."""
 
@@ -76,13 +79,19 @@ class DevicePlanBuilder:
     """
 
     def __init__(
-        self, config: AttentionConfig, library: Library, multiprocessors: int, schedule: int
+        self,
+        config: AttentionConfig,
+        library: Library,
+        multiprocessors: int,
+        schedule: int,
+        split_keys: int = 0,
     ) -> None:
         self._config, self._library = config, library
         self._multiprocessors, self._schedule = multiprocessors, schedule
-        self._sets = kernel_sets(config, library.arch, multiprocessors)
+        self._sets = kernel_sets(config, library.arch, multiprocessors, split_keys)
         self._usual = self._sets["usual"]
         self._struct = attend_struct(config)
+        self._in_order = bool(split_keys)
 
     def make(
         self,
@@ -250,12 +259,14 @@ class DevicePlanBuilder:
             units,
             merges.longest,
             self._multiprocessors,
+            self._in_order,
         )
         function = self._library.function(how.spec, "merge_states")
         launcher = Launcher(function, how.grid, how.threads, 0, _NO_MERGE, overlaps=overlaps)
         lists = (places.indptr, places.members, places.chunks, places.order)
         sizes = (len(merges.chunks), kv.num_kv_heads, self._config.group_size, merges.chunk_rows)
         _write_lists(launcher.memory, *lists, *sizes, kv.head_dim, how.split)
+        _write_in_order(launcher.memory, int(self._in_order))
         return Step(launcher, write_merge)
 
 

@@ -51,14 +51,19 @@ class KernelSet:
 
 
 def kernel_sets(
-    config: AttentionConfig, arch: str, multiprocessors: int
+    config: AttentionConfig, arch: str, multiprocessors: int, split_keys: int = 0
 ) -> dict[BatchKind, KernelSet]:
-    """The sets that there are for a configuration; always the usual one."""
+    """The sets that there are for a configuration; always the usual one.
+
+    With `split_keys` one kernel serves all rows, so that all have the same arithmetic.
+    """
     kv = config.kv
     options = (arch, kv.head_dim, config.compute, kv.dtype)
     page_size = 0 if kv.contiguous else kv.page_size
     variant = wide_variant(*options, page_size, config.scoring, config.masked)
     usual = attend_kernels(*options, config.general, variant)
+    if split_keys:
+        return {"usual": _kernel_set(usual[-1:], {}, config, multiprocessors, split_keys)}
     few_rows = {} if config.general else few_rows_kernels(*options)
     made: dict[BatchKind, KernelSet]
     made = {"usual": _kernel_set(usual, few_rows, config, multiprocessors)}
@@ -82,6 +87,7 @@ def _kernel_set(
     few_rows: dict[tuple[int, bool], Kernel],
     config: AttentionConfig,
     multiprocessors: int,
+    split_keys: int = 0,
 ) -> KernelSet:
     kv = config.kv
     device = (kv.head_dim, kv.dtype, multiprocessors)
@@ -96,6 +102,7 @@ def _kernel_set(
         window_left=config.scoring.window_left,
         shapes=tuple(shapes),
         page_bytes=kv.page_bytes,
+        split_keys=split_keys,
     )
     return KernelSet(kernels, few_rows, planner)
 

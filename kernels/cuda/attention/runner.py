@@ -30,10 +30,12 @@ class AttentionRunner:
     `team` forces how many warps share an item in plans made from then on: for measurements.
     """
 
-    def __init__(self, library: Library, transfers: Transfers, multiprocessors: int) -> None:
+    def __init__(
+        self, library: Library, transfers: Transfers, multiprocessors: int, split_keys: int = 0
+    ) -> None:
         self._library = library
         self._transfers = transfers
-        self._multiprocessors = multiprocessors
+        self._multiprocessors, self._split_keys = multiprocessors, split_keys
         self.team: int | None = None
         self._device_plans: OrderedDict[tuple[object, ...], DevicePlan] = OrderedDict()
         self._builders: dict[AttentionConfig, DevicePlanBuilder] = {}
@@ -76,7 +78,11 @@ class AttentionRunner:
         builder = self._builders.get(config)
         if builder is None:
             builder = DevicePlanBuilder(
-                config, self._library, self._multiprocessors, self._schedule.data.ptr
+                config,
+                self._library,
+                self._multiprocessors,
+                self._schedule.data.ptr,
+                self._split_keys,
             )
             if len(self._builders) == MOST_BUILDERS:
                 self._builders.clear()

@@ -48,6 +48,7 @@ class Shared:
     kv: KvView
     library: Library
     multiprocessors: int
+    split_keys: int
     guarded: Callable[[], AbstractContextManager[None]]
     compute: Any
     aside: Any
@@ -112,7 +113,8 @@ class CudaLane:
         self._stream = cupy.cuda.Stream(non_blocking=True, priority=-1)
         self._memory = LaneMemory(self._stream)
         transfers: Any = self._memory  # as much of it as attention needs
-        self._attention = AttentionRunner(shared.library, transfers, shared.multiprocessors)
+        device = (shared.library, transfers, shared.multiprocessors)
+        self._attention = AttentionRunner(*device, shared.split_keys)
         self._flags: dict[int, Flags] = {}
         self._graphs: OrderedDict[object, Any] = OrderedDict()
         """By a step's launches: their graph, or the number of times they were launched."""

@@ -73,6 +73,7 @@ class CudaLanes:
             backend.kv,
             backend.library,
             backend.multiprocessors,
+            backend.split_keys,
             backend.guarded,
             backend.transfers.compute,
             aside,

@@ -55,6 +55,7 @@ struct MergeParams {
   int head_dim;        // of o, when HEAD_DIM is 0
   int split;           // shares per list: a power of two, at most a block's groups
   int into;            // 1: row t of o, lse is one more member of list t
+  int in_order;        // 1: weights are relative to the list's highest lse, whatever its batches are
 };
 
 // kVector values as stored in memory, so that a batch of loads costs few registers.
@@ -222,9 +223,18 @@ extern "C" __global__ void __launch_bounds__(kMostThreads)
   float into_lse = minus_infinity();
   if (active && p.into) into_lse = p.lse[out_row];
   __syncwarp();  // lane 0 overwrites it below
+  float highest = minus_infinity();
+  if (!kOnce && p.in_order) {
+    for (int e = begin + lane; e < end; e += kLanes)
+      highest = fmaxf(highest, p.lse_in[static_cast<int64>(row_of(e)) * p.num_kv_heads + head]);
+#pragma unroll
+    for (int step = kLanes / 2; step > 0; step /= 2)
+      highest = fmaxf(highest, __shfl_xor_sync(kAllLanes, highest, step));
+  }
   for (int pass = 0; pass < passes; ++pass) {
     const int d = pass * kSpan + lane * kVector;
     State state;
+    state.max = highest;
     int e = begin + share;
     do {
       float lse[kBatch];

@@ -38,9 +38,11 @@ class Merger:
         library: Library,
         transfers: Transfers,
         guarded: Guard,
+        in_order: bool = False,
     ) -> None:
         self._head_dim, self._multiprocessors = head_dim, multiprocessors
         self._library, self._transfers, self._guarded = library, transfers, guarded
+        self._in_order = in_order
 
     def merge(
         self,
@@ -96,7 +98,8 @@ class Merger:
         """
         rows, heads, head_dim = shape
         special = head_dim if head_dim == self._head_dim else 0
-        how = merge_launch(special, False, dtype, rows * heads, longest, self._multiprocessors)
+        sizes = (rows * heads, longest, self._multiprocessors)
+        how = merge_launch(special, False, dtype, *sizes, self._in_order)
         block = params(
             MERGE_PARAMS,
             o_in=members[0],
@@ -111,6 +114,7 @@ class Merger:
             head_dim=head_dim,
             split=how.split,
             into=int(into),
+            in_order=int(self._in_order),
         )
         function = self._library.function(how.spec, "merge_states")
         function((how.grid,), (how.threads,), (block,))

@@ -26,9 +26,17 @@ class MergeLaunch(NamedTuple):
 
 
 def merge_launch(
-    head_dim: int, partials: bool, dtype: DType, units: int, longest: int, multiprocessors: int
+    head_dim: int,
+    partials: bool,
+    dtype: DType,
+    units: int,
+    longest: int,
+    multiprocessors: int,
+    in_order: bool = False,
 ) -> MergeLaunch:
     """Lists of any length are shared by groups of lanes while these are no more than fit at once.
+
+    `in_order`: they are not, so that a list's sums do not depend on the others.
 
     Raises Unsupported when there are more lists than a launch can number.
     """
@@ -39,7 +47,7 @@ def merge_launch(
     few = units * lanes < 2**14 and longest >= 32
     threads = 1024 if few and batch == 4 else 256
     groups, split = threads // lanes, 1
-    most = 512 * multiprocessors // lanes
+    most = 0 if in_order else 512 * multiprocessors // lanes
     while batch == 4 and split < groups and longest >= 8 * split and units * split < most:
         split *= 2
     grid = -(-units * split // groups)

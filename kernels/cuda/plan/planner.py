@@ -16,7 +16,7 @@ import numpy as np
 
 from kernels.backend import Int32, Level, Plan
 from kernels.cuda.plan.merges import MergeLists, lists_of_pieces, merge_lists
-from kernels.cuda.plan.runs import KernelWork, cut
+from kernels.cuda.plan.runs import KernelWork, cut, dearest_first
 from kernels.cuda.plan.tiles import (
     FIELDS,
     PLAIN_FIELDS,
@@ -68,6 +68,8 @@ def make_work(requests: Sequence[tuple[int, Plan]], config: PlannerConfig) -> Ba
         runs = np.ascontiguousarray(runs[:, :PLAIN_FIELDS])
     for launch in kernels:  # their runs with partial rows, and with an item's fields alone
         launch.items, runs = runs[: len(launch.items)], runs[len(launch.items) :]
+        if config.split_keys:  # only now: merge lists are in the order of runs
+            launch.items = dearest_first(launch.items)
     return BatchWork(
         kernels=kernels,
         merges=merges,

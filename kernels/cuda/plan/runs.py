@@ -99,6 +99,8 @@ def cut(
     Persistent kernels get their share of the device beside the others. `same_pages`: tiles read the
     pages of others, mostly.
     """
+    if config.split_keys:
+        return [_cut_fixed(i, mine, config) for i, mine in parts]
     if same_pages and len(parts) == 1 and (together := _together(*parts[0], config)):
         return [together]
     if not parts or config.shapes[parts[-1][0]].persistent:  # persistent ones come first
@@ -111,6 +113,21 @@ def cut(
         more = _beside(parts, min(MOST_SHARE, MORE * share), merged, config)
         made = min(made, more, key=lambda side: max(side.persistent_end, side.end))
     return made.cuts
+
+
+def _cut_fixed(index: int, tiles: Int, config: PlannerConfig) -> KernelWork:
+    """Runs of `split_keys` keys, those of a tile one after another."""
+    count = -(tiles[:, KEYS] // -config.split_keys)
+    inside = spread(count)[1]
+    later = inside.nonzero()[0]
+    runs = runs_at(tiles, count, later, inside[later], config.split_keys, config.page_size)
+    keys = total(tiles[:, KEYS])
+    return KernelWork(index, config.shapes[index], keys, runs, np.zeros(1, np.int32))
+
+
+def dearest_first(items: Int) -> Int:
+    """Items longest first; those that read the same keys follow each other, last rows first."""
+    return items.take(np.lexsort((-items[:, ROW], items[:, PAGE], -items[:, KEYS])), axis=0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -268,4 +285,4 @@ def _cut_evenly(
         later = inside.nonzero()[0]
         past = inside.take(later) * piece.take(tile.take(later))
         tiles = runs_at(tiles, count, later, past, granule, config.page_size)
-    return tiles.take(np.lexsort((-tiles[:, ROW], tiles[:, PAGE], -tiles[:, KEYS])), axis=0), end
+    return dearest_first(tiles), end

@@ -71,7 +71,8 @@ class PlannerConfig:
 
     `page_bytes` counts a page's K and V of all heads. `team` forces the size of teams.
     `chunk`: packed rows that always travel together, whichever kernel has them. `takes`: how many
-    rows each shape takes at most; the last one any.
+    rows each shape takes at most; the last one any. `split_keys`: every tile is cut at multiples of
+    so many keys, whole pages, and nowhere else, for the last shape alone; 0: where it pays.
     """
 
     group_size: int
@@ -81,6 +82,7 @@ class PlannerConfig:
     shapes: tuple[TileShape, ...]
     team: int | None = None
     page_bytes: int = 0
+    split_keys: int = 0
     chunk: int = field(init=False)
     takes: tuple[int, ...] = field(init=False)
 
@@ -213,7 +215,8 @@ def _clip(tiles: Int, positions: Int32, config: PlannerConfig) -> Int:
         np.minimum(tiles[:, KEYS], tiles[:, GREATEST] - tiles[:, START] + 1, out=tiles[:, KEYS])
     if window >= 0:
         start = tiles[:, START].astype(np.int64)
-        hidden = np.maximum(tiles[:, LEAST] - start - window, 0) // page_size
+        unit = config.split_keys or page_size
+        hidden = np.maximum(tiles[:, LEAST] - start - window, 0) // unit * (unit // page_size)
         tiles[:, PAGE] += hidden
         hidden *= page_size
         tiles[:, START] += hidden
