@@ -115,7 +115,8 @@ class Forest:
             self._tokens = {name: replace(one, length=0)}
             self._append([name], [one.length])
             self._attend([name], [one.length], "alone")
-            if self._shape.geometry.dtype == self._shape.q_dtype:
+            geometry = self._shape.geometry
+            if geometry.dtype == self._shape.q_dtype and geometry.page_size % 8 == 0:
                 self._ragged(one)
 
     def _new(self) -> None:
