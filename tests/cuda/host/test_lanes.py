@@ -47,7 +47,7 @@ class FakeBackend(CudaBackend):
         self.library = SimpleNamespace(before_load=None)  # type: ignore[assignment]
         self.kv = SimpleNamespace()  # type: ignore[assignment]
         self.multiprocessors = 8
-        self.split_keys = 0
+        self._split_keys = 0
         self.device_memory = device
 
 
