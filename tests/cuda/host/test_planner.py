@@ -42,6 +42,21 @@ def config(
     return PlannerConfig(group, page_size, heads, window, shapes, team, page_bytes)
 
 
+def test_with_fixed_splits_runs_end_there_whatever_else_is_in_the_batch() -> None:
+    fixed = replace(config(shapes=(WIDE,)), split_keys=256)
+    alone = make_work([(0, decode_plan([700], 16))], fixed)
+    batch = make_work([(0, decode_plan([5000, 700, 30] * 40, 16))], fixed)
+    assert sorted(alone.kernels[0].items[:, 4].tolist()) == [188, 256, 256]
+    for work in (alone, batch):
+        items = work.kernels[0].items
+        assert (items[:, 5] % 256 == 0).all(), "runs begin at splits"
+        assert items[:, 4].max() <= 256
+        start_of = dict(zip(items[:, 7].tolist(), items[:, 5].tolist(), strict=True))
+        for first, last in pairwise(work.merges.indptr.tolist()):
+            starts = [start_of[member] for member in work.merges.members[first:last].tolist()]
+            assert starts == sorted(starts), "states are merged in order of position"
+
+
 def int32(*values: int) -> Int32:
     return np.array(values, np.int32)
 
