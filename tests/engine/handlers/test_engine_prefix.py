@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kernels import make_backend
-from tests.engine.harness import Caller, Refused, pool, with_engine
-from tests.engine.pool_model import CPU_GEOMETRY
+from tests.engine.harness import Caller, Refused, pool
+from tests.engine.pool_model import CPU_GEOMETRY, cpu_engine
 
 PAGE = CPU_GEOMETRY.page_size
 PROMPT = list(range(100, 100 + 4 * PAGE))
@@ -54,178 +53,162 @@ async def check(caller: Caller, name: str, tokens: list[int]) -> None:
         np.testing.assert_array_equal(reply.tensors["v"], -content(tokens, layer))
 
 
-def with_pool(scenario: Any, **how: Any) -> Any:
-    return with_engine(make_backend("cpu", CPU_GEOMETRY), scenario, **how)
+@cpu_engine()
+async def test_committed_pages_are_found_by_the_next_prompt_with_that_prefix(
+    caller: Caller,
+) -> None:
+    assert await keep(caller, "first", PROMPT) == 0
+    numbers = await pool(caller)
+    assert (numbers["cached"], numbers["referenced"], numbers["sequences"]) == (4, 0, 0)
+    assert await begin(caller, "again", [*PROMPT, 7]) == 4 * PAGE
+    assert await begin(caller, "branch", OTHER) == 2 * PAGE
+    await check(caller, "again", [*PROMPT, 7])
+    await check(caller, "branch", OTHER)
+    numbers = await pool(caller)
+    assert numbers["integrity"] == "ok"
+    assert (numbers["cached"], numbers["referenced"]) == (0, 4 + 1 + 2)
+    assert sum(numbers[name] for name in ("free", "referenced", "cached", "pinned")) == 96
 
 
-def test_committed_pages_are_found_by_the_next_prompt_with_that_prefix() -> None:
-    async def scenario(caller: Caller) -> None:
-        assert await keep(caller, "first", PROMPT) == 0
+@cpu_engine()
+async def test_token_ids_and_keys_come_as_tensors_too(caller: Caller) -> None:
+    ids = np.array(PROMPT, np.uint32)
+    await begin(caller, "a", PROMPT)
+    await caller.call("commit", {"id": "a"}, token_ids=ids)
+    new = {"sequences": [{"id": "b", "prefix": {}}]}
+    reply = await caller.call("create_sequences", new, token_ids=ids)
+    assert reply.fields["sequences"][0]["cached_len"] == 4 * PAGE
+    two = {"sequences": [{"id": "c"}, {"id": "d", "prefix": {}}, {"prefix": {}}]}
+    two["prefix_indptr"] = [0, 0, 2 * PAGE, 4 * PAGE]  # type: ignore[assignment]
+    reply = await caller.call("create_sequences", two, token_ids=ids)
+    lens = [one["cached_len"] for one in reply.fields["sequences"]]
+    assert lens == [0, 2 * PAGE, 0], "the last one begins in the middle of the prompt"
+    keys = np.arange(64, dtype=np.uint8).reshape(4, 16)
+    await caller.call("commit", {"id": "c"}, page_keys=keys[:0])
+    for layer in range(CPU_GEOMETRY.num_layers):
+        k = content(PROMPT, layer)
+        fields = {"layer": layer, "sequences": ["c"], "append_indptr": [0, len(k)]}
+        await caller.call("append", fields, k=k, v=-k)
+    reply = await caller.call("commit", {"id": "c"}, page_keys=keys)
+    assert reply.fields["last_key"] == keys[3].tobytes().hex()
+    named = {"page_keys": [key.tobytes().hex() for key in keys]}
+    reply = await caller.call("match_prefix", named)
+    assert reply.fields["num_pages"] == 4
+
+
+@cpu_engine()
+async def test_two_that_computed_the_same_prompt_share_one_copy_once_both_have_committed(
+    caller: Caller,
+) -> None:
+    for name in ("a", "b"):
+        await begin(caller, name, [*PROMPT, 1])
+    assert (await pool(caller))["referenced"] == 10
+    for name in ("a", "b"):
+        reply = await caller.call("commit", {"id": name, "token_ids": PROMPT})
+        assert reply.fields["committed_len"] == 4 * PAGE
+    assert (await pool(caller))["referenced"] == 6
+    for name in ("a", "b"):
+        await check(caller, name, [*PROMPT, 1])
+
+
+@cpu_engine()
+async def test_a_lease_holds_matched_pages_until_it_ends_or_is_released(caller: Caller) -> None:
+    await keep(caller, "a", PROMPT)
+    reply = await caller.call("match_prefix", {"token_ids": OTHER})
+    assert reply.fields["matched_len"] == 2 * PAGE
+    lease = reply.fields["lease"]["id"]
+    evicted = await caller.call("evict", {"num_pages": 10})
+    assert evicted.fields == {"num_pages": 2}, "only pages that the lease does not hold"
+    assert (await pool(caller))["leases"] == 1
+    renewed = await caller.call("renew_lease", {"id": lease, "lease_s": 60.0})
+    assert renewed.fields["expires_at"] > reply.fields["lease"]["expires_at"]
+    await caller.call("release_lease", {"id": lease})
+    assert (await caller.call("clear", {})).fields == {"num_pages": 2}
+    with pytest.raises(Refused, match="unknown lease") as refusal:
+        await caller.call("renew_lease", {"id": lease})
+    assert (refusal.value.status, refusal.value.code) == (404, "unknown_lease")
+
+
+@cpu_engine()
+async def test_a_lease_of_a_scheduler_that_died_ends_by_itself(caller: Caller) -> None:
+    await keep(caller, "a", PROMPT)
+    await caller.call("match_prefix", {"token_ids": PROMPT, "lease_s": 0.05})
+    assert (await pool(caller))["cached"] == 0
+    await asyncio.sleep(0.1)
+    assert (await pool(caller))["cached"] == 4
+
+
+@cpu_engine()
+async def test_an_allocation_evicts_before_it_is_refused_and_a_refusal_says_who_holds_the_pages(
+    caller: Caller,
+) -> None:
+    await keep(caller, "a", PROMPT)
+    held = await begin(caller, "held", OTHER)
+    assert held == 2 * PAGE
+    key = (await caller.call("commit", {"id": "held", "token_ids": OTHER})).fields["last_key"]
+    await caller.call("pin", {"page_key": key, "hard": True})
+    await caller.call("delete_sequence", {"id": "held"})
+    assert await begin(caller, "large", [1] * (90 * PAGE)) == 0
+    with pytest.raises(Refused) as refusal:
+        await begin(caller, "more", [2] * (5 * PAGE))
+    assert refusal.value.code == "out_of_pages"
+    assert refusal.value.problem["held"]["pinned"] == 4
+    assert refusal.value.problem["held"]["referenced"] == 90
+    assert (await pool(caller))["pinned"] == 4
+    await caller.call("unpin", {"page_key": key})
+    assert await begin(caller, "still", [2] * (4 * PAGE)) == 0
+
+
+@cpu_engine()
+async def test_pages_go_ahead_of_need_above_the_watermark(caller: Caller) -> None:
+    await keep(caller, "a", list(range(95 * PAGE)))
+    numbers = await pool(caller)
+    for _ in range(3):
         numbers = await pool(caller)
-        assert (numbers["cached"], numbers["referenced"], numbers["sequences"]) == (4, 0, 0)
-        assert await begin(caller, "again", [*PROMPT, 7]) == 4 * PAGE
-        assert await begin(caller, "branch", OTHER) == 2 * PAGE
-        await check(caller, "again", [*PROMPT, 7])
-        await check(caller, "branch", OTHER)
-        numbers = await pool(caller)
-        assert numbers["integrity"] == "ok"
-        assert (numbers["cached"], numbers["referenced"]) == (0, 4 + 1 + 2)
-        assert sum(numbers[name] for name in ("free", "referenced", "cached", "pinned")) == 96
-
-    with_pool(scenario)
+    assert numbers["free"] == 96 - int(0.9 * 96)
+    assert caller.metric('attnd_kv_pages{state="cached"}') == numbers["cached"]
+    assert caller.metric("attnd_pages_evicted_total") == 95 - numbers["cached"]
 
 
-def test_token_ids_and_keys_come_as_tensors_too() -> None:
-    async def scenario(caller: Caller) -> None:
-        ids = np.array(PROMPT, np.uint32)
-        await begin(caller, "a", PROMPT)
-        await caller.call("commit", {"id": "a"}, token_ids=ids)
-        new = {"sequences": [{"id": "b", "prefix": {}}]}
-        reply = await caller.call("create_sequences", new, token_ids=ids)
-        assert reply.fields["sequences"][0]["cached_len"] == 4 * PAGE
-        two = {"sequences": [{"id": "c"}, {"id": "d", "prefix": {}}, {"prefix": {}}]}
-        two["prefix_indptr"] = [0, 0, 2 * PAGE, 4 * PAGE]  # type: ignore[assignment]
-        reply = await caller.call("create_sequences", two, token_ids=ids)
-        lens = [one["cached_len"] for one in reply.fields["sequences"]]
-        assert lens == [0, 2 * PAGE, 0], "the last one begins in the middle of the prompt"
-        keys = np.arange(64, dtype=np.uint8).reshape(4, 16)
-        await caller.call("commit", {"id": "c"}, page_keys=keys[:0])
-        for layer in range(CPU_GEOMETRY.num_layers):
-            k = content(PROMPT, layer)
-            fields = {"layer": layer, "sequences": ["c"], "append_indptr": [0, len(k)]}
-            await caller.call("append", fields, k=k, v=-k)
-        reply = await caller.call("commit", {"id": "c"}, page_keys=keys)
-        assert reply.fields["last_key"] == keys[3].tobytes().hex()
-        named = {"page_keys": [key.tobytes().hex() for key in keys]}
-        reply = await caller.call("match_prefix", named)
-        assert reply.fields["num_pages"] == 4
-
-    with_pool(scenario)
+@cpu_engine()
+async def test_an_idle_sequence_is_deleted_when_its_time_is_over(caller: Caller) -> None:
+    new = [{"id": "short", "ttl_s": 0.5}, {"id": "used", "ttl_s": 0.5}, {"id": "for-good"}]
+    reply = await caller.call("create_sequences", {"sequences": new})
+    assert [one["ttl_s"] for one in reply.fields["sequences"]] == [0.5, 0.5, None]
+    for _ in range(30):
+        await asyncio.sleep(0.025)
+        await caller.call("get_sequence", {"id": "used"})
+    result = await caller.call("list_sequences", {})
+    assert [one["id"] for one in result.fields["sequences"]] == ["for-good", "used"]
 
 
-def test_two_that_computed_the_same_prompt_share_one_copy_once_both_have_committed() -> None:
-    async def scenario(caller: Caller) -> None:
-        for name in ("a", "b"):
-            await begin(caller, name, [*PROMPT, 1])
-        assert (await pool(caller))["referenced"] == 10
-        for name in ("a", "b"):
-            reply = await caller.call("commit", {"id": name, "token_ids": PROMPT})
-            assert reply.fields["committed_len"] == 4 * PAGE
-        assert (await pool(caller))["referenced"] == 6
-        for name in ("a", "b"):
-            await check(caller, name, [*PROMPT, 1])
-
-    with_pool(scenario)
-
-
-def test_a_lease_holds_matched_pages_until_it_ends_or_is_released() -> None:
-    async def scenario(caller: Caller) -> None:
-        await keep(caller, "a", PROMPT)
-        reply = await caller.call("match_prefix", {"token_ids": OTHER})
-        assert reply.fields["matched_len"] == 2 * PAGE
-        lease = reply.fields["lease"]["id"]
-        evicted = await caller.call("evict", {"num_pages": 10})
-        assert evicted.fields == {"num_pages": 2}, "only pages that the lease does not hold"
-        assert (await pool(caller))["leases"] == 1
-        renewed = await caller.call("renew_lease", {"id": lease, "lease_s": 60.0})
-        assert renewed.fields["expires_at"] > reply.fields["lease"]["expires_at"]
-        await caller.call("release_lease", {"id": lease})
-        assert (await caller.call("clear", {})).fields == {"num_pages": 2}
-        with pytest.raises(Refused, match="unknown lease") as refusal:
-            await caller.call("renew_lease", {"id": lease})
-        assert (refusal.value.status, refusal.value.code) == (404, "unknown_lease")
-
-    with_pool(scenario)
-
-
-def test_a_lease_of_a_scheduler_that_died_ends_by_itself() -> None:
-    async def scenario(caller: Caller) -> None:
-        await keep(caller, "a", PROMPT)
-        await caller.call("match_prefix", {"token_ids": PROMPT, "lease_s": 0.05})
-        assert (await pool(caller))["cached"] == 0
-        await asyncio.sleep(0.1)
-        assert (await pool(caller))["cached"] == 4
-
-    with_pool(scenario)
-
-
-def test_an_allocation_evicts_before_it_is_refused_and_a_refusal_says_who_holds_the_pages() -> None:
-    async def scenario(caller: Caller) -> None:
-        await keep(caller, "a", PROMPT)
-        held = await begin(caller, "held", OTHER)
-        assert held == 2 * PAGE
-        key = (await caller.call("commit", {"id": "held", "token_ids": OTHER})).fields["last_key"]
-        await caller.call("pin", {"page_key": key, "hard": True})
-        await caller.call("delete_sequence", {"id": "held"})
-        assert await begin(caller, "large", [1] * (90 * PAGE)) == 0
-        with pytest.raises(Refused) as refusal:
-            await begin(caller, "more", [2] * (5 * PAGE))
-        assert refusal.value.code == "out_of_pages"
-        assert refusal.value.problem["held"]["pinned"] == 4
-        assert refusal.value.problem["held"]["referenced"] == 90
-        assert (await pool(caller))["pinned"] == 4
-        await caller.call("unpin", {"page_key": key})
-        assert await begin(caller, "still", [2] * (4 * PAGE)) == 0
-
-    with_pool(scenario)
-
-
-def test_pages_go_ahead_of_need_above_the_watermark() -> None:
-    async def scenario(caller: Caller) -> None:
-        await keep(caller, "a", list(range(95 * PAGE)))
-        numbers = await pool(caller)
-        for _ in range(3):
-            numbers = await pool(caller)
-        assert numbers["free"] == 96 - int(0.9 * 96)
-        assert caller.metric('attnd_kv_pages{state="cached"}') == numbers["cached"]
-        assert caller.metric("attnd_pages_evicted_total") == 95 - numbers["cached"]
-
-    with_pool(scenario)
-
-
-def test_an_idle_sequence_is_deleted_when_its_time_is_over() -> None:
-    async def scenario(caller: Caller) -> None:
-        new = [{"id": "short", "ttl_s": 0.5}, {"id": "used", "ttl_s": 0.5}, {"id": "for-good"}]
-        reply = await caller.call("create_sequences", {"sequences": new})
-        assert [one["ttl_s"] for one in reply.fields["sequences"]] == [0.5, 0.5, None]
-        for _ in range(30):
-            await asyncio.sleep(0.025)
-            await caller.call("get_sequence", {"id": "used"})
-        result = await caller.call("list_sequences", {})
-        assert [one["id"] for one in result.fields["sequences"]] == ["for-good", "used"]
-
-    with_pool(scenario)
-
-
-def test_the_longest_times_to_live_are_no_trouble() -> None:
+@cpu_engine()
+async def test_the_longest_times_to_live_are_no_trouble(caller: Caller) -> None:
     year = 365 * 86400.0
 
-    async def scenario(caller: Caller) -> None:
-        await caller.call("create_sequences", {"sequences": [{"id": "a", "ttl_s": year}]})
-        await begin(caller, "b", PROMPT)
-        fields = {"id": "b", "token_ids": PROMPT, "priority": 50, "duration_s": year}
-        key = (await caller.call("commit", fields)).fields["last_key"]
-        await caller.call("pin", {"page_key": key, "soft_ttl_s": year})
-        await asyncio.sleep(0.05)  # the engine waits for the first of these ends
-        assert (await pool(caller))["sequences"] == 2
-
-    with_pool(scenario)
+    await caller.call("create_sequences", {"sequences": [{"id": "a", "ttl_s": year}]})
+    await begin(caller, "b", PROMPT)
+    fields = {"id": "b", "token_ids": PROMPT, "priority": 50, "duration_s": year}
+    key = (await caller.call("commit", fields)).fields["last_key"]
+    await caller.call("pin", {"page_key": key, "soft_ttl_s": year})
+    await asyncio.sleep(0.05)  # the engine waits for the first of these ends
+    assert (await pool(caller))["sequences"] == 2
 
 
-def test_many_sequences_are_deleted_at_once_by_id_or_by_how_their_ids_begin() -> None:
-    async def scenario(caller: Caller) -> None:
-        names = [f"run-1:{i}" for i in range(2000)] + ["run-2:0", "else"]
-        for first in range(0, len(names), 200):
-            new = [{"id": name} for name in names[first : first + 200]]
-            await caller.call("create_sequences", {"sequences": new})
-        reply = await caller.call("delete_sequences", {"ids": ["else", "missing"]})
-        assert reply.fields == {"num_deleted": 1}
-        reply = await caller.call("delete_sequences", {"prefix": "run-1:"})
-        assert reply.fields == {"num_deleted": 2000}
-        reply = await caller.call("list_sequences", {})
-        assert [one["id"] for one in reply.fields["sequences"]] == ["run-2:0"]
-
-    with_pool(scenario)
+@cpu_engine()
+async def test_many_sequences_are_deleted_at_once_by_id_or_by_how_their_ids_begin(
+    caller: Caller,
+) -> None:
+    names = [f"run-1:{i}" for i in range(2000)] + ["run-2:0", "else"]
+    for first in range(0, len(names), 200):
+        new = [{"id": name} for name in names[first : first + 200]]
+        await caller.call("create_sequences", {"sequences": new})
+    reply = await caller.call("delete_sequences", {"ids": ["else", "missing"]})
+    assert reply.fields == {"num_deleted": 1}
+    reply = await caller.call("delete_sequences", {"prefix": "run-1:"})
+    assert reply.fields == {"num_deleted": 2000}
+    reply = await caller.call("list_sequences", {})
+    assert [one["id"] for one in reply.fields["sequences"]] == ["run-2:0"]
 
 
 REFUSED: list[tuple[str, dict[str, Any], int, str, str]] = [
@@ -268,38 +251,34 @@ REFUSED: list[tuple[str, dict[str, Any], int, str, str]] = [
 
 
 @pytest.mark.parametrize(("name", "fields", "status", "code", "reply"), REFUSED)
-def test_errors_name_the_field_and_change_nothing(
-    name: str, fields: dict[str, Any], status: int, code: str, reply: str
+@cpu_engine()
+async def test_errors_name_the_field_and_change_nothing(
+    caller: Caller, name: str, fields: dict[str, Any], status: int, code: str, reply: str
 ) -> None:
-    async def scenario(caller: Caller) -> None:
-        await begin(caller, "a", PROMPT)
-        await caller.call("commit", {"id": "a", "token_ids": PROMPT})
-        before = await pool(caller)
-        with pytest.raises(Refused) as refusal:
-            await caller.call(name, fields)
-        assert refusal.value.status == status
-        assert refusal.value.code.startswith(code)
-        assert reply in refusal.value.problem["detail"]
-        assert await pool(caller) == before
-
-    with_pool(scenario)
+    await begin(caller, "a", PROMPT)
+    await caller.call("commit", {"id": "a", "token_ids": PROMPT})
+    before = await pool(caller)
+    with pytest.raises(Refused) as refusal:
+        await caller.call(name, fields)
+    assert refusal.value.status == status
+    assert refusal.value.code.startswith(code)
+    assert reply in refusal.value.problem["detail"]
+    assert await pool(caller) == before
 
 
-def test_quotas_are_shown_and_enforced() -> None:
-    async def scenario(caller: Caller) -> None:
-        reply = await caller.call("set_namespace", {"name": "default", "max_pages": 6})
-        assert reply.fields["max_pages"] == 6
-        await keep(caller, "a", PROMPT)
-        assert await begin(caller, "b", [3] * (5 * PAGE)) == 0, "evicts its own"
-        reply = await caller.call("get_namespace", {"name": "default"})
-        assert (reply.fields["used"], reply.fields["cached"], reply.fields["referenced"]) == (
-            6,
-            1,
-            5,
-        )
-        with pytest.raises(Refused) as refusal:
-            await begin(caller, "c", [4] * (2 * PAGE))
-        assert refusal.value.problem["total"] == 6
-        assert (await pool(caller))["total"] == 6
-
-    with_pool(scenario)
+@cpu_engine()
+async def test_quotas_are_shown_and_enforced(caller: Caller) -> None:
+    reply = await caller.call("set_namespace", {"name": "default", "max_pages": 6})
+    assert reply.fields["max_pages"] == 6
+    await keep(caller, "a", PROMPT)
+    assert await begin(caller, "b", [3] * (5 * PAGE)) == 0, "evicts its own"
+    reply = await caller.call("get_namespace", {"name": "default"})
+    assert (reply.fields["used"], reply.fields["cached"], reply.fields["referenced"]) == (
+        6,
+        1,
+        5,
+    )
+    with pytest.raises(Refused) as refusal:
+        await begin(caller, "c", [4] * (2 * PAGE))
+    assert refusal.value.problem["total"] == 6
+    assert (await pool(caller))["total"] == 6
