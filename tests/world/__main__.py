@@ -1,0 +1,77 @@
+"""`python -m tests.world`: run seeds, replay one, or find a bug that was put back."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.world", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=100, help="number of seeds")
+    parser.add_argument("--first", type=int, default=0, help="the first of them")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--budget-s", type=float, default=float("inf"), help="longest time")
+    parser.add_argument("--bug", help="a patch of tests/world/bugs to find, or `all`")
+    parser.add_argument("--table", action="store_true", help="print operations and faults")
+    parser.add_argument("--seed", type=int, help="replay this one, with its trace")
+    parser.add_argument("--statements", type=int, default=40, help="of each caller")
+    parser.add_argument("--skip", default="", help="numbers of statements to leave out")
+    parser.add_argument("--no-shrink", action="store_true")
+    parser.add_argument("--no-faults", action="store_true")
+    return parser.parse_args()
+
+
+def main() -> int:
+    if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets is a part of the run
+        env = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+        os.execve(sys.executable, [sys.executable, "-m", "tests.world", *sys.argv[1:]], env)
+    given = arguments()
+    from tests.world import put_back
+
+    if given.bug:
+        missed = []
+        for name in put_back.names() if given.bug == "all" else [given.bug]:
+            print(f"{name}:", flush=True)
+            args = ["--no-shrink", "--seeds", str(given.seeds), "--jobs", str(given.jobs)]
+            if not put_back.find(name, [*args, "--first", str(given.first)]):
+                missed.append(name)
+        if missed:
+            print("not found:", *missed)
+        return bool(missed)
+    from tests.world.search import command, search, shrink
+    from tests.world.world import Plan, run
+
+    if given.seed is not None:
+        skipped = frozenset(map(int, filter(None, given.skip.split(","))))
+        plan = Plan(
+            given.seed, statements=given.statements, faults=not given.no_faults, skipped=skipped
+        )
+        result = run(plan)
+        print(*result.trace, sep="\n")
+        print(f"seed {plan.seed}: {result.error or 'ok'}; digest {result.digest}")
+        return result.error is not None
+    seeds = range(given.first, given.first + given.seeds)
+    plans = (Plan(seed, statements=given.statements) for seed in seeds)
+    totals, failed = search(plans, given.jobs, given.budget_s)
+    print(totals.line())
+    if given.table:
+        print(totals.table())
+    if failed is None:
+        return 0
+    print(f"seed {failed.plan.seed} failed, the {totals.seeds}th that ran: {failed.error}")
+    print(f"replay: {command(failed.plan)}", flush=True)
+    if given.no_shrink:
+        return 1
+    best = shrink(failed)
+    print(f"shorter: {command(best.plan)}")
+    print(*best.trace[-12:], sep="\n")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""An adversarial device: work completes late, out of step with the host, or fails.
+
+Arguments are read and results are written when a kernel runs, not when it is launched. Freed pages
+are overwritten, in the order of the stream. A result that no kernel has written stays what the
+memory held before.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from kernels.backend import Attend, DeviceLost, DType, Int32, PoolGeometry, Unsupported
+from kernels.errors import NoMemory
+from kernels.pending import StageSeconds
+from tests.engine.fake_backend import FakeBackend
+from tests.world.clock import Clock
+from tests.world.network import Fault
+
+FREED: Final = np.nan
+"""What freed pages hold: attention to one shows at once."""
+LONGEST_S: Final = 0.05
+
+
+@dataclass(eq=False, slots=True)
+class Work:
+    """One kernel in the stream."""
+
+    device: WorldDevice
+    kernel: Callable[[], Any]
+    due: float
+    error: Exception | None = None
+    value: Any = None
+    has_run: bool = False
+    seconds: StageSeconds = field(default_factory=StageSeconds)
+
+    @property
+    def done(self) -> bool:
+        self.device.check()
+        self.device.run(self.device.clock.now)
+        return self.has_run
+
+    def result(self) -> Any:
+        self.device.check()
+        self.device.clock.advance(self.due)
+        self.device.run(self.due)
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+class WorldDevice(FakeBackend):
+    """The device of one engine."""
+
+    name = "world"
+    device = "adversary"
+    unsupported = ()
+
+    def __init__(
+        self, geometry: PoolGeometry, clock: Clock, order: random.Random, fault: Fault
+    ) -> None:
+        super().__init__(geometry)
+        self.clock, self.order, self.fault = clock, order, fault
+        self.stream: deque[Work] = deque()
+        self.is_armed = self.is_lost = False
+        self._free_at = 0.0
+
+    def check(self) -> None:
+        """Raises DeviceLost after the device was lost."""
+        if self.is_lost:
+            raise DeviceLost("the device fell off the bus")
+
+    def run(self, until: float) -> None:
+        """Run the kernels that are due."""
+        while self.stream and self.stream[0].due <= until:
+            work = self.stream.popleft()
+            if work.error is None:
+                work.value = work.kernel()
+            work.has_run = True
+
+    def free(self, pages: Int32) -> None:
+        """Freed pages hold nothing any more."""
+        if not pages.size:
+            return
+        size = self.geometry.page_size
+        slots = (pages[:, None] * size + np.arange(size)).reshape(-1)
+
+        def overwrite() -> None:
+            self.pool[:, :, slots] = FREED
+
+        self._launch(overwrite)
+
+    def append(self, layer: int, k: Any, v: Any, slots: Int32) -> Any:
+        self._enter("append")
+        slots = slots.copy()
+
+        def kernel() -> None:
+            self.pool[layer, 0, slots], self.pool[layer, 1, slots] = k, v
+
+        return self._launch(kernel)
+
+    def write_stored(self, layer: int, k: Any, v: Any, slots: Int32) -> Any:
+        self._enter("write_stored")
+        slots = slots.copy()
+
+        def kernel() -> None:
+            self.pool[layer, 0, slots], self.pool[layer, 1, slots] = k, v
+
+        return self._launch(kernel)
+
+    def copy_rows(self, src_pages: Int32, dst_pages: Int32, num_rows: Int32) -> None:
+        self.check()
+        copies = [one.tolist() for one in (src_pages, dst_pages, num_rows)]
+
+        def kernel() -> None:
+            size = self.geometry.page_size
+            for src, dst, rows in zip(*copies, strict=True):
+                begin, to = src * size, dst * size
+                self.pool[:, :, to : to + rows] = self.pool[:, :, begin : begin + rows]
+
+        self._launch(kernel)
+
+    def attend(self, requests: Sequence[Attend]) -> Any:
+        self._enter("attend")
+
+        def kernel() -> list[Any]:
+            return [place(self._attend(request), request.out) for request in requests]
+
+        return self._launch(kernel, fails="attend")
+
+    def gather(
+        self, layer: int, slots: Int32, dtype: DType, out: tuple[Any, Any] | None = None
+    ) -> Any:
+        self._enter("gather")
+        return self._read(layer, slots.copy(), out, "gather")
+
+    def read_stored(self, layer: int, slots: Int32, out: tuple[Any, Any]) -> Any:
+        self._enter("read_stored")
+        return self._read(layer, slots.copy(), out, "read_stored")
+
+    def close(self) -> None:
+        self.run(float("inf"))
+
+    def _read(self, layer: int, slots: Int32, out: Any, name: str) -> Any:
+        def kernel() -> Any:
+            k, v = self.pool[layer][:, slots].astype(np.float32)
+            if out is None:
+                return k, v
+            out[0][...], out[1][...] = k, v
+            return out
+
+        return self._launch(kernel, fails=name)
+
+    def _launch(self, kernel: Callable[[], Any], fails: str = "") -> Work:
+        self.check()
+        now, order = self.clock.now, self.order
+        late = 1e-6 * 10.0 ** (4.5 * order.random()) if order.random() < 0.7 else 0.0
+        self._free_at = max(now, self._free_at) + min(late, LONGEST_S)
+        work = Work(self, kernel, self._free_at)
+        if fails and self.is_armed and self.fault("kernel fails", 0.01):
+            work.error = RuntimeError(f"{fails}: a fault of the device")
+        self.stream.append(work)
+        return work
+
+    def _enter(self, name: str) -> None:
+        self.check()
+        if not self.is_armed:
+            return
+        if self.fault("launch fails", 0.005):
+            raise RuntimeError(f"{name}: a fault of the driver")
+        if self.fault("no memory", 0.005):
+            raise NoMemory(f"{name}: no memory")
+        if name == "attend" and self.fault("unsupported", 0.005):
+            raise Unsupported("q", "odd", "not here")
+
+
+def place(state: Any, out: Any) -> Any:
+    """The state at the place given for it, if one was."""
+    if out is None:
+        return state
+    out.o[...], out.lse[...] = state.o, state.lse
+    return out

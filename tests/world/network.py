@@ -1,0 +1,290 @@
+"""Sockets in memory: every byte arrives late, in pieces, or is lost with its connection."""
+
+from __future__ import annotations
+
+import array
+import os
+import random
+import selectors
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+from service.road.engine_end.listening import CREDENTIALS
+from tests.world.clock import Clock
+
+CAPACITY: Final = 32 * 2**10
+"""Bytes that a connection holds in one direction before its sender has to wait."""
+FIRST_FD: Final = 10**6
+"""Numbers of the world's sockets; no descriptor of the system is so large."""
+
+
+class Fault(Protocol):
+    """Whether a named fault happens now; counts it."""
+
+    def __call__(self, name: str, share: float) -> bool: ...
+
+
+@dataclass(slots=True)
+class Pipe:
+    """One direction of a connection."""
+
+    order: random.Random
+    chunks: deque[tuple[float, bytes]] = field(default_factory=deque)
+    """Bytes under way, with the time of their arrival."""
+    arrived: bytearray = field(default_factory=bytearray)
+    descriptors: list[int] = field(default_factory=list)
+    ends: float | None = None
+    """When the reader sees the end."""
+    is_reset: bool = False
+    latest: float = 0.0
+
+    def put(self, data: bytes, now: float) -> None:
+        """Send bytes on their way, in one to three pieces."""
+        order = self.order
+        while data:
+            cut = order.randint(1, len(data)) if order.random() < 0.1 else len(data)
+            kind, late = order.random(), 1e-6 * 10.0 ** (3 * order.random())
+            if kind < 0.02:
+                late = 0.3 * order.random()
+            self.latest = max(self.latest, now + late)
+            self.chunks.append((self.latest, data[:cut]))
+            data = data[cut:]
+
+    def arrive(self, now: float) -> None:
+        while self.chunks and self.chunks[0][0] <= now:
+            self.arrived += self.chunks.popleft()[1]
+
+    @property
+    def unread(self) -> int:
+        return len(self.arrived) + sum(len(data) for _, data in self.chunks)
+
+    @property
+    def next_due(self) -> float:
+        if self.chunks:
+            return self.chunks[0][0]
+        return float("inf") if self.ends is None else self.ends
+
+    def is_readable(self, now: float) -> bool:
+        if self.chunks:
+            self.arrive(now)
+        if self.arrived:
+            return True
+        return self.ends is not None and self.ends <= now and not self.chunks
+
+
+class SimSocket:
+    """What the road needs of `socket.socket`, at one end of a connection."""
+
+    family = socket.AF_UNIX
+
+    def __init__(self, network: Network, fd: int, incoming: Pipe, outgoing: Pipe) -> None:
+        self.network, self.fd = network, fd
+        self.incoming, self.outgoing = incoming, outgoing
+        self.is_closed = False
+        self.pair = 0
+        """The connection's number, the same at both ends."""
+
+    def fileno(self) -> int:
+        return -1 if self.is_closed else self.fd
+
+    def setblocking(self, flag: bool) -> None:
+        """The world's sockets never block."""
+
+    def setsockopt(self, *_: Any) -> None:
+        """Options make no difference here."""
+
+    def gettimeout(self) -> float:
+        return 0.0
+
+    def getsockopt(self, *_: Any) -> bytes:
+        return CREDENTIALS.pack(0, os.getuid(), os.getgid())
+
+    def ready(self, events: int, now: float) -> int:
+        """Those of the events that have come."""
+        mask = events & selectors.EVENT_READ if self.incoming.is_readable(now) else 0
+        has_room = self.outgoing.ends is not None or self.outgoing.unread < CAPACITY
+        return mask | (events & selectors.EVENT_WRITE if has_room else 0)
+
+    def send(self, data: Any) -> int:
+        if self.is_closed:
+            raise OSError(9, "closed")
+        if self.outgoing.ends is not None:
+            raise BrokenPipeError(32, "the other end is closed")
+        data = bytes(data)
+        room = CAPACITY - self.outgoing.unread
+        if room <= 0:
+            raise BlockingIOError(11, "full")
+        data = data[:room]
+        if len(data) > 1 and self.network.fault("partial send", 0.01):
+            data = data[: self.outgoing.order.randint(1, len(data) - 1)]
+        self.outgoing.put(data, self.network.clock.now)
+        return len(data)
+
+    def sendmsg(self, buffers: Sequence[Any], ancillary: Any = (), *_: Any) -> int:
+        for _, _, content in ancillary:
+            numbers = array.array("i", content)
+            self.outgoing.descriptors += [os.dup(number) for number in numbers]
+        return self.send(b"".join(bytes(one) for one in buffers))
+
+    def recv(self, size: int) -> bytes:
+        incoming = self.incoming
+        if self.is_closed:
+            raise OSError(9, "closed")
+        if not incoming.is_readable(self.network.clock.now):
+            raise BlockingIOError(11, "nothing has arrived")
+        if incoming.is_reset and not incoming.arrived:
+            raise ConnectionResetError(104, "reset")
+        if size > 1 and len(incoming.arrived) > 1 and self.network.fault("short read", 0.01):
+            size = incoming.order.randint(1, min(size, len(incoming.arrived)) - 1) or 1
+        data = bytes(incoming.arrived[:size])
+        del incoming.arrived[:size]
+        return data
+
+    def recv_into(self, buffer: Any) -> int:
+        data = self.recv(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def recvmsg(self, size: int, *_: Any) -> tuple[bytes, list[Any], int, None]:
+        data = self.recv(size)
+        numbers, self.incoming.descriptors = self.incoming.descriptors, []
+        rights = array.array("i", numbers).tobytes()
+        found = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if numbers else []
+        return data, found, 0, None
+
+    def shutdown(self, _: int) -> None:
+        self._end(lost=False)
+
+    def close(self) -> None:
+        if not self.is_closed:
+            self._end(lost=False)
+            self.is_closed = True
+            self.network.forget(self)
+
+    def kill(self) -> None:
+        """The process at this end dies: what is under way may be lost. Its end is closed later."""
+        self._end(lost=True)
+
+    def _end(self, lost: bool) -> None:
+        now, out = self.network.clock.now, self.outgoing
+        if out.ends is None:
+            if lost and out.chunks and self.network.fault("frames lost", 0.5):
+                for _ in range(out.order.randint(1, len(out.chunks))):
+                    out.chunks.pop()
+                out.is_reset = True
+            out.ends = max(now, out.chunks[-1][0] if out.chunks else now)
+        self.incoming.ends = self.incoming.ends if self.incoming.ends is not None else now
+        for number in self.incoming.descriptors:
+            os.close(number)
+        self.incoming.descriptors = []
+
+
+class Listener:
+    """A listening socket; `dial` connects to it."""
+
+    family = socket.AF_UNIX
+
+    def __init__(self, network: Network) -> None:
+        self.network, self.fd = network, network.new_fd()
+        self.backlog: deque[SimSocket] = deque()
+        self.is_closed = False
+        network.by_fd[self.fd] = self
+
+    def fileno(self) -> int:
+        return self.fd
+
+    def setblocking(self, flag: bool) -> None:
+        """The world's sockets never block."""
+
+    def ready(self, events: int, _: float) -> int:
+        return events & selectors.EVENT_READ if self.backlog else 0
+
+    def accept(self) -> tuple[SimSocket, None]:
+        if not self.backlog:
+            raise BlockingIOError(11, "no connection")
+        return self.backlog.popleft(), None
+
+    def dial(self) -> SimSocket:
+        """A new connection; its caller's end. Raises ConnectionRefusedError."""
+        if self.is_closed:
+            raise ConnectionRefusedError(111, "no engine listens")
+        here, there = self.network.pair()
+        self.backlog.append(there)
+        return here
+
+    def close(self) -> None:
+        self.is_closed = True
+        self.network.by_fd.pop(self.fd, None)
+        for sock in self.backlog:
+            sock.close()
+
+
+class Network:
+    """All connections of the world."""
+
+    def __init__(self, clock: Clock, seed: int, fault: Fault) -> None:
+        self.clock, self.seed, self.fault = clock, seed, fault
+        self.by_fd: dict[int, SimSocket | Listener] = {}
+        self._last_fd, self._last_pair = FIRST_FD, 0
+
+    def new_fd(self) -> int:
+        self._last_fd += 1
+        return self._last_fd
+
+    def pair(self) -> tuple[SimSocket, SimSocket]:
+        """The two ends of a new connection."""
+        self._last_pair += 1
+        there, back = (
+            Pipe(random.Random(f"{self.seed} {self._last_pair} {way}")) for way in range(2)
+        )
+        ends = (
+            SimSocket(self, self.new_fd(), back, there),
+            SimSocket(self, self.new_fd(), there, back),
+        )
+        for end in ends:
+            end.pair = self._last_pair
+            self.by_fd[end.fd] = end
+        return ends
+
+    def forget(self, sock: SimSocket) -> None:
+        self.by_fd.pop(sock.fd, None)
+
+    def next_due(self) -> float:
+        """When the next bytes arrive somewhere."""
+        now, due = self.clock.now, float("inf")
+        for end in self.by_fd.values():
+            if isinstance(end, SimSocket) and now < end.incoming.next_due < due:
+                due = end.incoming.next_due
+        return due
+
+
+class SimSelector(selectors._BaseSelectorImpl):  # type: ignore[misc]
+    """Finds the world's sockets that are ready; descriptors of the system never are.
+
+    `wait` lets the world run until there is something to do, or for some seconds.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        order: random.Random,
+        wait: Callable[[float | None], None] = lambda _: None,
+    ) -> None:
+        super().__init__()
+        self._network, self._order, self._wait = network, order, wait
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self._wait(timeout)
+        return self.ready()
+
+    def ready(self) -> list[tuple[selectors.SelectorKey, int]]:
+        found, now, by_fd = [], self._network.clock.now, self._network.by_fd
+        for fd, key in self._fd_to_key.items():
+            if (end := by_fd.get(fd)) is not None and (mask := end.ready(key.events, now)):
+                found.append((key, mask))
+        if len(found) > 1:
+            self._order.shuffle(found)
+        return found

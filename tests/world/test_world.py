@@ -1,0 +1,36 @@
+"""A few seeds of the world: the service agrees with the model, runs repeat, and bugs are found."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def world(*args: str) -> tuple[int, str]:
+    """The exit status and output of `python -m tests.world`."""
+    command = [sys.executable, "-m", "tests.world", *args]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    return ran.returncode, ran.stdout + ran.stderr
+
+
+def test_the_service_agrees_with_the_model() -> None:
+    status, output = world("--seeds", "10000", "--budget-s", "20")
+    assert status == 0, output
+
+
+def test_a_seed_repeats_exactly() -> None:
+    first, second = (world("--seed", "3") for _ in range(2))
+    assert first == second
+    assert "digest" in first[1]
+
+
+@pytest.mark.parametrize("bug", ["a-cut-does-not-wait-for-launches"])
+def test_a_bug_that_was_put_back_is_found(bug: str) -> None:
+    status, output = world("--bug", bug, "--seeds", "100")
+    assert status == 0, output
+    assert "replay: python -m tests.world --seed" in output
