@@ -366,6 +366,9 @@ class Model:
 
     def _append(self, space: Namespace, op: Op, fields: Any, tensors: Any, now: float) -> None:
         layers = op.fields.get("layers") or [op.fields["layer"]]
+        for name in op.ids:
+            held = {len(space.sequences[name].rows[layer]) for layer in layers}
+            check(len(held) == 1, "an append at layers of different lengths:", name, held)
         self._extend(space, op, layers)
         lengths = [len(space.sequences[name].rows[layers[0]]) for name in op.ids]
         check(fields["lengths"] == lengths, "lengths after an append", fields, lengths)

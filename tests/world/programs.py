@@ -201,7 +201,9 @@ class Program:
         await self.send(Op("delete_sequence", {"id": self._name()}))
 
     async def _sweep(self) -> None:
-        await self.send(Op("delete_sequences", {"prefix": self.order.choice(("s0", "s1", "s", "none"))}))
+        await self.send(
+            Op("delete_sequences", {"prefix": self.order.choice(("s0", "s1", "s", "none"))})
+        )
 
     async def _look(self) -> None:
         await self.send(Op("get_sequence", {"id": self._name()}))

@@ -19,7 +19,7 @@ def world(*args: str) -> tuple[int, str]:
 
 
 def test_the_service_agrees_with_the_model() -> None:
-    status, output = world("--seeds", "10000", "--budget-s", "20")
+    status, output = world("--seeds", "40", "--budget-s", "40")
     assert status == 0, output
 
 
