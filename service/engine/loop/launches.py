@@ -275,6 +275,8 @@ class Launches:
                 job.work.run()
             else:
                 Launch([job], self._start([job])).finish()
+                if type(job.work) is Completed and job.work.pending is not None:
+                    job.work.pending.result()  # it still reads the request's tensors
         except FATAL:
             raise
         except Exception as error:
