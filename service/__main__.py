@@ -20,7 +20,7 @@ from typing import Final
 from config.settings import Settings, SettingsError, load_settings, set_environment
 from service import __version__
 from service.addresses import Addresses, bind_addresses
-from service.cluster.membership.member import engine_name, list_members
+from service.cluster.membership.members_file import engine_name, list_members
 from service.cluster.membership.secret import SecretError, secret_of
 from service.doors.kit.tls import TlsError
 from service.extras import how_to_install

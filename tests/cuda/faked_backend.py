@@ -187,7 +187,7 @@ def fake_backend(
         monkeypatch.setattr(module, "runtime", device.runtime)
     monkeypatch.setattr(transfer, "convert", device.convert)
     monkeypatch.setattr(
-        backend_module, "AttentionRunner", lambda _, transfers, __: Planner(kernels, transfers)
+        backend_module, "AttentionRunner", lambda _, transfers, *__: Planner(kernels, transfers)
     )
     monkeypatch.setattr(
         backend_module,

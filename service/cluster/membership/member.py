@@ -1,17 +1,12 @@
-"""One engine as the members file names it, with or without a session; and that file."""
+"""One engine as the members file names it, with or without a session."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import math
-import os
-from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Final
 
-from config.cluster import ClusterSettings
 from service.cluster.membership.engine import Engine
 from service.road.caller_end.greeting import PeerProcess
 from service.road.tcp import is_remote
@@ -85,36 +80,3 @@ class Member:
             asyncio.get_running_loop().remove_reader(self.peer.fd)
             self.peer.close()
             self.peer = None
-
-
-@dataclass(frozen=True, slots=True)
-class MemberEntry:
-    """One engine: its address; for how many seconds it may be unreachable before its sequences
-    count as lost (0 on the same host, where its process's exit is seen); whether it is leaving, and
-    takes no new sequences."""
-
-    name: str
-    address: str
-    lost_after_s: float = 0.0
-    is_leaving: bool = False
-
-
-def read_members(path: Path) -> list[MemberEntry]:
-    return [MemberEntry(**one) for one in json.loads(path.read_text(encoding="utf-8"))]
-
-
-def write_members(path: Path, members: Collection[MemberEntry]) -> None:
-    fresh = path.with_name(f"{path.name}.new")
-    fresh.write_text(json.dumps([asdict(one) for one in members]), encoding="utf-8")
-    os.replace(fresh, path)
-
-
-def engine_name(number: int) -> str:
-    return f"engine-{number}"
-
-
-def list_members(path: Path, sockets: Sequence[Path], cluster: ClusterSettings) -> None:
-    """Writes the file for engines of this host, and of others, named by their addresses."""
-    here = [MemberEntry(engine_name(number), str(one)) for number, one in enumerate(sockets)]
-    there = [MemberEntry(address, address, cluster.lost_after_s) for address in cluster.members]
-    write_members(path, [*here, *there])

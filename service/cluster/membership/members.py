@@ -16,7 +16,8 @@ from attnd.wire.frames import FrameError
 
 from config.server import ServerSettings
 from service.cluster.membership.engine import Engine, Home
-from service.cluster.membership.member import Member, MemberEntry, read_members
+from service.cluster.membership.member import Member
+from service.cluster.membership.members_file import MemberEntry, read_members
 from service.cluster.membership.polling import (
     ASK_DEADLINE_S,
     ask,

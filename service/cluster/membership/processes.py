@@ -16,7 +16,7 @@ from typing import Final
 
 from config.sections import Settings
 from service.addresses import Addresses, listen_tcp
-from service.cluster.membership.member import MemberEntry, write_members
+from service.cluster.membership.members_file import MemberEntry, write_members
 from service.launch import command_of
 from service.processes.cells import make_shared
 from service.processes.handover import CheckedFiles, Child, Shared, start

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import ray
 
-from service.cluster.membership.member import MemberEntry
+from service.cluster.membership.members_file import MemberEntry
 
 NAME: Final = "attnd-directory"
 NAMESPACE: Final = "attnd"

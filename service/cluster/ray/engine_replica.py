@@ -20,7 +20,7 @@ from config.server import ServerSettings
 from config.settings import Settings
 from service.addresses import engine_path, engine_paths
 from service.cluster.membership.engine import Engine, EngineReply
-from service.cluster.membership.member import write_members
+from service.cluster.membership.members_file import write_members
 from service.cluster.membership.processes import LocalEngines
 from service.cluster.migration.drain import num_left
 from service.cluster.placement.cost import Load

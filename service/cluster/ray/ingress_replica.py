@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 
 from config.settings import Settings
 from service.addresses import bind_addresses
-from service.cluster.membership.member import write_members
+from service.cluster.membership.members_file import write_members
 from service.cluster.membership.processes import start_doors
 from service.cluster.ray.directory import REPORT_S, SILENT_S, Place, directory
 from service.road.tcp import host_and_port

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from config.settings import load_settings
-from service.cluster.membership.member import read_members
+from service.cluster.membership.members_file import read_members
 from service.cluster.ray.directory import SILENT_S, Place
 
 pytestmark = [
