@@ -35,11 +35,11 @@ CHECKS = [
 ]
 TENSOR_ROUTES = {
     "/v1/append": ({"k", "v"}, set()),
-    "/v1/decode": ({"q", "k", "v"}, {"o", "lse"}),
-    "/v1/prefill": ({"q", "k", "v", "mask", "packed_mask"}, {"o", "lse"}),
-    "/v1/ragged-prefill": ({"q", "k", "v", "mask", "packed_mask"}, {"o", "lse"}),
-    "/v1/cascade": ({"q"}, {"o", "lse", "o.{i}", "lse.{i}"}),
-    "/v1/merge": ({"o", "lse"}, {"o", "lse"}),
+    "/v1/decode": ({"q", "k", "v", "sinks"}, {"o", "lse"}),
+    "/v1/prefill": ({"q", "k", "v", "mask", "packed_mask", "sinks"}, {"o", "lse"}),
+    "/v1/ragged-prefill": ({"q", "k", "v", "mask", "packed_mask", "sinks"}, {"o", "lse"}),
+    "/v1/cascade": ({"q", "sinks"}, {"o", "lse", "o.{i}", "lse.{i}"}),
+    "/v1/merge": ({"o", "lse", "sinks"}, {"o", "lse"}),
     "/v1/gather": (set(), {"k", "v"}),
 }
 CONTROL_ROUTES = {
