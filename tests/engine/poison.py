@@ -19,9 +19,8 @@ def poison_freed_pages(monkeypatch: pytest.MonkeyPatch, store: Store) -> None:
     release, geometry = PageAllocator.release, store.geometry
 
     def release_and_fill(self: PageAllocator, pages: Any) -> None:
-        pages = pages.copy()
-        release(self, pages)
-        freed = pages[self.refcounts[pages] == 0]
+        freed = pages.copy()
+        release(self, freed)
         if self is not store.tree.allocator or not freed.size:
             return
         size = geometry.page_size
