@@ -13,7 +13,6 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from operator import add
 from typing import Final, Literal
 
 from prometheus_client import CollectorRegistry, PlatformCollector
@@ -27,7 +26,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from service.processes.cells import Cells, Counts, Key, RemoteCounts, as_reported
+from service.processes.cells import Cells, Counts, Key, RemoteCounts, add_block, as_reported
 from service.processes.usage import Usage, usage
 
 SECONDS: Final = (
@@ -345,8 +344,7 @@ class Metrics:
         for one in blocks:
             for key, block in one.items():
                 if key[0] in names:
-                    before = found.get(key)
-                    found[key] = list(block) if before is None else list(map(add, before, block))
+                    add_block(found, key, block)
         return found
 
     def sums(self, alive: Mapping[str, Usage]) -> dict[Key, list[float]]:
@@ -355,12 +353,10 @@ class Metrics:
         for process, cells in self._all.items():
             for key, block in list(cells.read().items()):
                 if process in alive or SPECS[key[0]].kind != "gauge":
-                    before = found.get(key, [0.0] * len(block))
-                    found[key] = [a + b for a, b in zip(before, block, strict=True)]
+                    add_block(found, key, block)
         for reported in self._remote:
             for key, counts in reported.items():
-                before = found.get(key, [0.0] * len(counts))
-                found[key] = [a + b for a, b in zip(before, counts, strict=True)]
+                add_block(found, key, counts)
         pages = {key[1]: value[0] for key, value in found.items() if key[0] == "kv_pages"}
         total = sum(pages.values())
         found["kv_cache_usage_ratio",] = [pages.get("referenced", 0.0) / total if total else 0.0]

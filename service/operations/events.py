@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal
 from pydantic import Field
 
 from service.operations.schema.fields import Count, Fields
-from service.operations.schema.page_names import PageKey
+from service.operations.schema.page_names import PageKey, TokenId
 from service.operations.schema.spec import Operation
 
 FROM_NOW: Final = -1
@@ -15,7 +15,6 @@ MAX_EVENTS: Final = 1000
 
 
 EventNumber = Annotated[int, Field(ge=0, lt=2**53)]
-TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 class EventsFields(Fields):

@@ -103,6 +103,14 @@ def as_reported(blocks: Mapping[Key, Sequence[float]]) -> dict[str, list[float]]
     return {BETWEEN.join(key): list(map(short, block)) for key, block in counted.items()}
 
 
+def add_block(sums: dict[Key, list[float]], key: Key, block: Sequence[float]) -> None:
+    """Add the cells of a block to those of its key, or begin with them."""
+    before = sums.get(key)
+    sums[key] = (
+        list(block) if before is None else [a + b for a, b in zip(before, block, strict=True)]
+    )
+
+
 def short(value: float) -> float:
     return int(value) if value.is_integer() else value
 
@@ -137,8 +145,7 @@ class RemoteCounts:
     def _fold(self, tag: str, blocks: Mapping[Key, Sequence[float]]) -> None:
         for key, block in blocks.items():
             if not self._is_gauge(key[0]):
-                before = self._folded.get(key, [0.0] * len(block))
-                self._folded[key] = [a + b for a, b in zip(before, block, strict=True)]
+                add_block(self._folded, key, block)
 
     def __iter__(self) -> Iterator[Mapping[Key, Sequence[float]]]:
         """The blocks of each engine, and of those that were added up."""

@@ -18,7 +18,6 @@ from service.engine.handlers.rows import write_slices
 from service.engine.loop.job import (
     Cost,
     Counts,
-    Mode,
     Seconds,
     SharedAttention,
     Slice,
@@ -31,6 +30,7 @@ from service.engine.loop.slices import cut_attend, paced_spans, row_keys
 from service.engine.store.plan_cache import Planned
 from service.engine.store.store import Store
 from service.image.writing import Shaped
+from service.metrics import Mode
 from service.operations.schema.fields import check_mask_length, check_sinks
 
 if TYPE_CHECKING:

@@ -116,12 +116,8 @@ def namespace_fields(store: Store, name: str) -> dict[str, Any]:
         "max_pages": held.max_pages,
         "reserved_pages": held.reserved_pages,
         "used": held.used,
-        "referenced": held.referenced,
-        "cached": held.cached,
-        "pinned": held.pinned,
-        "leases": held.num_leases,
         "sequences": held.num_sequences - store.imports.count(name),
-    }
+    } | held.held
 
 
 def list_namespaces(store: Store, request: Request, _: Seconds) -> Fields:

@@ -15,11 +15,12 @@ from kernels.lanes.lane import FLAG_BYTES, LAYER_FLAGS, Lane, Slot, StepWork
 from service.core.sequences.books import Batch
 from service.core.values import Extension
 from service.engine.handlers.attention import LOG2_E, counts_of
-from service.engine.loop.job import Counts, Mode, OpenedStep, Seconds
+from service.engine.loop.job import Counts, OpenedStep, Seconds
 from service.engine.loop.request import Request
 from service.engine.store.plan_cache import Planned
 from service.engine.store.store import Store
 from service.errors import InvalidRequest
+from service.metrics import Mode
 from service.operations.step import StepFields
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from service import __version__
 from service.engine.calibration import calibrate
 from service.engine.loop.callers import Callers
 from service.engine.loop.job import Job
-from service.engine.loop.open_steps import FREE_S
+from service.engine.loop.open_steps import FREE_S, SPIN_S
 from service.engine.loop.request import AnswerPlace, DoesNotFit, Request, RequestReader
 from service.engine.loop.scheduler import NOTED_S, Scheduler
 from service.engine.loop.session_lanes import SessionLanes
@@ -52,8 +52,6 @@ STOPPED: Final = "the engine stopped before the operation's turn came"
 CUT_OFF: Final = "the engine stopped mid-operation; the change may have been applied"
 RATES: Final[dict[str, tuple[float, float]]] = {"cpu": (4e9, 2e10), "cuda": (2e12, 2e14)}
 """First guesses of bytes and flops per second by backend; measurements correct them."""
-SPIN_S: Final = 0.002
-"""The loop polls without pause for launches younger than this, then every millisecond."""
 LEAST_RETRY_S: Final = 0.05
 MOST_RETRY_S: Final = 30.0
 BEAT_S: Final = 1.0

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, TypeVar
 
 from kernels.backend import Attend, AttentionState, Done, Pending
 from kernels.lanes.lane import Lane, Run
@@ -14,8 +14,8 @@ from kernels.pending import StageSeconds
 from service.core.sequences.books import Watch
 from service.core.values import Extension
 from service.engine.loop.request import Request
+from service.metrics import Mode
 
-Mode = Literal["flat", "cascade", "explicit"]
 Start = Callable[[], Pending[Any]]
 T = TypeVar("T")
 TURN_S: Final = 2e-3

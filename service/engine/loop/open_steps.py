@@ -24,7 +24,8 @@ from service.metrics import Metrics
 
 LOG: Final = logging.getLogger("attnd.engine")
 SPIN_S: Final = 0.002
-"""The loop polls without pause for steps younger than this, then every millisecond."""
+"""The loop polls without pause for steps and launches younger than this, then every
+millisecond."""
 FREE_S: Final = 0.005
 """Interval between two attempts to unblock the callers of aborted steps."""
 BEHIND: Final = "a step before it on the same lane was aborted, and this one with it"

@@ -86,7 +86,7 @@ EXPIRY_S: Final = 2e-3
 """Longest time in a round for deleting expired sequences."""
 ENDED_AT_ONCE: Final = 32
 """Sequences checked between two reads of the clock."""
-EVICTED_A_TURN: Final = 32
+EVICTED_AHEAD: Final = 32
 """Pages evicted ahead of need in one round of turns: a fraction of a millisecond."""
 
 
@@ -197,7 +197,7 @@ class Store:
         self.now = now
         tree.tick(now)
         if (over := tree.allocator.num_referenced - self._watermark) > 0:
-            tree.budget.evict_ahead(min(over, EVICTED_A_TURN))
+            tree.budget.evict_ahead(min(over, EVICTED_AHEAD))
         return min(tree.books.expiry.next_due, self.move_marks.ends.next_due) <= now
 
     @property
