@@ -51,8 +51,8 @@ class ClusterSettings(Section):
     """Seconds of surplus before an engine is removed, on Ray."""
 
     drain_s: Annotated[float, Field(ge=0.0)] = 300.0
-    """Seconds that a removed engine has to move its sequences, and to wait for those that cannot
-    move; the rest are lost. On Ray."""
+    """Seconds that a removed engine has to move its sequences, and to wait for sequences that
+    cannot move; the rest are lost. On Ray."""
 
     ingresses: Annotated[int, Field(ge=1, le=1024)] = 1
     """Number of nodes with doors, at `server.port` of each, on Ray."""

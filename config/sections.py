@@ -37,7 +37,7 @@ class PoolSettings(Section):
     """Number of the model's attention layers. Each page has K and V of every layer."""
 
     num_kv_heads: Annotated[int, Field(ge=1, le=1024)] = 8
-    """Number of the model's KV heads; if heads are split over services, those of this service."""
+    """Number of the model's KV heads; if heads are split over services, this service's share."""
 
     head_dim: Annotated[int, Field(ge=1, le=1024)] = 128
     """Dimension of the model's heads."""

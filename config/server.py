@@ -104,7 +104,7 @@ class ServerSettings(Section):
     get 504 and change nothing."""
 
     drain_timeout_s: Annotated[float, Field(ge=0.0)] = 30.0
-    """Seconds that accepted work can take after the service was told to stop; five seconds later it
+    """Seconds that accepted work can take after the signal to stop; five seconds later the service
     is killed. Keep it at least five seconds below the grace period of the process manager."""
 
     max_body_bytes: Annotated[int, Field(ge=1024)] = 256 * 2**20

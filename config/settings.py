@@ -220,7 +220,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def override(below: dict[str, Any], above: dict[str, Any], path: str) -> dict[str, Any]:
-    """The sections of `below`, overridden key by key by those of `above`."""
+    """The sections of `below`, overridden key by key by the sections of `above`."""
     unknown = sorted(set(above) - set(below), key=str)
     if unknown:
         close = hint(unknown[0], below, "sections")

@@ -165,7 +165,7 @@ def make_authenticator(auth: AuthSettings, read: ReadFile = from_disk) -> Authen
     return None if keys is None else Authenticator(auth, keys, read)
 
 
-SCOPE_HELP = "what the key may do; may be given several times. Without it: read and append"
+SCOPE_HELP = "a permission of the key; may be given several times. Without it: read and append"
 
 
 def key_command(argv: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""What the service measures: the only importer of prometheus_client, one method per event.
+"""Measurements of the service: the only importer of prometheus_client, one method per event.
 
 Every process counts in its own cells (`service/processes/cells.py`), and any process renders the
 sum, so `/metrics` shows one service whichever door answers. Names carry the prefix `attnd_` and
@@ -141,7 +141,7 @@ class Metrics:
     """
 
     def __init__(self, process: str = "main", shared: Mapping[str, int] | None = None) -> None:
-        """`shared` has every process's memory by its name; without it this one stands alone."""
+        """`shared` has every process's memory by its name; without it this process is alone."""
         self._all = {name: Cells(fd) for name, fd in (shared or {}).items()} or {process: Cells()}
         self._process = process
         self._own = self._all[process]
@@ -230,7 +230,7 @@ class Metrics:
                 stage[-1] += spent
 
     def load(self, inflight: int, waiting: int, sessions: int) -> None:
-        """Operations without an answer, those of them that wait for their turn, and sessions."""
+        """Operations without an answer, operations that wait for their turn, and sessions."""
         self._inflight[0] = inflight
         self._waiting[0] = waiting
         self._sessions[0] = sessions
@@ -307,8 +307,8 @@ class Metrics:
         self._block("engine_up", *labels)[0] = float(any(pages.values()))
 
     def moved(self, engine: str, moved: int, stayed: int) -> None:
-        """Sequences migrated from an engine since the last call, and those that stay for lack of
-        room, or because they cannot be migrated."""
+        """Sequences migrated from an engine since the last call, and sequences that stay: no
+        engine has room, or they cannot be migrated."""
         labels = (self._process, engine)
         if engine in self._engines and len(self._engines) <= MOST_ENGINES:
             self._block("engine_moved", *labels)[0] += moved

@@ -146,7 +146,7 @@ class Supervisor:
                 self._ended(running, status)
 
     def _ended(self, running: Running, status: Status) -> None:
-        """Decide what the end of a process means."""
+        """Restart a process that has ended, or stop the service."""
         name = running.child.process
         how = describe(status)
         if self._stopping:

@@ -12,7 +12,7 @@ from service.errors import Forbidden
 
 Scope = Literal["read", "append", "move", "admin"]
 SCOPES: Final[tuple[Scope, ...]] = ("read", "append", "move", "admin")
-"""What a key may allow. `admin` includes `move`: draining an engine moves its sequences."""
+"""Permissions of keys. `admin` includes `move`: draining an engine moves its sequences."""
 NAMESPACE: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 MARK: Final = "/"
 """Ends the namespace in a sequence's name; namespaces and sequence ids cannot contain it."""

@@ -1,7 +1,7 @@
 """Measures attention before the engine is ready, so that its first slices have the right length.
 
 The first guess of a processor's pace may be ten times too fast, and all that wait together share a
-launch. What the measurement reads and computes is discarded.
+launch. Its results are discarded.
 """
 
 from __future__ import annotations

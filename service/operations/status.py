@@ -190,7 +190,7 @@ SNAPSHOT: Final = operation(
         TensorSpec("page_states", ("U8",), ("P",), STATES),
         of_the_tree("parents", "I32", "parent row; -1 for the rows of the namespaces"),
         of_the_tree("pages", "I32", "own pages"),
-        of_the_tree("totals", "I32", "own pages and those of all rows below, shown or not"),
+        of_the_tree("totals", "I32", "own pages and all pages of rows below, shown or not"),
         of_the_tree("sequences", "I32", "sequences that share it"),
         of_the_tree("idle_s", "F32", "seconds since its last use"),
         of_the_tree("states", "U8", f"{STATES}; 0 for a namespace"),

@@ -126,7 +126,7 @@ class ExportFields(Fields):
     beside: Annotated[list[SequenceId], Field(max_length=MAX_BESIDE, fail_fast=True)] | None = None
     """Without `part`: sequences that may share pages with this one."""
     shard: ShardFields | None = None
-    """Pages to export: those of this shard, from the whole sequence or the shard itself. The
+    """Shard whose pages to export, from the whole sequence or the shard itself. The
     header's `lengths` count them, and they have no names. The same for every part."""
 
 
@@ -159,7 +159,7 @@ class ImportFields(Fields):
     """Digest given by the export. Without `header` and `part`: the last part's, which ends the
     import."""
     share: bool = True
-    """With `header`: whether to start with those of the named pages that are cached."""
+    """With `header`: whether to start with named pages that are cached."""
     base: SequenceId | None = None
     """With `header`: sequence to fork instead of starting with cached pages; its first `base_len`
     tokens must be the same. Requires the scope `move`."""

@@ -1,1 +1,1 @@
-"""The processes of the service: what they are handed, their counters, files and watchdogs."""
+"""The processes of the service: their handover, counters, files and watchdogs."""

@@ -35,7 +35,7 @@ def make_shared() -> int:
 
 
 class Cells:
-    """The blocks of one process; those of other processes may only be read."""
+    """The blocks of one process; other processes' blocks may only be read."""
 
     def __init__(self, fd: int | None = None) -> None:
         """In shared memory, or without it in memory of its own."""
@@ -60,7 +60,7 @@ class Cells:
         return self._add(key, size) if found is None else found
 
     def read(self) -> dict[Key, memoryview[float]]:
-        """Every block there is by now; the views show what is written later, too."""
+        """Every block so far; the views also show later writes."""
         for key, begin, size in self._records():
             self._found[key] = self._floats[begin : begin + size]
             self._end = begin + size
@@ -98,7 +98,7 @@ Counts = Mapping[str, Sequence[float]]
 
 
 def as_reported(blocks: Mapping[Key, Sequence[float]]) -> dict[str, list[float]]:
-    """Counts as an engine reports them, without those that are 0."""
+    """Counts as an engine reports them, without zeros."""
     counted = {key: block for key, block in blocks.items() if any(block)}
     return {BETWEEN.join(key): list(map(short, block)) for key, block in counted.items()}
 
@@ -148,6 +148,6 @@ class RemoteCounts:
                 add_block(self._folded, key, block)
 
     def __iter__(self) -> Iterator[Mapping[Key, Sequence[float]]]:
-        """The blocks of each engine, and of those that were added up."""
+        """The blocks of each engine, and the sums of dropped ones."""
         yield from self._engines.values()
         yield self._folded

@@ -1,4 +1,4 @@
-"""What the supervisor passes to the processes that it starts.
+"""The supervisor's handover to the processes that it starts.
 
 `python -m service` starts one engine (`python -m service.engine`) and `server.http_workers` doors
 (`python -m service.doors http`), and with `server.grpc_port` a gRPC door, with
@@ -13,7 +13,7 @@ and then serves on `inherited.sockets`, which listen already and do not block: t
 socket for the engine, HTTP's (TCP or Unix: look at `.family`) for a door. A door finds the engine
 at `inherited.engine_socket`; connecting works from the start and waits for the engine to accept.
 
-- `inherited.lifeline` becomes readable when the supervisor is gone: `os._exit(1)` at once.
+- `inherited.lifeline` becomes readable when the supervisor has ended: `os._exit(1)` at once.
 - SIGINT is ignored from the start. SIGHUP is pending until `on_hang_up` sets its handler, which
   reads keys and certificates again. SIGTERM must be made "finish admitted work within
   `server.drain_timeout_s`, then exit 0"; before that is set up it ends the process, which is right.
@@ -108,7 +108,7 @@ PR_SET_PDEATHSIG: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A process to be started: its name in logs and metrics, its command, what it listens on."""
+    """A process to be started: its name in logs and metrics, its command, its sockets."""
 
     process: str
     command: tuple[str, ...]
@@ -118,7 +118,7 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What every process gets."""
+    """The part of the handover that all processes share."""
 
     settings: Settings
     lifeline: int
@@ -141,7 +141,7 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class Inherited:
-    """What a process got from the supervisor, which includes the file descriptors."""
+    """A process's handover as received, with open file descriptors."""
 
     settings: Settings
     process: str
@@ -164,7 +164,7 @@ def start(child: Child, shared: Shared) -> subprocess.Popen[bytes]:
     reading, writing = os.pipe()
     try:
         with os.fdopen(writing, "wb") as pipe:
-            pipe.write(hand_over(child, shared, sockets))  # far below what a pipe holds
+            pipe.write(hand_over(child, shared, sockets))  # far below a pipe's capacity
         with interrupts_waiting():
             return subprocess.Popen(
                 (*child.command, "--process", child.process, "--handover", str(reading)),

@@ -58,7 +58,7 @@ def make_plan(
     `shards` is given for sequences of which this pool has only a part.
 
     `mode`: `always` makes a segment of every range of pages that several sequences share, `auto` of
-    those that save more than they cost, `never` of none. With `split_keys`, segments end at
+    ranges that save more than they cost, `never` of none. With `split_keys`, segments end at
     multiples of it, short of those pages.
 
     Raises `UnknownSequence`.
@@ -109,7 +109,7 @@ def explicit_levels(
     """The plan for rows that attend one whole sequence at each of `levels`.
 
     A level is `(ids, qo_indptr)`: rows `qo_indptr[s]:qo_indptr[s+1]` attend `ids[s]`. The plan has
-    `num_rows` rows (None: those of the longest level); rows that a level omits at either end attend
+    `num_rows` rows (None: as the longest level); rows that a level omits at either end attend
     nothing there. Every level's keys count from position 0. `causal` and `positions` apply to the
     last level.
 

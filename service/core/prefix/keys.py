@@ -42,7 +42,7 @@ class Prefix:
         return self.skipped + (0 if self.token_ids is None else self.token_ids.size // page_size)
 
     def num_tokens(self, page_size: int) -> int:
-        """Named tokens, including skipped ones and those of a partial last page."""
+        """Named tokens, including skipped ones and a partial last page's."""
         given = 0 if self.token_ids is None else self.token_ids.size
         return self.skipped * page_size + given
 

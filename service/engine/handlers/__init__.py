@@ -1,1 +1,1 @@
-"""Handlers of operations, by what they are about; `table.py` lists them all."""
+"""Handlers of operations, by subject; `table.py` lists them all."""

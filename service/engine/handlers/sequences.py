@@ -48,7 +48,7 @@ def create_sequences(
     _: Seconds,
     as_shards: Callable[[Specs, int], Specs] | None = None,
 ) -> Work:
-    """Create sequences or forks. `as_shards` turns specs into those of shards; its second argument
+    """Create sequences or forks. `as_shards` turns specs into specs of shards; its second argument
     is the index of the first spec in the request."""
     new, tenant = request.fields.sequences, request.tenant
     if any(one.parent is None and one.held is None for one in new):

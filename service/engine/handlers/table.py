@@ -110,8 +110,8 @@ class Handler:
     """How an operation takes its turn.
 
     `begin` is its handler: it changes the tree, hands writes to the device, and returns the work
-    that is left, or the answer's fields; if it raises, it has changed nothing. `room`: what the
-    answer's fields take at most, checked before anything is changed; None: `begin` checks, or
+    that is left, or the answer's fields; if it raises, it has changed nothing. `room`: maximum
+    size of the answer's fields, checked before anything is changed; None: `begin` checks, or
     changes nothing. `reads` and `writes` name the sequences that
     it locks. `is_barrier`: it frees or renames pages, so everything before it must be answered.
     `is_attention`: it can share a launch with its kind. `launches`: it needs a launch of its own.

@@ -158,7 +158,7 @@ class OpenedStep:
 Work = Completed | SharedAttention | SoloLaunch | SlicedWork | OpenedStep
 Fields = dict[str, Any]
 Answer = Work | Fields
-"""What a handler returns: the work that is left, or the fields of the answer."""
+"""A handler's result: the remaining work, or the fields of the answer."""
 
 
 @dataclass(slots=True, eq=False)

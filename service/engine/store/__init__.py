@@ -1,1 +1,1 @@
-"""What the engine owns: tree and pool, plans, events, marks, limits, and the pace of the device."""
+"""The engine's state: tree and pool, plans, events, marks, limits, and the pace of the device."""

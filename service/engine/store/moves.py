@@ -1,4 +1,4 @@
-"""Sequences on their way: unfinished imports, and marks on those that move to another engine."""
+"""Sequences on their way: unfinished imports, and marks of migrating ones."""
 
 from __future__ import annotations
 

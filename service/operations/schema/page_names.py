@@ -58,7 +58,7 @@ NAMES: Final = (
 
 
 def given_names(fields: PageNames, entries: Entries) -> list[str]:
-    """Those of `token_ids` and `page_keys` that are given as fields or tensors."""
+    """The given ones of `token_ids` and `page_keys`, as fields or tensors."""
     given = [name for name in ("token_ids", "page_keys") if getattr(fields, name) is not None]
     for name in entries:
         if name in given:
