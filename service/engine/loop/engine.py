@@ -224,7 +224,7 @@ class Engine:
             scheduler.take_turns()  # handlers prepare work; attention of one kind is grouped
         scheduler.launches.submit()  # the group, to the device
         if scheduler.long_work.count:
-            scheduler.long_work.run_slice()
+            scheduler.run_slice(received)
         if scheduler.steps.count or scheduler.steps.num_aborted:
             scheduler.steps.advance()  # through their layers
         scheduler.launches.reply()

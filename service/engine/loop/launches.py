@@ -21,6 +21,9 @@ from service.engine.store.store import FATAL, Store
 from service.metrics import Metrics
 
 MAX_IN_FLIGHT: Final = 2
+GROUP_SHARE: Final = 0.25
+"""Share of a slice from which a group takes no more jobs: with a last job of almost a slice, a
+launch takes little more than a slice."""
 
 LOG: Final = logging.getLogger("attnd.engine")
 
@@ -86,7 +89,8 @@ class Launches:
     """The group of jobs that gathers, and the launches in flight before it.
 
     `begin` gives a job its turn (again); `answer` gets jobs that are over, `charge` the seconds of
-    the device for each. A group takes about a slice of work. Methods raise `FATAL`.
+    the device for each. A group takes `GROUP_SHARE` of a slice and one job more at most. Methods
+    raise `FATAL`.
     """
 
     def __init__(
@@ -128,7 +132,7 @@ class Launches:
         if type(job.work) is SharedAttention:
             pace = self._store.pace
             self._group_s += pace.seconds("attend", job.work.cost)
-            if self._group_s > pace.slice_s:
+            if self._group_s > GROUP_SHARE * pace.slice_s:
                 self.is_closed = True
 
     def close_group(self) -> None:

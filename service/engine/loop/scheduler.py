@@ -4,8 +4,8 @@ Operations wait in lines, one for each namespace; the next turn is for the names
 the least time. Compatible attention shares a launch. Long work runs one slice at a time, between
 the turns of others, and locks its sequences until it is done.
 
-A round of turns ends after `ROUND_SHARE` of a slice, so that new calls are read; a launch takes at
-most a slice of work. The time of a turn, a launch or a slice is charged to its namespace.
+A round of turns ends after `ROUND_SHARE` of a slice, so that new calls are read; a launch takes
+about a slice of work at most. The time of a turn, a launch or a slice is charged to its namespace.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ ABORT_S: Final = 2.0
 """Longest wait for open steps to leave the device when the engine gives up."""
 ROUND_SHARE: Final = 0.25
 """Share of a slice that a round of turns may take."""
+LONG_SHARE: Final = 0.5
+"""Share of a slice after which a round's turns and launches have taken long."""
 EVICTED_A_TURN: Final = 1024
 """Maximum pages that one turn evicts: some milliseconds, or 10 where each is a node of its own."""
 LEAST_ROUND_S: Final = 1e-3
@@ -78,6 +80,8 @@ class Scheduler:
         self._read = read
         self._watchdog = watchdog or Watchdog("engine", metrics)
         self._round_s = max(ROUND_SHARE * store.pace.slice_s, LEAST_ROUND_S)
+        self._has_passed = False
+        """Whether the latest round passed the slice of long work on to the next."""
         self._metrics = metrics
         self._reply = reply
         self._locks = SequenceLocks()
@@ -113,6 +117,14 @@ class Scheduler:
         self.steps.abort_all(error, ABORT_S)
         for job in waiting:
             self._refuse(job, error)
+
+    def run_slice(self, began: float) -> None:
+        """A slice of long work. After turns and launches that took long since `began`, new calls
+        have their turns first, but not twice running."""
+        spent = time.monotonic() - began
+        self._has_passed = not self._has_passed and spent > LONG_SHARE * self._store.pace.slice_s
+        if not self._has_passed:
+            self.long_work.run_slice()
 
     # Turns.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
@@ -46,6 +47,32 @@ async def test_waiting_attention_of_one_kind_is_one_launch_with_the_same_numbers
     for one, other in zip(alone, together, strict=True):
         np.testing.assert_array_equal(one.o, other.o)
         np.testing.assert_array_equal(one.lse, other.lse)
+
+
+@fake_engine()
+async def test_a_launch_takes_no_more_calls_at_a_quarter_of_a_slice(
+    caller: Caller, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else somebody who comes meanwhile waits for two calls of almost a slice each."""
+    await three_sequences(caller)
+    pace = caller.engine.store.pace
+    monkeypatch.setattr(pace, "seconds", lambda kind, cost: 0.15 * pace.slice_s)
+    await held_back(caller, backend, *[decode("a", seed=number) for number in range(5)])
+    assert sizes(backend) == [[1, 1], [1, 1], [1]]
+
+
+@fake_engine()
+async def test_after_turns_that_took_long_new_calls_come_before_the_next_slice(
+    caller: Caller, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = caller.engine.scheduler
+    slices: list[bool] = []
+    monkeypatch.setattr(scheduler.long_work, "run_slice", lambda: slices.append(True))
+    counts = []
+    for took_s in (0.0, 60.0, 60.0, 60.0, 0.0, 60.0):
+        scheduler.run_slice(time.monotonic() - took_s)
+        counts.append(len(slices))
+    assert counts == [1, 1, 2, 2, 3, 3]
 
 
 @pytest.mark.parametrize("late", [False, True])
