@@ -210,6 +210,19 @@ class FakeBackend:
 
         return Later((k, v), self._gate(), self._failure("result"), write)
 
+    def read_stored(
+        self, layer: int, slots: Int32, out: tuple[Any, Any]
+    ) -> Pending[tuple[Any, Any]]:
+        self._called("read_stored")
+        for place, part in zip(out, self.pool[layer][:, slots], strict=True):
+            place[...] = part
+        return Done(out)
+
+    def write_stored(self, layer: int, k: Any, v: Any, slots: Int32) -> Pending[None]:
+        self._called("write_stored")
+        self.pool[layer, 0, slots], self.pool[layer, 1, slots] = k, v
+        return Done(None)
+
     def _later(self, state: AttentionState, out: AttentionState | None) -> Later:
         write: Callable[[Any], Any] = lambda made: written(made, out)  # noqa: E731
         return Later(state, self._gate(), self._failure("result"), write)

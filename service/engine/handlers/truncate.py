@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import time
+from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
@@ -9,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from kernels.backend import NUMPY_DTYPES, Done, Int32
+from kernels.backend import NUMPY_DTYPES, Array, Done, Int32
+from kernels.errors import NoMemory
 from service.core.sequences.cuts import Cut
 from service.engine.handlers.sequences import (
     LONGEST_ID,
@@ -40,6 +44,8 @@ if TYPE_CHECKING:
 
 MOVES_AT_ONCE: Final = 32
 """Maximum moves of one slice, each of some rows at one layer: each waits for the device."""
+PATIENCE_S: Final = 10.0
+"""Longest time for which a truncation that has begun waits for the device's memory."""
 
 Move = tuple[int, int, int]
 """A layer, and the first and last of the rows that move there."""
@@ -88,18 +94,31 @@ def cut(store: Store, cuts: Sequence[Cut], answer: Callable[[], None]) -> Work:
         finish(store, cuts)
         answer()
         return Completed()
-    begun = False
+    begun, failing_since = False, math.inf
 
-    def move(moves: Sequence[Move]) -> Done[None]:
-        nonlocal begun
-        begun = True
-        for layer, first, last in moves:
-            move_rows(store, layer, sources[first:last], targets[first:last])
+    def move(todo: deque[Move]) -> Done[None]:
+        """Carry out moves while there is memory for them. All rows of a move are read before any is
+        written, so that a later slice can repeat it."""
+        nonlocal begun, failing_since
+        try:
+            while todo:
+                layer, first, last = todo[0]
+                rows = read_rows(store, layer, sources[first:last])
+                begun = True
+                store.backend.write_stored(layer, *rows, targets[first:last]).result()
+                todo.popleft()
+                failing_since = math.inf
+        except NoMemory:  # open steps hold it
+            failing_since = min(failing_since, time.monotonic())
+            if not begun or time.monotonic() > failing_since + PATIENCE_S:
+                raise
         return Done(None)
 
     def slices() -> Slices:
         for moves, cost in move_plan(store, sources.size):
-            yield Slice(partial(move, moves), "move", cost)
+            todo = deque(moves)
+            while todo:
+                yield Slice(partial(move, todo), "move", cost)
         finish(store, cuts)
         answer()
 
@@ -129,14 +148,14 @@ def move_plan(store: Store, num_rows: int) -> Iterator[tuple[list[Move], Cost]]:
         yield some, Cost(num_bytes=whole.num_bytes * len(some) / len(moves))
 
 
-def move_rows(store: Store, layer: int, sources: Int32, targets: Int32) -> None:
-    """Copy k and v of token slots to other slots, bit by bit."""
+def read_rows(store: Store, layer: int, slots: Int32) -> tuple[Array, Array]:
+    """k and v of token slots, bit by bit."""
     geometry = store.geometry
-    shape = (sources.size, geometry.num_kv_heads, geometry.head_dim)
+    shape = (slots.size, geometry.num_kv_heads, geometry.head_dim)
     dtype: Any = NUMPY_DTYPES[geometry.dtype]
     rows = (np.empty(shape, dtype), np.empty(shape, dtype))
-    store.backend.read_stored(layer, sources, rows).result()
-    store.backend.write_stored(layer, *rows, targets).result()
+    store.backend.read_stored(layer, slots, rows).result()
+    return rows
 
 
 def finish(store: Store, cuts: Sequence[Cut]) -> None:

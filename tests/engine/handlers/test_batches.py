@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from kernels.backend import DType, Layout
+from kernels.errors import NoMemory
 from service.engine.store.store import StoreLost
 from tests.engine.fake_backend import GEOMETRY, FakeBackend
 from tests.engine.harness import (
@@ -307,6 +308,24 @@ async def test_rows_that_fail_to_move_lose_the_pool(caller: Caller, backend: Fak
         await caller.call("append", fields, k=rows(1, 6), v=rows(2, 6))
     backend.failures["write_stored"] = [RuntimeError("a bug")]
     assert code(await outcome(caller.submit(cut(a=(1, [3]))))) == "not_ready"
+
+
+@fake_engine()
+async def test_rows_that_move_wait_for_the_memory_of_the_device(
+    caller: Caller, backend: FakeBackend
+) -> None:
+    await create(caller, "a")
+    for layer in range(GEOMETRY.num_layers):
+        fields = {"layer": layer, "sequences": ["a"], "append_indptr": [0, 6]}
+        await caller.call("append", fields, k=rows(1, 6), v=rows(2, 6))
+    short = NoMemory("steps hold it")
+    backend.failures = {"write_stored": [short, short], "read_stored": [None, None, short]}
+    await caller.submit(cut(a=(1, [3, 5])))
+    for layer in range(GEOMETRY.num_layers):
+        fields = {"layer": layer, "sequences": ["a"], "dtype": "fp32"}
+        held = (await caller.call("gather", fields)).tensors
+        for name, seed in (("k", 1), ("v", 2)):
+            np.testing.assert_array_equal(held[name], rows(seed, 6)[[0, 3, 5]])
 
 
 @cpu_engine(slice_ms=1e-6)
