@@ -86,7 +86,7 @@ class EngineProcess:
     def __init__(self, world: World) -> None:
         self.world, self.due, self.stalled_until = world, 0.0, 0.0
         self.listener = Listener(world.network)
-        self.device = WorldDevice(world.geometry, world.clock, world.order, world.fault)
+        self.device = WorldDevice(world.geometry, world.clock, world.order, world.device_fault)
         self.selector = SimSelector(world.network, world.order)
         listener: Any = self.listener
         self.engine = Engine(
@@ -213,6 +213,8 @@ class CallerProcess:
             for (pair, _), op in world.calls.items():
                 op.is_lost = op.is_lost or pair == sock.pair
             self.road.lose("it died")
+        elif world.engine.is_over:
+            return
         elif world.fault("engine dies", 0.002):
             world.engine.kill()
         elif world.fault("engine drains", 0.002):
@@ -318,6 +320,14 @@ class World:
         self.faults.append(name)
         self.note(name)
         return True
+
+    def device_fault(self, name: str, share: float) -> bool:
+        """A driver that fails while kept rows move loses the pool, so it does not fail then."""
+        if name in ("launch fails", "kernel fails") and any(
+            op.fields.get("keep") for op in self.model.outstanding
+        ):
+            return False
+        return self.fault(name, share)
 
     def note(self, text: str) -> None:
         line = f"{self.clock.now - 1000:.6f} {text}"
