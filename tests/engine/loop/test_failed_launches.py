@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from kernels.errors import NoMemory
 from service.engine.store.pace import DevicePace
 from service.engine.store.store import StoreLost
 from service.errors import NotReady
-from tests.engine.fake_backend import GEOMETRY, FakeBackend
+from tests.engine.fake_backend import GEOMETRY, FakeBackend, Later
 from tests.engine.harness import (
     Caller,
     NewCall,
@@ -122,6 +123,34 @@ def test_a_launch_that_fails_as_the_next_group_is_submitted_is_answered_once() -
         assert codes(replies) == ["ok", "ok"]
         assert await length(caller, "b") == 10
         assert (await pool(caller))["integrity"] == "ok"
+
+    with_engine(backend, scenario)
+
+
+class ReadsLate(FakeBackend):
+    """An append reads its rows when `has_read` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_read = threading.Event()
+
+    def append(self, *args: Any) -> Any:
+        super().append(*args)
+        return Later(None, self.has_read)
+
+
+def test_an_append_that_runs_again_is_answered_once_its_rows_are_read() -> None:
+    backend = ReadsLate()
+
+    async def scenario(caller: Caller) -> None:
+        backend.has_read.set()
+        await three_sequences(caller)
+        backend.has_read.clear()
+        backend.failures["attend"] = [RuntimeError("a bug")]
+        threading.Timer(0.3, backend.has_read.set).start()
+        replies = await held_back(caller, backend, append("held", 2), decode("a"))
+        assert backend.has_read.is_set()
+        assert codes(replies) == ["ok", "ok"]
 
     with_engine(backend, scenario)
 
