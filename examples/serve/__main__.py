@@ -54,7 +54,9 @@ def main() -> None:
         else:
             open_session = partial(connect, chosen.attnd)
             live_url = f"{chosen.attnd}/live" if "://" in chosen.attnd else ""
-        runner = Runner(model, open_session, limits.max_running + limits.prompt_tokens)
+        runner = Runner(
+            model, open_session, limits.max_running, limits.max_running + limits.prompt_tokens
+        )
         info = runner.calls.info()
         scheduler = Scheduler(runner, tokenizer, end_tokens(model, tokenizer), limits)
         scheduler.start()

@@ -2,13 +2,16 @@
 
 In vLLM this is the model runner with its attention backend and block tables, in SGLang the model
 runner with its radix attention. Here a forward is one step of a `TorchSession`, and the runner
-knows sequences by their ids: it stores no KV and counts no pages.
+knows sequences by their ids: it stores no KV and counts no pages. On a GPU forwards are recorded as
+CUDA graphs, one for each padded number of tokens: attention is not part of what a graph fixes, so
+decodes and prompts share them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,8 +24,9 @@ from attnd.calls.prefix import Prefix
 from attnd.errors import AttndError
 from attnd.torch import TorchSession
 from attnd.transformers.geometry import geometry_of
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
+LOG: Final = logging.getLogger("serve")
 NAME: Final = "attnd_serve"
 TTL_S: Final = 600.0
 """After which attnd deletes the idle sequences of a process that was killed."""
@@ -37,24 +41,45 @@ class Row:
     stored: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Recording:
+    """A forward of `inputs[0].numel()` tokens: fill `inputs` (tokens, positions, rows whose logits
+    are kept), replay `graph`, and read `logits`."""
+
+    inputs: tuple[torch.Tensor, ...]
+    logits: torch.Tensor
+    graph: Any
+
+    def run(self, given: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        for place, values in zip(self.inputs, given, strict=True):
+            place[: len(values)].copy_(values, non_blocking=True)
+        self.graph.replay()
+        return self.logits
+
+
 class Runner:
     """One model and one session; for one thread.
 
-    `connect` opens a session: again after attnd was restarted. `max_tokens` is the largest batch.
+    `connect` opens a session: again after attnd was restarted. A batch has `max_rows` rows and
+    `max_tokens` tokens at most.
     """
 
-    def __init__(self, model: Any, connect: Callable[[], TorchSession], max_tokens: int) -> None:
-        self.model, self._connect, self._max_tokens = model, connect, max_tokens
+    def __init__(
+        self, model: Any, connect: Callable[[], TorchSession], max_rows: int, max_tokens: int
+    ) -> None:
+        self.model, self._connect = model, connect
+        self._max_rows, self._max_tokens = max_rows, max_tokens
         config = model.config.get_text_config(decoder=True)
         self._heads = config.num_attention_heads
         self._windows = geometry_of(model).windows
         self._cap = float(getattr(config, "attn_logit_softcapping", None) or 0.0)
         self._scale = scale_of(model)
-        self._step: Any = None
+        self._no_mask = torch.zeros((1, 1, 1, 1), device=model.device)
+        self._recordings: dict[int, Recording] = {}
+        self._is_warming = False
         self._ids = f"serve-{uuid.uuid4().hex[:12]}-"
         self._numbers = itertools.count()
         AttentionInterface.register(NAME, self._attend)
-        AttentionMaskInterface.register(NAME, lambda **_: None)
         model.set_attn_implementation(NAME)
         self._session: TorchSession | None = None
         self.reconnect()
@@ -69,6 +94,12 @@ class Runner:
         self._slots = opened.slots(self._max_tokens, self._heads)
         self._session = opened
         self.calls.delete_sequences(prefix=self._ids)
+        try:
+            self._record()
+        except RuntimeError as error:
+            LOG.warning(
+                "the model's forwards cannot be recorded, so they run as they are: %s", error
+            )
 
     @property
     def session(self) -> TorchSession:
@@ -117,32 +148,66 @@ class Runner:
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[Row]) -> torch.Tensor:
-        """Logits `[rows, vocabulary]` after each row's last token, float32 on the CPU.
+        """Logits `[rows, vocabulary]` after each row's last token, on the model's device.
 
-        Raises OutOfPages and other errors of attnd; then nothing was stored.
+        Raises OutOfPages and other errors of attnd; then nothing was stored. The next forward
+        overwrites the logits.
         """
         counts = [len(row.tokens) for row in rows]
-        ends = torch.tensor(counts).cumsum(0)
-        tokens = [token for row in rows for token in row.tokens]
-        positions = [row.stored + i for row in rows for i in range(len(row.tokens))]
-        device = self.model.device
+        ends = list(itertools.accumulate(counts))
+        given = (
+            torch.tensor([token for row in rows for token in row.tokens]),
+            torch.tensor([row.stored + i for row in rows for i in range(len(row.tokens))]),
+            torch.tensor(ends) - 1,
+        )
+        size = min((size for size in self._recordings if size >= ends[-1]), default=None)
         with self.session.step(
             [row.sequence for row in rows],
             self._slots,
-            qo_indptr=None if max(counts) == 1 else [0, *ends.tolist()],
+            qo_indptr=None if max(counts) == 1 else [0, *ends],
             sm_scale=self._scale,
             logits_soft_cap=self._cap,
             window_left=self._windows,
         ) as step:
-            self._step = step
-            logits = self.model(
-                input_ids=torch.tensor([tokens], device=device),
-                position_ids=torch.tensor([positions], device=device),
-                use_cache=False,
-                logits_to_keep=(ends - 1).to(device),
-            ).logits[0]
+            if size is None:
+                logits = self._model(tuple(one.to(self.model.device) for one in given))
+            else:
+                logits = self._recordings[size].run(given)
+            step.release_to_engine()
         step.wait()
-        return logits.float().cpu()
+        return logits[: len(rows)]
+
+    def _model(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        tokens, positions, kept = inputs
+        logits: torch.Tensor = self.model(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            attention_mask=self._no_mask,  # else transformers makes one, and asks the GPU for it
+            use_cache=False,
+            logits_to_keep=kept,
+        ).logits[0]
+        return logits
+
+    @torch.inference_mode()
+    def _record(self) -> None:
+        """On a GPU: record forwards of every size, over the slots of this session."""
+        device = self.model.device
+        self._recordings.clear()
+        if device.type != "cuda":
+            return
+        pool = torch.cuda.graph_pool_handle()
+        for size in recorded_sizes(self._max_tokens):
+            counts = (size, size, min(size, self._max_rows))
+            inputs = tuple(torch.zeros(n, dtype=torch.int64, device=device) for n in counts)
+            self._is_warming = True  # no step is open, so layers must not wait for attnd
+            try:
+                self._model(inputs)
+            finally:
+                self._is_warming = False
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                logits = self._model(inputs)
+            self._recordings[size] = Recording(inputs, logits, graph)
 
     def _attend(
         self,
@@ -150,16 +215,22 @@ class Runner:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: None,
-        **_: Any,
+        *_: Any,
+        **options: Any,
     ) -> tuple[torch.Tensor, None]:
         """The attention of one layer: `query [1, num_qo_heads, tokens, head_dim]`."""
-        layer, count = module.layer_idx, query.shape[2]
-        for place, states in zip(
-            (self._step.q, self._step.k, self._step.v), (query, key, value), strict=True
-        ):
+        layer, count, slots = module.layer_idx, query.shape[2], self._slots
+        for place, states in zip((slots.q, slots.k, slots.v), (query, key, value), strict=True):
             place(layer)[:count].copy_(states[0].transpose(0, 1))
-        return self._step.attend(layer)[:count].unsqueeze(0), None
+        o = slots.o(layer) if self._is_warming else slots.attend(layer)
+        return o[:count].unsqueeze(0), None
+
+
+def recorded_sizes(most: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, 16, ... and `most`; the largest first: the others fit its memory."""
+    powers = [2**i for i in range(most.bit_length())]
+    sizes = {most, *powers, *(power * 3 // 2 for power in powers)}
+    return sorted((size for size in sizes if size <= most), reverse=True)
 
 
 def scale_of(model: Any) -> float | None:

@@ -1,16 +1,34 @@
-"""The next token from a row of logits."""
+"""The next tokens from logits. In vLLM and SGLang: the sampler."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
 from examples.serve.answers import Sampling, TokenLogprob
 
+Chosen = tuple[int, TokenLogprob | None]
+
 
 def sample(
-    logits: torch.Tensor, sampling: Sampling, generator: torch.Generator | None
-) -> tuple[int, TokenLogprob | None]:
-    """A token of `logits [vocabulary]`, float32 on the CPU; with log-probabilities where asked.
+    logits: torch.Tensor, wanted: Sequence[tuple[Sampling, torch.Generator | None]]
+) -> list[Chosen]:
+    """A token for each row of `logits [rows, vocabulary]`; with log-probabilities where asked.
+
+    Only rows that need more than their largest logit leave the model's device.
+    """
+    best = logits.argmax(-1).tolist()
+    return [
+        (token, None)
+        if sampling.temperature == 0 and sampling.top_logprobs is None
+        else draw(row.float().cpu(), sampling, generator)
+        for token, row, (sampling, generator) in zip(best, logits, wanted, strict=True)
+    ]
+
+
+def draw(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator | None) -> Chosen:
+    """A token of `logits [vocabulary]`, float32 on the CPU.
 
     Log-probabilities are the model's own, before temperature and top_p.
     """

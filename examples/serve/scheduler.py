@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 from attnd.errors import AttndError, OutOfPages, OutOfSequences
 
-from examples.serve.answers import Answer, Delta, Request, Sampling
+from examples.serve.answers import Answer, Delta, Request, Sampling, TokenLogprob
 from examples.serve.runner import Row, Runner
 from examples.serve.sampler import sample
 from examples.serve.text import TextStream
@@ -28,6 +28,8 @@ LOG: Final = logging.getLogger("serve")
 RETRY_S: Final = 0.5
 WAIT_S: Final = 60.0
 """How long answers wait for an attnd that does not answer."""
+SHARED: Final = 64
+"""Tokens beyond the cached ones in common with a prompt that is being read: worth waiting for."""
 MOST_FAILURES: Final = 5
 """Of forwards, one after another, before the running answers end with an error."""
 
@@ -111,8 +113,10 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Start waiting answers in their order, as far as there is room."""
-        while self._waiting and not (self._full and self._running):
-            answer = self._waiting[0]
+        while not (self._full and self._running):
+            answer = next((one for one in self._waiting if not self._awaits_pages(one)), None)
+            if answer is None:
+                return
             siblings = [one for one in answer.request.answers if one is not answer]
             forks = [one for one in siblings if answer.index == 0 and one.generated == 0]
             if self._running and len(self._running) + len(forks) >= self._limits.max_running:
@@ -126,7 +130,16 @@ class Scheduler:
             if answer.generated == 0:
                 answer.request.cached_tokens = answer.stored
             answer.committed = answer.stored
-            self._running.append(self._waiting.pop(0))
+            self._waiting.remove(answer)
+            self._running.append(answer)
+
+    def _awaits_pages(self, answer: Answer) -> bool:
+        """Whether a prompt that is being read begins alike: its pages will be in the cache soon."""
+        ends = [(one, one.committed + SHARED) for one in self._running if one.missing > 1]
+        return any(
+            end < len(one.request.prompt) and answer.tokens[:end] == one.tokens[:end]
+            for one, end in ends
+        )
 
     def _forward(self) -> None:
         """One forward: a token of every decode, and pieces of prompts up to the limit."""
@@ -140,45 +153,50 @@ class Scheduler:
                 batch.append((answer, Row(answer.sequence, new, answer.stored)))
         logits = self._runner.forward([row for _, row in batch])
         self._failures = 0
-        for (answer, row), scores in zip(batch, logits, strict=True):
+        ready = list[tuple[Answer, int]]()
+        for at, (answer, row) in enumerate(batch):
             answer.stored += len(row.tokens)
             if answer.missing == 0:
-                self._extend(answer, scores)
+                ready += [(one, at) for one in self._extended(answer)]
+        if not ready:
+            return
+        wanted = [(one.request.sampling, one.generator) for one, _ in ready]
+        chosen = sample(logits[[at for _, at in ready]], wanted)
+        for (answer, _), (token, logprob) in zip(ready, chosen, strict=True):
+            self._append(answer, token, logprob)
 
-    def _extend(self, answer: Answer, logits: torch.Tensor) -> None:
-        """All of an answer's tokens have KV: choose the next one."""
-        if answer.generated == 0 and answer.index == 0:
-            self._commit(answer)
-            self._fork(answer, logits)
-        self._append(answer, logits)
+    def _extended(self, answer: Answer) -> list[Answer]:
+        """All of an answer's tokens have KV: who goes on from here, its forks included."""
+        if answer.generated or answer.index:
+            return [answer]
+        self._commit(answer)
+        return [answer, *self._fork(answer)]
 
-    def _fork(self, first: Answer, logits: torch.Tensor) -> None:
+    def _fork(self, first: Answer) -> list[Answer]:
         """The other answers to a prompt go on from here."""
         others = [one for one in first.request.answers[1:] if one.generated == 0]
         if not others or first.sequence is None:
-            return
+            return []
         try:
             made = self._runner.fork(first.sequence, first.stored, len(others))
         except (OutOfPages, OutOfSequences):
             self._waiting[:0] = others
-            return
+            return []
         for answer, sequence in zip(others, made, strict=True):
             answer.sequence, answer.stored = sequence, first.stored
             answer.committed = first.committed
-            self._running.append(answer)
-            self._append(answer, logits)
+        self._running += others
+        return others
 
-    def _append(self, answer: Answer, logits: torch.Tensor) -> None:
-        """Choose a token, emit its text, and end the answer where it is over."""
-        sampling = answer.request.sampling
-        token, logprob = sample(logits, sampling, answer.generator)
+    def _append(self, answer: Answer, token: int, logprob: TokenLogprob | None) -> None:
+        """Emit a token's text, and end the answer where it is over."""
         answer.tokens.append(token)
         is_end = token in self._ends
         text = "" if is_end else answer.text.push(token)
         finish: Any = None
         if is_end or answer.text.stopped:
             finish = "stop"
-        elif answer.generated >= sampling.max_tokens:
+        elif answer.generated >= answer.request.sampling.max_tokens:
             finish = "length"
         if finish:
             text += answer.text.finish()
