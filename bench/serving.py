@@ -71,7 +71,7 @@ class Turn:
 
 
 Way = Callable[[Prompts, int], Turn]
-"""Answers all prompts with so many tokens each; times are seconds by `time.perf_counter`."""
+"""Answers all prompts with `count` tokens each; times are seconds by `time.perf_counter`."""
 
 
 def replay(way: Way, work: Work, source: list[int], prompts_of_system: int) -> dict[str, Any]:

@@ -166,14 +166,14 @@ class Scheduler:
             self._append(answer, token, logprob)
 
     def _extended(self, answer: Answer) -> list[Answer]:
-        """All of an answer's tokens have KV: who goes on from here, its forks included."""
+        """All of an answer's tokens have KV: it and its forks continue."""
         if answer.generated or answer.index:
             return [answer]
         self._commit(answer)
         return [answer, *self._fork(answer)]
 
     def _fork(self, first: Answer) -> list[Answer]:
-        """The other answers to a prompt go on from here."""
+        """The other answers to a prompt continue from here."""
         others = [one for one in first.request.answers[1:] if one.generated == 0]
         if not others or first.sequence is None:
             return []
