@@ -29,6 +29,7 @@ from kernels.cuda.rows.mover import APPENDED_UNITS, THREADS, append_entry
 from kernels.cuda.rows.variants import rows_spec
 from kernels.lanes.lane import Owner, StepWork
 
+STEP_DTYPES: Final[tuple[DType, ...]] = ("fp16", "bf16")
 MOST_GRAPHS: Final = 8
 CAPTURE_ERRORS: Final = (runtime.CUDARuntimeError, CUDADriverError)
 """CuPy's own calls raise the first, launches and flags the second."""
@@ -331,7 +332,7 @@ def dtype_name(dtype: np.dtype[Any]) -> DType:
 def check_work(work: StepWork, kv: KvView) -> None:
     """Check that kernels can use a tensor in place. Raises `Unsupported`."""
     name = dtype_name(work.dtype)
-    fitting: tuple[DType, ...] = ("fp16", "bf16")
+    fitting = STEP_DTYPES
     if kv.dtype in fitting:
         fitting = (kv.dtype,)
     if name not in fitting:

@@ -17,9 +17,10 @@ from kernels.backend import Backend, Unsupported
 from kernels.compile import Spec
 from kernels.cuda.backend import CudaBackend
 from kernels.cuda.lanes.flags import has_mps, uuid_of
-from kernels.cuda.lanes.lane import Arena, CudaLane, Shared, scale
+from kernels.cuda.lanes.lane import STEP_DTYPES, Arena, CudaLane, Shared, scale
 from kernels.cuda.lanes.memory import SIDES
 from kernels.cuda.lanes.pool import BlockPool
+from kernels.cuda.merge.sinks import enqueue_sinks
 from kernels.errors import NoMemory
 from kernels.lanes.lane import Lane, NoRoom, Owner, address_of
 
@@ -65,7 +66,7 @@ class CudaLanes:
             self._uuid = uuid_of(self._device)
             aside = cupy.cuda.Stream(non_blocking=True, priority=-1)
             with backend.transfers.compute:
-                scale(cupy.zeros(1, cupy.float32).data.ptr, 1, 1.0)  # loads its kernel
+                self._load_kernels()
             BlockPool(lambda: not self._is_busy).install()
             backend.transfers.reserve()
         backend.library.before_load = self._check_load
@@ -78,6 +79,15 @@ class CudaLanes:
             backend.transfers.compute,
             aside,
         )
+
+    def _load_kernels(self) -> None:
+        """Launch what steps launch beside attention once. The first launch may make the driver wait
+        for all streams: during a step, that would be for its caller."""
+        zeros = cupy.zeros(8, cupy.float32)
+        at = zeros.data.ptr
+        scale(at, 1, 1.0)
+        for dtype in STEP_DTYPES:
+            enqueue_sinks(self._backend.library, dtype, (1, 1, 8), at, at, at)
 
     def open(self, arena: memoryview, arena_bytes: int, owner: Owner) -> CudaLane:
         if not self._idle and len(self._lanes) >= self._most:
