@@ -25,7 +25,7 @@ import numpy as np
 from attnd import Client, NewSequence, ServiceError, Session
 
 from bench.cases.attacks import ATTACKS, HEADS, Attack, AttackOutcome, Door, run_attack
-from bench.driver.processes import children
+from bench.driver.processes import children, spent_s
 from bench.driver.servers import Server, attnd
 from bench.report.provenance import ROOT, command_line, provenance, write_results
 from bench.report.tables import table, with_stamp
@@ -154,16 +154,15 @@ def beside(service: Service, way: str, attack: Attack, seconds: float) -> Waits:
     decoding = SPAWN.Process(
         target=decode_for, args=(service.door(way, service.victim_key), victim)
     )
-    engine = max(children(service.server)["engine"])
     attacking.start()
     decoding.start()
     try:
         wait_for(outcomes, attacking, "prepared")
         wait_for(waits, decoding, "warm")
         waits.send("begin")
-        time.sleep(AHEAD_S)
+        other = least_busy(children(service.server)["engine"])
         if attack.stops_engine:
-            os.kill(engine, signal.SIGSTOP)
+            os.kill(other, signal.SIGSTOP)
         outcomes.send("begin")
         outcome: AttackOutcome = AttackOutcome({"killed": 1})
         if outcomes.poll(seconds + OVERDUE_S):
@@ -189,6 +188,13 @@ def beside(service: Service, way: str, attack: Attack, seconds: float) -> Waits:
         failed,
         str(outcome),
     )
+
+
+def least_busy(engines: Sequence[int]) -> int:
+    """The process of an engine that the victim's sequence is not on, after `AHEAD_S`."""
+    before = {pid: spent_s([pid]) for pid in engines}
+    time.sleep(AHEAD_S)
+    return min(engines, key=lambda pid: spent_s([pid]) - before[pid])
 
 
 def wait_for(pipe: Any, process: Any, word: str) -> None:
