@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.harness import Caller, Refused, pool
+from tests.engine.harness import Caller, Refused, pool, until
 from tests.engine.pool_model import CPU_GEOMETRY, cpu_engine
 
 PAGE = CPU_GEOMETRY.page_size
@@ -166,8 +166,9 @@ async def test_pages_go_ahead_of_need_above_the_watermark(caller: Caller) -> Non
     for _ in range(3):
         numbers = await pool(caller)
     assert numbers["free"] == 96 - int(0.9 * 96)
-    assert caller.metric('attnd_kv_pages{state="cached"}') == numbers["cached"]
-    assert caller.metric("attnd_pages_evicted_total") == 95 - numbers["cached"]
+    # metrics are recorded soon after the replies
+    await until(lambda: caller.metric('attnd_kv_pages{state="cached"}') == numbers["cached"])
+    await until(lambda: caller.metric("attnd_pages_evicted_total") == 95 - numbers["cached"])
 
 
 @cpu_engine()
