@@ -111,7 +111,7 @@ class CreateFields(Fields):
 
     @property
     def is_for_shards(self) -> bool:
-        return any(new.is_for_shards for new in self.sequences)
+        return any(new.shard is not None or new.epoch is not None for new in self.sequences)
 
 
 class ListFields(Fields):

@@ -188,6 +188,9 @@ def preparing(
     tenant.require(operation.scope, operation.name)
     layout = yield from reading_layout(header, room)
     fields = yield from validating(operation.fields, layout.fields)
+    is_long = len(header) > LONG_BYTES
+    if is_long:
+        yield
     entries = {entry.name: entry for entry in layout.entries}
     check_tensors(operation.takes, entries, fields.sizes(info), fields.is_ragged())
     operation.check(fields, entries, info)
@@ -195,9 +198,11 @@ def preparing(
         tenant.require("append", f"{operation.name} with {operation.appended_with}")
     if moved_with := operation.moved_with(fields):
         tenant.require("move", f"{operation.name} with {moved_with}")
-    if len(header) > LONG_BYTES:
+    if is_long:
         yield
     named = yield from fields.naming(tenant.prefix)
+    if is_long:
+        yield
     return Prepared(operation, named, Layout({}, layout.entries), fields.is_for_shards)
 
 
