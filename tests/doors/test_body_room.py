@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 import pytest
 from images import write_image
 from scripted import Running, decode_body, only, receive_all, request, serving, wait_for
 
+from service.doors.http.protocol import read_budget
 from service.doors.http.protocol.bodies import FIRST_BYTES, BodyShares
 from service.errors import Overloaded
 
@@ -43,6 +46,36 @@ def test_heads_without_bodies_cost_no_other_client_a_429(small: Running) -> None
         assert only(small.say(request("/v1/decode", large, connection="close"))).status == 200
     wait_for(lambda: not small.door.active, "them to close")
     assert (small.door.shares.total, small.door.shares.by_caller) == (0, {})
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_a_pass_of_the_loop_receives_a_limited_number_of_bytes(
+    small: Running, monkeypatch: pytest.MonkeyPatch, is_chunked: bool
+) -> None:
+    monkeypatch.setattr(read_budget, "PASS_BYTES", 2**18)
+    budget = read_budget.ReadBudget(small.door.loop)
+    monkeypatch.setattr(small.door, "read_budget", budget)
+    passes = [0]
+    is_spent, renew = budget.is_spent, budget._renew
+    monkeypatch.setattr(budget, "_renew", lambda: (passes.append(0), renew())[1])
+
+    def counted(nbytes: int, connection: Any) -> bool:
+        passes[-1] += nbytes
+        return is_spent(nbytes, connection)
+
+    monkeypatch.setattr(budget, "is_spent", counted)
+    large = decode_body(rows=50_000)
+    sent = request("/v1/decode", large, connection="close")
+    if is_chunked:
+        headers = {"content_length": "", "transfer_encoding": "chunked", "connection": "close"}
+        sent = request("/v1/decode", b"%x\r\n%b\r\n0\r\n\r\n" % (len(large), large), **headers)
+    with ThreadPoolExecutor(4) as pool:
+        for reply in pool.map(small.say, [sent] * 4):
+            assert only(reply).status == 200, only(reply).body
+    assert sum(passes) > 3 * len(large)
+    assert max(passes) <= 2**18 + 4 * 2**16, (
+        "a read before the limit, and one of each of the others"
+    )
 
 
 @pytest.mark.parametrize("pieces", [1, 7, 1000])

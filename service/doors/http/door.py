@@ -17,6 +17,7 @@ from service.doors.http.long_json import LongJson
 from service.doors.http.protocol.admission import HostRule
 from service.doors.http.protocol.bodies import BodyShares
 from service.doors.http.protocol.connection import Connection
+from service.doors.http.protocol.read_budget import ReadBudget
 from service.doors.kit.ledger import Ledger
 from service.doors.kit.link import QUIET_S, Link
 from service.doors.kit.pieces import OneByOne
@@ -62,6 +63,7 @@ class Door:
         self.buffer = bytearray(READ_BYTES)
         self.connections: set[Connection] = set()
         self.shares = BodyShares(limits.max_inflight_bytes)
+        self.read_budget = ReadBudget(self.loop)
         soft, spare = descriptors()
         self.max_connections = min(limits.max_connections, soft - spare)
         self.max_lingering = spare // 2

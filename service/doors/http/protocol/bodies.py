@@ -13,6 +13,9 @@ FIRST_BYTES: Final = 64 * 2**10
 """Room that every body gets at once."""
 GROWTH: Final = 8
 """A body that has filled its room gets this many times as much."""
+LONGEST_COPY: Final = 4 * 2**20
+"""From here on it gets all of its declared length: what has arrived is copied, in one pass of the
+loop."""
 DECLARED: Final = 4
 """All bodies together get 1/4 of the arena for declared lengths; those of one caller get 1/8. A
 body that is alone may have any room."""
@@ -166,7 +169,8 @@ class Body:
         if self.received == self.declared:
             self.finish()
         elif self.declared is not None and self.received >= len(self.view):
-            self.reserve(min(GROWTH * self.received, self.declared))
+            is_short = self.received < LONGEST_COPY
+            self.reserve(min(GROWTH * self.received, self.declared) if is_short else self.declared)
 
     def feed(self, data: memoryview) -> int:
         """Copy the body's part of `data`; returns its length. The rest is left when the body is

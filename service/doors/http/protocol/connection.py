@@ -22,6 +22,7 @@ from service.doors.http.protocol.exchange import Exchange
 from service.doors.http.protocol.half_closed import CONTINUE, HalfClosed
 from service.doors.http.protocol.heads import Head
 from service.doors.http.protocol.intake import Intake
+from service.doors.http.protocol.read_budget import LEAST_BYTES
 from service.errors import AttndError, NotReady, RequestTimeout
 
 if TYPE_CHECKING:
@@ -79,11 +80,13 @@ class Connection(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview | bytearray:
         body = self.intake.direct
-        return self.door.buffer if body is None else body.room()
+        return self.door.buffer if body is None else self.door.read_budget.room(body.room())
 
     def buffer_updated(self, nbytes: int) -> None:
         if self.is_closing:
             return
+        if nbytes >= LEAST_BYTES and self.door.read_budget.is_spent(nbytes, self):
+            self.transport.pause_reading()
         intake = self.intake
         body = intake.direct
         if body is None:
@@ -98,6 +101,11 @@ class Connection(asyncio.BufferedProtocol):
         if not body.is_open:  # complete, or it stalls
             intake.direct = None
             self.update_deadline()
+
+    def read_again(self) -> None:
+        """The next pass of the loop has begun."""
+        if not self.is_paused and not self.transport.is_closing():
+            self.transport.resume_reading()
 
     def eof_received(self) -> bool:
         """The client has closed its side; returns whether to stay open for a response."""
