@@ -83,7 +83,7 @@ class Runner:
 
     def error(self) -> float:
         """The largest difference of the last layer's o from `decode` over the same tokens."""
-        reply = self.session.session.decode(self.layers - 1, self.names, self.q.cpu().numpy())
+        reply = self.session.decode(self.layers - 1, self.names, self.q.cpu().numpy())
         return float(np.abs(reply.o.astype(np.float32) - self.o.float().cpu().numpy()).max())
 
 
@@ -119,9 +119,8 @@ def main() -> None:
     with TorchSession(
         chosen.socket, timeout=120.0, device=chosen.device, arena_bytes=arena
     ) as session:
-        plain = session.session
         for name in names:
-            plain.create_sequence(name)
+            session.create_sequence(name)
         fill(session, names, chosen.heads, chosen.layers, chosen.kv_len)
         runner = Runner(session, names, chosen.heads, chosen.layers)
         found: dict[str, Any] = {
@@ -132,7 +131,7 @@ def main() -> None:
         }
         found["error"] = runner.error()
         for name in names:
-            plain.truncate(name, chosen.kv_len)
+            session.truncate(name, chosen.kv_len)
     print(json.dumps(found))
 
 

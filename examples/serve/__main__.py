@@ -57,7 +57,7 @@ def main() -> None:
         runner = Runner(
             model, open_session, limits.max_running, limits.max_running + limits.prompt_tokens
         )
-        info = runner.calls.info()
+        info = runner.session.info()
         scheduler = Scheduler(runner, tokenizer, end_tokens(model, tokenizer), limits)
         scheduler.start()
         stack.callback(scheduler.close)

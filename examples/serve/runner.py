@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from attnd import Session
 from attnd.calls.control import NewSequence
 from attnd.calls.prefix import Prefix
 from attnd.errors import AttndError
@@ -93,7 +92,7 @@ class Runner:
         opened = self._connect()
         self._slots = opened.slots(self._max_tokens, self._heads)
         self._session = opened
-        self.calls.delete_sequences(prefix=self._ids)
+        self.session.delete_sequences(prefix=self._ids)
         try:
             self._record()
         except RuntimeError as error:
@@ -107,15 +106,10 @@ class Runner:
             raise ConnectionError("there is no session with attnd")
         return self._session
 
-    @property
-    def calls(self) -> Session:
-        """Everything but steps."""
-        return self.session.session
-
     def close(self) -> None:
         """Delete the sequences, and end the session."""
         with contextlib.suppress(AttndError, OSError):
-            self.calls.delete_sequences(prefix=self._ids)
+            self.session.delete_sequences(prefix=self._ids)
             self.session.close()
 
     def _new_id(self) -> str:
@@ -127,7 +121,7 @@ class Runner:
         The last token is never taken from the cache: its logits are needed.
         """
         prefix = Prefix(token_ids=tokens[:-1])
-        made = self.calls.create_sequence(self._new_id(), prefix=prefix, ttl_s=TTL_S)
+        made = self.session.create_sequence(self._new_id(), prefix=prefix, ttl_s=TTL_S)
         return made.id, made.cached_len or 0
 
     def fork(self, sequence: str, length: int, count: int) -> list[str]:
@@ -136,15 +130,15 @@ class Runner:
             NewSequence(self._new_id(), parent=sequence, length=length, ttl_s=TTL_S)
             for _ in range(count)
         ]
-        return [made.id for made in self.calls.create_sequences(new)]
+        return [made.id for made in self.session.create_sequences(new)]
 
     def commit(self, sequence: str, tokens: Sequence[int], committed: int) -> int:
         """Cache the full pages of these tokens; `committed` are cached already."""
         prefix = Prefix(token_ids=tokens[committed:])
-        return self.calls.commit(sequence, prefix, offset=committed).committed_len
+        return self.session.commit(sequence, prefix, offset=committed).committed_len
 
     def delete(self, sequences: Sequence[str]) -> None:
-        self.calls.delete_sequences(list(sequences))
+        self.session.delete_sequences(list(sequences))
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[Row]) -> torch.Tensor:

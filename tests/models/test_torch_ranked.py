@@ -48,8 +48,8 @@ def ranked(engines: list[Served]) -> Iterator[RankedTorchSession]:
     with session as made:
         yield made
         for session in made.sessions:
-            session.session.delete_sequences(prefix="")
-            reply = session.session.pool()
+            session.delete_sequences(prefix="")
+            reply = session.pool()
             assert reply.integrity == "ok" and reply.free == reply.total, reply
 
 
@@ -81,7 +81,7 @@ def test_steps_over_two_engines_give_the_numbers_of_one(
     lengths = {"a": 0, "b": 0}
     for name in lengths:
         ranked.create_sequence(name)
-        whole.session.create_sequence(f"{name}-whole")
+        whole.create_sequence(f"{name}-whole")
     chunks = [[PAGE, PAGE - 1], [1, 1], [1, 1], [2 * PAGE + 1, 5], [3, PAGE], [1, 1], [1, 1]]
     for seed, lens in enumerate(chunks):
         names = list(lengths)
@@ -93,7 +93,7 @@ def test_steps_over_two_engines_give_the_numbers_of_one(
             np.testing.assert_allclose(got[layer][1], lse, atol=2e-3, err_msg=case)
         for name, count in zip(names, lens, strict=True):
             lengths[name] += count
-    held = [session.session.get_sequence("a").length for session in ranked.sessions]
+    held = [session.get_sequence("a").length for session in ranked.sessions]
     assert sum(held) == lengths["a"] and abs(held[0] - held[1]) <= PAGE
 
 
@@ -117,7 +117,7 @@ def test_a_step_that_one_rank_refuses_has_been_at_none(ranked: RankedTorchSessio
     wrong = ranked.step(["a"], ranked.slots(1, HEADS), [PAGE])
     with pytest.raises(LengthMismatch), wrong:
         pass
-    assert [one.session.get_sequence("a").length for one in ranked.sessions] == [0, 0]
+    assert [one.get_sequence("a").length for one in ranked.sessions] == [0, 0]
     run(ranked, ["a"], [3], [0], 1)
 
 

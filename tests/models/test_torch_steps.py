@@ -58,9 +58,9 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def session(served: Served) -> Iterator[TorchSession]:
     with ignoring_time_slices(), served.session() as made:
         yield made
-        for info in list(made.session.list_sequences()):
-            made.session.delete_sequence(info.id)
-        reply = made.session.pool()
+        for info in list(made.list_sequences()):
+            made.delete_sequence(info.id)
+        reply = made.pool()
         assert reply.integrity == "ok" and reply.free == reply.total, reply
 
 
@@ -93,11 +93,10 @@ OPTIONS: list[dict[str, Any]] = [
 def test_a_step_gives_the_results_of_the_layers_operations(
     served: Served, session: TorchSession, options: dict[str, Any]
 ) -> None:
-    plain = session.session
-    fresh(plain, ["root"])
+    fresh(session, ["root"])
     prefill(session, ["root"], [37])
-    mine = fresh(plain, ["a", "b"], "root") + fresh(plain, ["c"])
-    twins = fresh(plain, ["a2", "b2"], "root") + fresh(plain, ["c2"])
+    mine = fresh(session, ["a", "b"], "root") + fresh(session, ["c"])
+    twins = fresh(session, ["a2", "b2"], "root") + fresh(session, ["c2"])
     rows, indptr = 9, [0, 4, 5, 9]
     slots = session.slots(rows, HEADS, rotation=2)
     with session.step(mine, slots, qo_indptr=indptr, **options) as step:
@@ -111,21 +110,21 @@ def test_a_step_gives_the_results_of_the_layers_operations(
     causal = options.get("causal", True)
     for layer in range(LAYERS):
         tensors = inputs(rows, layer, 7, served.dtype)
-        reply = plain.prefill(layer, twins, qo_indptr=indptr, causal=causal, **tensors, **rest)
+        reply = session.prefill(layer, twins, qo_indptr=indptr, causal=causal, **tensors, **rest)
         expect_same(served, got[layer][0], reply.o.astype(np.float32), f"o of layer {layer}")
         expect_same(served, got[layer][1], reply.lse, f"lse of layer {layer}")
         tensors = inputs(3, layer, 11, served.dtype)
-        reply = plain.decode(layer, twins, **tensors, **rest)
+        reply = session.decode(layer, twins, **tensors, **rest)
         expect_same(served, decoded[layer][0], reply.o.astype(np.float32), f"o, decode, {layer}")
         expect_same(served, decoded[layer][1], reply.lse, f"lse, decode, {layer}")
-    assert [plain.get_sequence(name).length for name in mine] == [42, 39, 5]
+    assert [session.get_sequence(name).length for name in mine] == [42, 39, 5]
 
 
 @pytest.mark.parametrize("lse_base", ["e", "2"])
 def test_each_layer_may_have_sinks_of_its_own(
     served: Served, session: TorchSession, lse_base: Any
 ) -> None:
-    fresh(session.session, ["a", "b"])
+    fresh(session, ["a", "b"])
     prefill(session, ["a", "b"], [20, 33])
     slots = session.slots(2, HEADS, sinks=True, rotation=2)
     sinks = np.arange(LAYERS * HEADS, dtype=np.float32).reshape(LAYERS, HEADS) / 3
@@ -138,16 +137,14 @@ def test_each_layer_may_have_sinks_of_its_own(
         step.wait()
         for layer in range(LAYERS):
             q = inputs(2, layer, 3, served.dtype)["q"]
-            reply = session.session.decode(
-                layer, ["a", "b"], q, sinks=sinks[layer], lse_base=lse_base
-            )
+            reply = session.decode(layer, ["a", "b"], q, sinks=sinks[layer], lse_base=lse_base)
             case = f"layer {layer}"
             expect_same(served, got[layer][0], reply.o.astype(np.float32), case)
             expect_same(served, got[layer][1], reply.lse, case)
 
 
 def test_each_layer_may_have_a_window_of_its_own(served: Served, session: TorchSession) -> None:
-    fresh(session.session, ["a", "b"])
+    fresh(session, ["a", "b"])
     prefill(session, ["a", "b"], [20, 33])
     slots = decode_slots(session, 2)
     windows = [-1, 4, 9]
@@ -156,14 +153,14 @@ def test_each_layer_may_have_a_window_of_its_own(served: Served, session: TorchS
     step.wait()
     for layer in range(LAYERS):
         q = inputs(2, layer, 3, served.dtype)["q"]
-        reply = session.session.decode(layer, ["a", "b"], q, window_left=windows[layer])
+        reply = session.decode(layer, ["a", "b"], q, window_left=windows[layer])
         expect_same(served, got[layer][0], reply.o.astype(np.float32), f"layer {layer}")
 
 
 def test_many_steps_follow_each_other_and_say_the_next_one_ahead(
     served: Served, session: TorchSession
 ) -> None:
-    names = fresh(session.session, ["a", "b", "c"])
+    names = fresh(session, ["a", "b", "c"])
     prefill(session, names, [5, 16, 31])
     slots = decode_slots(session, 3)
     total, got = 40, {}
@@ -174,22 +171,22 @@ def test_many_steps_follow_each_other_and_say_the_next_one_ahead(
             if number + 1 < total:
                 ahead = session.step(names, slots)
     step.wait()
-    assert [session.session.get_sequence(name).length for name in names] == [45, 56, 71]
+    assert [session.get_sequence(name).length for name in names] == [45, 56, 71]
     tensors = inputs(3, LAYERS - 1, 100 * (total - 1), served.dtype)
-    reply = session.session.decode(LAYERS - 1, names, tensors["q"])
+    reply = session.decode(LAYERS - 1, names, tensors["q"])
     expect_same(served, got[LAYERS - 1][0], reply.o.astype(np.float32), "the last step")
 
 
 def state(session: TorchSession) -> Any:
-    reply = session.session.pool()
-    lengths = {info.id: info.lengths for info in session.session.list_sequences()}
+    reply = session.pool()
+    lengths = {info.id: info.lengths for info in session.list_sequences()}
     return lengths, reply.free, reply.nodes, reply.integrity
 
 
 def test_a_step_that_is_refused_changes_nothing(session: TorchSession) -> None:
-    names = fresh(session.session, ["a", "b"])
+    names = fresh(session, ["a", "b"])
     prefill(session, names, [20, 3])
-    session.session.append(1, ["b"], *[np.zeros((1, 2, 64), np.float16)] * 2)
+    session.append(1, ["b"], *[np.zeros((1, 2, 64), np.float16)] * 2)
     slots, before = decode_slots(session, 1), state(session)
     refused: list[tuple[type[Exception], dict[str, Any]]] = [
         (UnknownSequence, {"sequences": ["missing"]}),
@@ -214,7 +211,7 @@ def test_a_step_that_is_refused_changes_nothing(session: TorchSession) -> None:
 def test_an_exception_leaves_everything_as_before_the_step(
     session: TorchSession, layers: int
 ) -> None:
-    names = fresh(session.session, ["a", "b"])
+    names = fresh(session, ["a", "b"])
     prefill(session, names, [16, 15])
     slots, before = decode_slots(session, 2), state(session)
     with pytest.raises(KeyError), session.step(names, slots) as step:
@@ -229,11 +226,11 @@ def test_an_exception_leaves_everything_as_before_the_step(
     with session.step(names, slots) as step:
         go_through(step, range(LAYERS), 5)
     step.wait()
-    assert session.session.get_sequence("a").length == 17
+    assert session.get_sequence("a").length == 17
 
 
 def test_a_step_out_of_time_is_undone_and_the_next_call_says_so(session: TorchSession) -> None:
-    names = fresh(session.session, ["a"])
+    names = fresh(session, ["a"])
     prefill(session, names, [16])
     slots, before = decode_slots(session, 1), state(session)
     with pytest.raises(DeadlineExceeded), session.step(names, slots, deadline=0.2) as step:
@@ -245,11 +242,11 @@ def test_a_step_out_of_time_is_undone_and_the_next_call_says_so(session: TorchSe
     with session.step(names, slots) as step:
         go_through(step, range(LAYERS), 5)
     step.wait()
-    assert session.session.get_sequence("a").length == 17
+    assert session.get_sequence("a").length == 17
 
 
 def test_steps_said_ahead_go_with_the_one_that_is_aborted(session: TorchSession) -> None:
-    names = fresh(session.session, ["a"])
+    names = fresh(session, ["a"])
     prefill(session, names, [15])
     slots, before = decode_slots(session, 1), state(session)
     ahead: Step | None = None
@@ -267,11 +264,11 @@ def test_steps_said_ahead_go_with_the_one_that_is_aborted(session: TorchSession)
 def test_other_work_continues_beside_an_open_step_and_its_sequences_wait(
     served: Served, session: TorchSession
 ) -> None:
-    names = fresh(session.session, ["a", "b"])
+    names = fresh(session, ["a", "b"])
     prefill(session, names, [16, 40])
     slots = decode_slots(session, 1)
     with served.session() as other:
-        fresh(other.session, ["c"])
+        fresh(other, ["c"])
         theirs = decode_slots(other, 1)
         with session.step(["a"], slots) as step:
             go_through(step, [0], 5)
@@ -280,8 +277,8 @@ def test_other_work_continues_beside_an_open_step_and_its_sequences_wait(
                 go_through(beside, range(LAYERS), 9)
             beside.wait()
             q = np.zeros((1, HEADS, 64), np.float16)
-            other.session.decode(0, ["b"], q)
-            hurried = other.session.with_options(deadline=0.2)
+            other.decode(0, ["b"], q)
+            hurried = other.with_options(deadline=0.2)
             for asked in (
                 lambda: hurried.decode(0, ["a"], q),
                 lambda: hurried.truncate("a", 3),
@@ -291,11 +288,11 @@ def test_other_work_continues_beside_an_open_step_and_its_sequences_wait(
             ):
                 with pytest.raises((DeadlineExceeded, TimedOut)):
                     asked()
-            other.session.create_sequence("fork", parent="b", length=20)
+            other.create_sequence("fork", parent="b", length=20)
             go_through(step, range(1, LAYERS), 5)
         step.wait()
-        assert other.session.get_sequence("c").length == 31
-    assert session.session.get_sequence("a").length == 17
+        assert other.get_sequence("c").length == 31
+    assert session.get_sequence("a").length == 17
 
 
 CALLER = """
@@ -334,7 +331,7 @@ for phase in sys.stdin:
 
 
 def test_a_caller_killed_anywhere_leaves_no_trace(served: Served, session: TorchSession) -> None:
-    names = fresh(session.session, ["a", "b"])
+    names = fresh(session, ["a", "b"])
     prefill(session, names, [16, 31])
     before, slots = state(session), decode_slots(session, 2)
     with child(CALLER, served.kind, served.path) as caller:
@@ -346,9 +343,9 @@ def test_a_caller_killed_anywhere_leaves_no_trace(served: Served, session: Torch
             with session.step(names, slots) as step:  # waits until the dead one's is undone
                 go_through(step, range(LAYERS), 5)
             step.wait()
-            assert session.session.get_sequence("a").length == 17 + (phase == "ahead"), phase
-            session.session.truncate("a", 16)
-            session.session.truncate("b", 31)
+            assert session.get_sequence("a").length == 17 + (phase == "ahead"), phase
+            session.truncate("a", 16)
+            session.truncate("b", 31)
             assert state(session) == before, phase
         caller.stdin.close()
 
@@ -358,15 +355,15 @@ def test_deleted_slots_make_room_for_larger_ones(session: TorchSession) -> None:
         slots = session.slots(rows, HEADS)
         assert slots.q(0).shape[0] == rows
         del slots
-    fresh(session.session, ["a"])
+    fresh(session, ["a"])
     prefill(session, ["a"], [1500])
-    assert session.session.get_sequence("a").length == 1500
+    assert session.get_sequence("a").length == 1500
 
 
 def test_slots_beyond_the_arena_are_beside_the_others_and_keep_their_addresses(
     served: Served, session: TorchSession
 ) -> None:
-    names = fresh(session.session, ["a", "b", "c"])
+    names = fresh(session, ["a", "b", "c"])
     small = decode_slots(session, 1)
     address, many = small.q(0).data_ptr(), 2**14
     small.q(0).fill_(7.0)
@@ -379,12 +376,12 @@ def test_slots_beyond_the_arena_are_beside_the_others_and_keep_their_addresses(
         step.wait()
         tensors = inputs(slots.rows, 0, number, served.dtype)
         q = tensors["q"][:1]
-        reply = session.session.decode(0, [names[number % 3]], q)
+        reply = session.decode(0, [names[number % 3]], q)
         expect_same(served, got[0][0][:1], reply.o.astype(np.float32), f"step {number}")
 
 
 def test_steps_over_two_arenas_run_in_the_order_of_their_making(session: TorchSession) -> None:
-    fresh(session.session, ["a"])
+    fresh(session, ["a"])
     first, second = decode_slots(session, 1), session.slots(2**14, HEADS)
     for _ in range(5):
         one, two = session.step(["a"], first), session.step(["a"], second)
@@ -392,7 +389,7 @@ def test_steps_over_two_arenas_run_in_the_order_of_their_making(session: TorchSe
             with step:
                 go_through(step, range(LAYERS), 1)
     two.wait()
-    assert session.session.get_sequence("a").length == 10
+    assert session.get_sequence("a").length == 10
 
 
 def test_slots_larger_than_any_arena_are_refused_with_sizes_and_a_remedy(
@@ -405,7 +402,7 @@ def test_slots_larger_than_any_arena_are_refused_with_sizes_and_a_remedy(
 
 
 def test_a_finished_step_gives_its_slots_back_without_wait(session: TorchSession) -> None:
-    fresh(session.session, ["a"])
+    fresh(session, ["a"])
     session.slots(1, HEADS)
 
     def decode(rows: int) -> None:
@@ -417,7 +414,7 @@ def test_a_finished_step_gives_its_slots_back_without_wait(session: TorchSession
         if session.device.type == "cuda":
             torch.cuda.synchronize()
     decode(1)
-    assert len(session._steps.lanes) == 1
+    assert len(session._stepper().lanes) == 1
 
 
 def test_slots_made_within_inference_mode_serve_outside_it(session: TorchSession) -> None:
@@ -432,7 +429,7 @@ def test_a_caller_captures_its_side_in_a_cuda_graph(tmp_path: Path) -> None:
         pytest.skip("no CUDA device")
     with serve("cuda", tmp_path) as running, ignoring_time_slices(), running.session() as session:
         torch.cuda.set_device(running.device)
-        names = fresh(session.session, ["a", "b"])
+        names = fresh(session, ["a", "b"])
         prefill(session, names, [16, 31])
         slots = decode_slots(session, 2)
         weights = torch.randn(LAYERS, 64, 64, device=running.device, dtype=torch.float16) / 8
@@ -454,13 +451,13 @@ def test_a_caller_captures_its_side_in_a_cuda_graph(tmp_path: Path) -> None:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             layers()
-        twins = fresh(session.session, ["c", "d"])
+        twins = fresh(session, ["c", "d"])
         prefill(session, twins, [16, 31])
         results = []
         for batch, run in ((names, graph.replay), (twins, layers)):
             x.copy_(first)
-            session.session.truncate("a", 16)
-            session.session.truncate("b", 31)
+            session.truncate("a", 16)
+            session.truncate("b", 31)
             for _ in range(20):
                 with session.step(batch, slots) as step:
                     run()
@@ -468,18 +465,18 @@ def test_a_caller_captures_its_side_in_a_cuda_graph(tmp_path: Path) -> None:
             step.wait()
             torch.cuda.synchronize()
             results.append(x.clone())
-        assert session.session.get_sequence("d").length == 51
+        assert session.get_sequence("d").length == 51
         assert torch.equal(*results)
 
 
 def test_callers_killed_by_the_dozen_leak_nothing(served: Served, session: TorchSession) -> None:
-    prefill(session, fresh(session.session, ["a"]), [16])
+    prefill(session, fresh(session, ["a"]), [16])
     before = state(session)
     dtype = "F16" if served.kind == "cuda" else "F32"
     number = os.environ.get("STEP_CALLERS", "40")
     with child(KILLED, served.path, number, dtype) as killer:
         assert killer.stdout is not None and killer.stdout.readline() == "done\n"
-    session.session.truncate("a", 16)  # waits until the last one is undone
+    session.truncate("a", 16)  # waits until the last one is undone
     assert state(session) == before
 
 
@@ -490,7 +487,7 @@ from tests.session.stepping import *
 kind, path, service = sys.argv[1:]
 session = Served(kind, path).session()
 slots = decode_slots(session, 1)
-session.session.create_sequence("a")
+session.create_sequence("a")
 step = session.step(["a"], slots).__enter__()
 os.kill(int(service), signal.SIGKILL)
 time.sleep(0.5)

@@ -414,7 +414,7 @@ def test_an_error_behind_the_last_attention_of_a_step_takes_it_back(socket: str)
         with torch.inference_mode(), pytest.raises(ZeroDivisionError):
             model(batch.ids, attention_mask=batch.mask, past_key_values=cache)
         hook.remove()
-        assert [session.session.get_sequence(name).length for name in cache.sequences] == [0, 0]
+        assert [session.get_sequence(name).length for name in cache.sequences] == [0, 0]
         assert_same(generated(model, batch, cache), generated(model, batch))
 
 

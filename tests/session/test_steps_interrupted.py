@@ -229,7 +229,7 @@ def test_an_interrupted_entry_over_two_engines_frees_both(
                             step.attend(layer)
 
                 interrupted(connection, error, {at}, run)
-                assert [one.session.get_sequence("r").length for one in ranked.sessions] == [
+                assert [one.get_sequence("r").length for one in ranked.sessions] == [
                     0,
                     0,
                 ], (

@@ -73,7 +73,7 @@ class Road:
     key: str = field(default="", repr=False)
     connection: Connection | None = None
     closed: bool = False
-    stepper: Stepper[NDArray[Any]] | None = None
+    stepper: Stepper[Any] | None = None
     replays: Replays = field(default_factory=Replays)
     lock: threading.Lock = field(default_factory=threading.Lock)
     dependents: Dependents = field(default_factory=Dependents)
@@ -145,25 +145,29 @@ class Session(Calls):
         """Always raises `NotFound`: only `Client.metrics` has metrics, which HTTP serves."""
         raise refusal(NotFound, "metrics are served over HTTP only: use attnd.Client")
 
-    slots = stepping(Stepper[NDArray[Any]].slots)
-    step = stepping(Stepper[NDArray[Any]].step)
+    slots = stepping(Stepper[Any].slots)
+    step = stepping(Stepper[Any].step)
 
-    def _stepper(self) -> Stepper[NDArray[Any]]:
-        """The session's steps. Raises `NotSupported` where the engine's slots are device memory."""
+    def _stepper(self) -> Stepper[Any]:
+        """The session's steps; new ones where a connection broke: slots made before are invalid."""
         found = self._road.stepper
         if found is None or not found.is_usable:
-            info = self.info()
-            if info.backend == "cuda":
-                raise refusal(
-                    NotSupported,
-                    "steps with numpy arrays need an engine with backend.kind = cpu; this one's "
-                    "slots are in device memory: use attnd.torch.TorchSession, or decode and "
-                    "prefill layer by layer",
-                )
+            made = self._new_stepper(self.info())
             if found is not None:
                 found.close()
-            found = self._road.stepper = stepper_of(self, info, host_arena, NUMPY)
+            found = self._road.stepper = made
         return found
+
+    def _new_stepper(self, info: Info) -> Stepper[Any]:
+        """Raises `NotSupported` where the engine's slots are device memory."""
+        if info.backend == "cuda":
+            raise refusal(
+                NotSupported,
+                "steps with numpy arrays need an engine with backend.kind = cpu; this one's "
+                "slots are in device memory: use attnd.torch.TorchSession, or decode and "
+                "prefill layer by layer",
+            )
+        return stepper_of(self, info, host_arena, NUMPY)
 
     def empty(self, name: str, shape: Sequence[int], dtype: DTypeLike = np.float32) -> NDArray[Any]:
         """An uninitialised array in the arena, for the input `name` of later calls.

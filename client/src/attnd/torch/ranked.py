@@ -72,18 +72,18 @@ class RankedTorchSession:
     def _create(self, new: Sequence[NewSequence]) -> None:
         with ExitStack() as undo:
             for session, one in zip(self.sessions, new, strict=True):
-                session.session.create_sequences([one])
-                undo.callback(session.session.delete_sequences, [one.id or ""])
+                session.create_sequences([one])
+                undo.callback(session.delete_sequences, [one.id or ""])
             undo.pop_all()
 
     def truncate(self, sequence: str, length: int) -> None:
         """Keep the first `length` tokens of the whole sequence, at every layer and rank."""
         for session in self.sessions:
-            session.session.truncate(sequence, length)
+            session.truncate(sequence, length)
 
     def delete_sequence(self, sequence: str) -> None:
         for session in self.sessions:
-            session.session.delete_sequence(sequence)
+            session.delete_sequence(sequence)
 
     # Steps.
 

@@ -1,4 +1,4 @@
-"""`TorchSession`: a session whose steps take and give torch tensors in shared memory.
+"""`TorchSession`: a `Session` whose steps take and give torch tensors in shared memory.
 
 `Placement` says where the engine's GPU is, and what a layer's round trip costs.
 """
@@ -9,16 +9,17 @@ import os
 import time
 import warnings
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal
 
 import torch
 
 from attnd import Session
+from attnd.results import Info
 from attnd.session import stepper_of
 from attnd.steps.host import HostArena
 from attnd.steps.lane import Lane
 from attnd.steps.layout import NAMES
-from attnd.steps.stepper import Stepper, stepping
+from attnd.steps.stepper import Stepper
 from attnd.torch import driver
 from attnd.torch.arena import TORCH, DeviceArena, host_view
 from attnd.wire.frames import dump_json
@@ -68,12 +69,12 @@ ECHOES: Final = 48
 """Minimum number of round trips that are measured at the start."""
 
 
-class TorchSession:
-    """Steps through the layers of a model whose KV is in the engine; for one thread.
+class TorchSession(Session):
+    """A `Session` whose steps go through the layers of a torch model; for one thread.
 
     On CUDA, `device` may be the engine's GPU or another one that reaches it; nothing but entering a
     step waits on the host. With an engine on the CPU tensors are torch's CPU tensors, and each
-    layer waits. `session` has every other operation, in order with the steps.
+    layer waits. Other calls run in order with the steps.
 
     `api_key` is as in `Session`. `arena_bytes` hold q, k, v and o of slots; where they do not
     suffice while slots are in use, `slots` opens a larger arena beside it. Raises `Overloaded`
@@ -90,27 +91,14 @@ class TorchSession:
         device: torch.device | str | int | None = None,
         arena_bytes: int = 64 * 2**20,
     ) -> None:
-        self.session = Session(path, port=port, timeout=timeout, api_key=api_key)
-        self._info = info = self.session.info()
+        super().__init__(path, port=port, timeout=timeout, api_key=api_key)
+        self._info = info = self.info()
         self.device = chosen_device(device) if info.backend == "cuda" else torch.device("cpu")
         self._arena_bytes = arena_bytes
-        self._steps = self._new_stepper()
         self.placement: Placement = self._measure()
 
-    slots = stepping(Stepper[torch.Tensor].slots)
-    step = stepping(Stepper[torch.Tensor].step)
-
-    def _stepper(self) -> Stepper[torch.Tensor]:
-        """A new one where a connection broke; slots made before are invalid then."""
-        if not self._steps.is_usable:
-            self._steps.close()
-            self._steps = self._new_stepper()
-        return self._steps
-
-    def _new_stepper(self) -> Stepper[torch.Tensor]:
-        return stepper_of(
-            self.session, self._info, self._make_arena, TORCH, arena_bytes=self._arena_bytes
-        )
+    def _new_stepper(self, info: Info) -> Stepper[torch.Tensor]:
+        return stepper_of(self, info, self._make_arena, TORCH, arena_bytes=self._arena_bytes)
 
     def _make_arena(
         self, lane: Lane[torch.Tensor], size: int
@@ -123,7 +111,7 @@ class TorchSession:
 
     def _measure(self) -> Placement:
         """Measure the round trip of layers that compute nothing."""
-        lane = self._steps.lanes[0]
+        lane = self._stepper().lanes[0]
         room = lane.room
         if room is None:
             raise RuntimeError("a lane was opened without an arena: this is a bug")
@@ -147,18 +135,6 @@ class TorchSession:
             call.result(lane.ends())
         engine = arena.description if isinstance(arena, DeviceArena) else {"kind": "host"}
         return find_placement(engine, self.device, best * 1e6)
-
-    def close(self) -> None:
-        """End the session; steps that are still open are aborted."""
-        self.session.dependents.close()
-        self._steps.close()
-        self.session.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def chosen_device(device: torch.device | str | int | None) -> torch.device:

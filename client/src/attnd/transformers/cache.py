@@ -7,7 +7,7 @@ import contextlib
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 
 import torch
 from transformers import Cache
@@ -15,6 +15,7 @@ from transformers import Cache
 from attnd.client import Client
 from attnd.errors import AttndError
 from attnd.session import Session
+from attnd.torch.session import TorchSession
 from attnd.transformers.attention import LATEST, NAME, TAG
 from attnd.transformers.batch import Batch
 from attnd.transformers.device import DeviceRoad
@@ -24,9 +25,6 @@ from attnd.transformers.graphs import Decodes, replaying
 from attnd.transformers.host import HostRoad
 from attnd.transformers.prefixes import share
 from attnd.transformers.roads import Road, delete_behind
-
-if TYPE_CHECKING:
-    from attnd.torch import TorchSession
 
 
 class AttndCache(Cache):  # type: ignore[misc]  # transformers asks isinstance(..., Cache)
@@ -38,9 +36,7 @@ class AttndCache(Cache):  # type: ignore[misc]  # transformers asks isinstance(.
     interpreter ends, or when its session is closed. One thread at a time.
     """
 
-    def __init__(
-        self, session: Session | Client | TorchSession, model: Any, *, dtype: str | None = None
-    ) -> None:
+    def __init__(self, session: Session | Client, model: Any, *, dtype: str | None = None) -> None:
         """`dtype` is the pool's, if it differs from the model's: K and V are then rounded.
 
         Raises ValueError when the model asks for what attnd does not serve, or when the pool is not
@@ -53,9 +49,9 @@ class AttndCache(Cache):  # type: ignore[misc]  # transformers asks isinstance(.
             raise ValueError(f"the model's attn_implementation is {now!r}: {remedy}")
         watch(model)
         road: Road[Any] = (
-            HostRoad(session)
-            if isinstance(session, Session | Client)
-            else DeviceRoad(session, geometry.windows, geometry.has_sinks)
+            DeviceRoad(session, geometry.windows, geometry.has_sinks)
+            if isinstance(session, TorchSession)
+            else HostRoad(session)
         )
         info = road.control.info()
         check_pool(geometry, info)

@@ -92,7 +92,7 @@ class DeviceRoad:
 
     @property
     def control(self) -> Session:
-        return self._session.session
+        return self._session
 
     def begin(self, step: Step) -> Running:
         forward, scoring = step.forward, step.scoring
