@@ -1,9 +1,9 @@
-"""Measurements of the service: the only importer of prometheus_client, one method per event.
+"""Measurements of the service: the only importer of prometheus_client.
 
 Every process counts in its own cells (`service/processes/cells.py`), and any process renders the
 sum, so `/metrics` shows one service whichever door answers. Names carry the prefix `attnd_` and
-base units. The cells of labelled metrics are looked up once: an event adds to a few cells, and
-counting one attention call takes some microseconds.
+base units. An event adds to a few cells, found in a dict by the metric's name and labels: counting
+one attention call takes some microseconds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 from prometheus_client import CollectorRegistry, PlatformCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -36,14 +36,11 @@ SECONDS: Final = (
 ROWS: Final = tuple(float(4**power) for power in range(9))
 STAGES: Final = ("plan", "copy_in", "kernel", "copy_out", "encode")
 
-Reason = Literal["overloaded", "not_ready", "deadline_exceeded", "cancelled"]
 Mode = Literal["flat", "cascade", "explicit"]
-REASONS: Final[tuple[Reason, ...]] = ("overloaded", "not_ready", "deadline_exceeded", "cancelled")
+REASONS: Final = ("overloaded", "not_ready", "deadline_exceeded", "cancelled")
 STATES: Final = ("free", "referenced", "cached", "pinned")
-RESULTS: Final = ("hit", "miss")
 MOST_ENGINES: Final = 512
 """A process's cells have room for the series of this many engines."""
-MODES: Final[tuple[Mode, ...]] = ("flat", "cascade", "explicit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +52,8 @@ class Spec:
     labels: tuple[str, ...] = ()
     bounds: tuple[float, ...] = ()
     """Upper bounds of a histogram's buckets; one more bucket has none."""
+    values: tuple[str, ...] = ()
+    """Values of its only label whose series exist from the start."""
 
     @property
     def size(self) -> int:
@@ -71,16 +70,18 @@ SPECS: Final[dict[str, Spec]] = {
         "histogram", "Time an operation waited for its turn.", (), SECONDS
     ),
     "stage_duration_seconds": Spec(
-        "histogram", "Time of one stage of an operation.", ("stage",), SECONDS
+        "histogram", "Time of one stage of an operation.", ("stage",), SECONDS, STAGES
     ),
     "batch_rows": Spec("histogram", "Query rows of one attention launch.", (), ROWS),
     "slices": Spec("counter", "Slices that long operations were cut into."),
     "tokens_appended": Spec("counter", "Tokens written, counted once per layer."),
     "kv_bytes_read": Spec("counter", "Pool bytes that attention read."),
     "kv_bytes_saved": Spec("counter", "Additional pool bytes that flat attention would read."),
-    "cascade_batches": Spec("counter", "Attention operations by mode.", ("mode",)),
+    "cascade_batches": Spec(
+        "counter", "Attention operations by mode.", ("mode",), values=get_args(Mode)
+    ),
     "out_of_pages": Spec("counter", "Operations rejected for lack of pages."),
-    "rejected": Spec("counter", "Operations that did not run.", ("reason",)),
+    "rejected": Spec("counter", "Operations that did not run.", ("reason",), values=REASONS),
     "slow_passes": Spec(
         "counter",
         "Passes of a loop longer than 0.1 s, by process and longest operation.",
@@ -92,10 +93,13 @@ SPECS: Final[dict[str, Spec]] = {
     "inflight": Spec("gauge", "Operations accepted and not answered."),
     "waiting": Spec("gauge", "Operations accepted whose turn has not come."),
     "sessions": Spec("gauge", "Connections to the engine, doors included."),
-    "kv_pages": Spec("gauge", "Pages of the pool.", ("state",)),
+    "kv_pages": Spec("gauge", "Pages of the pool.", ("state",), values=STATES),
     "kv_cache_usage_ratio": Spec("gauge", "Referenced pages over all pages."),
     "prefix_tokens": Spec(
-        "counter", "Tokens of prompts looked up, in whole pages, by hit or miss.", ("result",)
+        "counter",
+        "Tokens of prompts looked up, in whole pages, by hit or miss.",
+        ("result",),
+        values=("hit", "miss"),
     ),
     "pages_evicted": Spec("counter", "Cached pages evicted."),
     "leases": Spec("gauge", "Leases that hold cached pages."),
@@ -149,35 +153,35 @@ class Metrics:
         for key, cells in self._own.read().items():
             if SPECS[key[0]].kind == "gauge":  # of the process before a restart
                 cells[0] = 0.0
-        self._answered: dict[tuple[str, str], tuple[memoryview[float], memoryview[float]]] = {}
+        self._blocks: dict[Key, memoryview[float]] = {}
         self._engines: set[str] = set()
         self._remote = RemoteCounts(size_of, is_gauge)
-        self._queue = self._block("queue_duration_seconds")
-        self._stages = [self._block("stage_duration_seconds", stage) for stage in STAGES]
-        self._rows = self._block("batch_rows")
-        self._slices = self._block("slices")
-        self._appended = self._block("tokens_appended")
-        self._read = self._block("kv_bytes_read")
-        self._saved = self._block("kv_bytes_saved")
-        self._batches = {mode: self._block("cascade_batches", mode) for mode in MODES}
-        self._out_of_pages = self._block("out_of_pages")
-        self._rejected = {reason: self._block("rejected", reason) for reason in REASONS}
-        self._inflight = self._block("inflight")
-        self._waiting = self._block("waiting")
-        self._sessions = self._block("sessions")
-        self._pages = {state: self._block("kv_pages", state) for state in STATES}
-        self._leases = self._block("leases")
-        self._evicted = self._block("pages_evicted")
-        self._looked_up = {result: self._block("prefix_tokens", result) for result in RESULTS}
-        self._sequences = self._block("sequences")
-        self._nodes = self._block("prefix_nodes")
-        self._dropped = self._block("log_lines_dropped", process)
+        for name, spec in SPECS.items():
+            for labels in [(value,) for value in spec.values] if spec.labels else [()]:
+                self._block((name, *labels))
+        self._block(("log_lines_dropped", process))
         self._registry = CollectorRegistry()
         self._registry.register(Everything(self))
         PlatformCollector(registry=self._registry)
 
-    def _block(self, *key: str) -> memoryview[float]:
-        return self._own.block(key, SPECS[key[0]].size)
+    def _block(self, key: Key) -> memoryview[float]:
+        """The cells of one series: the metric's name, and the values of its labels."""
+        block = self._blocks[key] = self._own.block(key, SPECS[key[0]].size)
+        return block
+
+    def add(self, amount: float, *key: str) -> None:
+        """Count `amount` more: the counter's name, and the values of its labels."""
+        (self._blocks.get(key) or self._block(key))[0] += amount
+
+    def set(self, value: float, *key: str) -> None:
+        """Set a gauge, or a counter that is counted elsewhere."""
+        (self._blocks.get(key) or self._block(key))[0] = value
+
+    def sample(self, value: float, *key: str) -> None:
+        """Add a value to a histogram."""
+        block = self._blocks.get(key) or self._block(key)
+        block[bisect_left(SPECS[key[0]].bounds, value)] += 1.0
+        block[-1] += value
 
     def own(self) -> dict[str, list[float]]:
         """This process's counts, for reports to doors of other services."""
@@ -198,97 +202,16 @@ class Metrics:
     def observe(self, op: str, code: str, seconds: float) -> None:
         """A request of operation `op` was answered with `code` ("ok" or an error's code), after
         `seconds` in the service."""
-        blocks = self._answered.get((op, code))
-        if blocks is None:
-            blocks = (
-                self._block("requests", op, code),
-                self._block("request_duration_seconds", op),
-            )
-            self._answered[op, code] = blocks
-        requests, duration = blocks
-        requests[0] += 1.0
-        duration[bisect_left(SECONDS, seconds)] += 1.0
-        duration[-1] += seconds
-
-    def stages(
-        self,
-        queue: float,
-        plan: float,
-        copy_in: float,
-        kernel: float,
-        copy_out: float,
-        encode: float,
-    ) -> None:
-        """Seconds that an operation spent in each stage; 0 for a stage that it skipped."""
-        self._queue[bisect_left(SECONDS, queue)] += 1.0
-        self._queue[-1] += queue
-        for stage, spent in zip(
-            self._stages, (plan, copy_in, kernel, copy_out, encode), strict=True
-        ):
-            if spent > 0.0:
-                stage[bisect_left(SECONDS, spent)] += 1.0
-                stage[-1] += spent
-
-    def load(self, inflight: int, waiting: int, sessions: int) -> None:
-        """Operations without an answer, operations that wait for their turn, and sessions."""
-        self._inflight[0] = inflight
-        self._waiting[0] = waiting
-        self._sessions[0] = sessions
-
-    def rejected(self, reason: Reason) -> None:
-        """An operation was rejected before it ran."""
-        self._rejected[reason][0] += 1.0
-
-    def appended(self, tokens: int) -> None:
-        """Tokens were written to one layer."""
-        self._appended[0] += tokens
-
-    def kv_read(self, read_bytes: int, saved_bytes: int, mode: Mode) -> None:
-        """One attention operation: bytes it read, and bytes that flat attention would add."""
-        self._read[0] += read_bytes
-        if saved_bytes > 0:
-            self._saved[0] += saved_bytes
-        self._batches[mode][0] += 1.0
-
-    def batch(self, rows: int) -> None:
-        """One attention launch of `rows` query rows."""
-        self._rows[bisect_left(ROWS, rows)] += 1.0
-        self._rows[-1] += rows
+        self.add(1.0, "requests", op, code)
+        self.sample(seconds, "request_duration_seconds", op)
 
     def slow_pass(self, op: str) -> None:
         """A pass of the process's loop took too long; `op` was the longest operation in it."""
-        self._block("slow_passes", self._process, op)[0] += 1.0
+        self.add(1.0, "slow_passes", self._process, op)
 
     def log_lines_dropped(self, total: int) -> None:
         """Log lines dropped since the process began."""
-        self._dropped[0] = total
-
-    def slices(self, count: int) -> None:
-        """A long operation ran in `count` more slices."""
-        self._slices[0] += count
-
-    def out_of_pages(self) -> None:
-        """The pool could not give the pages an operation needed."""
-        self._out_of_pages[0] += 1.0
-
-    def pool(self, free: int, referenced: int, sequences: int, nodes: int) -> None:
-        """The pool after an operation: pages, and counts."""
-        self._pages["free"][0] = free
-        self._pages["referenced"][0] = referenced
-        self._sequences[0] = sequences
-        self._nodes[0] = nodes
-
-    def cache(self, cached: int, pinned: int, leases: int, evicted: int) -> None:
-        """The prefix cache after an operation: pages, leases, and pages evicted so far."""
-        self._pages["cached"][0] = cached
-        self._pages["pinned"][0] = pinned
-        self._leases[0] = leases
-        self._evicted[0] = evicted
-
-    def looked_up(self, tokens: int, found: int) -> None:
-        """A prompt of `tokens` in whole pages was looked up; `found` of them were cached."""
-        self._looked_up["hit"][0] += found
-        self._looked_up["miss"][0] += tokens - found
+        self.set(total, "log_lines_dropped", self._process)
 
     def engine(
         self, engine: str, pages: Mapping[str, int], sequences: int, queue_s: float, calls: int
@@ -300,23 +223,19 @@ class Metrics:
         if len(self._engines) > MOST_ENGINES:
             return
         for state, count in pages.items():
-            self._block("engine_kv_pages", *labels, state)[0] = count
-        self._block("engine_sequences", *labels)[0] = sequences
-        self._block("engine_queue_seconds", *labels)[0] = queue_s
-        self._block("engine_calls", *labels)[0] += calls
-        self._block("engine_up", *labels)[0] = float(any(pages.values()))
+            self.set(count, "engine_kv_pages", *labels, state)
+        self.set(sequences, "engine_sequences", *labels)
+        self.set(queue_s, "engine_queue_seconds", *labels)
+        self.add(calls, "engine_calls", *labels)
+        self.set(float(any(pages.values())), "engine_up", *labels)
 
     def moved(self, engine: str, moved: int, stayed: int) -> None:
         """Sequences migrated from an engine since the last call, and sequences that stay: no
         engine has room, or they cannot be migrated."""
         labels = (self._process, engine)
         if engine in self._engines and len(self._engines) <= MOST_ENGINES:
-            self._block("engine_moved", *labels)[0] += moved
-            self._block("engine_not_moved", *labels)[0] = stayed
-
-    def build(self, version: str, backend: str) -> None:
-        """The build's version and backend; set once the backend is known."""
-        self._block("build_info", version, backend)[0] = 1.0
+            self.add(moved, "engine_moved", *labels)
+            self.set(stayed, "engine_not_moved", *labels)
 
     def render(self) -> tuple[bytes, str]:
         """The exposition text of all processes together, and its content type."""

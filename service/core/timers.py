@@ -54,11 +54,6 @@ class Timers(Generic[T]):
         if self._entry_of.pop(item, None) is not None:
             self._clean()
 
-    def due_of(self, item: T) -> float:
-        """When an item is due; infinity if it has no due time."""
-        entry = self._entry_of.get(item)
-        return math.inf if entry is None else entry[0]
-
     def take_due(self, now: float, most: int) -> Iterator[T]:
         """Remove and yield the due items, earliest first, at most `most` of them."""
         for _ in range(most):

@@ -51,7 +51,6 @@ class PrefixTree:
     """
 
     __slots__ = (
-        "_links",
         "_named",
         "allocator",
         "books",
@@ -59,6 +58,7 @@ class PrefixTree:
         "cache",
         "commits",
         "cuts",
+        "links",
         "num_layers",
         "page_size",
     )
@@ -77,11 +77,11 @@ class PrefixTree:
         self.page_size = page_size
         named = NamedPages(num_pages, page_size)
         self._named = named
-        self._links = Links(named)
-        self.budget = Budget(self.allocator, named, self._links)
-        self.cache = PrefixCache(self._links, self.budget)
-        self.commits = Commits(self.books, self._links, self.budget)
-        self.cuts = Cuts(self.books, self.budget, self._links, page_size)
+        self.links = Links(named)
+        self.budget = Budget(self.allocator, named, self.links)
+        self.cache = PrefixCache(self.links, self.budget)
+        self.commits = Commits(self.books, self.links, self.budget)
+        self.cuts = Cuts(self.books, self.budget, self.links, page_size)
 
     def create(self, new: Sequence[NewSpec]) -> RowCopies:
         """Create sequences; all or none.
@@ -121,7 +121,7 @@ class PrefixTree:
         leaves = self.books.leaves(self.books.look_up_distinct(ids).indices)
         for leaf in leaves:
             self.cuts.drop_pages(leaf, leaf.start)
-            self._links.detach(leaf, leaf.parent)
+            self.links.detach(leaf, leaf.parent)
             self.books.remove(leaf)
 
     def truncate(self, name: str, length: int) -> RowCopies:
@@ -306,18 +306,12 @@ class PrefixTree:
         if retention.ends.next_due <= now:
             retention.expire()
 
-    @property
-    def next_end(self) -> float:
-        """Time of the next expiry."""
-        ends = self.cache.ends.next_due, self._named.retention.ends.next_due
-        return min(self.books.expiry.next_due, *ends)
-
     def integrity_steps(self, namespace: str | None = None) -> Pieces:
         """`check_integrity` in small pieces between which the tree may change; with `namespace`
         only that one's sequences and pages."""
         if namespace is None:
-            return integrity_steps(self.books, self._links, self.budget)
-        return own_integrity_steps(self.books, self._links, self.budget.look(namespace))
+            return integrity_steps(self.books, self.links, self.budget)
+        return own_integrity_steps(self.books, self.links, self.budget.look(namespace))
 
     def check_integrity(self) -> None:
         """Raises `IntegrityError`, with the numbers, if an invariant does not hold."""
@@ -331,12 +325,7 @@ class PrefixTree:
     @property
     def num_held(self) -> int:
         """Pages held by sequences, leases or pins."""
-        return self.allocator.num_referenced - self._named.num_cached
-
-    @property
-    def num_nodes(self) -> int:
-        """Nodes, leaves not counted."""
-        return self._links.count
+        return self.allocator.num_pages - self.allocator.num_free - self._named.num_cached
 
     def sharing_steps(self, namespace: str) -> Generator[None, None, Sharing]:
         """The sharing among one namespace's sequences, in small pieces between which they may
@@ -357,20 +346,20 @@ class PrefixTree:
         """Add a sequence with `parent`'s full pages up to its first length, then `tail`."""
         full = length // self.page_size
         shared = tail[:0] if parent is None else parent.table[:full]
-        node = None if parent is None else self._links.node_ending_at(parent, full)
+        node = None if parent is None else self.links.node_ending_at(parent, full)
         table = np.concatenate((shared, tail))
         owner = self.budget.namespace(spec.namespace)
         leaf = self.books.add(spec, owner, length, table)
-        self._links.attach(leaf, node)
+        self.links.attach(leaf, node)
 
     def _add_cached(self, spec: NewSpec, prefix: Prefix) -> None:
         """Add a sequence with the longest cached beginning of `prefix`."""
         found = self.cache.match(spec.namespace, prefix)
-        node = found.cut(self._links)
+        node = found.cut(self.links)
         table = found.table()
         owner = self.budget.namespace(spec.namespace)
         length = found.num_pages * self.page_size
-        self._links.attach(self.books.add(spec, owner, length, table), node)
+        self.links.attach(self.books.add(spec, owner, length, table), node)
 
     def _grow(self, grown: Indices, missing: Int32) -> None:
         """Give each leaf of the columns `grown` the fresh pages that it is `missing`."""

@@ -63,6 +63,14 @@ class PagedFields(ExpectingFields, WindowFields):
     def sizes(self, info: InfoAnswer) -> dict[str, int]:
         return pool_sizes(info) | {"B": len(self.sequences)}
 
+    def check(self, entries: Entries, info: InfoAnswer) -> None:
+        """Rules that decode and prefill share."""
+        check_layer(self.layer, info)
+        check_batch(self)
+        missing = [name for name in ("k", "v") if name not in entries]
+        if len(missing) == 1:
+            refuse(f"tensors.{missing[0]}", None, "k and v are given together or not at all")
+
 
 class DecodeFields(PagedFields):
     @cached_property
@@ -81,6 +89,12 @@ class PrefillFields(PagedFields):
     def qo_indptr_array(self) -> Int32:
         return int32(self.qo_indptr)
 
+    def check(self, entries: Entries, info: InfoAnswer) -> None:
+        super().check(entries, info)
+        rows, batch = entries["q"].shape[0], len(self.sequences)
+        check_indptr("qo_indptr", self.qo_indptr_array, rows, batch)
+        check_one_mask(entries)
+
 
 class RaggedPrefillFields(WindowFields):
     qo_indptr: Indptr
@@ -97,6 +111,18 @@ class RaggedPrefillFields(WindowFields):
     @cached_property
     def kv_indptr_array(self) -> Int32:
         return int32(self.kv_indptr)
+
+    def check(self, entries: Entries, info: InfoAnswer) -> None:
+        qo, kv = self.qo_indptr_array, self.kv_indptr_array
+        if qo.size > MAX_SEQUENCES + 1:
+            rule = f"at most {MAX_SEQUENCES} requests in a call: send more calls"
+            refuse("qo_indptr", f"{qo.size - 1} requests", rule)
+        check_indptr("qo_indptr", qo, entries["q"].shape[0])
+        check_indptr("kv_indptr", kv, entries["k"].shape[0], qo.size - 1)
+        check_one_mask(entries)
+        for name in entries.keys() & {"mask", "packed_mask"}:
+            size, packed = entries[name].shape[0], name == "packed_mask"
+            check_mask_length(size, packed, np.diff(qo), np.diff(kv), f"{name}.shape")
 
 
 class CascadeLevelFields(BatchFields):
@@ -123,6 +149,19 @@ class CascadeFields(ScoringFields):
     def sizes(self, info: InfoAnswer) -> dict[str, int]:
         return pool_sizes(info)
 
+    def check(self, entries: Entries, info: InfoAnswer) -> None:
+        check_layer(self.layer, info)
+        rows = entries["q"].shape[0]
+        named = sum(len(level.sequences) for level in self.levels)
+        if named > MAX_SEQUENCES:
+            rule = f"all together at most {MAX_SEQUENCES} in a call: send more calls"
+            refuse("levels", f"{named} sequences", rule)
+        for index, level in enumerate(self.levels):
+            field = f"levels.{index}"
+            check_ids(level.sequences, f"{field}.sequences")
+            batch = len(level.sequences)
+            check_indptr(f"{field}.qo_indptr", level.qo_indptr_array, rows, batch, partial=True)
+
 
 class AttentionAnswer(Fields):
     lse_base: LseBase
@@ -130,49 +169,6 @@ class AttentionAnswer(Fields):
     """Number of cascade levels; 1: nothing shared."""
     cascade: bool
     """Whether shared KV was read once for all sequences that share it."""
-
-
-def check_paged(fields: PagedFields, entries: Entries, info: InfoAnswer) -> None:
-    """Rules that decode and prefill share."""
-    check_layer(fields.layer, info)
-    check_batch(fields)
-    missing = [name for name in ("k", "v") if name not in entries]
-    if len(missing) == 1:
-        refuse(f"tensors.{missing[0]}", None, "k and v are given together or not at all")
-
-
-def check_prefill(fields: PrefillFields, entries: Entries, info: InfoAnswer) -> None:
-    check_paged(fields, entries, info)
-    rows, batch = entries["q"].shape[0], len(fields.sequences)
-    check_indptr("qo_indptr", fields.qo_indptr_array, rows, batch)
-    check_one_mask(entries)
-
-
-def check_ragged(fields: RaggedPrefillFields, entries: Entries, info: InfoAnswer) -> None:
-    qo, kv = fields.qo_indptr_array, fields.kv_indptr_array
-    if qo.size > MAX_SEQUENCES + 1:
-        rule = f"at most {MAX_SEQUENCES} requests in a call: send more calls"
-        refuse("qo_indptr", f"{qo.size - 1} requests", rule)
-    check_indptr("qo_indptr", qo, entries["q"].shape[0])
-    check_indptr("kv_indptr", kv, entries["k"].shape[0], qo.size - 1)
-    check_one_mask(entries)
-    for name in entries.keys() & {"mask", "packed_mask"}:
-        size, packed = entries[name].shape[0], name == "packed_mask"
-        check_mask_length(size, packed, np.diff(qo), np.diff(kv), f"{name}.shape")
-
-
-def check_cascade(fields: CascadeFields, entries: Entries, info: InfoAnswer) -> None:
-    check_layer(fields.layer, info)
-    rows = entries["q"].shape[0]
-    named = sum(len(level.sequences) for level in fields.levels)
-    if named > MAX_SEQUENCES:
-        rule = f"all together at most {MAX_SEQUENCES} in a call: send more calls"
-        refuse("levels", f"{named} sequences", rule)
-    for index, level in enumerate(fields.levels):
-        field = f"levels.{index}"
-        check_ids(level.sequences, f"{field}.sequences")
-        batch = len(level.sequences)
-        check_indptr(f"{field}.qo_indptr", level.qo_indptr_array, rows, batch, partial=True)
 
 
 operation = partial(Operation, tag="tensors")
@@ -188,7 +184,6 @@ DECODE: Final = operation(
     takes=(query("B"), *pair("B", "to append first", optional=True), sinks()),
     gives=state(),
     answer=AttentionAnswer,
-    check=check_paged,
     scope="read",
     appended_with="k",
     answer_text="The attention state of each row.",
@@ -206,7 +201,6 @@ PREFILL: Final = operation(
     takes=(query(), *pair("n", "to append first", optional=True), *MASKS, sinks()),
     gives=state(),
     answer=AttentionAnswer,
-    check=check_prefill,
     scope="read",
     appended_with="k",
     answer_text="The attention state of each row.",
@@ -229,7 +223,6 @@ RAGGED_PREFILL: Final = operation(
     takes=(*pair("nnz", "of all requests", like="q"), query(), *MASKS, sinks()),
     gives=state(),
     answer=AttentionAnswer,
-    check=check_ragged,
     scope="read",
     answer_text="The attention state of each row.",
     example={
@@ -251,7 +244,6 @@ CASCADE: Final = operation(
     takes=(query(), sinks()),
     gives=(*state(), *state(".{i}", optional=True)),
     answer=AttentionAnswer,
-    check=check_cascade,
     scope="read",
     answer_text="The merged state of each row; with return_levels also each level's own.",
     example={

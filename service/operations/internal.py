@@ -42,19 +42,18 @@ class HandOverFields(Fields):
     """Seconds without a call or export after which a leaving sequence stays, and a handed one is
     deleted."""
 
-
-def check_hand_over(fields: HandOverFields, entries: Entries, info: InfoAnswer) -> None:
-    state = fields.state
-    if (fields.generation is not None) != (state == "handed"):
-        rule = "goes with state = handed, and must be given then"
-        refuse("generation", fields.generation, rule)
-    if (fields.epoch is not None) != (fields.shard is not None):
-        refuse("epoch", fields.epoch, "goes with shard, and must be given then")
-    if fields.shard is None:
-        return
-    check_rank(fields.shard)
-    if state != "leaving" or fields.shard.ranks == 1:
-        refuse("shard", "given", "goes with state = leaving, and is not all of it")
+    def check(self, entries: Entries, info: InfoAnswer) -> None:
+        state = self.state
+        if (self.generation is not None) != (state == "handed"):
+            rule = "goes with state = handed, and must be given then"
+            refuse("generation", self.generation, rule)
+        if (self.epoch is not None) != (self.shard is not None):
+            refuse("epoch", self.epoch, "goes with shard, and must be given then")
+        if self.shard is None:
+            return
+        check_rank(self.shard)
+        if state != "leaving" or self.shard.ranks == 1:
+            refuse("shard", "given", "goes with state = leaving, and is not all of it")
 
 
 CLAIM: Final = Operation(
@@ -80,7 +79,6 @@ HAND_OVER: Final = Operation(
     tag="transfer",
     fields=HandOverFields,
     answer=None,
-    check=check_hand_over,
     scope="move",
     answer_text="Done.",
     example={"state": "leaving"},

@@ -54,6 +54,9 @@ class MatchFields(PageNames):
     lease_s: LeaseSeconds = DEFAULT_LEASE_S
     """Duration of the lease on the matched pages, in seconds; 0: no lease."""
 
+    def check(self, entries: Entries, info: InfoAnswer) -> None:
+        check_names_given(self, entries)
+
 
 class LeaseAnswer(Fields):
     id: LeaseId
@@ -79,6 +82,11 @@ class CommitFields(PageNames):
     duration_s: Seconds | None = None
     """Seconds until the priority returns to 35; absent: never."""
 
+    def check(self, entries: Entries, info: InfoAnswer) -> None:
+        check_names_given(self, entries)
+        check_offset("offset", self.offset, info)
+        check_duration(self)
+
 
 class CommitAnswer(Fields):
     committed_len: Count
@@ -101,6 +109,21 @@ class CommitSequencesFields(BatchFields, PageNames):
     """Eviction priority, as in a commit of one sequence."""
     duration_s: Seconds | None = None
     """Seconds until the priority returns to 35; absent: never."""
+
+    def check(self, entries: Entries, info: InfoAnswer) -> None:
+        check_ids(self.sequences)
+        (name,) = check_names_given(self, entries)
+        batch = len(self.sequences)
+        given = entries[name].shape[0] if name in entries else len(getattr(self, name))
+        check_indptr("names_indptr", int32(self.names_indptr), given, batch)
+        check_one_each("offsets", self.offsets, batch)
+        for at, offset in enumerate(self.offsets or ()):
+            check_offset(f"offsets.{at}", offset, info)
+        pages = given if name == "page_keys" else given // info.page_size
+        if pages > MAX_COMMITTED_PAGES:
+            rule = f"at most {MAX_COMMITTED_PAGES} pages per call: commit fewer sequences at a time"
+            refuse(name, f"{pages} pages", rule)
+        check_duration(self)
 
 
 class CommittedAnswer(Fields):
@@ -139,6 +162,10 @@ class PinFields(Fields):
     """Duration of a soft pin, in seconds: the pages are evicted after all unpinned ones."""
     hard: bool = False
     """Whether the pin is hard: the pages are not evicted until it is removed."""
+
+    def check(self, entries: Entries, info: InfoAnswer) -> None:
+        if self.hard == (self.soft_ttl_s is not None):
+            refuse("soft_ttl_s", self.soft_ttl_s, "give either soft_ttl_s or hard = true")
 
 
 class UnpinFields(Fields):
@@ -209,45 +236,14 @@ class NamespaceAnswer(Fields):
     sequences: Count
 
 
-def check_match(fields: MatchFields, entries: Entries, info: InfoAnswer) -> None:
-    check_names_given(fields, entries)
-
-
-def check_commit(fields: CommitFields, entries: Entries, info: InfoAnswer) -> None:
-    check_names_given(fields, entries)
-    check_offset("offset", fields.offset, info)
-    check_duration(fields)
-
-
 def check_offset(field: str, offset: int, info: InfoAnswer) -> None:
     if offset % info.page_size:
         refuse(field, offset, f"must be a multiple of page_size = {info.page_size}")
 
 
-def check_commits(fields: CommitSequencesFields, entries: Entries, info: InfoAnswer) -> None:
-    check_ids(fields.sequences)
-    (name,) = check_names_given(fields, entries)
-    batch = len(fields.sequences)
-    given = entries[name].shape[0] if name in entries else len(getattr(fields, name))
-    check_indptr("names_indptr", int32(fields.names_indptr), given, batch)
-    check_one_each("offsets", fields.offsets, batch)
-    for at, offset in enumerate(fields.offsets or ()):
-        check_offset(f"offsets.{at}", offset, info)
-    pages = given if name == "page_keys" else given // info.page_size
-    if pages > MAX_COMMITTED_PAGES:
-        rule = f"at most {MAX_COMMITTED_PAGES} pages per call: commit fewer sequences at a time"
-        refuse(name, f"{pages} pages", rule)
-    check_duration(fields)
-
-
 def check_duration(fields: CommitFields | CommitSequencesFields) -> None:
     if fields.duration_s is not None and fields.priority is None:
         refuse("duration_s", fields.duration_s, "requires priority")
-
-
-def check_pin(fields: PinFields, entries: Entries, info: InfoAnswer) -> None:
-    if fields.hard == (fields.soft_ttl_s is not None):
-        refuse("soft_ttl_s", fields.soft_ttl_s, "give either soft_ttl_s or hard = true")
 
 
 operation = partial(Operation, tag="prefix cache")
@@ -260,7 +256,6 @@ MATCH: Final = operation(
     fields=MatchFields,
     takes=NAMES,
     answer=MatchAnswer,
-    check=check_match,
     scope="read",
     example={"token_ids": [11, 12, 13, 14]},
     routing="everywhere",
@@ -277,7 +272,6 @@ COMMIT: Final = operation(
     fields=CommitFields,
     takes=NAMES,
     answer=CommitAnswer,
-    check=check_commit,
     scope="append",
     example={"token_ids": [11, 12, 13, 14], "priority": 80, "duration_s": 600.0},
 )
@@ -291,7 +285,6 @@ COMMIT_SEQUENCES: Final = operation(
     fields=CommitSequencesFields,
     takes=NAMES,
     answer=CommittedAnswer,
-    check=check_commits,
     scope="append",
     example={
         "sequences": ["chat-1", "chat-2"],
@@ -332,7 +325,6 @@ PIN: Final = operation(
     description="A soft pin ends after `soft_ttl_s`, a hard pin when it is removed.",
     fields=PinFields,
     answer=PagesAnswer,
-    check=check_pin,
     scope="append",
     answer_text="Number of pinned pages.",
     routing="everywhere",

@@ -65,6 +65,21 @@ class AppendFields(ExpectingFields):
     def append_indptr_array(self) -> Int32 | None:
         return None if self.append_indptr is None else int32(self.append_indptr)
 
+    def check(self, entries: Entries, info: InfoAnswer) -> None:
+        if (self.layer is None) == (self.layers is None):
+            given = self.layer is not None
+            refuse(
+                "layer", self.layer, "give layer or layers, not both" if given else "must be given"
+            )
+        for layer in self.every_layer:
+            check_layer(layer, info, "layer" if self.layers is None else "layers")
+        if len(set(self.every_layer)) < len(self.every_layer):
+            refuse("layers", self.layers, "duplicate layer")
+        check_batch(self)
+        batch = len(self.sequences)
+        rows = entries["k"].shape[0 if self.layers is None else 1]
+        check_indptr("append_indptr", self.indptr(rows), rows, batch)
+
 
 class GatherFields(BatchFields):
     layer: Count
@@ -77,6 +92,12 @@ class GatherFields(BatchFields):
     epochs: Epochs | None = None
     """Of shards that were claimed: the epoch of each sequence. In another it is a 409."""
 
+    def check(self, entries: Entries, info: InfoAnswer) -> None:
+        check_layer(self.layer, info)
+        check_batch(self)
+        if self.stop is not None and self.stop < self.start:
+            refuse("stop", self.stop, f"must not be below start = {self.start}")
+
 
 class AppendAnswer(Fields):
     lengths: Counts
@@ -86,29 +107,6 @@ class AppendAnswer(Fields):
 class GatherAnswer(Fields):
     kv_indptr: Counts
     """Sequence b has rows `kv_indptr[b]:kv_indptr[b+1]` of k and v (tokens, not pages)."""
-
-
-def check_append(fields: AppendFields, entries: Entries, info: InfoAnswer) -> None:
-    if (fields.layer is None) == (fields.layers is None):
-        given = fields.layer is not None
-        refuse(
-            "layer", fields.layer, "give layer or layers, not both" if given else "must be given"
-        )
-    for layer in fields.every_layer:
-        check_layer(layer, info, "layer" if fields.layers is None else "layers")
-    if len(set(fields.every_layer)) < len(fields.every_layer):
-        refuse("layers", fields.layers, "duplicate layer")
-    check_batch(fields)
-    batch = len(fields.sequences)
-    rows = entries["k"].shape[0 if fields.layers is None else 1]
-    check_indptr("append_indptr", fields.indptr(rows), rows, batch)
-
-
-def check_gather(fields: GatherFields, entries: Entries, info: InfoAnswer) -> None:
-    check_layer(fields.layer, info)
-    check_batch(fields)
-    if fields.stop is not None and fields.stop < fields.start:
-        refuse("stop", fields.stop, f"must not be below start = {fields.start}")
 
 
 operation = partial(Operation, tag="tensors")
@@ -125,7 +123,6 @@ APPEND: Final = operation(
     fields=AppendFields,
     takes=pair("n", "to append", ragged=("L", "n", "Hkv", "D")),
     answer=AppendAnswer,
-    check=check_append,
     scope="append",
     answer_text="The lengths after the append.",
     example={"layer": 0, "sequences": ["chat-1"], "tensors": row("k", 1) | row("v", 1)},
@@ -141,7 +138,6 @@ GATHER: Final = operation(
     fields=GatherFields,
     gives=pair("tokens", "in `dtype`"),
     answer=GatherAnswer,
-    check=check_gather,
     scope="read",
     answer_text="The rows of all sequences, in the request's order.",
     example={"layer": 0, "sequences": ["chat-1"], "dtype": "fp32"},
@@ -166,19 +162,18 @@ class MergeFields(Fields):
     def indptr_array(self) -> Int32 | None:
         return None if self.indptr is None else int32(self.indptr)
 
+    def check(self, entries: Entries, info: InfoAnswer) -> None:
+        """Lists without states take no bytes of the body, but each has a row in the reply."""
+        shape, indptr = entries["o"].shape, self.indptr_array
+        lists = shape[0] if indptr is None else indptr.size - 1
+        if lists * math.prod(shape[-2:]) > max(math.prod(shape), MAX_EMPTY_ELEMENTS):
+            refuse("o.shape", list(shape), f"{lists} lists make too large an answer")
+        if indptr is not None:
+            check_indptr("indptr", indptr, shape[0])
+
 
 class MergeAnswer(Fields):
     lse_base: LseBase
-
-
-def check_merge(fields: MergeFields, entries: Entries, info: InfoAnswer) -> None:
-    """Lists without states take no bytes of the body, but each has a row in the reply."""
-    shape, indptr = entries["o"].shape, fields.indptr_array
-    lists = shape[0] if indptr is None else indptr.size - 1
-    if lists * math.prod(shape[-2:]) > max(math.prod(shape), MAX_EMPTY_ELEMENTS):
-        refuse("o.shape", list(shape), f"{lists} lists make too large an answer")
-    if indptr is not None:
-        check_indptr("indptr", indptr, shape[0])
 
 
 MERGE: Final = operation(
@@ -199,7 +194,6 @@ MERGE: Final = operation(
         TensorSpec("lse", ("F32",), ("T", "H"), "merged log-sum-exp"),
     ),
     answer=MergeAnswer,
-    check=check_merge,
     scope="read",
     answer_text="One state per list.",
     example={

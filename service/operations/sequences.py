@@ -109,9 +109,29 @@ class CreateFields(Fields):
     """int32 [B+1]: sequence b has the ids or keys `prefix_indptr[b]:prefix_indptr[b+1]` of the
     tensor. Optional for one sequence."""
 
-    @property
+    @cached_property
     def is_for_shards(self) -> bool:
         return any(new.shard is not None or new.epoch is not None for new in self.sequences)
+
+    def moved_with(self) -> str:
+        return "shard" if any(new.shard is not None for new in self.sequences) else ""
+
+    def check(self, entries: Entries, info: InfoAnswer) -> None:
+        """Ids are distinct, only forks have a length, and every prefix names pages."""
+        for index, new in enumerate(self.sequences):
+            if new.model_fields_set <= PLAIN:
+                continue
+            if new.length is not None and new.parent is None:
+                rule = "length requires parent"
+                refuse(f"sequences.{index}", new.model_dump(exclude_unset=True), rule)
+            if new.prefix is not None and new.parent is not None:
+                refuse(f"sequences.{index}", new.id, "parent and prefix cannot be combined")
+            if new.held is not None and (new.parent is not None or new.prefix is not None):
+                rule = "cannot be combined with parent or prefix"
+                refuse(f"sequences.{index}.held", "given", rule)
+            check_shard(f"sequences.{index}", new)
+        check_ids([new.id for new in self.sequences if new.id is not None])
+        check_prefixes(self, entries)
 
 
 class ListFields(Fields):
@@ -143,6 +163,11 @@ class DeleteFields(Fields):
     def names(self) -> tuple[str, ...]:
         return tuple(self.ids or ())
 
+    def check(self, entries: Entries, info: InfoAnswer) -> None:
+        if (self.ids is None) == (self.prefix is None):
+            refuse("ids", None, "give either ids or prefix")
+        check_ids(self.names, "ids")
+
 
 class DeletedAnswer(Fields):
     num_deleted: Count
@@ -163,6 +188,12 @@ class TruncateFields(Fields):
     epoch: Epoch | None = None
     """Of a shard that was claimed: its epoch, or a later one that begins with this."""
 
+    def check(self, entries: Entries, info: InfoAnswer) -> None:
+        if self.layer is not None:
+            check_layer(self.layer, info)
+            if self.keep is not None:
+                refuse("keep", "given", "goes with a cut of every layer: leave layer out")
+
 
 class TruncateSequencesFields(BatchFields):
     sequences: Annotated[Ids, Field(max_length=MAX_BATCH)]
@@ -175,9 +206,25 @@ class TruncateSequencesFields(BatchFields):
     keep_indptr: Indptr | None = None
     """int32 [B+1], with `keep`: sequence b keeps `keep[keep_indptr[b]:keep_indptr[b+1]]`."""
 
+    def check(self, entries: Entries, info: InfoAnswer) -> None:
+        check_ids(self.sequences)
+        batch = len(self.sequences)
+        check_one_each("lengths", self.lengths, batch)
+        if self.keep is None:
+            if self.keep_indptr is not None:
+                refuse("keep_indptr", "given", "goes with keep: leave it out")
+        elif self.keep_indptr is None:
+            refuse("keep_indptr", None, "must be given with keep")
+        else:
+            check_indptr("keep_indptr", int32(self.keep_indptr), len(self.keep), batch)
+
 
 class PageTableFields(BatchFields):
     layer: Count = 0
+
+    def check(self, entries: Entries, info: InfoAnswer) -> None:
+        check_layer(self.layer, info)
+        check_ids(self.sequences)
 
 
 class SequenceAnswer(Fields):
@@ -238,24 +285,6 @@ class PageTableAnswer(Fields):
     """Order of the levels' rows: row i is sequence `order[i]` of the request."""
 
 
-def check_new(fields: CreateFields, entries: Entries, info: InfoAnswer) -> None:
-    """Ids are distinct, only forks have a length, and every prefix names pages."""
-    for index, new in enumerate(fields.sequences):
-        if new.model_fields_set <= PLAIN:
-            continue
-        if new.length is not None and new.parent is None:
-            rule = "length requires parent"
-            refuse(f"sequences.{index}", new.model_dump(exclude_unset=True), rule)
-        if new.prefix is not None and new.parent is not None:
-            refuse(f"sequences.{index}", new.id, "parent and prefix cannot be combined")
-        if new.held is not None and (new.parent is not None or new.prefix is not None):
-            rule = "cannot be combined with parent or prefix"
-            refuse(f"sequences.{index}.held", "given", rule)
-        check_shard(f"sequences.{index}", new)
-    check_ids([new.id for new in fields.sequences if new.id is not None])
-    check_prefixes(fields, entries)
-
-
 def check_shard(field: str, new: NewSequenceFields) -> None:
     """`ranks` and `shard` exclude each other, forks, and prefixes, which are on one engine."""
     for name, given in (("ranks", new.ranks), ("shard", new.shard)):
@@ -299,42 +328,6 @@ def check_prefixes(fields: CreateFields, entries: Entries) -> None:
         refuse("sequences.0", None, "has a tensor for its prefix: give prefix = {}")
 
 
-def check_delete(fields: DeleteFields, entries: Entries, info: InfoAnswer) -> None:
-    if (fields.ids is None) == (fields.prefix is None):
-        refuse("ids", None, "give either ids or prefix")
-    check_ids(fields.names, "ids")
-
-
-def check_truncate(fields: TruncateFields, entries: Entries, info: InfoAnswer) -> None:
-    if fields.layer is not None:
-        check_layer(fields.layer, info)
-        if fields.keep is not None:
-            refuse("keep", "given", "goes with a cut of every layer: leave layer out")
-
-
-def check_truncates(fields: TruncateSequencesFields, entries: Entries, info: InfoAnswer) -> None:
-    check_ids(fields.sequences)
-    batch = len(fields.sequences)
-    check_one_each("lengths", fields.lengths, batch)
-    if fields.keep is None:
-        if fields.keep_indptr is not None:
-            refuse("keep_indptr", "given", "goes with keep: leave it out")
-    elif fields.keep_indptr is None:
-        refuse("keep_indptr", None, "must be given with keep")
-    else:
-        check_indptr("keep_indptr", int32(fields.keep_indptr), len(fields.keep), batch)
-
-
-def check_page_table(fields: PageTableFields, entries: Entries, info: InfoAnswer) -> None:
-    check_layer(fields.layer, info)
-    check_ids(fields.sequences)
-
-
-def new_moves(fields: CreateFields) -> str:
-    """What makes a part of a sequence, whose other parts other engines have."""
-    return "shard" if any(new.shard is not None for new in fields.sequences) else ""
-
-
 operation = partial(Operation, tag="sequences")
 
 CREATE_SEQUENCES: Final = operation(
@@ -345,9 +338,7 @@ CREATE_SEQUENCES: Final = operation(
     fields=CreateFields,
     takes=NAMES,
     answer=CreatedAnswer,
-    check=check_new,
     scope="append",
-    moved_with=new_moves,
     status=201,
     answer_text="The sequences, in the order of the request.",
     example={"sequences": [{"id": "chat-1", "prefix": {"token_ids": [11, 12, 13, 14]}}]},
@@ -394,7 +385,6 @@ DELETE_SEQUENCES: Final = operation(
     summary="Delete many sequences, by ids or by a prefix of their ids",
     fields=DeleteFields,
     answer=DeletedAnswer,
-    check=check_delete,
     scope="append",
     frees=True,
     routing="everywhere",
@@ -408,7 +398,6 @@ TRUNCATE: Final = operation(
     fields=TruncateFields,
     answer=SequenceAnswer,
     scope="append",
-    check=check_truncate,
     frees=True,
 )
 
@@ -421,7 +410,6 @@ TRUNCATE_SEQUENCES: Final = operation(
     fields=TruncateSequencesFields,
     answer=TruncatedAnswer,
     scope="append",
-    check=check_truncates,
     frees=True,
     example={"sequences": ["chat-1", "chat-2"], "lengths": [0, 0]},
 )
@@ -433,7 +421,6 @@ PAGE_TABLE: Final = operation(
     summary="CSR page table of sequences, and their cascade levels",
     fields=PageTableFields,
     answer=PageTableAnswer,
-    check=check_page_table,
     scope="read",
     routing="together",
 )

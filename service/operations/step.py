@@ -104,29 +104,28 @@ class StepFields(ScoringFields):
             return (self.window_left,) * len(self.layers)
         return tuple(self.window_left)
 
-
-def check_step(fields: StepFields, _: Entries, info: InfoAnswer) -> None:
-    """All rules that do not depend on the pool's state or the arena's size."""
-    if max(fields.layers) >= info.num_layers:
-        refuse("layers", max(fields.layers), f"must be below num_layers = {info.num_layers}")
-    if len(set(fields.layers)) != len(fields.layers):
-        refuse("layers", fields.layers, "duplicate layer")
-    if fields.op == "echo":
-        return
-    if fields.sequences is None:
-        refuse("sequences", None, "must be given")
-    check_ids(fields.ids)
-    check_one_each("offsets", fields.offsets, len(fields.ids))
-    if not fields.slots:
-        refuse("slots", fields.slots, "at least one slot is required")
-    check_heads(fields.num_qo_heads, info.num_kv_heads)
-    if len(fields.windows) != len(fields.layers):
-        given = f"{len(fields.windows)} numbers"
-        refuse("window_left", given, f"must be one, or {len(fields.layers)}, one per layer")
-    if (fields.op == "prefill") != (fields.qo_indptr is not None):
-        refuse("qo_indptr", fields.qo_indptr, "must be given for prefill, and only there")
-    if fields.qo_indptr is not None:
-        check_indptr("qo_indptr", fields.qo_indptr_array, fields.rows, len(fields.ids))
+    def check(self, entries: Entries, info: InfoAnswer) -> None:
+        """All rules that do not depend on the pool's state or the arena's size."""
+        if max(self.layers) >= info.num_layers:
+            refuse("layers", max(self.layers), f"must be below num_layers = {info.num_layers}")
+        if len(set(self.layers)) != len(self.layers):
+            refuse("layers", self.layers, "duplicate layer")
+        if self.op == "echo":
+            return
+        if self.sequences is None:
+            refuse("sequences", None, "must be given")
+        check_ids(self.ids)
+        check_one_each("offsets", self.offsets, len(self.ids))
+        if not self.slots:
+            refuse("slots", self.slots, "at least one slot is required")
+        check_heads(self.num_qo_heads, info.num_kv_heads)
+        if len(self.windows) != len(self.layers):
+            given = f"{len(self.windows)} numbers"
+            refuse("window_left", given, f"must be one, or {len(self.layers)}, one per layer")
+        if (self.op == "prefill") != (self.qo_indptr is not None):
+            refuse("qo_indptr", self.qo_indptr, "must be given for prefill, and only there")
+        if self.qo_indptr is not None:
+            check_indptr("qo_indptr", self.qo_indptr_array, self.rows, len(self.ids))
 
 
 STEP: Final = Operation(
@@ -138,7 +137,6 @@ STEP: Final = Operation(
     fields=StepFields,
     scope="read",
     answer=None,
-    check=check_step,
     routing="together",
 )
 """Has no route; no other operation has the number 0."""

@@ -129,6 +129,18 @@ class ExportFields(Fields):
     """Shard whose pages to export, from the whole sequence or the shard itself. The
     header's `lengths` count them, and they have no names. The same for every part."""
 
+    def check(self, entries: Entries, info: InfoAnswer) -> None:
+        if self.shard is not None:
+            check_rank(self.shard)
+        if self.part is None:
+            for name in ("generation", "before"):
+                if getattr(self, name) is not None:
+                    refuse(name, getattr(self, name), "requires part")
+            return
+        for name in ("generation", "before"):
+            if getattr(self, name) is None:
+                refuse(name, None, "must be given with part")
+
 
 class ExportAnswer(Fields):
     header: Header | None
@@ -171,8 +183,38 @@ class ImportFields(Fields):
     idle_s: Annotated[float, Field(gt=0.0, le=MAX_IDLE_S)] = DEFAULT_IDLE_S
     """With `header`: seconds without a request after which the import is cancelled."""
 
+    def moved_with(self) -> str:
+        return "shard" if self.shard is not None else "base" if self.base is not None else ""
+
     def sizes(self, info: InfoAnswer) -> dict[str, int]:
         return pool_sizes(info)
+
+    def check(self, entries: Entries, info: InfoAnswer) -> None:
+        """The fields and tensors of one of the three forms: `header`, `part`, or neither."""
+        if self.header is not None and self.part is not None:
+            rule = "cannot be combined with header: start first, then send parts"
+            refuse("part", self.part, rule)
+        wanted = {"k", "v"} if self.part is not None else set()
+        if self.header is not None and self.header.num_named:
+            wanted = {"page_keys"} if "page_keys" in entries else {"token_ids"}
+        if missing := wanted - entries.keys():
+            refuse(f"tensors.{min(missing)}", None, "must be given")
+        if extra := entries.keys() - wanted:
+            refuse(f"tensors.{min(extra)}", "given", "belongs to another form of an import")
+        if self.before is not None and self.part is None:
+            refuse("before", self.before, "requires part")
+        if self.shard is not None and self.header is None:
+            refuse("shard", "given", "requires header")
+        if self.header is not None:
+            check_header(self.header, info)
+            check_base(self, self.header)
+            check_part_of(self, self.header)
+            check_names(self.header, entries)
+        dtype = POOL_DTYPES[info.dtype]
+        for name in sorted({"k", "v"} & entries.keys()):
+            if DTYPE_NAMES[entries[name].dtype] != dtype:
+                rule = f"must be {dtype}, as the pool stores rows"
+                refuse(f"{name}.dtype", DTYPE_NAMES[entries[name].dtype], rule)
 
 
 class ImportAnswer(Fields):
@@ -190,46 +232,6 @@ class ImportAnswer(Fields):
     """Time at which the import is cancelled, in seconds since 1970; null when it is done."""
     epoch: Epoch | None = None
     """Of a part of a sequence: the one that it begins in."""
-
-
-def check_export(fields: ExportFields, entries: Entries, info: InfoAnswer) -> None:
-    if fields.shard is not None:
-        check_rank(fields.shard)
-    if fields.part is None:
-        for name in ("generation", "before"):
-            if getattr(fields, name) is not None:
-                refuse(name, getattr(fields, name), "requires part")
-        return
-    for name in ("generation", "before"):
-        if getattr(fields, name) is None:
-            refuse(name, None, "must be given with part")
-
-
-def check_import(fields: ImportFields, entries: Entries, info: InfoAnswer) -> None:
-    """The fields and tensors of one of the three forms: `header`, `part`, or neither."""
-    if fields.header is not None and fields.part is not None:
-        refuse("part", fields.part, "cannot be combined with header: start first, then send parts")
-    wanted = {"k", "v"} if fields.part is not None else set()
-    if fields.header is not None and fields.header.num_named:
-        wanted = {"page_keys"} if "page_keys" in entries else {"token_ids"}
-    if missing := wanted - entries.keys():
-        refuse(f"tensors.{min(missing)}", None, "must be given")
-    if extra := entries.keys() - wanted:
-        refuse(f"tensors.{min(extra)}", "given", "belongs to another form of an import")
-    if fields.before is not None and fields.part is None:
-        refuse("before", fields.before, "requires part")
-    if fields.shard is not None and fields.header is None:
-        refuse("shard", "given", "requires header")
-    if fields.header is not None:
-        check_header(fields.header, info)
-        check_base(fields, fields.header)
-        check_part_of(fields, fields.header)
-        check_names(fields.header, entries)
-    dtype = POOL_DTYPES[info.dtype]
-    for name in sorted({"k", "v"} & entries.keys()):
-        if DTYPE_NAMES[entries[name].dtype] != dtype:
-            rule = f"must be {dtype}, as the pool stores rows"
-            refuse(f"{name}.dtype", DTYPE_NAMES[entries[name].dtype], rule)
 
 
 def check_base(fields: ImportFields, header: Header) -> None:
@@ -288,11 +290,6 @@ def check_names(header: Header, entries: Entries) -> None:
             refuse(f"{name}.shape", list(entry.shape), rule)
 
 
-def import_moves(fields: ImportFields) -> str:
-    """The field that takes over another engine's sequence, or an empty string."""
-    return "shard" if fields.shard is not None else "base" if fields.base is not None else ""
-
-
 STORED: Final = tuple(
     TensorSpec(
         name,
@@ -317,7 +314,6 @@ EXPORT: Final = operation(
     fields=ExportFields,
     gives=(*NAMES, *STORED),
     answer=ExportAnswer,
-    check=check_export,
     scope="read",
     answer_text="The header and the names of committed pages, or one part.",
     example={"part_bytes": 1048576},
@@ -335,9 +331,7 @@ IMPORT: Final = operation(
     fields=ImportFields,
     takes=(*NAMES, *STORED),
     answer=ImportAnswer,
-    check=check_import,
     scope="append",
-    moved_with=import_moves,
     example={"part": 0, "digest": "0f" * 32, "tensors": row("k", 1) | row("v", 1)},
 )
 

@@ -601,7 +601,7 @@ class Driver:
         pages = [leaf.table[: tree.books.num_pages[leaf.index]].tolist() for leaf in tree.books]
         every = [(one.used, one.cached, one.pinned) for one in tree.budget.namespaces.values()]
         lengths = [view.lengths for view in tree.list(None, 100)]
-        return [pages, lengths, every, tree.allocator.free_pages.tolist(), tree.num_nodes]
+        return [pages, lengths, every, tree.allocator.free_pages.tolist(), tree.links.count]
 
     def read(self, name: str) -> None:
         """The sequence's slots hold what its tokens say."""
@@ -651,7 +651,7 @@ class Driver:
             self.tree.cache.evict(namespace, NUM_PAGES)
         self.tree.check_integrity()
         assert self.tree.allocator.num_free == NUM_PAGES
-        assert self.tree.num_nodes == 0
+        assert self.tree.links.count == 0
 
 
 def run(operations: int, seed: int, check_every: int = 50) -> Driver:

@@ -125,7 +125,7 @@ def test_a_low_priority_goes_first_until_its_time_is_over(tree: PrefixTree) -> N
     tree.cache.evict("default", 1)
     assert [found(tree, page) for page in (1, 2, 3)] == [1, 1, 0]
     tree.tick(10.0)
-    assert tree.next_end == float("inf")
+    assert tree.cache.named.retention.ends.next_due == float("inf")
     tree.cache.evict("default", 1)
     assert [found(tree, page) for page in (1, 2)] == [0, 1], "equal now: the older goes"
 
@@ -169,7 +169,7 @@ def test_a_parent_waits_for_its_children_whatever_their_priority(tree: PrefixTre
     tree.cache.evict("default", 1)
     assert found(tree, 1, 2) == 1
     tree.cache.evict("default", 1)
-    assert tree.num_nodes == 0
+    assert tree.links.count == 0
 
 
 def test_soft_pins_go_last_and_hard_ones_never(tree: PrefixTree) -> None:
@@ -192,9 +192,9 @@ def test_soft_pins_go_last_and_hard_ones_never(tree: PrefixTree) -> None:
 def test_turns_of_a_chat_become_one_node(tree: PrefixTree) -> None:
     for turn in range(1, 6):
         keep(tree, *range(turn))
-    assert tree.num_nodes == 1
+    assert tree.links.count == 1
     tree.create([NewSpec("a", prefix=Prefix(ids(0, 1))), NewSpec("b", prefix=Prefix(ids(0, 1)))])
-    assert tree.num_nodes == 2
+    assert tree.links.count == 2
     rows = np.arange(3, dtype=np.int32)
     assert make_plan(tree, ["a", "b"], 0, rows, True, "always").is_cascade, "read once for both"
     tree.check_integrity()
@@ -205,7 +205,7 @@ def test_a_commit_while_decoding_makes_no_chain(tree: PrefixTree) -> None:
     for turn in range(1, 6):
         grow(tree, "a", PAGE)
         tree.commits.commit("a", Prefix(ids(*range(turn))))
-    assert tree.num_nodes == 1
+    assert tree.links.count == 1
 
 
 def test_forks_keep_their_pages_when_the_other_finds_them_cached(tree: PrefixTree) -> None:

@@ -69,7 +69,7 @@ def test_a_call_finds_a_bounded_number_of_nodes(monkeypatch: pytest.MonkeyPatch)
     key = tree.cache.named.key_of(int(tree.books.leaf("a").table[7]))
     tree.create([NewSpec("c")])
     tree.extend(0, ["c"], int32(8))
-    before = tree.allocator.num_free, tree.num_nodes
+    before = tree.allocator.num_free, tree.links.count
     monkeypatch.setattr(matching, "MOST_MATCHED", MOST)
     monkeypatch.setattr("service.core.prefix.cache.MOST_MATCHED", MOST)
     assert tree.cache.match("default", prompt(8)).num_pages == MOST
@@ -79,7 +79,7 @@ def test_a_call_finds_a_bounded_number_of_nodes(monkeypatch: pytest.MonkeyPatch)
     for soft in (None, 5.0):
         with pytest.raises(InvalidRequest, match="nodes of the tree above it, not 7"):
             tree.cache.pin("default", key, "", soft)
-    assert (tree.allocator.num_free, tree.num_nodes) == before
+    assert (tree.allocator.num_free, tree.links.count) == before
     tree.check_integrity()
     assert tree.commits.commit("c", prompt(MOST)) == MOST
     tree.create([NewSpec("b", prefix=prompt(8))])

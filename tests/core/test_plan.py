@@ -150,7 +150,7 @@ def test_nodes_that_the_batch_sees_alike_are_one_segment() -> None:
         pool.fork(f"other{length}", "a", length)
     pool.fork("b", "a")
     pool.append("b", [1])
-    assert pool.tree.num_nodes == 4
+    assert pool.tree.links.count == 4
     plan = make_plan(pool.tree, ["a", "b"], 0, rows(2), True, "always")
     assert spelled(plan.levels[0]) == ([0, 2], [0, 4], [0, 1, 2, 3], [4], [0])
     assert spelled(plan.levels[1]) == ([0, 1, 2], [0, 0, 1], [4], [0, 1], [16, 16])
@@ -223,7 +223,7 @@ def test_a_long_chain_of_forks_is_planned_without_recursion() -> None:
     ids = ["s0", "s600", "s1199"]
     plan = make_plan(pool.tree, ids, 0, rows(3), True, "always")
     assert [level.kv_indices.size for level in plan.levels] == [1, 600, 599]
-    assert pool.tree.num_nodes == 1199
+    assert pool.tree.links.count == 1199
 
 
 # Any forest, any batch.

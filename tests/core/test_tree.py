@@ -25,7 +25,7 @@ def pool():
     pool.free_all()
     pool.tree.check_integrity()
     assert pool.tree.allocator.num_free == 32
-    assert pool.tree.num_nodes == 0
+    assert pool.tree.links.count == 0
 
 
 def everything(tree: PrefixTree) -> list[object]:
@@ -33,7 +33,7 @@ def everything(tree: PrefixTree) -> list[object]:
     views = tree.list(None, 1000)
     ids = [view.id for view in views]
     tables = [tree.page_table(ids, layer) for layer in range(tree.num_layers)]
-    numbers = [tree.num_nodes, tree.allocator.num_free, tree.allocator.free_pages.tolist()]
+    numbers = [tree.links.count, tree.allocator.num_free, tree.allocator.free_pages.tolist()]
     keys = [tree.plan_key(ids, layer) for layer in range(tree.num_layers)]
     return [views, [table.kv_indices.tolist() for table in tables], numbers, keys]
 
@@ -88,7 +88,7 @@ def test_the_second_layer_uses_the_pages_that_the_first_one_made_room_in(pool) -
     pool.append("a", range(10), layers=[0])
     assert pool.tree.describe("a") == SequenceView("a", 0, (10, 0), 3, 2, None)
     pool.append("a", range(100, 106), layers=[1])
-    assert pool.tree.allocator.num_referenced == 3
+    assert pool.tree.allocator.held().sum() == 3
     assert pool.pages("a", 1) == pool.pages("a", 0)[:2]
     assert pool.read("a", 0) == list(range(10))
     assert pool.read("a", 1) == list(range(100, 106))
@@ -140,7 +140,7 @@ def test_a_fork_of_an_empty_sequence_is_empty(pool) -> None:
     pool.create(NewSpec("a"))
     pool.fork("b", "a")
     pool.append("b", [1])
-    assert (pool.read("a"), pool.read("b"), pool.tree.num_nodes) == ([], [1], 0)
+    assert (pool.read("a"), pool.read("b"), pool.tree.links.count) == ([], [1], 0)
 
 
 def test_a_fork_of_a_fork_shares_with_both(pool) -> None:
@@ -149,20 +149,20 @@ def test_a_fork_of_a_fork_shares_with_both(pool) -> None:
     pool.append("b", range(8, 14))
     pool.fork("c", "b", 13)
     pool.append("c", [100])
-    assert pool.tree.num_nodes == 2
+    assert pool.tree.links.count == 2
     assert pool.pages("c")[:3] == pool.pages("b")[:3]
     assert pool.read("c") == [*range(13), 100]
-    assert pool.tree.allocator.num_referenced == 2 + 2 + 1
+    assert pool.tree.allocator.held().sum() == 2 + 2 + 1
 
 
 def test_a_fork_inside_a_shared_node_splits_the_node(pool) -> None:
     pool.start("a", range(16))
     pool.fork("b", "a")
-    assert pool.tree.num_nodes == 1
+    assert pool.tree.links.count == 1
     pool.fork("c", "a", 8)
-    assert pool.tree.num_nodes == 2
+    assert pool.tree.links.count == 2
     pool.fork("d", "b", 6)
-    assert pool.tree.num_nodes == 3
+    assert pool.tree.links.count == 3
     assert pool.read("c") == list(range(8))
     assert pool.read("d") == list(range(6))
 
@@ -171,8 +171,8 @@ def test_forks_at_the_same_length_hang_under_one_node(pool) -> None:
     pool.start("a", range(8))
     for name in "bcd":
         pool.fork(name, "a")
-    assert pool.tree.num_nodes == 1
-    assert pool.tree.allocator.num_referenced == 2
+    assert pool.tree.links.count == 1
+    assert pool.tree.allocator.held().sum() == 2
     assert pool.tree.sharing_ratio == 4.0
 
 
@@ -190,7 +190,7 @@ def test_a_parent_made_in_the_same_call_is_copied_from_the_original_page(pool) -
 def test_truncate_within_private_pages_releases_the_pages_after_the_cut(pool, length) -> None:
     pool.start("a", range(11))
     assert len(pool.truncate("a", length)) == 0
-    assert pool.tree.allocator.num_referenced == -(-length // 4), f"cut at {length}"
+    assert pool.tree.allocator.held().sum() == -(-length // 4), f"cut at {length}"
     pool.append("a", [70, 71])
     assert pool.read("a") == [*range(length), 70, 71]
 
@@ -256,18 +256,18 @@ def test_children_live_on_when_their_parent_is_freed(pool) -> None:
     assert pool.read("b", 1) == list(range(10))
     assert pool.read("c", 1) == list(range(5))
     assert pool.tree.describe("b").parent == "a"
-    assert pool.tree.allocator.num_referenced == 2 + 1 + 1
+    assert pool.tree.allocator.held().sum() == 2 + 1 + 1
 
 
 def test_nodes_with_one_child_left_merge_into_it(pool) -> None:
     pool.start("a", range(16))
     for name, length in [("b", 4), ("c", 8), ("d", 12), ("e", 12)]:
         pool.fork(name, "a", length)
-    assert pool.tree.num_nodes == 3
+    assert pool.tree.links.count == 3
     for name, left in [("c", 2), ("b", 1), ("d", 1), ("e", 0)]:
         pool.tree.free([name])
         pool.tree.check_integrity()
-        assert pool.tree.num_nodes == left, f"after freeing {name}"
+        assert pool.tree.links.count == left, f"after freeing {name}"
         assert pool.read("a") == list(range(16))
     assert pool.tree.sharing_ratio == 1.0
 

@@ -255,7 +255,7 @@ class TreeAgainstLists(RuleBasedStateMachine):
             self.pool.free_all()
             self.pool.tree.check_integrity()
             assert self.free_pages == NUM_PAGES
-            assert self.pool.tree.num_nodes == 0
+            assert self.pool.tree.links.count == 0
 
     # Helpers.
 
@@ -278,7 +278,7 @@ class TreeAgainstLists(RuleBasedStateMachine):
         keys = [tree.plan_key(ids, layer) for layer in range(NUM_LAYERS)]
         pages = [self.pool.pages(name, layer) for name in ids for layer in range(NUM_LAYERS)]
         free = tree.allocator.free_pages.tolist()
-        return [tree.list(None, 100), keys, pages, free, tree.num_nodes]
+        return [tree.list(None, 100), keys, pages, free, tree.links.count]
 
     def refused(self, error, call):
         """The refusal, which must have changed nothing."""

@@ -19,23 +19,15 @@ class PageAllocator:
     the tree, not pages.
     """
 
-    __slots__ = ("_is_held", "_scratch", "_stack", "num_changes", "num_free")
+    __slots__ = ("_is_held", "_scratch", "_stack", "num_changes", "num_free", "num_pages")
 
     def __init__(self, num_pages: int) -> None:
         self._stack: Int32 = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
-        self.num_free = num_pages
+        self.num_pages = self.num_free = num_pages
         self._is_held: NDArray[np.bool_] = np.zeros(num_pages, dtype=bool)
         self._scratch: Int32 = np.zeros(num_pages, dtype=np.int32)
         self.num_changes = 0
         """Increases with every allocation and release."""
-
-    @property
-    def num_pages(self) -> int:
-        return self._stack.size
-
-    @property
-    def num_referenced(self) -> int:
-        return self._stack.size - self.num_free
 
     def held(self, step: int = 1) -> NDArray[np.bool_]:
         """A copy: whether each `step`-th page, from the first on, has a holder."""

@@ -179,13 +179,9 @@ HANDLERS: Final[dict[str, Handler]] = {
 }
 
 
-def handler_of(request: Request) -> Handler:
-    return HANDLERS[request.operation.name]
-
-
 def refuse_moving(store: Store, request: Request) -> None:
     """Raises SequenceMoving where a request is for a sequence that is marked for transfer."""
-    handler = handler_of(request)
+    handler = HANDLERS[request.operation.name]
     if not handler.moves:
         store.move_marks.check((*handler.reads(request), *handler.writes(request)), request)
 

@@ -191,9 +191,10 @@ class Callers:
                 self.ended.append(session)
                 LOG.debug("session %d (%s): %s", session.number, session.name, session.ended)
             return
-        if session.wants_write != session.watched_for_room:
-            session.watched_for_room = session.wants_write
-            room = selectors.EVENT_WRITE if session.wants_write else 0
+        wants_write = bool(session.output.waiting)
+        if wants_write != session.watched_for_room:
+            session.watched_for_room = wants_write
+            room = selectors.EVENT_WRITE if wants_write else 0
             self._selector.modify(session, selectors.EVENT_READ | room, session)
 
     def _end_silent(self) -> None:

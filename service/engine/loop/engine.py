@@ -34,7 +34,7 @@ from service.engine.store.pace import DevicePace
 from service.engine.store.store import FATAL, Limits, Store
 from service.errors import AttndError, NotReady, Overloaded, kind_of
 from service.keys import keys_of, read_again
-from service.metrics import Metrics
+from service.metrics import REASONS, Metrics
 from service.operations.schema.info import InfoAnswer, LimitsAnswer
 from service.operations.schema.spec import Operation
 from service.operations.step import STEP
@@ -140,7 +140,7 @@ class Engine:
         self._unread: dict[tuple[Operation, Tenant], Request] = {}
         self.jobs: dict[Call, Job] = {}
         """Calls that have no answer yet."""
-        self._stats = Stats(metrics, self.store)
+        self._stats = Stats(metrics, self.store, self.scheduler.launches.learn)
         self._selector = selector or selectors.DefaultSelector()
         self._admission = Admission(keys_of(settings.auth, read_file), secret)
         self.callers = Callers(
@@ -179,30 +179,48 @@ class Engine:
 
     def run(self) -> None:
         """Serve until drained."""
-        self._metrics.build(__version__, self._backend.name)
+        self._metrics.set(1.0, "build_info", __version__, self._backend.name)
         self._stats.record_pool()
         gc.collect()
         gc.freeze()  # later collections skip the objects made so far
         info = self.info
         LOG.info("ready: %s on %s, %d pages", info.backend, info.device, info.num_pages)
         try:
-            while not self.is_drained():
+            while self._drain_ends is None or not self.is_drained():
                 self.round()
         finally:
             self.close()
 
     def close(self) -> None:
         """Send the last answers, and close all sessions."""
-        self._record()
+        self._stats.record()
         self.callers.close(LAST_ANSWERS_S)
         self._selector.close()
         os.close(self._wake_reader)
         os.close(self._wake_writer)
 
     def round(self) -> None:
-        """One turn of the loop. After an error all callers get a 503, and the engine must end."""
+        """All that the engine does, in order. After an error all callers get a 503, and the engine
+        must end."""
+        scheduler = self.scheduler
         try:
-            self._round()
+            ready = self._selector.select(self.wait_s())
+            began = time.monotonic()
+            for call in self._receive(ready, began):
+                self._admit(call)  # it waits in its namespace's line
+            received = time.monotonic()
+            scheduler.launches.reply()  # to launches that are done
+            if scheduler.expire():  # idle sequences, leases and pins
+                scheduler.take_turns()  # handlers prepare work; attention of one kind is grouped
+            scheduler.launches.submit()  # the group, to the device
+            if scheduler.long_work.count:
+                scheduler.run_slice(received)
+            if scheduler.steps.count or scheduler.steps.num_aborted:
+                scheduler.steps.advance()  # through their layers
+            scheduler.launches.reply()
+            if self._lanes.by_session:
+                self._lanes.serve()  # device arenas, to sessions
+            self._account(began, received)
         except FATAL as error:
             self._mark_lost(f"lost: {error}: restart the service")
             raise
@@ -210,27 +228,6 @@ class Engine:
             LOG.exception("the engine failed: this is a bug")
             self._mark_lost(f"lost: the engine failed: {error}")
             raise
-
-    def _round(self) -> None:
-        """All that the engine does, in order."""
-        scheduler = self.scheduler
-        ready = self._selector.select(self.wait_s())
-        began = time.monotonic()
-        for call in self._receive(ready, began):
-            self._admit(call)  # it waits in its namespace's line
-        received = time.monotonic()
-        scheduler.launches.reply()  # to launches that are done
-        if scheduler.expire():  # idle sequences, leases and pins
-            scheduler.take_turns()  # handlers prepare work; attention of one kind is grouped
-        scheduler.launches.submit()  # the group, to the device
-        if scheduler.long_work.count:
-            scheduler.run_slice(received)
-        if scheduler.steps.count or scheduler.steps.num_aborted:
-            scheduler.steps.advance()  # through their layers
-        scheduler.launches.reply()
-        if self._lanes.by_session:
-            self._lanes.serve()  # device arenas, to sessions
-        self._account(began, received)
 
     # Receive.
 
@@ -255,7 +252,7 @@ class Engine:
             self._beat_due = began + BEAT_S
             self.callers.beat()
         if not ready and self._stats.replies:
-            self._record()
+            self._stats.record()
         for number, (key, mask) in enumerate(ready):
             if number and time.monotonic() - began > RECEIVE_S:
                 break  # the others are still ready in the next round
@@ -291,7 +288,6 @@ class Engine:
         tenant, queue = call.tenant, self.scheduler.queue
         try:
             if self.state.state != "ready":
-                self._metrics.rejected("not_ready")
                 raise NotReady(self.state.reason)
             depth = queue.depth(tenant.namespace)
             if depth >= self._settings.server.queue_depth:
@@ -299,9 +295,12 @@ class Engine:
             if operation is STEP:
                 self._lanes.check(call)
         except AttndError as error:
+            code = kind_of(error).code
+            if code in REASONS:
+                self._metrics.add(1, "rejected", code)
             self.callers.fail(call, error)
             if not call.session.standing.is_door:
-                self._metrics.observe(operation.name, kind_of(error).code, 0.0)
+                self._metrics.observe(operation.name, code, 0.0)
             return
         unread = self._unread.get((operation, tenant))
         if unread is None:
@@ -318,7 +317,6 @@ class Engine:
         limit = self._settings.server.queue_depth
         if frees and depth < FREEING * limit + LEAST_FREEING:
             return
-        self._metrics.rejected("overloaded")
         retry_s = 0.5 * limit * self._stats.seconds_per_operation
         raise Overloaded(
             f"{depth} operations are waiting: retry later, send larger batches, "
@@ -383,17 +381,15 @@ class Engine:
         if stats.replies:
             stats.spent_s += now - received
             if now > stats.due or len(stats.replies) >= MOST_REPLIES:
-                self._record()
+                self._stats.record()
                 now = time.monotonic()
-        self._metrics.load(len(self.jobs), self.scheduler.queue.count, len(self.callers.sessions))
+        metrics = self._metrics
+        metrics.set(len(self.jobs), "inflight")
+        metrics.set(self.scheduler.queue.count, "waiting")
+        metrics.set(len(self.callers.sessions), "sessions")
         if reading_s > NOTED_S:
             self._watchdog.note("reading of frames", reading_s)
         self._watchdog.passed(now - began)
-
-    def _record(self) -> None:
-        """Record the answers since the last time in metrics and pace."""
-        self.scheduler.launches.learn()
-        self._stats.record()
 
     # Wake up, and end.
 
@@ -440,4 +436,4 @@ class Engine:
         for job in list(self.jobs.values()):
             job.error = error
             self._reply(job)
-        self._record()
+        self._stats.record()

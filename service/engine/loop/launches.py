@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kernels.backend import Attend, Pending
-from service.engine.handlers.table import handler_of
+from service.engine.handlers.table import HANDLERS
 from service.engine.loop.errors import refusal_of
 from service.engine.loop.job import Completed, Cost, Job, SharedAttention, SlicedWork, SoloLaunch
 from service.engine.store.store import FATAL, Store
@@ -189,7 +189,7 @@ class Launches:
     def uses(self, names: set[str]) -> bool:
         """Whether what may yet be undone and run again reads or writes one of these sequences."""
         for job in self.jobs:
-            handler = handler_of(job.request)
+            handler = HANDLERS[job.request.operation.name]
             if not names.isdisjoint(handler.reads(job.request)):
                 return True
             if not names.isdisjoint(handler.writes(job.request)):
@@ -237,7 +237,7 @@ class Launches:
         samples, self._samples = self._samples, []
         pace = self._store.pace
         for sample in samples:
-            self._metrics.batch(sample.num_rows)
+            self._metrics.sample(sample.num_rows, "batch_rows")
             if not sample.was_alone:
                 continue
             expected_s = max(pace.slice_s, pace.seconds("attend", sample.cost))

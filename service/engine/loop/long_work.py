@@ -90,7 +90,6 @@ class LongWork:
         if not isinstance(work, SlicedWork):
             raise RuntimeError("a long operation without slices: this is a bug")
         if (error := unwanted(job)) is not None and not work.must_finish():
-            self._metrics.rejected("cancelled" if job.cancelled else "deadline_exceeded")
             self._stop(job, work, error)
             return
         if job.watch is not None and (changed := self._store.tree.books.changed(job.watch)):
@@ -101,7 +100,7 @@ class LongWork:
         try:
             piece = work.slices.send(result)
             self.running = RunningSlice(job, work, piece, piece.start(), started)
-            self._metrics.slices(1)
+            self._metrics.add(1, "slices")
         except StopIteration:
             self._over(job, job.stopped_by)
         except FATAL:

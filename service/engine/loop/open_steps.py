@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from kernels.lanes.lane import Lane, Lanes
-from service.engine.handlers.table import handler_of
+from service.engine.handlers.table import HANDLERS
 from service.engine.loop.job import Job, OpenedStep
 from service.engine.loop.long_work import unwanted
 from service.engine.loop.request import Request
 from service.engine.store.store import FATAL
-from service.errors import Cancelled, DeadlineExceeded, Internal, InvalidRequest
-from service.metrics import Metrics
+from service.errors import Cancelled, Internal, InvalidRequest
 
 LOG: Final = logging.getLogger("attnd.engine")
 SPIN_S: Final = 0.002
@@ -44,10 +43,7 @@ class LaneSteps:
 class OpenSteps:
     """Belongs to the engine's thread. `end` gets every step that is over, and its error, if any."""
 
-    def __init__(
-        self, metrics: Metrics, lanes: Lanes, end: Callable[[Job, Exception | None], None]
-    ) -> None:
-        self._metrics = metrics
+    def __init__(self, lanes: Lanes, end: Callable[[Job, Exception | None], None]) -> None:
         self._deep, self._polled = lanes.deep, lanes.polled
         self._end = end
         self._by_lane: dict[Lane, LaneSteps] = {}
@@ -76,7 +72,7 @@ class OpenSteps:
                 return True
         if not self._users:
             return False
-        handler = handler_of(request)
+        handler = HANDLERS[request.operation.name]
         prefix = handler.sweeps(request)
         if prefix is not None and any(name.startswith(prefix) for name in self._users):
             return True
@@ -97,7 +93,7 @@ class OpenSteps:
     def begin(self, job: Job, work: OpenedStep) -> None:
         self._by_lane.setdefault(work.lane, LaneSteps(deque())).jobs.append((job, work))
         self.count += 1
-        for name in handler_of(job.request).writes(job.request):
+        for name in HANDLERS[job.request.operation.name].writes(job.request):
             lane, count = self._users.get(name, (work.lane, 0))
             self._users[name] = (lane, count + 1)
         self._changed_at = time.monotonic()
@@ -177,16 +173,12 @@ class OpenSteps:
 
     def _close(self, job: Job, error: Exception | None) -> None:
         self.count -= 1
-        for name in handler_of(job.request).writes(job.request):
+        for name in HANDLERS[job.request.operation.name].writes(job.request):
             lane, count = self._users[name]
             if count > 1:
                 self._users[name] = (lane, count - 1)
             else:
                 del self._users[name]
-        if isinstance(error, Cancelled):
-            self._metrics.rejected("cancelled")
-        elif isinstance(error, DeadlineExceeded):
-            self._metrics.rejected("deadline_exceeded")
         job.seconds.kernel += time.monotonic() - job.arrived - job.seconds.queue
         self._changed_at = time.monotonic()
         self._end(job, error)

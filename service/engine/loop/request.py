@@ -143,8 +143,6 @@ class Request:
     place: AnswerPlace
     tenant: Tenant = OPEN
     known: dict[str, Any] = field(default_factory=dict)
-    is_for_shards: bool = False
-    """Whether a field is given that only shards have."""
     step: Any = None
     """A step's lane: `StepPlace`."""
 
@@ -210,7 +208,6 @@ class RequestReader:
             answer,
             tenant,
             prepared.known,
-            prepared.is_for_shards,
         )
 
 

@@ -17,7 +17,7 @@ from typing import Final
 
 from kernels.lanes.lane import Lanes
 from service.core.pool.budget import NO_LIMIT, EvictionPaused
-from service.engine.handlers.table import HANDLERS, handler_of, refuse_moving, sharing_of
+from service.engine.handlers.table import HANDLERS, refuse_moving, sharing_of
 from service.engine.loop.errors import refusal_of
 from service.engine.loop.fair import FairQueue
 from service.engine.loop.job import (
@@ -82,14 +82,13 @@ class Scheduler:
         self._round_s = max(ROUND_SHARE * store.pace.slice_s, LEAST_ROUND_S)
         self._has_passed = False
         """Whether the latest round passed the slice of long work on to the next."""
-        self._metrics = metrics
         self._reply = reply
         self._locks = SequenceLocks()
         self.queue: FairQueue[Job] = FairQueue()
         """Jobs whose turn has not come."""
         self.launches = Launches(store, metrics, self._begin, self._answer, self._charge)
         self.long_work = LongWork(store, metrics, self._end_long, self._charge)
-        self.steps = OpenSteps(metrics, lanes, self._end_step)
+        self.steps = OpenSteps(lanes, self._end_step)
 
     @property
     def is_busy(self) -> bool:
@@ -107,7 +106,6 @@ class Scheduler:
         job.cancelled = True
         if job.work is None and self.queue.remove(job.request.tenant.namespace, job):
             job.seconds.queue = time.monotonic() - job.arrived
-            self._metrics.rejected("cancelled")
             self._refuse(job, Cancelled("cancelled by the caller before its turn"))
 
     def give_up(self, error: Exception) -> None:
@@ -205,7 +203,11 @@ class Scheduler:
     def _turn(self, job: Job) -> bool:
         """One job's turn; False when the device has to finish something first, or when more pages
         have to be evicted for it, before which others have their turns."""
-        handler, launches, request = handler_of(job.request), self.launches, job.request
+        handler, launches, request = (
+            HANDLERS[job.request.operation.name],
+            self.launches,
+            job.request,
+        )
         sharing = sharing_of(request, handler)
         is_other = sharing is not None and launches.sharing not in (None, sharing)
         if is_other and not launches.submit():
@@ -261,7 +263,7 @@ class Scheduler:
             launches.submit()
             return False
         self._locks.take(job.request, work.made)
-        read = handler_of(job.request).reads(job.request)
+        read = HANDLERS[job.request.operation.name].reads(job.request)
         job.watch = self._store.tree.books.watch((*read, *work.made))
         self.long_work.begin(job)
         return True
@@ -289,7 +291,6 @@ class Scheduler:
 
     def _refuse_late(self, job: Job) -> None:
         """Refuse a job whose deadline passed before its turn."""
-        self._metrics.rejected("deadline_exceeded")
         waited = f"it waited {job.seconds.queue:.3f} s for its turn and did not run"
         self._refuse(job, DeadlineExceeded(f"the deadline passed: {waited}"))
 
@@ -317,7 +318,7 @@ def handle(store: Store, request: Request, seconds: Seconds) -> Work:
     begin = handler.begin
     if handler.room is not None:
         place.require(handler.room)
-    if store.has_shards or request.is_for_shards:
+    if store.has_shards or request.fields.is_for_shards:
         from service.engine.handlers.shards.table import SHARD_HANDLERS
 
         begin = SHARD_HANDLERS.get(name, begin)

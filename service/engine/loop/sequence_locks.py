@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from service.engine.handlers.table import handler_of
+from service.engine.handlers.table import HANDLERS
 from service.engine.loop.request import Request
 
 
@@ -24,7 +24,7 @@ class SequenceLocks:
 
     def take(self, request: Request, made: Sequence[str] = ()) -> None:
         """Lock a request's sequences, and those `made` for it under ids that it does not name."""
-        handler = handler_of(request)
+        handler = HANDLERS[request.operation.name]
         self.count += 1
         self._read.update(handler.reads(request))
         self._written.update(handler.writes(request))
@@ -33,7 +33,7 @@ class SequenceLocks:
             self._prefixes[prefix] += 1
 
     def release(self, request: Request, made: Sequence[str] = ()) -> None:
-        handler = handler_of(request)
+        handler = HANDLERS[request.operation.name]
         self.count -= 1
         decrement(self._read, handler.reads(request))
         decrement(self._written, handler.writes(request))
@@ -43,7 +43,7 @@ class SequenceLocks:
 
     def blocks(self, request: Request) -> bool:
         """Whether a request has to wait: it writes a locked sequence, or reads a written one."""
-        handler = handler_of(request)
+        handler = HANDLERS[request.operation.name]
         if self._written and not self._written.keys().isdisjoint(handler.reads(request)):
             return True
         writes = set(handler.writes(request))

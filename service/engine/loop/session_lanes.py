@@ -17,7 +17,7 @@ from service.image.json_text import load_json
 from service.image.reading import MAX_HEADER_BYTES
 from service.operations.schema.info import InfoAnswer
 from service.operations.schema.spec import Operation, validate
-from service.operations.step import STEP, StepFields, check_step
+from service.operations.step import STEP, StepFields
 from service.road.engine_end.calls import STEP_ROUTE, ArenaRequest, Call
 from service.road.engine_end.session import Session
 from service.tenants import Tenant
@@ -43,7 +43,7 @@ class SessionLanes:
         def read(description: bytes, tenant: Tenant) -> StepFields:
             tenant.require(STEP.scope, STEP.name)
             fields = validate(StepFields, load_json(description, "the step's description"))
-            check_step(fields, {}, info)
+            fields.check({}, info)
             if fields.append and fields.op != "echo":
                 tenant.require("append", "a step that appends")
             return fields.within(tenant.prefix)

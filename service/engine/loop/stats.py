@@ -7,13 +7,14 @@ between an answer and the next wait for calls would delay the caller.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 from service.engine.loop.job import NOTHING, Counts, Job, Seconds
 from service.engine.store.store import Store
 from service.errors import KINDS, OutOfPages, kind_of
-from service.metrics import Metrics
+from service.metrics import REASONS, STAGES, STATES, Metrics
 from service.operations.schema.spec import Operation
 from service.operations.status import SNAPSHOT
 
@@ -46,7 +47,9 @@ class ReplyRecord:
 class Stats:
     """Belongs to the engine's thread."""
 
-    def __init__(self, metrics: Metrics, store: Store) -> None:
+    def __init__(self, metrics: Metrics, store: Store, learn: Callable[[], None]) -> None:
+        """`learn` corrects the pace by the latest launches."""
+        self._learn = learn
         self._metrics = metrics
         self._store = store
         self.replies: list[ReplyRecord] = []
@@ -74,10 +77,32 @@ class Stats:
         )
 
     def record(self) -> None:
-        """Record all replies, and the pool as it is now."""
+        """Record all replies in metrics and pace, and the pool as it is now."""
+        self._learn()
+        metrics = self._metrics
         replies, self.replies = self.replies, []
         for reply in replies:
-            self._record_reply(reply)
+            counts, spent = reply.counts, reply.seconds
+            if reply.operation is not SNAPSHOT:  # of no interest to readers of snapshots
+                metrics.sample(spent.queue, "queue_duration_seconds")
+                for stage in STAGES:
+                    if (stage_s := getattr(spent, stage)) > 0.0:
+                        metrics.sample(stage_s, "stage_duration_seconds", stage)
+            if not reply.is_of_door:
+                metrics.observe(reply.operation.name, reply.code, reply.whole_s)
+            if reply.code in REASONS:
+                metrics.add(1, "rejected", reply.code)
+            elif reply.code == OUT_OF_PAGES:
+                metrics.add(1, "out_of_pages")
+            if counts.appended:
+                metrics.add(counts.appended, "tokens_appended")
+            if counts.looked_up:
+                metrics.add(counts.found, "prefix_tokens", "hit")
+                metrics.add(counts.looked_up - counts.found, "prefix_tokens", "miss")
+            if counts.mode is not None:
+                metrics.add(counts.read_bytes, "kv_bytes_read")
+                metrics.add(counts.saved_bytes, "kv_bytes_saved")
+                metrics.add(1, "cascade_batches", counts.mode)
         self.record_pool()
         if replies:
             mean, self.spent_s = self.spent_s / len(replies), 0.0
@@ -86,25 +111,10 @@ class Stats:
     def record_pool(self) -> None:
         """Record pages and counts of the pool, and emit an event where its pressure changed."""
         numbers, metrics, tree = self._store.numbers(), self._metrics, self._store.tree
-        cached, pinned, leases = numbers["cached"], numbers["pinned"], numbers["leases"]
-        metrics.cache(cached, pinned, leases, tree.budget.num_evicted)
-        free, referenced = numbers["free"], numbers["referenced"]
-        metrics.pool(free, referenced, numbers["sequences"], tree.num_nodes)
+        for state in STATES:
+            metrics.set(numbers[state], "kv_pages", state)
+        metrics.set(numbers["leases"], "leases")
+        metrics.set(numbers["sequences"], "sequences")
+        metrics.set(tree.links.count, "prefix_nodes")
+        metrics.set(tree.budget.num_evicted, "pages_evicted")
         self._store.emit_pressure_event(numbers)
-
-    def _record_reply(self, reply: ReplyRecord) -> None:
-        metrics, counts, spent = self._metrics, reply.counts, reply.seconds
-        if reply.operation is not SNAPSHOT:  # of no interest to readers of snapshots
-            metrics.stages(
-                spent.queue, spent.plan, spent.copy_in, spent.kernel, spent.copy_out, spent.encode
-            )
-        if not reply.is_of_door:
-            metrics.observe(reply.operation.name, reply.code, reply.whole_s)
-        if reply.code == OUT_OF_PAGES:
-            metrics.out_of_pages()
-        if counts.appended:
-            metrics.appended(counts.appended)
-        if counts.looked_up:
-            metrics.looked_up(counts.looked_up, counts.found)
-        if counts.mode is not None:
-            metrics.kv_read(counts.read_bytes, counts.saved_bytes, counts.mode)

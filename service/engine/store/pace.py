@@ -45,14 +45,16 @@ class DevicePace:
         """Latest measurements running that disagree with them."""
         self._overheads: dict[str, float] = {}
 
-    def seconds(self, kind: str, cost: Cost) -> float:
-        """Estimated seconds of work of one kind ("attend", "append", ...)."""
+    def seconds(self, kind: str, cost: Cost, is_steady: bool = False) -> float:
+        """Estimated seconds of work of one kind ("attend", "append", ...); with `is_steady` at the
+        rates that cuts follow."""
+        factors = self._steady if is_steady else self._factors
         guess = cost.num_bytes / self._bytes_per_s + cost.flops / self._flops_per_s
-        return guess * self._factors.get(kind, 1.0)
+        return guess * factors.get(kind, 1.0)
 
     def is_long(self, kind: str, cost: Cost) -> bool:
         """Whether work takes more than one slice."""
-        return self._steady_seconds(kind, cost) > self.slice_s
+        return self.seconds(kind, cost, True) > self.slice_s
 
     def is_short(self, cost: Cost) -> bool:
         """Whether the overhead of calls and launches was first estimated to exceed the work."""
@@ -63,8 +65,8 @@ class DevicePace:
 
         At least half of a slice is work of its own, however long that makes it.
         """
-        again = 0.0 if fixed is None else self._steady_seconds(kind, fixed)
-        own = max(self._steady_seconds(kind, cost) - again, 0.0)
+        again = 0.0 if fixed is None else self.seconds(kind, fixed, True)
+        own = max(self.seconds(kind, cost, True) - again, 0.0)
         return max(1, math.ceil(own / max(self.slice_s - again, self.slice_s / 2, again)))
 
     def start_from(self, kind: str, factor: float) -> None:
@@ -94,8 +96,3 @@ class DevicePace:
         self._num_off[kind] = 0 if 1 / STEADY <= off <= STEADY else self._num_off.get(kind, 0) + 1
         if off > FAR_OFF or self._num_off[kind] >= MANY:
             self._steady[kind], self._num_off[kind] = factor, 0
-
-    def _steady_seconds(self, kind: str, cost: Cost) -> float:
-        """As `seconds`, at the rates that cuts follow."""
-        guess = cost.num_bytes / self._bytes_per_s + cost.flops / self._flops_per_s
-        return guess * self._steady.get(kind, 1.0)

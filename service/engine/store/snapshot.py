@@ -66,7 +66,7 @@ class Snapshots:
             del numbers[private]
         fields: dict[str, Any] = numbers | {
             "total": store.geometry.num_pages,
-            "nodes": store.tree.num_nodes,
+            "nodes": store.tree.links.count,
             "evicted": store.tree.budget.num_evicted,
             "page_step": step,
             "namespaces": tree.namespaces,

@@ -62,26 +62,6 @@ class Limits:
             raise Overloaded(f"{self.leases} leases are held: {remedy}", retry_after_s=RETRY_S)
 
 
-def pool_numbers(tree: PrefixTree, num_imports: int, namespace: str | None) -> dict[str, int]:
-    """Pages by their state, sequences, leases and imports: of the whole pool (None), or of the part
-    that a namespace sees. `available`: pages that it can get, evictions included."""
-    numbers = {"free": tree.allocator.num_free, "available": 0, "imports": num_imports}
-    chosen: Iterable[Namespace] = tree.budget.namespaces.values()
-    if namespace is not None:
-        own = tree.budget.look(namespace)
-        chosen, numbers["free"] = (own,), max(0, tree.budget.available(own))
-        numbers["available"] = tree.budget.obtainable(own)
-    referenced = cached = pinned = leases = sequences = 0
-    for one in chosen:
-        referenced += one.referenced
-        cached += one.cached
-        pinned += one.pinned
-        leases += len(one.leases)
-        sequences += len(one.leaves)
-    numbers |= {"referenced": referenced, "cached": cached, "pinned": pinned}
-    return numbers | {"leases": leases, "sequences": sequences - num_imports}
-
-
 EXPIRY_S: Final = 2e-3
 """Longest time in a round for deleting expired sequences."""
 ENDED_AT_ONCE: Final = 32
@@ -139,6 +119,7 @@ class Store:
         self.now = time.monotonic()
         self.snapshots = Snapshots(self) if live else None
         self._watermark = int(high_watermark * geometry.num_pages)
+        self._least_free = geometry.num_pages - self._watermark
 
     def look_up(self, request: Request) -> Batch:
         """A request's sequences; requests that repeat a header share the batch.
@@ -196,14 +177,16 @@ class Store:
         tree, now = self.tree, time.monotonic()
         self.now = now
         tree.tick(now)
-        if (over := tree.allocator.num_referenced - self._watermark) > 0:
-            tree.budget.evict_ahead(min(over, EVICTED_AHEAD))
+        if (missing := self._least_free - tree.allocator.num_free) > 0:
+            tree.budget.evict_ahead(min(missing, EVICTED_AHEAD))
         return min(tree.books.expiry.next_due, self.move_marks.ends.next_due) <= now
 
     @property
     def next_end(self) -> float:
         """When the next lease, pin, sequence or mark ends, by `time.monotonic()`."""
-        return min(self.tree.next_end, self.move_marks.ends.next_due)
+        tree = self.tree
+        ends = tree.books.expiry, tree.cache.ends, tree.cache.named.retention.ends
+        return min(one.next_due for one in (*ends, self.move_marks.ends))
 
     def expire(self, is_held: Callable[[str], bool]) -> None:
         """Delete sequences whose idle time is over, and remove expired marks, for a fraction of a
@@ -219,8 +202,32 @@ class Store:
             self.imports.forget(over)
 
     def numbers(self, namespace: str | None = None) -> dict[str, int]:
-        """Numbers of the whole pool (None), or of the part that a namespace sees."""
-        return pool_numbers(self.tree, self.imports.count(namespace), namespace)
+        """Pages by their state, sequences, leases and imports: of the whole pool (None), or of the
+        part that a namespace sees. `available`: pages that it can get, evictions included."""
+        budget, imports = self.tree.budget, self.imports.count(namespace)
+        free, available = budget.allocator.num_free, 0
+        chosen: Iterable[Namespace] = budget.namespaces.values()
+        if namespace is not None:
+            own = budget.look(namespace)
+            chosen, free = (own,), max(0, budget.available(own))
+            available = budget.obtainable(own)
+        used = cached = pinned = leases = sequences = 0
+        for one in chosen:
+            used += one.used
+            cached += one.cached
+            pinned += one.pinned
+            leases += len(one.leases)
+            sequences += len(one.leaves)
+        return {
+            "free": free,
+            "available": available,
+            "imports": imports,
+            "referenced": used - cached - pinned,
+            "cached": cached,
+            "pinned": pinned,
+            "leases": leases,
+            "sequences": sequences - imports,
+        }
 
     def emit_pressure_event(self, numbers: Mapping[str, int]) -> None:
         """Emit an event to all namespaces when the pages that cannot be evicted rise above the

@@ -90,7 +90,14 @@ class Fields(BaseModel):
         """Whether the tensors have their ragged shapes."""
         return False
 
-    @property
+    def check(self, entries: Entries, info: InfoAnswer) -> None:
+        """Rules that involve several fields and tensors. Raises `InvalidRequest`."""
+
+    def moved_with(self) -> str:
+        """The field that makes the request need the scope `move`, or an empty string."""
+        return ""
+
+    @cached_property
     def is_for_shards(self) -> bool:
         """Whether a field is given that only shards have."""
         held = self.__dict__
@@ -191,10 +198,6 @@ def pool_sizes(info: InfoAnswer) -> dict[str, int]:
 
 def refuse(field: str, value: object, rule: str) -> NoReturn:
     raise InvalidRequest(field, value, rule)
-
-
-def unchecked(fields: Fields, entries: Entries, info: InfoAnswer) -> None:
-    """The check of an operation without rules beyond its fields and tensors."""
 
 
 def check_layer(layer: int, info: InfoAnswer, field: str = "layer") -> None:

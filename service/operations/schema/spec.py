@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Final, Literal, TypeVar, get_args
@@ -14,7 +13,7 @@ from pydantic import ValidationError
 from service.errors import invalid_fields, unknown_tensor
 from service.image.json_pieces import ITEMS, Pieces, finish
 from service.image.reading import Layout, reading_layout
-from service.operations.schema.fields import NAMING, Entries, Fields, refuse, unchecked
+from service.operations.schema.fields import NAMING, Entries, Fields, refuse
 from service.operations.schema.info import InfoAnswer
 from service.tenants import OPEN, Scope, Tenant
 
@@ -50,8 +49,6 @@ def is_ids(kind: Any) -> bool:
 
 
 Symbols = tuple[str | int, ...]
-Check = Callable[[Any, Entries, InfoAnswer], None]
-"""The rules of one operation that involve several of its fields and tensors."""
 
 MAX_QO_HEADS: Final = 65535
 AT_LEAST_ONE: Final = frozenset({"Hq", "Hkv", "H", "D"})
@@ -61,11 +58,6 @@ LONG_BYTES: Final = 2**17
 LONG_LIST: Final = 2**14
 """A longer list of plain values is validated in a separate piece."""
 LONG_NAMES: Final = {"Hq": "num_qo_heads", "Hkv": "num_kv_heads", "D": "head_dim"}
-
-
-def never_moved(_: Any) -> str:
-    """The `moved_with` of operations that never need the scope `move`."""
-    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +85,8 @@ class Operation:
 
     `number` identifies it in the road's frames and never changes. `route` is its HTTP method and
     path. Parameters of the path, and of the query of a method without a body, are fields. A key
-    needs `scope`; with the tensor `appended_with` also `append`; and also `move` if `moved_with`
-    returns the name of a field. `frees`: it only releases pages, so a full queue accepts it.
+    needs `scope`; with the tensor `appended_with` also `append`; and also `move` where its fields
+    say so (`Fields.moved_with`). `frees`: it only releases pages, so a full queue accepts it.
     `answer` None: the reply has no fields. `status` 0: 200, or 204 without fields. `routing` None:
     `routed` is derived from the fields.
     """
@@ -110,11 +102,9 @@ class Operation:
     description: str = ""
     takes: tuple[TensorSpec, ...] = ()
     gives: tuple[TensorSpec, ...] = ()
-    check: Check = unchecked
     status: int = 0
     frees: bool = False
     appended_with: str = ""
-    moved_with: Callable[[Any], str] = never_moved
     answer_text: str = "The answer."
     example: Any = None
     routing: Routing | None = None
@@ -162,8 +152,6 @@ class Prepared:
     fields: Any
     layout: Layout
     """Where the tensors are; its own fields are empty, those above are the checked ones."""
-    is_for_shards: bool = False
-    """Whether a field is given that only shards have."""
     known: dict[str, Any] = field(default_factory=dict)
     """Whatever the engine derives from the header alone, for all requests of that header."""
 
@@ -193,17 +181,17 @@ def preparing(
         yield
     entries = {entry.name: entry for entry in layout.entries}
     check_tensors(operation.takes, entries, fields.sizes(info), fields.is_ragged())
-    operation.check(fields, entries, info)
+    fields.check(entries, info)
     if operation.appended_with in entries:
         tenant.require("append", f"{operation.name} with {operation.appended_with}")
-    if moved_with := operation.moved_with(fields):
+    if moved_with := fields.moved_with():
         tenant.require("move", f"{operation.name} with {moved_with}")
     if is_long:
         yield
     named = yield from fields.naming(tenant.prefix)
     if is_long:
         yield
-    return Prepared(operation, named, Layout({}, layout.entries), fields.is_for_shards)
+    return Prepared(operation, named, Layout({}, layout.entries))
 
 
 Model = TypeVar("Model", bound=Fields)

@@ -181,7 +181,7 @@ async def test_an_operation_whose_deadline_passed_before_its_turn_does_not_run(
     assert isinstance(refused, Refused)
     assert (refused.status, refused.code) == (504, "deadline_exceeded")
     assert (await in_time).fields == {"lengths": [4]}
-    assert caller.metric('attnd_rejected_total{reason="deadline_exceeded"}') == 1
+    await until(lambda: caller.metric('attnd_rejected_total{reason="deadline_exceeded"}') == 1)
 
 
 @fake_engine(late=True)

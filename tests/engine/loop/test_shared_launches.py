@@ -56,7 +56,7 @@ async def test_a_launch_takes_no_more_calls_at_a_quarter_of_a_slice(
     """Else somebody who comes meanwhile waits for two calls of almost a slice each."""
     await three_sequences(caller)
     pace = caller.engine.store.pace
-    monkeypatch.setattr(pace, "seconds", lambda kind, cost: 0.15 * pace.slice_s)
+    monkeypatch.setattr(pace, "seconds", lambda kind, cost, _=False: 0.15 * pace.slice_s)
     await held_back(caller, backend, *[decode("a", seed=number) for number in range(5)])
     assert sizes(backend) == [[1, 1], [1, 1], [1]]
 
