@@ -7,13 +7,15 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from jinja2 import TemplateError
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
@@ -22,6 +24,7 @@ from examples.serve.scheduler import Scheduler
 
 PAGE: Final = Path(__file__).with_name("page.html")
 POLL_S: Final = 0.1
+Stop = Annotated[str, Field(max_length=256)]
 
 
 class Part(BaseModel):
@@ -52,7 +55,7 @@ class Body(BaseModel):
     top_p: float = Field(1.0, gt=0, le=1)
     n: int = Field(1, ge=1, le=16)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63 - 16)
-    stop: str | list[str] | None = Field(None, min_length=1, max_length=4)
+    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 
@@ -101,7 +104,8 @@ class Run:
                 f"the prompt has {len(prompt)} tokens and the answer may have {asked or 1}: "
                 f"the model takes {model.max_tokens} in all",
             )
-        stop = (body.stop,) if isinstance(body.stop, str) else tuple(filter(None, body.stop or ()))
+        stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+        stop = tuple(filter(None, stops))
         top = body.top_logprobs if chat and body.logprobs else None
         sampling = Sampling(asked or room, body.temperature, body.top_p, body.seed, stop, top)
         self._model, self._scheduler, self._chat = model, scheduler, chat
@@ -110,12 +114,12 @@ class Run:
         self._id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._created = int(time.time())
         loop = asyncio.get_running_loop()
-        self._request = scheduler.submit(
-            prompt,
-            sampling,
-            body.n,
-            lambda delta: loop.call_soon_threadsafe(self._deltas.put_nowait, delta),
-        )
+
+        def emit(delta: Delta) -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._deltas.put_nowait, delta)
+
+        self._request = scheduler.submit(prompt, sampling, body.n, emit)
         self._answers = [Delta(index) for index in range(body.n)]
 
     async def deltas(self) -> AsyncIterator[Delta]:
@@ -196,15 +200,20 @@ def create_app(scheduler: Scheduler, model: Model, live_url: str) -> FastAPI:
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, request: Request) -> Any:
-        prompt = model.tokenizer.apply_chat_template(
-            [one.plain() for one in body.messages], add_generation_prompt=True, return_dict=False
-        )
+        messages = [one.plain() for one in body.messages]
+        options = {"add_generation_prompt": True, "return_dict": False}
+        try:  # in a thread: a long text must not hold up other requests
+            encode = model.tokenizer.apply_chat_template
+            prompt = await asyncio.to_thread(encode, messages, **options)
+        except TemplateError as error:
+            raise HTTPException(400, f"messages: {error}") from None
         return await reply(prompt, body, request)
 
     @app.post("/v1/completions")
     async def complete(body: CompletionBody, request: Request) -> Any:
-        given = body.prompt
-        prompt = model.tokenizer(given)["input_ids"] if isinstance(given, str) else given
+        prompt = body.prompt
+        if isinstance(prompt, str):
+            prompt = (await asyncio.to_thread(model.tokenizer, prompt))["input_ids"]
         return await reply(prompt, body, request)
 
     @app.get("/v1/models")
@@ -235,6 +244,10 @@ def create_app(scheduler: Scheduler, model: Model, live_url: str) -> FastAPI:
         first = error.errors()[0]
         param = ".".join(str(part) for part in first["loc"][1:]) or "body"
         return JSONResponse(problem(400, f"{param}: {first['msg']}", param), 400)
+
+    @app.exception_handler(Exception)
+    async def failed(request: Request, error: Exception) -> JSONResponse:
+        return JSONResponse(problem(500, "internal error"), 500)
 
     return app
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 
 from examples.serve.answers import Sampling, TokenLogprob
+
+COLDEST: Final = 1e-4
+"""A lower temperature is none: the quotients would overflow."""
 
 Chosen = tuple[int, TokenLogprob | None]
 
@@ -44,7 +48,7 @@ def draw(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator | 
 
 
 def choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator | None) -> int:
-    if sampling.temperature == 0:
+    if sampling.temperature < COLDEST:
         return int(logits.argmax())
     probabilities = (logits / sampling.temperature).softmax(-1)
     if sampling.top_p < 1:

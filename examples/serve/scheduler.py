@@ -86,21 +86,22 @@ class Scheduler:
     def _run(self) -> None:
         try:
             while not self._closed:
-                self._receive(wait=not (self._waiting or self._running))
                 try:
-                    self._admit()
-                    if self._running:
-                        self._forward()
-                except OutOfPages:
-                    self._preempt()
-                except AttndError as error:
+                    self._round()
+                except Exception as error:
                     self._recover(error)
-                except Exception:
-                    LOG.exception("a round failed")
-                    self._fail_all("internal error")
         finally:
-            self._fail_all("the server is stopping")
             self._runner.close()
+            self._fail_all("the server is stopping")
+
+    def _round(self) -> None:
+        self._receive(wait=not (self._waiting or self._running))
+        try:
+            self._admit()
+            if self._running:
+                self._forward()
+        except OutOfPages:
+            self._preempt()
 
     def _receive(self, *, wait: bool) -> None:
         """Carry out what other threads asked for."""
@@ -223,53 +224,45 @@ class Scheduler:
 
     def _preempt(self) -> None:
         """attnd has no pages left: the answer that came last waits, and is computed again."""
-        if not self._running:
-            self._fail(self._waiting.pop(0), "attnd has no pages left for this prompt")
-            return
+        if len(self._running) <= 1:
+            alone = (self._running or self._waiting)[0]
+            alone.request.emit(Delta(0, error="attnd has no pages left for this request alone"))
+            return self._drop(alone.request)
         last = self._running.pop()
+        self._waiting.insert(0, last)
         self._release([last])
-        if not self._running:
-            self._fail(last, "attnd has no pages left for this answer")
-            return
         self.preemptions += 1
         self._full = True
-        self._waiting.insert(0, last)
 
-    def _recover(self, error: AttndError) -> None:
+    def _recover(self, error: Exception) -> None:
         """attnd ended or restarted: connect, and compute running answers again."""
-        LOG.warning("attnd: %s; running answers are computed again", error)
+        is_expected = isinstance(error, AttndError)
+        LOG.warning("running answers are computed again: %s", error, exc_info=not is_expected)
         for answer in self._running:
             answer.forget()
         self._waiting[:0] = self._running
         self._running.clear()
-        self._failures += 1
+        self._failures += 1 if is_expected else MOST_FAILURES
         if self._failures > MOST_FAILURES:
-            self._fail_all(f"attnd refuses the work: {error}")
+            self._fail_all(f"the work fails again and again: {error}")
         until = time.monotonic() + WAIT_S
         while not self._closed:
             try:
                 return self._runner.reconnect()
-            except (AttndError, OSError) as failure:
+            except Exception as failure:
                 if time.monotonic() > until:
                     self._fail_all(f"attnd does not answer: {failure}")
-                    until = float("inf")
             time.sleep(RETRY_S)
             self._receive(wait=False)
 
     def _drop(self, request: Request) -> None:
         for group in (self._waiting, self._running):
             group[:] = [one for one in group if one.request is not request]
-        try:
-            self._release(request.answers)
-        except AttndError as error:
-            self._recover(error)
-
-    def _fail(self, answer: Answer, message: str) -> None:
-        """Ends all answers of the request with an error."""
-        self._drop(answer.request)
-        answer.request.emit(Delta(answer.index, error=message))
+        self._release(request.answers)
 
     def _fail_all(self, message: str) -> None:
-        for answer in [*self._waiting, *self._running]:
-            if answer in self._waiting or answer in self._running:
-                self._fail(answer, message)
+        """Ends all requests with an error; their sequences are gone, or deleted by the caller."""
+        for request in {one.request: None for one in (*self._waiting, *self._running)}:
+            request.emit(Delta(0, error=message))
+        self._waiting.clear()
+        self._running.clear()

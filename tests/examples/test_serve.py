@@ -199,9 +199,10 @@ def test_several_answers_are_forks_of_one_prompt(server: Server, expect: Any) ->
 def test_a_stop_string_ends_an_answer_before_it(server: Server, expect: Any) -> None:
     whole = expect("stop?")
     stop = whole[10:13]
-    reply = server.chat("stop?", stop=[stop])
-    assert text_of(reply) == whole[: whole.index(stop)]
-    assert reply.choices[0].finish_reason == "stop"
+    for given in ([stop], whole[10:16]):
+        reply = server.chat("stop?", stop=given)
+        assert text_of(reply) == whole[: whole.index(stop)]
+        assert reply.choices[0].finish_reason == "stop"
 
 
 def test_logprobs_are_those_of_the_chosen_tokens(server: Server) -> None:
@@ -231,6 +232,7 @@ def test_completions_take_text_and_tokens(server: Server, folder: Path) -> None:
         ({"n": 0}, openai.BadRequestError, "n"),
         ({"max_tokens": 10**6}, openai.BadRequestError, str(POOL_TOKENS)),
         ({"stop": ["a"] * 5}, openai.BadRequestError, "stop"),
+        ({"stop": "a" * 10**6}, openai.BadRequestError, "stop"),
     ],
 )
 def test_a_wrong_request_gets_openais_error(
@@ -251,9 +253,33 @@ def test_a_stream_that_its_caller_closes_frees_its_pages(server: Server) -> None
 
 
 def test_a_reader_that_reads_nothing_delays_no_other(server: Server, expect: Any) -> None:
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "stream": True}
-    with httpx.stream("POST", f"{server.url}/v1/chat/completions", content=json.dumps(body)):
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "x"}],
+        "stream": True,
+        "logprobs": True,
+        "top_logprobs": 20,  # far more bytes than the system's buffers take
+        "max_tokens": 600,
+    }
+    data = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
+    with socket.socket() as idle:
+        idle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        idle.connect(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
+        idle.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + data)
+        wait_for(lambda: pages_in_use(server) == 1, "its answer to run")
         assert text_of(server.chat("meanwhile?")) == expect("meanwhile?")
+        wait_for(lambda: pages_in_use(server) == 0, "its answer to end, although nobody reads it")
+
+
+def test_a_body_that_is_no_json_and_a_path_that_is_none_get_openais_error(server: Server) -> None:
+    wrong = httpx.post(f"{server.url}/v1/chat/completions", content=b"{")
+    unknown = httpx.get(f"{server.url}/v1/unknown")
+    surrogate = {"model": "tiny", "messages": [{"role": "user", "content": "\ud800"}]}
+    lone = httpx.post(f"{server.url}/v1/chat/completions", content=json.dumps(surrogate))
+    assert [one.status_code for one in (wrong, unknown, lone)] == [400, 404, 400]
+    for reply in (wrong, unknown, lone):
+        assert reply.json()["error"]["type"] == "invalid_request_error"
 
 
 def test_the_default_model_answers_as_generate_does() -> None:

@@ -1,0 +1,235 @@
+"""The scheduler of examples/serve over a running attnd, in this process: what may go wrong."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from attnd.errors import ReplyLost
+from attnd.torch import TorchSession
+from attnd.transformers import pool_settings
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from bench.driver.servers import free_port
+from examples.local_service import serve_tcp
+from examples.serve import scheduler as module
+from examples.serve.answers import Delta, Sampling
+from examples.serve.runner import Runner
+from examples.serve.scheduler import Limits, Scheduler
+from tests.harness.waiting import wait_for
+
+pytestmark = pytest.mark.long
+
+PAGE_SIZE, POOL_TOKENS, COUNT = 16, 640, 48
+SHARED = list(range(1, 129))
+
+
+def build() -> Any:
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        vocab_size=257,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        initializer_range=0.3,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    settings = pool_settings(build()) | {
+        "pool.page-size": PAGE_SIZE,
+        "pool.num-pages": POOL_TOKENS // PAGE_SIZE,
+        "server.port": free_port(),
+    }
+    with serve_tcp(settings):
+        yield int(settings["server.port"])
+
+
+class Text:
+    """A tokenizer that needs no vocabulary."""
+
+    def decode(self, tokens: list[int], **_: Any) -> str:
+        return "".join(chr(32 + token) for token in tokens)
+
+
+class Faulty(Runner):
+    """Raises what `faults` has for a method, once each."""
+
+    def __init__(self, model: Any, port: int) -> None:
+        self.faults: dict[str, list[Exception]] = {}
+        super().__init__(model, lambda: TorchSession(port=port), 8, 600)
+
+    def _fault(self, name: str) -> None:
+        if faults := self.faults.get(name):
+            raise faults.pop(0)
+
+    def forward(self, rows: Any) -> torch.Tensor:
+        self._fault("forward")
+        return super().forward(rows)
+
+    def delete(self, sequences: Any) -> None:
+        self._fault("delete")
+        super().delete(sequences)
+
+    def reconnect(self) -> None:
+        self._fault("reconnect")
+        super().reconnect()
+
+
+@dataclass
+class Asked:
+    """One request: its tokens when it is over, or its error."""
+
+    over: threading.Event = field(default_factory=threading.Event)
+    error: str | None = None
+    request: Any = None
+
+    def emit(self, delta: Delta) -> None:
+        self.error = self.error or delta.error
+        if delta.finish or delta.error:
+            self.over.set()
+
+    def tokens(self) -> list[int]:
+        assert self.over.wait(60), "the answer has not ended"
+        assert self.error is None
+        answer: list[int] = self.request.answers[0].tokens
+        return answer[len(self.request.prompt) :]
+
+
+@dataclass
+class Bench:
+    runner: Faulty
+    scheduler: Scheduler
+
+    def ask(self, prompt: list[int], **options: Any) -> Asked:
+        asked, given = Asked(), {"max_tokens": COUNT, "temperature": 0, **options}
+        asked.request = self.scheduler.submit(prompt, Sampling(**given), 1, asked.emit)
+        return asked
+
+
+@pytest.fixture
+def bench(port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    """A scheduler that is not started yet: requests before `start` arrive in one round."""
+    monkeypatch.setattr(module, "RETRY_S", 0.01)
+    with TorchSession(port=port) as session:
+        session.clear()
+    runner = Faulty(build(), port)
+    scheduler = Scheduler(runner, Text(), set(), Limits(8, 512))
+    yield Bench(runner, scheduler)
+    if scheduler._thread.is_alive():
+        scheduler.close()
+
+
+@pytest.fixture(scope="module")
+def expect() -> Callable[[list[int]], list[int]]:
+    model = build()
+
+    def expected(prompt: list[int], count: int = COUNT) -> list[int]:
+        out = model.generate(
+            torch.tensor([prompt]), max_new_tokens=count, do_sample=False, pad_token_id=0
+        )
+        found: list[int] = out[0, len(prompt) :].tolist()
+        return found
+
+    return expected
+
+
+def prompts(count: int) -> list[list[int]]:
+    return [[number + 1, *range(1, 40 + number)] for number in range(count)]
+
+
+def test_prompts_that_begin_alike_wait_for_the_first_ones_pages(bench: Bench, expect: Any) -> None:
+    asked = [bench.ask([*SHARED, number, 7]) for number in range(200, 204)]
+    bench.scheduler.start()
+    for number, one in enumerate(asked):
+        assert one.tokens() == expect([*SHARED, 200 + number, 7])
+    assert [one.request.cached_tokens for one in asked] == [0, *[len(SHARED)] * 3]
+
+
+@pytest.mark.parametrize(
+    "fault", [ReplyLost("the connection broke"), RuntimeError("a bug")], ids=type
+)
+def test_a_round_that_fails_is_computed_again(bench: Bench, expect: Any, fault: Exception) -> None:
+    asked = [bench.ask(prompt) for prompt in prompts(4)]
+    bench.runner.faults["forward"] = [fault]
+    bench.scheduler.start()
+    assert [one.tokens() for one in asked] == [expect(prompt) for prompt in prompts(4)]
+
+
+def test_attnd_may_fail_to_start_and_the_scheduler_tries_again(bench: Bench, expect: Any) -> None:
+    asked = bench.ask(SHARED)
+    failed = RuntimeError("the service failed to start: exit status 1")
+    bench.runner.faults |= {"forward": [ReplyLost("gone")], "reconnect": [failed, failed]}
+    bench.scheduler.start()
+    assert asked.tokens() == expect(SHARED)
+
+
+def test_an_answer_that_attnd_dies_under_while_it_is_preempted_is_not_lost(
+    bench: Bench, expect: Any
+) -> None:
+    given = [[number + 1, *range(1, 60)] for number in range(8)]
+    asked = [bench.ask(prompt) for prompt in given]
+    bench.runner.faults["delete"] = [ReplyLost("the connection broke")]
+    bench.scheduler.start()
+    assert [one.tokens() for one in asked] == [expect(prompt) for prompt in given]
+    assert bench.scheduler.preemptions > 0
+
+
+def test_work_that_always_fails_ends_with_an_error_and_later_work_does_not(
+    bench: Bench, expect: Any
+) -> None:
+    asked = bench.ask(SHARED)
+    bench.runner.faults["forward"] = [RuntimeError("a bug")] * 2
+    bench.scheduler.start()
+    assert asked.over.wait(60)
+    assert "a bug" in (asked.error or "")
+    assert bench.ask(SHARED).tokens() == expect(SHARED)
+
+
+def test_a_request_that_does_not_fit_the_pool_alone_gets_an_error(
+    bench: Bench, expect: Any
+) -> None:
+    bench.scheduler.start()
+    asked = bench.ask(SHARED * 6)
+    assert asked.over.wait(60)
+    assert "no pages" in (asked.error or "")
+    assert bench.ask(SHARED).tokens() == expect(SHARED)
+
+
+def test_a_temperature_near_zero_is_greedy_and_fails_nobody(bench: Bench, expect: Any) -> None:
+    bench.scheduler.start()
+    asked = bench.ask(SHARED, temperature=1e-40)
+    beside = bench.ask(SHARED[:40])
+    assert asked.tokens() == expect(SHARED)
+    assert beside.tokens() == expect(SHARED[:40])
+
+
+def test_a_cancelled_request_frees_its_pages_after_the_round(bench: Bench, port: int) -> None:
+    bench.scheduler.start()
+    asked = bench.ask(SHARED, max_tokens=400)
+    with TorchSession(port=port) as session:
+        wait_for(lambda: len(list(session.list_sequences())) == 1, "the answer to run")
+        bench.scheduler.cancel(asked.request)
+        wait_for(lambda: not list(session.list_sequences()), "its sequence to be deleted", 5)
+    assert not asked.over.is_set()
+
+
+def test_requests_end_with_an_error_when_the_server_stops(bench: Bench, port: int) -> None:
+    bench.scheduler.start()
+    asked = bench.ask(SHARED, max_tokens=400)
+    with TorchSession(port=port) as session:
+        wait_for(lambda: len(list(session.list_sequences())) == 1, "the answer to run")
+        bench.scheduler.close()
+        assert asked.over.is_set() and asked.error == "the server is stopping"
+        assert not list(session.list_sequences())
