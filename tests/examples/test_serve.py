@@ -269,7 +269,7 @@ def test_a_reader_that_reads_nothing_delays_no_other(server: Server, expect: Any
         idle.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + data)
         wait_for(lambda: pages_in_use(server) == 1, "its answer to run")
         assert text_of(server.chat("meanwhile?")) == expect("meanwhile?")
-        wait_for(lambda: pages_in_use(server) == 0, "its answer to end, although nobody reads it")
+        wait_for(lambda: pages_in_use(server) == 0, "its answer to end, although it is not read")
 
 
 def test_a_body_that_is_no_json_and_a_path_that_is_none_get_openais_error(server: Server) -> None:
