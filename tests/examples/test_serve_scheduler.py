@@ -207,7 +207,9 @@ def test_a_request_that_does_not_fit_the_pool_alone_gets_an_error(
     assert bench.ask(SHARED).tokens() == expect(SHARED)
 
 
-def test_a_temperature_near_zero_is_greedy_and_harms_no_neighbour(bench: Bench, expect: Any) -> None:
+def test_a_temperature_near_zero_is_greedy_and_harms_no_neighbour(
+    bench: Bench, expect: Any
+) -> None:
     bench.scheduler.start()
     asked = bench.ask(SHARED, temperature=1e-40)
     beside = bench.ask(SHARED[:40])
