@@ -20,8 +20,11 @@ FAULT_OF: Final = {
     "internal": ("kernel fails", "launch fails"),
     "overloaded": ("no memory",),
     "invalid_request": ("unsupported",),
+    "out_of_pages": ("quota changes",),
 }
 """Faults that explain an error."""
+OF_NO_SEQUENCE: Final = ("release_lease", "renew_lease", "get_namespace", "set_namespace")
+HOLDING: Final = ("match_prefix", "renew_lease", "pin")
 
 
 class Wrong(AssertionError):
@@ -121,6 +124,9 @@ class Op:
 
     @property
     def ids(self) -> list[str]:
+        """Ids of the sequences that must be there."""
+        if self.name in OF_NO_SEQUENCE:
+            return []
         if "sequences" in self.fields and self.name != "create_sequences":
             return list(self.fields["sequences"])
         return [self.fields["id"]] if "id" in self.fields else []
@@ -133,8 +139,16 @@ class Namespace:
     name: str
     sequences: dict[str, Sequence_] = field(default_factory=dict)
     marks: dict[str, Mark] = field(default_factory=dict)
-    leases: dict[str, tuple[list[int], float]] = field(default_factory=dict)
-    """Rows that each lease holds, and until when it certainly does."""
+    leases: dict[str, tuple[list[int], float, float]] = field(default_factory=dict)
+    """Rows that each lease holds, until when it certainly does, and until when it may."""
+    keys: dict[str, list[int]] = field(default_factory=dict)
+    """Rows up to the page of each key."""
+    pins: set[str] = field(default_factory=set)
+    """Keys of hard pins."""
+    max_pages: int | None = None
+    reserved: int = 0
+    most_used: int = 0
+    """Pages in use when `max_pages` was set."""
     imports: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Pages of unfinished imports, and when they were last used."""
 
@@ -157,11 +171,8 @@ class Model:
 
     def clear(self) -> None:
         """The engine died: all is gone."""
-        for space in self.spaces.values():
-            space.sequences.clear()
-            space.marks.clear()
-            space.leases.clear()
-            space.imports.clear()
+        for name, space in self.spaces.items():
+            space.__init__(name)  # type: ignore[misc]
         self.outstanding.clear()
         self.is_draining = False
 
@@ -266,6 +277,12 @@ class Model:
             case "unknown_lease":
                 lease = space.leases.get(op.fields["id"])
                 right = lease is None or now >= lease[1]
+            case "unknown_page":
+                key, rows = op.fields["page_key"], space.keys[op.fields["page_key"]]
+                right = key not in space.pins if op.name == "unpin" else True
+                right = right and (
+                    op.name == "unpin" or self._least_cached(space, rows, now) < len(rows)
+                )
             case "key_mismatch":
                 right = op.name == "commit"
             case _:
@@ -275,6 +292,9 @@ class Model:
     def _is_invalid(self, space: Namespace, op: Op) -> bool:
         found = [space.sequences.get(name) for name in op.ids]
         match op.name:
+            case "set_namespace":
+                others = sum(one.reserved for one in self.spaces.values() if one is not space)
+                return others + op.fields["reserved_pages"] > self.geometry.num_pages
             case "create_sequences":
                 return any(
                     new["parent"] not in space.sequences
@@ -299,13 +319,25 @@ class Model:
         return -(-tokens // self.geometry.page_size)
 
     def _may_be_full(self, op: Op) -> bool:
-        """Whether the pool could be full if nothing shared a page with anything."""
-        used = sum(self._need(one) for one in (*self.outstanding, op))
-        for space in self.spaces.values():
-            used += sum(self._pages(one.longest) for one in space.sequences.values())
-            used += sum(self._pages(len(rows)) for rows, _ in space.leases.values())
-            used += sum(pages for pages, _ in space.imports.values())
-        return used > self.geometry.num_pages
+        """Whether pool or quota could be full if nothing shared a page with anything."""
+        used: dict[str, int] = {}
+        for one in (*self.outstanding, op):
+            if one.space is not None:
+                used[one.space.name] = used.get(one.space.name, 0) + self._need(one)
+        for name, space in self.spaces.items():
+            lengths = [one.longest for one in space.sequences.values()]
+            lengths += [len(rows) for rows, *_ in space.leases.values()]
+            lengths += [len(space.keys[key]) for key in space.pins]
+            used[name] = used.get(name, 0) + sum(map(self._pages, lengths))
+            used[name] += sum(pages for pages, _ in space.imports.values())
+        own = op.space
+        if own is not None and own.max_pages is not None and used[own.name] > own.max_pages:
+            return True
+        kept = [
+            max(count, self.spaces[name].reserved if self.spaces[name] is not own else 0)
+            for name, count in used.items()
+        ]
+        return sum(kept) > self.geometry.num_pages
 
     def _need(self, op: Op) -> int:
         """Pages that a call may take for some time, at most."""
@@ -349,7 +381,8 @@ class Model:
 
     def _least_cached(self, space: Namespace, wanted: list[int], now: float) -> int:
         """Tokens of a prompt that are certainly cached: leased, or of a committed sequence."""
-        held = [rows for rows, until in space.leases.values() if now < until]
+        held = [rows for rows, until, _ in space.leases.values() if now < until]
+        held += [space.keys[key] for key in space.pins]
         for one in space.sequences.values():
             if one.committed and now < one.touched + one.ttl_s:
                 held.append(one.rows[0][: one.committed])
@@ -514,6 +547,10 @@ class Model:
         most = min(len(names), one.length) // size * size
         check(fields["committed_len"] <= most, "committed_len", fields, most)
         one.committed = max(one.committed, fields["committed_len"])
+        if fields["last_key"] is not None:
+            rows = names[: fields["committed_len"]]
+            old = space.keys.setdefault(fields["last_key"], rows)
+            check(old == rows, "one key for two contents:", fields["last_key"])
 
     def _match_prefix(
         self, space: Namespace, op: Op, fields: Any, tensors: Any, now: float
@@ -523,13 +560,59 @@ class Model:
         check(fields["matched_len"] >= least, "held pages were not matched", fields, least)
         if fields["lease"] is not None:
             rows = wanted[: fields["matched_len"]]
-            space.leases[fields["lease"]["id"]] = rows, op.sent + op.fields["lease_s"]
+            lasts = op.fields["lease_s"]
+            space.leases[fields["lease"]["id"]] = rows, op.sent + lasts, now + lasts
+
+    def _lease(self, space: Namespace, op: Op) -> list[int]:
+        """The rows of a lease that the engine says is there."""
+        check(op.fields["id"] in space.leases, f"{op.name} of a lease that is over:", op.fields)
+        rows, _, until = space.leases.pop(op.fields["id"])
+        check(op.sent < until, f"{op.name} of an expired lease:", op.fields, until)
+        return rows
 
     def _release_lease(self, space: Namespace, op: Op, *_: Any) -> None:
-        space.leases.pop(op.fields["id"], None)
+        self._lease(space, op)
+
+    def _renew_lease(self, space: Namespace, op: Op, fields: Any, tensors: Any, now: float) -> None:
+        rows, lasts = self._lease(space, op), op.fields["lease_s"]
+        space.leases[op.fields["id"]] = rows, op.sent + lasts, now + lasts
+
+    def _pin(self, space: Namespace, op: Op, fields: Any, *_: Any) -> None:
+        key = op.fields["page_key"]
+        check(fields["num_pages"] == self._pages(len(space.keys[key])), "pinned", fields)
+        if op.fields["hard"]:
+            space.pins.add(key)
+
+    def _unpin(self, space: Namespace, op: Op, *_: Any) -> None:
+        space.pins.discard(op.fields["page_key"])
+
+    def _holds(self, space: Namespace, op: Op, fields: Any, tensors: Any, now: float) -> None:
+        found = {one["lease"] for one in fields["holds"]} - {None}
+        certain = {name for name, (_, until, _) in space.leases.items() if now < until}
+        may = {name for name, (*_, until) in space.leases.items() if op.sent < until}
+        opening = any(one.name == "match_prefix" for one in self.outstanding)
+        check(certain <= found, "a lease is missing:", certain - found)
+        check(opening or found <= may, "leases that are over:", found - may)
+        pins = {one["page_key"] for one in fields["holds"] if one["lease"] is None}
+        check(pins == space.pins, "hard pins", pins, space.pins)
 
     def _evict(self, space: Namespace, *_: Any) -> None:
         """Frees cached pages; what is held stays."""
+
+    _clear = _evict
+
+    def _set_namespace(self, space: Namespace, op: Op, fields: Any, *_: Any) -> None:
+        space.max_pages, space.reserved = op.fields["max_pages"], op.fields["reserved_pages"]
+        space.most_used = fields["used"]
+        self._faults.append("quota changes")
+        self._get_namespace(space, op, fields)
+
+    def _get_namespace(self, space: Namespace, op: Op, fields: Any, *_: Any) -> None:
+        quota = fields["max_pages"], fields["reserved_pages"]
+        check(quota == (space.max_pages, space.reserved), "quota", fields, space.max_pages)
+        if space.max_pages is not None:
+            most = max(space.max_pages, space.most_used)
+            check(fields["used"] <= most, "more pages than the quota:", fields, most)
 
     def _page_table(self, space: Namespace, op: Op, fields: Any, *_: Any) -> None:
         layer = op.fields["layer"]

@@ -33,8 +33,16 @@ GRAMMAR: Final = {
     "hand_over": 5,
     "commit": 4,
     "from_prefix": 4,
-    "match": 2,
-    "release": 1,
+    "match": 4,
+    "release": 2,
+    "renew": 1,
+    "holds": 1,
+    "pin": 2,
+    "unpin": 2,
+    "quota": 1,
+    "usage": 1,
+    "again": 3,
+    "burst": 4,
     "evict": 1,
     "rest": 6,
 }
@@ -335,7 +343,7 @@ class Program:
             for one in self.space.sequences.values()
             if one.committed and self.model.rows.is_chain(one.rows[0])
         ]
-        chains += [rows for rows, _ in self.space.leases.values()]
+        chains += [rows for rows, *_ in self.space.leases.values()]
         known = self.order.choice(chains) if chains and self.order.random() < 0.8 else []
         return [self.model.rows.tokens[row] for row in known] + self._tokens(4)
 
@@ -352,3 +360,63 @@ class Program:
         if self.space.leases:
             lease = self.order.choice(list(self.space.leases))
             await self.send(Op("release_lease", {"id": lease}))
+
+    async def _renew(self) -> None:
+        if self.space.leases:
+            lease = self.order.choice(list(self.space.leases))
+            lease_s = self.order.choice(SHORT_S)
+            await self.send(Op("renew_lease", {"id": lease, "lease_s": lease_s}))
+
+    async def _holds(self) -> None:
+        await self.send(Op("holds", {}))
+
+    async def _pin(self) -> None:
+        if self.space.keys:
+            key = self.order.choice(list(self.space.keys))
+            kind = {"hard": True} if self.order.random() < 0.5 else {"soft_ttl_s": 0.1}
+            await self.send(Op("pin", {"page_key": key, "hard": False} | kind))
+
+    async def _unpin(self) -> None:
+        if self.space.keys:
+            key = self.order.choice(list(self.space.pins) or list(self.space.keys))
+            await self.send(Op("unpin", {"page_key": key}))
+
+    async def _quota(self) -> None:
+        pages = self.geometry.num_pages
+        most = self.order.choice((None, None, pages // 4, pages // 2))
+        kept = self.order.choice((0, 0, pages // 8, pages // 4))
+        fields = {"name": self.space.name, "max_pages": most, "reserved_pages": kept}
+        await self.send(Op("set_namespace", fields))
+
+    async def _usage(self) -> None:
+        await self.send(Op("get_namespace", {"name": self.space.name}))
+
+    # Orders that only a bug tells apart.
+
+    async def _again(self) -> None:
+        """A sequence's id and length come back with other pages, between two equal decodes."""
+        name, layer = self._name(), self._layer()
+        fields = {"layer": layer, "sequences": [name], "cascade": "auto"}
+        length = len(self._held(name, layer))
+        others = [one for one in self.space.sequences if one != name]
+        longer = [one for one in others if self.space.sequences[one].length >= length]
+        await self.send(Op("decode", dict(fields), {"q": self._queries(1)}))
+        if not longer or not length:
+            return
+        await self.send(Op("delete_sequence", {"id": name}))
+        new = {"id": name, "parent": self.order.choice(longer), "length": length}
+        await self.send(Op("create_sequences", {"sequences": [new]}))
+        await self.send(Op("decode", dict(fields), {"q": self._queries(1)}))
+
+    async def _burst(self) -> None:
+        """Tokens for one sequence, each sent before the one before it is answered."""
+        name, layer = self._name(), self._layer()
+        count = min(self.order.randint(2, 4), MAX_ROWS - len(self._held(name, layer)))
+        (rows,) = self._appended([name], layer, [max(count, 0)])
+        calls = []
+        for row in rows:
+            k, v = self.model.rows.content([row], layer)
+            fields = {"layer": layer, "sequences": [name]}
+            op = Op("decode", fields, {"q": self._queries(1), "k": k, "v": v}, [[row]])
+            calls.append(self.send(op))
+        await asyncio.gather(*calls)

@@ -237,7 +237,8 @@ class CallerProcess:
         if world.plan.faults and order.random() < 0.03:
             op.deadline_s = order.choice((0.0001, 0.005))
         task = asyncio.ensure_future(self._call(road, op, request, len(image), answer))
-        if world.plan.faults and world.fault("caller cancels", 0.03):
+        share = 0.12 if op.name in ("append", "prefill", "create_sequences") else 0.03
+        if world.plan.faults and world.fault("caller cancels", share):
             after = order.choice((0.0, 1e-4, 0.003, 0.05))
             world.loop.call_later(after, self._cancel, op, task)
         try:
@@ -422,8 +423,8 @@ class World:
                         Op("gather", {"layer": layer, "sequences": [name], "dtype": "fp32"})
                     )
             await caller.program.send(Op("delete_sequences", {"prefix": ""}))
-            for name in list(caller.space.imports):
-                await caller.program.send(Op("cancel_import", {"id": name}))
+            for key in list(caller.space.pins):
+                await caller.program.send(Op("unpin", {"page_key": key}))
             await caller.program.send(Op("evict", {"num_pages": self.geometry.num_pages}))
         for caller in self.callers:
             if caller.road is not None:
@@ -435,6 +436,8 @@ class World:
         check(not engine.store.next_end < self.clock.now, "something expires late")
         check(not engine.scheduler.is_busy, "the engine is busy")
         check(not engine.callers.sessions, "sessions are left")
+        check(not engine.store.tree.cache.num_leases, "leases are left")
+        check(not engine.store.imports.count(None), "imports are left")
         left = [op.name for op in self.model.outstanding if not op.is_lost]
         check(not left, "calls wait", left)
 
