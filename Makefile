@@ -26,7 +26,7 @@ TEST_EXTRAS := $(EXTRA)$(if $(findstring cuda,$(EXTRA)),,$(COMMA)dev-cpu),dev
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup run chat run-cluster test test-long test-timing test-all lint types arrows check map
-.PHONY: bench bench-stale simulate fleet lock clean
+.PHONY: bench bench-stale simulate mutants fleet lock clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -120,6 +120,9 @@ map: $(VENV)/.dev  ## Write docs/files.md, the map of the code, and client/METHO
 simulate: $(VENV)/.dev  ## Run seeds of the simulated world, SEEDS=n JOBS=j, or find a bug, BUG=name
 	$(BIN)/python -m tests.world --seeds $(or $(SEEDS),1000) --jobs $(or $(JOBS),2) \
 	  $(if $(BUG),--bug $(BUG)) $(ARGS)
+
+mutants: $(VENV)/.dev  ## Test the tests: mutants of core, handlers, routing, placement or plan
+	OMP_NUM_THREADS=1 nice -n 15 $(BIN)/python -m tests.mutants $(ARGS)
 
 fleet: $(VENV)/.dev  ## Simulate thousands of engines, TRACE=FILE
 	$(BIN)/python -m simulation $(if $(TRACE),--trace $(TRACE) --tables,--quick) $(ARGS)

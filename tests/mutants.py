@@ -1,0 +1,79 @@
+"""Mutation testing: does a test fail when one expression of a package is wrong?
+
+`python -m tests.mutants core` writes mutants of `service/core` into the folder `mutants`, takes a
+random sample, and runs for each mutant the tests that reach its function. Mutants that survive the
+package's own tests then meet the tests of the layers above it. Survivors are printed as diffs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+from pathlib import Path
+
+import mutmut.__main__ as mutmut
+from mutmut.configuration import config
+from mutmut.mutation.mutators import mutation_operators, operator_string
+from mutmut.stats import status_by_exit_code
+
+HOST = "tests/cuda/host/test_"
+PACKAGES = {  # the folder that is mutated; its own tests; tests of the layers above
+    "core": ("service/core", ["tests/core"], ["tests/engine/handlers"]),
+    "handlers": ("service/engine/handlers", ["tests/engine/handlers"], ["tests/engine/loop"]),
+    "routing": ("service/cluster/routing", ["tests/cluster/routing"], []),
+    "placement": ("service/cluster/placement", ["tests/cluster/placement"], []),
+    "plan": (
+        "kernels/cuda/plan",
+        [f"{HOST}{name}.py" for name in ("planner", "rounds", "merges", "wide", "wide_masks")],
+        [f"{HOST}{name}.py" for name in ("attention_launches", "kernel_sets")],
+    ),
+}
+KILLED = ("killed", "timeout", "segfault")
+
+
+def write_mutants(folder: str) -> list[str]:
+    """Writes the mutants of `folder`, and returns their names."""
+    config().only_mutate = [f"{folder}/*"]
+    # The wording of errors is no behaviour: strings stay as they are.
+    mutation_operators[:] = [pair for pair in mutation_operators if pair[1] is not operator_string]
+    shutil.rmtree("mutants", ignore_errors=True)
+    Path("mutants").mkdir()
+    with mutmut.CatchOutput():
+        mutmut.copy_src_dir()
+        mutmut.create_mutants(1)
+    found, _ = mutmut.collect_source_file_mutation_data(mutant_names=[])
+    return sorted(name for _, name, _ in found)
+
+
+def survivors(names: list[str], tests: list[str]) -> list[str]:
+    """Those of `names` that no test of `tests` notices."""
+    if not names or not tests:
+        return names
+    config().pytest_add_cli_args_test_selection = tests
+    mutmut._run(names, 1)
+    found, _ = mutmut.collect_source_file_mutation_data(mutant_names=names)
+    return sorted(name for _, name, code in found if status_by_exit_code[code] not in KILLED)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Test the tests of one package with mutants")
+    parser.add_argument("package", choices=PACKAGES)
+    parser.add_argument("--sample", type=int, default=100, help="Number of mutants")
+    parser.add_argument("--seed", type=int, default=1, help="Chooses the sample")
+    parser.add_argument("--only", nargs="+", help="Names of the mutants to run")
+    options = parser.parse_args()
+    folder, own_tests, other_tests = PACKAGES[options.package]
+    names = write_mutants(folder)
+    chosen = random.Random(options.seed).sample(names, min(options.sample, len(names)))
+    chosen = options.only or chosen
+    alive = survivors(survivors(chosen, own_tests), other_tests)
+    for name in alive:
+        print(mutmut.get_diff_for_mutant(name, path=mutmut.find_mutant(name).path))
+    killed = len(chosen) - len(alive)
+    share = f"{killed} of {len(chosen)} killed ({killed / len(chosen):.1%})"
+    print(f"{options.package}: {share}, of {len(names)} mutants")
+
+
+if __name__ == "__main__":
+    main()
