@@ -12,10 +12,12 @@ import os
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, chain
+from pathlib import Path
 from typing import Final, Literal, get_args
 
-from prometheus_client import CollectorRegistry, PlatformCollector
+from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
@@ -27,7 +29,6 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from service.processes.cells import Cells, Counts, Key, RemoteCounts, add_block, as_reported
-from service.processes.usage import Usage, usage
 
 SECONDS: Final = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
@@ -127,15 +128,6 @@ SPECS: Final[dict[str, Spec]] = {
         "gauge", "Constant 1; the version and backend are its labels.", ("version", "backend")
     ),
 }
-
-USAGE: Final = (
-    ("cpu_seconds", "counter", "User and system processor time."),
-    ("resident_memory_bytes", "gauge", "Resident memory, shared memory included."),
-    ("virtual_memory_bytes", "gauge", "Virtual memory."),
-    ("start_time_seconds", "gauge", "Start of the process, since the epoch."),
-    ("open_fds", "gauge", "Open file descriptors."),
-    ("max_fds", "gauge", "Limit of open file descriptors."),
-)
 
 
 class Metrics:
@@ -241,18 +233,14 @@ class Metrics:
         """The exposition text of all processes together, and its content type."""
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
-    def processes(self) -> dict[str, Usage]:
-        """The service's processes that are alive, by name."""
-        pids = {name: cells.pid for name, cells in self._all.items()}
+    def processes(self) -> dict[str, int]:
+        """The pids of the service's processes that are alive, by name."""
         siblings = os.getppid() if len(self._all) > 1 else None
-        found = {name: usage(pid) for name, pid in pids.items()}
-        alive = {
-            name: used
-            for name, used in found.items()
-            if used is not None and (name == self._process or used.parent == siblings)
-        }
-        main = usage(siblings) if siblings is not None else None
-        return {"main": main, **alive} if main is not None else alive
+        pids = {} if siblings is None else {"main": siblings}
+        for name, cells in self._all.items():
+            if name == self._process or (siblings and parent_of(cells.pid) == siblings):
+                pids[name] = cells.pid
+        return {name: pid for name, pid in pids.items() if parent_of(pid) is not None}
 
     def totals(self, names: Collection[str]) -> dict[Key, list[float]]:
         """The blocks of some counters and histograms, added up over processes and engines."""
@@ -266,7 +254,7 @@ class Metrics:
                     add_block(found, key, block)
         return found
 
-    def sums(self, alive: Mapping[str, Usage]) -> dict[Key, list[float]]:
+    def sums(self, alive: Collection[str]) -> dict[Key, list[float]]:
         """Every block, added up over processes; gauges over those alive."""
         found: dict[Key, list[float]] = {}
         for process, cells in self._all.items():
@@ -302,12 +290,23 @@ class Everything(Collector):
         sums = self._metrics.sums(alive)
         for name, spec in SPECS.items():
             yield family(name, spec, {key[1:]: sums[key] for key in sums if key[0] == name})
-        for name, kind, text in USAGE:
-            of_process = GaugeMetricFamily if kind == "gauge" else CounterMetricFamily
-            family_of_all = of_process(f"process_{name}", text, labels=["process"])
-            for process, used in alive.items():
-                family_of_all.add_metric([process], getattr(used, name))
-            yield family_of_all
+        usage: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+        for process, pid in alive.items():
+            for one in ProcessCollector(pid=partial(int, pid), registry=None).collect():
+                if one.name not in usage:
+                    kind = GaugeMetricFamily if one.type == "gauge" else CounterMetricFamily
+                    usage[one.name] = kind(one.name, one.documentation, labels=["process"])
+                usage[one.name].add_metric([process], one.samples[0].value)
+        yield from usage.values()
+
+
+def parent_of(pid: int) -> int | None:
+    """The pid of a process's parent; None without such a process, or without /proc."""
+    try:
+        line = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    return int(line.rpartition(")")[2].split()[1])  # the name in front may hold spaces and brackets
 
 
 def family(name: str, spec: Spec, found: Mapping[Key, list[float]]) -> Metric:

@@ -322,11 +322,6 @@ class PrefixTree:
     def num_sequences(self) -> int:
         return len(self.books)
 
-    @property
-    def num_held(self) -> int:
-        """Pages held by sequences, leases or pins."""
-        return self.allocator.num_pages - self.allocator.num_free - self._named.num_cached
-
     def sharing_steps(self, namespace: str) -> Generator[None, None, Sharing]:
         """The sharing among one namespace's sequences, in small pieces between which they may
         change."""

@@ -634,7 +634,7 @@ class Driver:
                 assert self.tree.budget.obtainable(books) == able, namespace
         used = self.used("a") + self.used("b")
         assert self.tree.allocator.num_free == NUM_PAGES - used
-        assert self.tree.num_held == used - len(cached)
+        assert self.tree.cache.named.num_cached == len(cached)
         times = self.tree.books.used.copy()
         for name in model.sequences:
             self.read(name)

@@ -409,7 +409,7 @@ def test_every_unknown_id_is_named(pool) -> None:
     ):
         with pytest.raises(UnknownSequence) as refused:
             call()
-        assert refused.value.ids == ("x", "y")
+        assert refused.value.ids == ["x", "y"]
     for one in (tree.describe, lambda name: tree.truncate(name, 0)):
         with pytest.raises(UnknownSequence):
             one("x")

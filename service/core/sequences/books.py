@@ -208,7 +208,7 @@ class SequenceBooks:
         """Raises `UnknownSequence`."""
         index = self._index_of.get(name)
         if index is None:
-            raise UnknownSequence((name,))
+            raise UnknownSequence([name])
         self.used[index] = self.now
         return self._leaves[index]
 

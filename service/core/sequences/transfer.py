@@ -61,7 +61,7 @@ def rename(tree: PrefixTree, name: str, new: str, ttl_s: float | None) -> None:
     """Change a sequence's id and time to live. Raises `SequenceExists`."""
     books = tree.books
     if new in books:
-        raise SequenceExists((new,))
+        raise SequenceExists([new])
     leaf = books.leaf(name)
     books.rename(leaf, new)
     books.set_ttl(leaf, FOREVER if ttl_s is None else ttl_s)

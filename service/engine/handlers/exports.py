@@ -20,6 +20,7 @@ from service.engine.store.store import Store
 from service.errors import InvalidRequest, SequenceChanged
 from service.image.json_text import dump_json
 from service.image.writing import Shaped
+from service.operations.schema.info import InfoAnswer
 from service.operations.transfer import Header, Part
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ PART_ROOM: Final = 8 * 2**10
 """Size of a request or an answer beside the k and v of a part."""
 TEXT_BYTES: Final = 2048
 """Room for a header beside its lengths, or for the fields of a part."""
+GEOMETRY: Final = Header.model_fields.keys() & InfoAnswer.model_fields.keys() - {"version"}
 SOME_DIGEST: Final = "0" * 64
 """Placeholder for a digest that is not known yet."""
 
@@ -73,14 +75,7 @@ def header_of(store: Store, leaf: Leaf, part_bytes: int, part: ShardLayout | Non
         lengths = [part.held(length, info.page_size) for length in lengths]
     header = Header(
         generation=generation(store.tree, leaf, info.instance_id),
-        num_layers=info.num_layers,
-        page_size=info.page_size,
-        num_kv_heads=info.num_kv_heads,
-        head_dim=info.head_dim,
-        dtype=info.dtype,
-        layout=info.layout,
-        k_scale=info.k_scale,
-        v_scale=info.v_scale,
+        **info.model_dump(include=GEOMETRY),
         lengths=lengths,
         ttl_s=None if ttl_s == FOREVER else ttl_s,
         num_named=0,

@@ -180,7 +180,7 @@ class Engine:
     def run(self) -> None:
         """Serve until drained."""
         self._metrics.set(1.0, "build_info", __version__, self._backend.name)
-        self._stats.record_pool()
+        self._stats.record()
         gc.collect()
         gc.freeze()  # later collections skip the objects made so far
         info = self.info
@@ -368,7 +368,9 @@ class Engine:
         if error is None:
             request = job.request
             status, length = request.operation.status, request.place.length
-            call.session.answer(call, status, length, stages, self.store.tree.num_held)
+            pool, cached = self.store.tree.allocator, self.store.tree.cache.named.num_cached
+            held = pool.num_pages - pool.num_free - cached
+            call.session.answer(call, status, length, stages, held)
             self.callers.look_after(call.session)
         else:
             needed = error.needed if isinstance(error, DoesNotFit) else 0

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from typing import Final
+from typing import Any, Final
 
 from kernels.errors import NoMemory, Unsupported
 from service import errors
-from service.core import errors as core
+from service.core.errors import CoreError
 from service.engine.loop.job import Job
 from service.tenants import Tenant
 
@@ -26,47 +26,26 @@ def refusal_of(job: Job, error: Exception) -> Exception:
 
 def as_refusal(error: Exception, tenant: Tenant) -> errors.AttndError | None:
     """The error for the tenant's callers; None for a bug."""
-    shown = tenant.shown
     match error:
         case errors.AttndError():
             return error
-        case core.UnknownSequence():
-            return errors.UnknownSequence([shown(name) for name in error.ids])
-        case core.SequenceExists():
-            return errors.SequenceExists([shown(name) for name in error.ids])
-        case core.LengthMismatch():
-            return errors.LengthMismatch(
-                {shown(name): held for name, held in error.lengths.items()}
-            )
-        case core.SequenceTaken():
-            return errors.SequenceTaken(
-                {shown(name): epoch for name, epoch in error.epochs.items()}
-            )
-        case core.OutOfPages():
-            return errors.OutOfPages(
-                error.needed, error.free, error.total, error.held, error.available
-            )
-        case core.UnknownLease():
-            return errors.UnknownLease(error.lease)
-        case core.UnknownPage():
-            return errors.UnknownPage(error.key)
-        case core.KeyMismatch():
-            of = None if error.sequence is None else shown(error.sequence)
-            return errors.KeyMismatch(error.page, error.rule, of)
-        case core.InvalidRequest() | Unsupported():
+        case CoreError():
+            kind: type[errors.AttndError] = getattr(errors, type(error).__name__)
+            return kind(**{name: named(value, tenant) for name, value in vars(error).items()})
+        case Unsupported():
             return errors.InvalidRequest(error.field, named(error.value, tenant), error.rule)
         case NoMemory():
             return errors.Overloaded(str(error), retry_after_s=1.0)
-        case _:
-            return None
+    return None
 
 
-def named(value: object, tenant: Tenant) -> object:
-    """The value that an error is about, with sequences named as their callers name them."""
+def named(value: Any, tenant: Tenant) -> Any:
+    """A member of an error, with sequences named as their callers name them."""
     match value:
         case str():
             return tenant.shown(value)
-        case list():
+        case list() | tuple():
             return [named(one, tenant) for one in value]
-        case _:
-            return value
+        case dict():
+            return {named(key, tenant): one for key, one in value.items()}
+    return value

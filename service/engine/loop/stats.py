@@ -77,7 +77,7 @@ class Stats:
         )
 
     def record(self) -> None:
-        """Record all replies in metrics and pace, and the pool as it is now."""
+        """Record all replies and the pool as it is now, with an event if its pressure changed."""
         self._learn()
         metrics = self._metrics
         replies, self.replies = self.replies, []
@@ -103,14 +103,10 @@ class Stats:
                 metrics.add(counts.read_bytes, "kv_bytes_read")
                 metrics.add(counts.saved_bytes, "kv_bytes_saved")
                 metrics.add(1, "cascade_batches", counts.mode)
-        self.record_pool()
         if replies:
             mean, self.spent_s = self.spent_s / len(replies), 0.0
             self.seconds_per_operation += PACE_WEIGHT * (mean - self.seconds_per_operation)
-
-    def record_pool(self) -> None:
-        """Record pages and counts of the pool, and emit an event where its pressure changed."""
-        numbers, metrics, tree = self._store.numbers(), self._metrics, self._store.tree
+        numbers, tree = self._store.numbers(), self._store.tree
         for state in STATES:
             metrics.set(numbers[state], "kv_pages", state)
         metrics.set(numbers["leases"], "leases")
