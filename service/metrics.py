@@ -28,7 +28,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from service.processes.cells import Cells, Counts, Key, RemoteCounts, add_block, as_reported
+from service.processes.cells import Cells, Key, RemoteCounts, add_block, as_reported
 
 SECONDS: Final = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
@@ -147,7 +147,8 @@ class Metrics:
                 cells[0] = 0.0
         self._blocks: dict[Key, memoryview[float]] = {}
         self._engines: set[str] = set()
-        self._remote = RemoteCounts(size_of, is_gauge)
+        self.remote = RemoteCounts(size_of, is_gauge)
+        """Counts that engines of other services report."""
         for name, spec in SPECS.items():
             for labels in [(value,) for value in spec.values] if spec.labels else [()]:
                 self._block((name, *labels))
@@ -178,14 +179,6 @@ class Metrics:
     def own(self) -> dict[str, list[float]]:
         """This process's counts, for reports to doors of other services."""
         return as_reported(self._own.read())
-
-    def record_remote(self, tag: str, counts: Counts) -> None:
-        """An engine that is not a process of this service has reported its counts."""
-        self._remote.take(tag, counts)
-
-    def lost(self, tag: str) -> None:
-        """An engine can no longer be called: drop its gauges."""
-        self._remote.lose(tag)
 
     def has_process(self, name: str) -> bool:
         """Whether this is one of the service's own processes, whose counts are rendered here."""
@@ -246,7 +239,7 @@ class Metrics:
         """The blocks of some counters and histograms, added up over processes and engines."""
         found: dict[Key, list[float]] = {}
         blocks: Iterator[Mapping[Key, Sequence[float]]] = chain(
-            (cells.read() for cells in self._all.values()), self._remote
+            (cells.read() for cells in self._all.values()), self.remote
         )
         for one in blocks:
             for key, block in one.items():
@@ -261,7 +254,7 @@ class Metrics:
             for key, block in list(cells.read().items()):
                 if process in alive or SPECS[key[0]].kind != "gauge":
                     add_block(found, key, block)
-        for reported in self._remote:
+        for reported in self.remote:
             for key, counts in reported.items():
                 add_block(found, key, counts)
         pages = {key[1]: value[0] for key, value in found.items() if key[0] == "kv_pages"}

@@ -63,8 +63,8 @@ class Sums:
                 yield
             yield
         for one in list(self._budget.namespaces.values()):
-            for node in one.held_nodes:
-                self._on_node[node] += 1
+            self._on_node.update(lease.node for lease in one.leases.values())
+            self._on_node.update(one.pins.values())
             yield
         for node in list(self._links.named.nodes):
             if node is not None:

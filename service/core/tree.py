@@ -17,7 +17,7 @@ from service.core.integrity import (
     own_integrity_steps,
     sharing_steps,
 )
-from service.core.plans.ragged import CsrTable, csr_table, indptr, token_slots
+from service.core.plans.ragged import CsrTable, csr_table, token_slots
 from service.core.pool.allocator import PageAllocator
 from service.core.pool.budget import Budget
 from service.core.prefix.cache import PrefixCache
@@ -123,16 +123,6 @@ class PrefixTree:
             self.cuts.drop_pages(leaf, leaf.start)
             self.links.detach(leaf, leaf.parent)
             self.books.remove(leaf)
-
-    def truncate(self, name: str, length: int) -> RowCopies:
-        """Cut every layer to `length` tokens.
-
-        After a cut within a shared page, the caller must execute the returned copy of its rows to
-        a page of the sequence's own.
-
-        Raises `UnknownSequence`, `InvalidRequest` beyond the sequence's length, `OutOfPages`.
-        """
-        return self.cuts.finish(self.cuts.prepare((name,), (length,)))
 
     def cut_layer(self, name: str, layer: int, length: int) -> None:
         """Cut one layer to `length` tokens, releasing pages that no layer reaches any more.
@@ -273,16 +263,6 @@ class PrefixTree:
         lengths, leaves = self.read(ids, layer)
         return csr_table([leaf.table for leaf in leaves], lengths, self.page_size)
 
-    def slots(self, ids: Ids, layer: int) -> tuple[Int32, Int32]:
-        """Token kv_indptr [B+1] and token slots [kv_indptr[B]], in the order of `ids`; int32.
-
-        Tokens of all sequences together must be fewer than 2**31.
-        """
-        lengths, leaves = self.read(ids, layer)
-        tables = [leaf.table for leaf in leaves]
-        start = np.zeros_like(lengths)
-        return indptr(lengths), token_slots(tables, start, lengths, self.page_size)
-
     def plan_key(self, ids: Ids, layer: int) -> Hashable:
         """A key whose equality means equal plans for equal queries, also across layers."""
         self._check_layer(layer)
@@ -327,11 +307,6 @@ class PrefixTree:
         change."""
         leaves = list(self.budget.look(namespace).leaves)
         return sharing_steps(self.books, leaves, self.page_size)
-
-    @property
-    def sharing_ratio(self) -> float:
-        """Tokens seen by sequences / tokens stored; 1 when nothing is shared."""
-        return all_of(sharing_steps(self.books, list(self.books), self.page_size)).ratio
 
     def _check_layer(self, layer: int) -> None:
         if not 0 <= layer < self.num_layers:
@@ -382,13 +357,3 @@ class PrefixTree:
             return slots
         tables = [leaf.table for leaf in self.books.leaves(index)]
         return token_slots(tables, before, counts, self.page_size)
-
-
-def all_of(steps: Generator[None, None, Sharing]) -> Sharing:
-    """Run all steps and return their result."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            result: Sharing = end.value
-            return result

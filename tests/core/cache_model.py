@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from core_pool import slots_of, truncate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -293,7 +294,7 @@ class Driver:
         cut = sequence.pages[full] if length % PAGE_SIZE else None
         shared = cut is not None and (cut.name is not None or self.holders(cut) > 1)
         try:
-            copies = self.tree.truncate(name, length)
+            copies = truncate(self.tree, name, length)
         except OutOfPages:
             assert shared
             assert self.obtainable(namespace) < 1
@@ -605,9 +606,9 @@ class Driver:
 
     def read(self, name: str) -> None:
         """The sequence's slots hold what its tokens say."""
-        _, slots = self.tree.slots([name], 0)
         tokens = self.model.sequences[name].tokens
-        assert self.stored[slots].tolist() == content(name.split("/")[0], tokens), name
+        stored = self.stored[slots_of(self.tree, name)].tolist()
+        assert stored == content(name.split("/")[0], tokens), name
 
     def copy(self, copies: RowCopies) -> None:
         columns = (copies.src_pages, copies.dst_pages, copies.num_rows)

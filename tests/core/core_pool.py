@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from service.core.plans.plan import CascadePlan
+from service.core.plans.ragged import token_slots
 from service.core.tree import PrefixTree
 from service.core.values import Int32, NewSpec, RowCopies
 
@@ -15,6 +16,27 @@ EMPTY = -1
 
 def int32(*values: int) -> Int32:
     return np.array(values, dtype=np.int32)
+
+
+def truncate(tree: PrefixTree, name: str, length: int) -> RowCopies:
+    """Cut every layer of one sequence; the caller executes the copies."""
+    return tree.cuts.finish(tree.cuts.prepare((name,), (length,)))
+
+
+def slots_of(tree: PrefixTree, name: str, layer: int = 0) -> Int32:
+    """The token slots of a sequence."""
+    lengths, leaves = tree.read([name], layer)
+    return token_slots([leaves[0].table], np.zeros_like(lengths), lengths, tree.page_size)
+
+
+def sharing_ratio(tree: PrefixTree) -> float:
+    """Tokens seen by the sequences of the default namespace / tokens stored."""
+    steps = tree.sharing_steps("default")
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return float(end.value.ratio)
 
 
 class TokenPool:
@@ -38,7 +60,7 @@ class TokenPool:
         return self.create(NewSpec(name, parent, length))
 
     def truncate(self, name: str, length: int) -> RowCopies:
-        copies = self.tree.truncate(name, length)
+        copies = truncate(self.tree, name, length)
         self._copy(copies)
         return copies
 
@@ -72,8 +94,7 @@ class TokenPool:
 
     def read_slots(self, name: str, layer: int = 0) -> list[int]:
         """The sequence's tokens, found by its token slots."""
-        _, slots = self.tree.slots([name], layer)
-        tokens: list[int] = self.stored[layer, slots].tolist()
+        tokens: list[int] = self.stored[layer, slots_of(self.tree, name, layer)].tolist()
         return tokens
 
     def pages(self, name: str, layer: int = 0) -> list[int]:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from core_pool import TokenPool, int32
+from core_pool import TokenPool, int32, sharing_ratio, slots_of
 
 from service.core.errors import (
     IntegrityError,
@@ -72,7 +72,7 @@ def test_a_decode_step_gives_one_slot_per_sequence_with_or_without_new_pages(poo
         pool.start(name, range(count))
     for _ in range(9):
         extension = pool.tree.extend(0, ["a", "b", "c"], int32(1, 1, 1))
-        last = [pool.tree.slots([name], 0)[1][-1] for name in "abc"]
+        last = [slots_of(pool.tree, name)[-1] for name in "abc"]
         assert extension.slots.tolist() == last
 
 
@@ -173,7 +173,7 @@ def test_forks_at_the_same_length_hang_under_one_node(pool) -> None:
         pool.fork(name, "a")
     assert pool.tree.links.count == 1
     assert pool.tree.allocator.held().sum() == 2
-    assert pool.tree.sharing_ratio == 4.0
+    assert sharing_ratio(pool.tree) == 4.0
 
 
 def test_a_parent_made_in_the_same_call_is_copied_from_the_original_page(pool) -> None:
@@ -269,7 +269,7 @@ def test_nodes_with_one_child_left_merge_into_it(pool) -> None:
         pool.tree.check_integrity()
         assert pool.tree.links.count == left, f"after freeing {name}"
         assert pool.read("a") == list(range(16))
-    assert pool.tree.sharing_ratio == 1.0
+    assert sharing_ratio(pool.tree) == 1.0
 
 
 def test_a_family_can_be_freed_in_one_call(pool) -> None:
@@ -315,7 +315,7 @@ def test_undo_puts_lengths_and_pages_back_latest_first(pool) -> None:
 def test_undo_is_refused_once_its_own_sequences_have_changed(pool) -> None:
     pool.start("a", range(3))
     extension = pool.tree.extend(0, ["a"], int32(1))
-    pool.tree.truncate("a", 2)
+    pool.truncate("a", 2)
     with pytest.raises(IntegrityError):
         pool.tree.undo(extension)
     assert pool.tree.describe("a").lengths == (2, 2)
@@ -402,7 +402,6 @@ def test_every_unknown_id_is_named(pool) -> None:
     for call in (
         lambda: tree.lengths(ids, 0),
         lambda: tree.page_table(ids, 0),
-        lambda: tree.slots(ids, 0),
         lambda: tree.plan_key(ids, 0),
         lambda: tree.extend(0, ids, int32(1, 1, 1)),
         lambda: tree.free(ids),
@@ -410,7 +409,7 @@ def test_every_unknown_id_is_named(pool) -> None:
         with pytest.raises(UnknownSequence) as refused:
             call()
         assert refused.value.ids == ["x", "y"]
-    for one in (tree.describe, lambda name: tree.truncate(name, 0)):
+    for one in (tree.describe, lambda name: pool.truncate(name, 0)):
         with pytest.raises(UnknownSequence):
             one("x")
     assert tree.num_sequences == 1
@@ -447,7 +446,7 @@ def test_counts_must_be_one_number_per_sequence_and_not_negative(pool, counts) -
 @pytest.mark.parametrize("layer", [-1, 2])
 def test_a_layer_outside_the_pool_is_refused(pool, layer) -> None:
     pool.start("a", range(4))
-    for call in (pool.tree.lengths, pool.tree.page_table, pool.tree.slots, pool.tree.plan_key):
+    for call in (pool.tree.lengths, pool.tree.page_table, pool.tree.plan_key):
         with pytest.raises(InvalidRequest, match=f"layer = {layer}: 0 to 1"):
             call(["a"], layer)
     with pytest.raises(InvalidRequest, match="layer"):

@@ -215,9 +215,9 @@ def test_engines_are_reported_one_by_one_and_a_lost_one_has_nothing() -> None:
 def test_what_engines_elsewhere_have_counted_is_part_of_the_sums() -> None:
     door = Metrics("http-0")
     there = filled()
-    door.record_remote("aaaa", there.own())
-    door.record_remote("aaaa", there.own())
-    door.record_remote("bbbb", {"tokens_appended": [7], "sessions": [1], "of/a/later/version": [1]})
+    door.remote.take("aaaa", there.own())
+    door.remote.take("aaaa", there.own())
+    door.remote.take("bbbb", {"tokens_appended": [7], "sessions": [1], "of/a/later/version": [1]})
     door.observe("decode", "ok", 0.002)
     found = samples(door)
     wanted = {
@@ -238,14 +238,14 @@ def test_what_engines_elsewhere_have_counted_is_part_of_the_sums() -> None:
 
 def test_of_an_engine_elsewhere_that_is_lost_the_counters_stay() -> None:
     door = Metrics("http-0")
-    door.record_remote("aaaa", {"tokens_appended": [5], "sessions": [1], "slices": [1, 2]})
-    door.lost("aaaa")
-    door.lost("never met")
+    door.remote.take("aaaa", {"tokens_appended": [5], "sessions": [1], "slices": [1, 2]})
+    door.remote.lose("aaaa")
+    door.remote.lose("never met")
     found = samples(door)
     assert (found["attnd_tokens_appended_total"], found["attnd_sessions"]) == (5, 0)
     assert found["attnd_slices_total"] == 0, "blocks of another size are ignored"
     for number in range(300):
-        door.record_remote(str(number), {"tokens_appended": [1]})
+        door.remote.take(str(number), {"tokens_appended": [1]})
     assert samples(door)["attnd_tokens_appended_total"] == 305
 
 

@@ -301,7 +301,7 @@ class Members:
             known.forget(engine.tag, namespace)
         if self.metrics is not None:
             self.metrics.engine(member.name, dict.fromkeys(STATES, 0), 0, 0.0, engine.num_calls)
-            self.metrics.lost(engine.tag)
+            self.metrics.remote.lose(engine.tag)
         if engine.link.caller is not None:
             engine.link.caller.on_lost = None
             self.watch_exit(member, engine.link.caller)

@@ -72,7 +72,7 @@ async def poll(members: Members, member: Member, engine: Engine) -> None:
         calls, engine.num_calls = engine.num_calls, 0
         members.metrics.engine(member.name, pages, view["sequences"], engine.queue_s, calls)
         if engine.has_own_counts and view["counts"] is not None:
-            members.metrics.record_remote(engine.tag, view["counts"])
+            members.metrics.remote.take(engine.tag, view["counts"])
     for namespace in list(members.prefixes):
         await read_events(members, member, engine, namespace)
 

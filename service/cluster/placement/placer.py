@@ -89,7 +89,8 @@ class Placer:
         cached, other = known.awaited(chosen, list(islice(again, there)))
         wait = None
         if other is not None:
-            wait = Wait(other, worth_waiting_s(loads[chosen], cached, there))
+            pages_s = loads[chosen].pace.span_s(float(cached), there)
+            wait = Wait(other, WORTH_WAITING * (loads[chosen].wait_s + pages_s))
         known.expect(chosen, again, now, prompt)
         return Placement(among[chosen], there, wait)
 
@@ -132,11 +133,6 @@ class Placer:
         if home is None:
             raise RuntimeError("an engine has left within one pass of the loop: this is a bug")
         return home
-
-
-def worth_waiting_s(load: Load, cached: int, there: int) -> float:
-    """How long a prompt waits at an engine for pages `cached:there` from another prompt."""
-    return WORTH_WAITING * (load.wait_s + load.pace.span_s(float(cached), there))
 
 
 class ImportCall:

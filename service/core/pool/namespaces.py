@@ -177,11 +177,6 @@ class Namespace:
         return len(self.leases)
 
     @property
-    def held_nodes(self) -> list[Node]:
-        """The node of each lease and hard pin."""
-        return [*(lease.node for lease in self.leases.values()), *self.pins.values()]
-
-    @property
     def referenced(self) -> int:
         """Pages that sequences or leases hold."""
         return self.used - self.cached - self.pinned

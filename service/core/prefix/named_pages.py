@@ -113,7 +113,7 @@ class NamedPages:
         self._kids_above(node, root)[keys[:KEY_BYTES]] = node
         self.retention.watch(node, name)
         if self.listener is not None:
-            before = self.key_before(node, root)
+            before = root.key if node.parent is None else self.last_key(node.parent)
             token_ids = None if ids is None else ids.tobytes()
             self.listener(Stored(root.namespace.name, keys, before, token_ids))
 
@@ -268,10 +268,6 @@ class NamedPages:
 
     def first_key(self, node: Node) -> bytes:
         return self.key_of(node.pages.item(0))
-
-    def key_before(self, node: Node, root: Root) -> bytes:
-        """The key of the page before a node's first."""
-        return root.key if node.parent is None else self.last_key(node.parent)
 
     def last_key(self, node: Node) -> bytes:
         return self.key_of(node.pages.item(-1))

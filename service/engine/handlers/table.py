@@ -55,10 +55,6 @@ Names = Callable[[Request], Iterable[str]]
 Begin = Callable[[Store, Request, Seconds], Answer]
 
 
-def nothing(_: Request) -> Iterable[str]:
-    return ()
-
-
 def ids_of(request: Request) -> Iterable[str]:
     return request.fields.ids  # type: ignore[no-any-return]
 
@@ -88,17 +84,9 @@ def import_base(request: Request) -> Iterable[str]:
     return () if request.fields.base is None else (request.fields.base,)
 
 
-def named_ids(request: Request) -> Iterable[str]:
-    return request.fields.names  # type: ignore[no-any-return]
-
-
 def id_prefix(request: Request) -> str | None:
     prefix = request.fields.prefix
     return None if prefix is None else request.tenant.prefix + prefix
-
-
-def no_prefix(_: Request) -> None:
-    return None
 
 
 def for_shards_only(store: Store, request: Request, _: Seconds) -> Work:
@@ -120,12 +108,12 @@ class Handler:
     """
 
     begin: Begin
-    reads: Names = nothing
-    writes: Names = nothing
+    reads: Names = lambda _: ()
+    writes: Names = lambda _: ()
     is_barrier: bool = False
     is_attention: bool = False
     launches: bool = False
-    sweeps: Callable[[Request], str | None] = no_prefix
+    sweeps: Callable[[Request], str | None] = lambda _: None
     moves: bool = False
     room: int | None = None
 
@@ -151,7 +139,11 @@ HANDLERS: Final[dict[str, Handler]] = {
     "engines": Handler(engines),
     "step": Handler(step, ids_of, ids_of),
     "delete_sequences": Handler(
-        delete_sequences, writes=named_ids, is_barrier=True, sweeps=id_prefix, moves=True
+        delete_sequences,
+        writes=lambda request: request.fields.names,
+        is_barrier=True,
+        sweeps=id_prefix,
+        moves=True,
     ),
     "match_prefix": Handler(match_prefix, is_barrier=True, room=ANSWER_BYTES),
     "commit": Handler(commit, writes=one_id, is_barrier=True, room=ANSWER_BYTES),

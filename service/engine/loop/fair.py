@@ -65,10 +65,6 @@ class FairQueue(Generic[T]):
         else:
             line.items.append(item)
 
-    def put_back(self, namespace: str, item: T) -> None:
-        """Return an item that cannot go on to the front of its line."""
-        self.append(namespace, item, first=True)
-
     def charge(self, namespace: str, seconds: float) -> None:
         """Count time that the engine has spent for a namespace."""
         line = self._lines.get(namespace)

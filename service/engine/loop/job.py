@@ -107,30 +107,21 @@ Slices = Generator[Slice, Any, None]
 """Yields slices one after another, and is sent the result of each."""
 
 
-def nothing_to_undo() -> None:
-    """For work that changes nothing before its end."""
-
-
-def is_reversible() -> bool:
-    """For work that can be stopped between any two slices: it never has to finish."""
-    return False
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class SlicedWork:
     """Work too long for one turn: others have their turns between two of its slices.
 
-    `undo` takes back all that the operation changed; `undo_slices` does so where that is too long
-    for one turn as well. `made` names sequences that are locked until it is over, beside the
-    request's own. `must_finish`: whether it can no longer be undone.
+    `undo` takes back all that the operation changed, by default nothing; `undo_slices` does so
+    where that is too long for one turn as well. `made` names sequences that are locked until it is
+    over, beside the request's own. `must_finish`: whether it can no longer be undone.
     """
 
     slices: Slices
-    undo: Callable[[], None] = nothing_to_undo
+    undo: Callable[[], None] = lambda: None
     extension: None = None
     counts: Counts = NOTHING
     made: tuple[str, ...] = ()
-    must_finish: Callable[[], bool] = is_reversible
+    must_finish: Callable[[], bool] = lambda: False
     undo_slices: Callable[[], Slices] | None = None
 
     def run(self) -> None:

@@ -135,10 +135,6 @@ class Launches:
             if self._group_s > GROUP_SHARE * pace.slice_s:
                 self.is_closed = True
 
-    def close_group(self) -> None:
-        """Take no more jobs into the group."""
-        self.is_closed = bool(self.group)
-
     def submit(self) -> bool:
         """Start the group on the device; False while the device has `MAX_IN_FLIGHT` launches."""
         if not self.group:

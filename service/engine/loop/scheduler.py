@@ -55,11 +55,6 @@ NOTED_S: Final = 1e-3
 """Shortest time that is reported to the watchdog."""
 
 
-def has_been_read(_: Job) -> bool:
-    """The default for `read`: requests are read before they are admitted."""
-    return True
-
-
 class Scheduler:
     """Belongs to the engine's thread.
 
@@ -73,7 +68,7 @@ class Scheduler:
         metrics: Metrics,
         reply: Callable[[Job], None],
         lanes: Lanes,
-        read: Callable[[Job], bool] = has_been_read,
+        read: Callable[[Job], bool] = lambda _: True,
         watchdog: Watchdog | None = None,
     ) -> None:
         self._store = store
@@ -171,11 +166,11 @@ class Scheduler:
                 if behind is None and (self._locks.count or self.steps.count):
                     behind = SequenceLocks()
                 if queue.count and not queue.depth(job.request.tenant.namespace):
-                    launches.close_group()  # the namespace waits for nothing else
+                    launches.is_closed = bool(launches.group)  # it waits for nothing else
             else:
                 break
         for job in reversed(blocked):
-            queue.put_back(job.request.tenant.namespace, job)
+            queue.append(job.request.tenant.namespace, job, first=True)
 
     def _has_read(self, job: Job, now: float) -> bool:
         """Read on in a request: False when it is refused, or when others have their turns first."""

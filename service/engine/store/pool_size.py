@@ -21,17 +21,13 @@ def backend_maker(
     GPU of its own."""
 
     def make() -> Backend:
-        kind: Kind = backend.kind if backend.kind != "auto" else chosen_kind()
+        kind: Kind = "cuda" if cuda_devices() else "cpu"
+        kind = backend.kind if backend.kind != "auto" else kind
         device = backend.device if kind == "cpu" else backend.device + worker
         pages = num_pages(pool, lambda: free_bytes(kind, device))
         return make_backend(kind, geometry(pool, pages), device, numerics=numerics)
 
     return make
-
-
-def chosen_kind() -> Kind:
-    """The backend that `auto` selects on this machine."""
-    return "cuda" if cuda_devices() else "cpu"
 
 
 def num_pages(pool: PoolSettings, free: Callable[[], int]) -> int:

@@ -39,7 +39,7 @@ def test_an_item_that_is_put_back_comes_first_in_its_line() -> None:
         queue.append("one", item)
     held = [queue.pop(), queue.pop()]
     for item in reversed(held):
-        queue.put_back("one", item)
+        queue.append("one", item, first=True)
     assert taken(queue, 3) == "abc"
 
 
