@@ -71,6 +71,7 @@ class Attack:
     """`prepare` creates the burst's sequences by a client, before the measurement.
 
     `heads`: number of HTTP heads with large declared lengths whose bodies never come.
+    `listeners`: number of streams of events that are read during the burst.
     `stops_engine`: an engine of the cluster is stopped (SIGSTOP) during the attack.
     `reads_no_log`: the service's log goes to a pipe without a reader.
     """
@@ -79,6 +80,7 @@ class Attack:
     burst: Burst
     prepare: Prepare | None = None
     heads: int = 0
+    listeners: int = 0
     stops_engine: bool = False
     reads_no_log: bool = False
     ways: tuple[str, ...] = ("session", "http")
@@ -275,6 +277,7 @@ ATTACKS: Final = (
         reads_no_log=True,
         ways=("http",),
     ),
+    Attack("S19 900 listeners of events", calls("clear", 1), listeners=900, ways=("http",)),
 )
 
 
@@ -358,6 +361,7 @@ async def over_http(
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head("POST", "/v1/append", door.key, 10 * 2**20))
         opened.append(writer)
+    listeners = [asyncio.ensure_future(listen(door)) for _ in range(attack.listeners)]
     shots = itertools.cycle(requests)
 
     async def worker() -> None:
@@ -375,13 +379,21 @@ async def over_http(
         await asyncio.sleep(seconds)
     left = [one for one in workers if not one.done()]
     statuses["-"] += len(left)
-    for one in left:
+    for one in left + listeners:
         one.cancel()
     for one in workers:
         if one.done() and not one.cancelled() and one.exception() is not None:
             statuses[type(one.exception()).__name__] += 1
     if not statuses["-"]:
         del statuses["-"]
+
+
+async def listen(door: Door) -> None:
+    """Read a stream of events to its end."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(door.url).port)
+    writer.write(head("GET", "/v1/events", door.key, None))
+    while await reader.read(2**16):
+        pass
 
 
 def as_http(shot: Shot, door: Door) -> tuple[bytes, ...]:

@@ -22,6 +22,7 @@ from service.doors.http.endpoints.responses import (
 )
 from service.doors.http.protocol.admission import is_still_valid
 from service.doors.http.protocol.exchange import Exchange
+from service.doors.kit.pieces import Waiters
 from service.doors.kit.problems import ProblemText
 from service.doors.kit.upstream import events_after
 from service.errors import AttndError, NotReady
@@ -63,7 +64,7 @@ class Feed:
         self.events: deque[bytes] = deque(maxlen=KEPT)
         self.listeners = 0
         self.is_over = False
-        self.changed = asyncio.Event()
+        self.news = Waiters(door.wakes)
         self.task = door.loop.create_task(self.poll())
 
     async def poll(self) -> None:
@@ -77,7 +78,7 @@ class Feed:
             pass
         finally:
             self.is_over = True
-            self.changed.set()
+            self.news.wake()
 
     async def look(self) -> None:
         """Fetch new events; an error is ignored until the next poll."""
@@ -90,8 +91,7 @@ class Feed:
         if page.events:
             self.events.extend(page.events)
             self.newest = page.next
-            self.changed.set()
-            self.changed = asyncio.Event()
+            self.news.wake()
 
     async def after(self, last: int) -> Page:
         """Some events after number `last`. Raises AttndError, ProblemText."""
@@ -133,9 +133,9 @@ class EventStream:
             while not feed.is_over and is_still_valid(self.door.authenticator, exchange):
                 if page.events or page.too_old:
                     connection.send(b"", written(page))
-                    await wait_until_read(connection)
-                elif feed.newest <= page.next and not await wait_for(feed.changed, KEEP_ALIVE_S):
+                elif feed.newest <= page.next and not await feed.news.wait(KEEP_ALIVE_S):
                     connection.send(b"", [KEEP_ALIVE])
+                await connection.wait_until_read()
                 page = await feed.after(page.next)
         finally:
             feed.listeners -= 1
@@ -178,25 +178,3 @@ def written(page: Page) -> list[bytes]:
     first = page.next - len(page.events)
     dropped = f'id: {first}\nevent: too_old\ndata: {{"id":{first},"type":"too_old"}}\n\n'
     return [dropped.encode(), *page.events]
-
-
-async def wait_until_read(connection: Connection) -> None:
-    """Return when the client has read most of what was sent; a client that reads nothing for
-    `idle_timeout_s` is disconnected."""
-    timeout_s, loop = connection.door.limits.idle_timeout_s, connection.loop
-    ends, unsent = loop.time() + timeout_s, connection.unsent_bytes()
-    while connection.intake.is_held and not connection.transport.is_closing():
-        if (left := connection.unsent_bytes()) < unsent:
-            ends, unsent = loop.time() + timeout_s, left
-        elif loop.time() > ends:
-            connection.transport.abort()
-        await asyncio.sleep(POLL_S)
-
-
-async def wait_for(event: asyncio.Event, seconds: float) -> bool:
-    """Whether the event is set within `seconds`."""
-    try:
-        await asyncio.wait_for(event.wait(), seconds)
-    except TimeoutError:
-        return False
-    return True

@@ -11,6 +11,7 @@ import numpy as np
 from attnd.wire.dtypes import Array
 
 from service.doors.http.live.samples import COLUMNS, Samples
+from service.doors.kit.pieces import Waiters
 from service.doors.kit.problems import ProblemText
 from service.doors.kit.upstream import call_engine
 from service.errors import AttndError, NotReady
@@ -48,7 +49,7 @@ class Feed:
         self.seen = door.loop.time()
         """When the engine replied last."""
         self.is_over = False
-        self.changed = asyncio.Event()
+        self.news = Waiters(door.wakes)
         self.task = door.loop.create_task(self.run())
 
     @property
@@ -67,7 +68,7 @@ class Feed:
                     look = loop.create_task(self.look())
                 await asyncio.wait((look,), timeout=PERIOD_S)
                 self.put_load()
-                self.wake()
+                self.news.wake()
                 await asyncio.sleep(max(0.0, due - loop.time()))
         except NotReady:
             pass
@@ -75,11 +76,7 @@ class Feed:
             if look is not None:
                 look.cancel()
             self.is_over = True
-            self.wake()
-
-    def wake(self) -> None:
-        self.changed.set()
-        self.changed = asyncio.Event()
+            self.news.wake()
 
     async def look(self) -> None:
         """Fetch a snapshot; an error is ignored until the next one."""

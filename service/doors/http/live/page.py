@@ -10,11 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from service.doors.http.endpoints.events import (
-    KEEP_ALIVE_S,
-    wait_for,
-    wait_until_read,
-)
+from service.doors.http.endpoints.events import KEEP_ALIVE_S
 from service.doors.http.endpoints.pages import named
 from service.doors.http.endpoints.responses import (
     EXCHANGE,
@@ -124,8 +120,8 @@ class LiveStream:
                 self.needs_no_key or is_still_valid(self.door.authenticator, exchange)
             ):
                 connection.send(b"", feed.after(had) or [KEEP_ALIVE])
-                await wait_until_read(connection)
-                await wait_for(feed.changed, KEEP_ALIVE_S)
+                await connection.wait_until_read()
+                await feed.news.wait(KEEP_ALIVE_S)
         finally:
             feed.viewers -= 1
             if not feed.viewers:

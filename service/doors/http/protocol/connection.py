@@ -53,6 +53,8 @@ class Connection(asyncio.BufferedProtocol):
         self.deadline = inf
         self.unsent = 0
         """Bytes of responses that the client had not read at the last check."""
+        self.writing: asyncio.Future[None] | None = None
+        """Set while a stream waits for its reader."""
         self.peer = self.address = ""
         """The client's address with and without its port."""
 
@@ -120,11 +122,16 @@ class Connection(asyncio.BufferedProtocol):
     def pause_writing(self) -> None:
         self.intake.is_held = True
         self.unsent = self.unsent_bytes()
+        self.deadline = self.loop.time() + self.door.limits.idle_timeout_s
 
     def resume_writing(self) -> None:
         self.intake.is_held = False
         self.unsent = 0
-        if self.exchange is None and not self.is_closing:
+        if self.exchange is not None:  # a stream
+            self.deadline = inf
+            if self.writing is not None and not self.writing.done():
+                self.writing.set_result(None)
+        elif not self.is_closing:
             self.resume()
 
     # reading
@@ -138,7 +145,7 @@ class Connection(asyncio.BufferedProtocol):
             if not self.is_timed:
                 self.is_timed = True
                 self.deadline = self.loop.time() + self.door.limits.receive_timeout_s
-        elif self.exchange is not None:
+        elif self.exchange is not None and not intake.is_held:
             self.is_timed, self.deadline = False, inf
         if (is_partial or intake.ahead) and intake.is_blocked and not self.is_paused:
             self.is_paused = not self.transport.is_closing()
@@ -212,6 +219,12 @@ class Connection(asyncio.BufferedProtocol):
         else:
             self.transport.writelines((head, *parts))
 
+    async def wait_until_read(self) -> None:
+        """Return when the client has read most of a stream; `check` ends one that reads nothing."""
+        if self.intake.is_held:
+            self.writing = self.loop.create_future()
+            await self.writing
+
     def answered(self, exchange: Exchange, is_whole: bool) -> None:
         """The transport has the response: on to the next request, or to the end. `is_whole`: the
         request was received to its end."""
@@ -249,6 +262,7 @@ class Connection(asyncio.BufferedProtocol):
         self.is_closing = True
         intake.direct, intake.ahead = None, b""
         if not softly or not self.door.may_linger(self):
+            self.deadline = self.loop.time() + self.door.limits.idle_timeout_s
             self.transport.close()
             return
         self.deadline = self.loop.time() + LINGER_S
@@ -295,7 +309,8 @@ class Connection(asyncio.BufferedProtocol):
             return
         self.deadline = inf
         unsent = self.unsent_bytes()
-        if unsent and unsent != self.unsent and self.exchange is None:  # the client reads, slowly
+        is_sent = self.exchange is None or self.exchange.is_answered
+        if unsent and unsent != self.unsent and is_sent:  # the client reads, slowly
             self.unsent = unsent
             self.deadline = now + self.door.limits.idle_timeout_s
         elif self.is_closing or unsent:

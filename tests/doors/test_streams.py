@@ -1,0 +1,137 @@
+"""Streams of events: many listeners, and readers that do not read."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from images import write_image
+from scripted import Heard, Running, serving, wait_for
+
+from service.doors.http.protocol.connection import Connection
+from service.doors.kit.pieces import WOKEN, Waiters, Wakes
+
+LISTENERS = 100
+
+
+class Events:
+    """An engine's script: events of `size` characters, up to number `newest`."""
+
+    def __init__(self) -> None:
+        self.newest = 0
+        self.size = 1
+
+    def __call__(self, heard: Heard) -> bytes:
+        last = self.newest if heard.fields["after"] < 0 else heard.fields["after"]
+        found = [
+            {"id": number, "type": "cleared", "text": "x" * self.size}
+            for number in range(last + 1, self.newest + 1)
+        ]
+        return write_image({"events": found, "next": self.newest, "too_old": False}, {}, "response")
+
+
+def listen(door: Running) -> socket.socket:
+    peer = door.connect()
+    peer.sendall(b"GET /v1/events HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    assert peer.recv(12) == b"HTTP/1.1 200"
+    return peer
+
+
+def test_an_event_reaches_many_listeners_over_several_passes_of_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events, number = Events(), 0
+    passes: list[int] = []
+    send = Connection.send
+
+    def noted(self: Connection, head: bytes, parts: Any) -> None:
+        if not head:
+            passes.append(number)
+        send(self, head, parts)
+
+    with serving(tmp_path, script=events) as door:
+        peers = [listen(door) for _ in range(LISTENERS)]
+        monkeypatch.setattr(Connection, "send", noted)
+        loop = door.server.loop
+        assert loop is not None
+
+        def count() -> None:
+            nonlocal number
+            number += 1
+            if len(passes) < LISTENERS:
+                loop.call_soon(count)
+
+        door.on_loop(count)
+        events.newest = 1
+        for peer in peers:
+            received = b""
+            while b"event: cleared" not in received:
+                received += peer.recv(4096)
+            peer.close()
+    assert len(passes) == LISTENERS
+    assert max(passes.count(one) for one in passes) <= WOKEN
+
+
+def test_waiters_are_woken_in_their_order_and_those_that_left_take_no_place() -> None:
+    woken: list[tuple[int, int]] = []
+    number = 0
+
+    async def wait(waiters: Waiters, name: int) -> None:
+        if await waiters.wait(60.0):
+            woken.append((number, name))
+
+    async def main() -> None:
+        nonlocal number
+        wakes = Wakes()
+        two = [Waiters(wakes), Waiters(wakes)]
+        tasks = [asyncio.create_task(wait(one, name)) for one in two for name in range(2 * WOKEN)]
+        assert not await two[0].wait(0.001)
+        for task in tasks[:WOKEN]:
+            task.cancel()
+        for one in two:
+            one.wake()
+        while len(woken) < 3 * WOKEN:
+            number += 1
+            await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert [name for _, name in woken] == [*range(WOKEN, 2 * WOKEN), *range(2 * WOKEN)]
+    assert [pass_ - woken[0][0] for pass_, _ in woken] == [0] * WOKEN + [1] * WOKEN + [2] * WOKEN
+
+
+def test_a_listener_that_reads_nothing_is_disconnected_though_it_sends(tmp_path: Path) -> None:
+    events = Events()
+    events.size = 2**20
+    with serving(tmp_path, "--server.idle-timeout-s", "0.5", script=events) as door:
+        peer = listen(door)
+        (connection,) = door.door.connections
+        while not connection.intake.is_held:
+            events.newest += 1
+            wait_for(lambda: connection.intake.is_held or events.newest == sent(door), "an event")
+        peer.sendall(b"x")
+        wait_for(lambda: not door.door.connections, "the end of the connection")
+        peer.close()
+
+
+def sent(door: Running) -> int:
+    """The number of the newest event that the feed has."""
+    routes = {one.name: one for one in door.door.app.router.routes}
+    (feed,) = routes["stream_events"].endpoint.feeds.values()
+    return int(feed.newest)
+
+
+def test_a_closing_connection_whose_response_is_not_read_ends(tmp_path: Path) -> None:
+    def much(heard: Heard) -> bytes:
+        return write_image({"text": "x" * 2**21}, {}, "response")
+
+    with serving(tmp_path, "--server.idle-timeout-s", "0.5", script=much) as door:
+        door.server.setup.sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        peer = door.connect()
+        head = b"GET /v1/sequences HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+        peer.sendall(head)
+        wait_for(lambda: door.engine.heard, "the call")
+        wait_for(lambda: not door.door.connections, "the end of the connection")
+        peer.close()
