@@ -127,7 +127,8 @@ class ServerSettings(Section):
     max_connections: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
     """Maximum number of connections to one HTTP door. A further one closes an idle one, first
     without a valid key, then of the host with the most; if none is idle, it gets 429 and is closed.
-    Keep it below the process's limit of open files."""
+    With keys, one namespace can have requests on half of them. Keep the number below the process's
+    limit of open files."""
 
     max_header_bytes: Annotated[int, Field(ge=1024)] = 64 * 2**10
     """Maximum size of a request's line and headers; larger ones get 431."""

@@ -14,7 +14,7 @@ from config.sections import Settings
 from config.server import ServerSettings
 from service.doors.http.application import make_application
 from service.doors.http.long_json import LongJson
-from service.doors.http.protocol.admission import HostRule
+from service.doors.http.protocol.admission import BusyConnections, HostRule
 from service.doors.http.protocol.bodies import BodyShares
 from service.doors.http.protocol.connection import Connection
 from service.doors.http.protocol.read_budget import ReadBudget
@@ -67,6 +67,7 @@ class Door:
         self.read_budget = ReadBudget(self.loop)
         soft, spare = descriptors()
         self.max_connections = min(limits.max_connections, soft - spare)
+        self.busy = BusyConnections(max(1, self.max_connections // 2))
         self.max_lingering = spare // 2
         self.active = 0
         """Requests without a response."""

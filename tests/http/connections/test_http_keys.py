@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import httpx
@@ -205,6 +205,27 @@ def test_what_no_header_can_carry_is_no_key_and_is_not_shown(key: str) -> None:
     with pytest.raises(ValueError, match="api_key must be visible ASCII") as refused:
         Client(api_key=key)
     assert key == "" or key not in str(refused.value)
+
+
+@pytest.mark.skipif(KIND != "cpu", reason="the same for every backend")
+def test_one_namespace_has_requests_on_half_of_the_connections(tmp_path: Path) -> None:
+    write_keys(tmp_path / "keys")
+    options = ("--auth.keys-file", str(tmp_path / "keys"), "--server.max-connections", "6")
+    with serving(*options) as service, ExitStack() as stack:
+        red, blue = (
+            stack.enter_context(holder(service, f"a-key-of-{who}")) for who in ("red", "blue")
+        )
+        listened = [stack.enter_context(red.stream("GET", "/v1/events")) for _ in range(3)]
+        for _ in range(2):
+            problem = check_problem(red.get("/v1/info"), 429, "overloaded")
+            assert "half of server.max_connections" in problem["detail"]
+            assert blue.get("/v1/info").status_code == 200
+        listened.pop().close()
+        wait_for(lambda: red.get("/v1/info").status_code == 200, "the stream's end")
+        assert service.door.busy.by_namespace == {"red": 2}
+        for stream in listened:
+            stream.close()
+        wait_for(lambda: not service.door.busy.by_namespace, "the others' ends")
 
 
 @pytest.mark.long

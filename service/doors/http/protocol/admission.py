@@ -17,7 +17,7 @@ from typing import Final
 from config.sections import Settings
 from service.doors.http.protocol.exchange import Exchange
 from service.doors.http.protocol.heads import Headers
-from service.errors import AttndError, Forbidden, MalformedRequest, Unauthorized
+from service.errors import AttndError, Forbidden, MalformedRequest, Overloaded, Unauthorized
 from service.keys import Authenticator, Keys
 from service.tenants import ANONYMOUS
 
@@ -111,6 +111,34 @@ class ConnectionKey:
                 return
             self.keys, self.authorization = keys, authorization
         exchange.tenant = self.tenant
+
+
+class BusyConnections:
+    """Limits the connections on which one namespace has requests, so that others find room: an idle
+    connection is closed for a new one, but not a busy one."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.by_namespace: dict[str, int] = {}
+
+    def enter(self, namespace: str) -> None:
+        """A connection of the namespace becomes busy. Raises Overloaded."""
+        count = self.by_namespace.get(namespace, 0)
+        if count >= self.limit:
+            text = (
+                f"this namespace has requests on {count} connections, the limit is half of "
+                "server.max_connections: wait for responses, or end streams"
+            )
+            raise Overloaded(text, retry_after_s=1.0)
+        self.by_namespace[namespace] = count + 1
+
+    def leave(self, namespace: str) -> None:
+        """One of its connections is idle again, or closed."""
+        count = self.by_namespace[namespace] - 1
+        if count:
+            self.by_namespace[namespace] = count
+        else:
+            del self.by_namespace[namespace]
 
 
 def is_still_valid(authenticator: Authenticator | None, exchange: Exchange) -> bool:

@@ -46,6 +46,8 @@ class Connection(asyncio.BufferedProtocol):
         self.task: asyncio.Task[None] | None = None
         self.key = None if door.authenticator is None else ConnectionKey(door.authenticator)
         self.is_paused = self.is_timed = self.is_tls = self.is_closing = False
+        self.busy_in = ""
+        """The namespace, if any, that this busy connection counts for."""
         self.is_known = False
         """Whether a request with a valid key has come; without keys, whether any has."""
         self.half_closed: HalfClosed | None = None
@@ -73,6 +75,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.door.connections.discard(self)
+        self.become_idle()
         self.is_closing = True
         self.deadline = inf
         if self.half_closed is not None:
@@ -132,6 +135,7 @@ class Connection(asyncio.BufferedProtocol):
             if self.writing is not None and not self.writing.done():
                 self.writing.set_result(None)
         elif not self.is_closing:
+            self.become_idle()
             self.resume()
 
     # reading
@@ -161,6 +165,7 @@ class Connection(asyncio.BufferedProtocol):
         self.exchange = exchange
         if self.key is not None:
             self.key.authenticate(exchange)
+            self.become_busy(exchange)
         if headers.host not in door.host_rule.accepted or headers.origin is not None:
             exchange.refusal = door.host_rule.refusal(headers) or exchange.refusal
         if exchange.refusal is None:
@@ -169,6 +174,24 @@ class Connection(asyncio.BufferedProtocol):
                 caller = self.address if self.key is None else exchange.tenant.namespace
                 body.begin(door, caller, headers.lead)
         self.task = self.loop.create_task(run(door, exchange))
+
+    def become_busy(self, exchange: Exchange) -> None:
+        """Count a request with a valid key for its namespace, or set its refusal."""
+        self.become_idle()
+        namespace = exchange.tenant.namespace
+        if exchange.refusal is None:
+            try:
+                self.door.busy.enter(namespace)
+            except AttndError as error:
+                exchange.refusal = error
+            else:
+                self.busy_in = namespace
+
+    def become_idle(self) -> None:
+        """All responses are sent, or the connection is closed."""
+        if self.busy_in:
+            self.door.busy.leave(self.busy_in)
+            self.busy_in = ""
 
     @property
     def is_idle(self) -> bool:
@@ -231,6 +254,8 @@ class Connection(asyncio.BufferedProtocol):
         self.exchange = self.task = None
         intake = self.intake
         intake.body = None
+        if not intake.is_held:
+            self.become_idle()
         if self.is_closing:
             return
         if not exchange.keep_alive:
