@@ -36,7 +36,7 @@ class Exported:
         return NewCall("import_sequence", given, tensors)
 
     def end(self, name: str, **fields: Any) -> NewCall:
-        return NewCall("import_sequence", {"id": name, "digest": self.last} | fields, {})
+        return NewCall("import_sequence", {"id": name, "digest": self.last} | fields)
 
 
 async def export(caller: Caller, name: str, **fields: Any) -> Exported:
@@ -62,7 +62,7 @@ async def ask_part(
     if shard is not None:
         fields["shard"] = shard
     fields |= {key: header[key] for key in ("generation", "part_bytes")}
-    return await caller.submit(NewCall("export_sequence", fields, {}), room=2**20)
+    return await caller.submit(NewCall("export_sequence", fields), room=2**20)
 
 
 async def bring(caller: Caller, given: Exported, name: str, **fields: Any) -> dict[str, Any]:
@@ -90,7 +90,7 @@ async def held(caller: Caller, name: str, num_layers: int) -> list[Any]:
     every = []
     for layer in range(num_layers):
         fields = {"layer": layer, "sequences": [name], "dtype": "fp32"}
-        reply = await caller.submit(NewCall("gather", fields, {}), room=2**20)
+        reply = await caller.submit(NewCall("gather", fields), room=2**20)
         every += [np.array(reply.tensors["k"]), np.array(reply.tensors["v"])]
     return every
 

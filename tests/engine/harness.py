@@ -10,13 +10,22 @@ import json
 import socket
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import pytest
 from images import read_image, write_image
 
 from config.settings import AuthSettings, EngineSettings, ServerSettings, Settings
@@ -27,6 +36,7 @@ from service.engine.loop.scheduler import Scheduler
 from service.image.json_body import fields_text, read_header
 from service.image.reading import Layout, place, read_entry
 from service.image.writing import RESPONSE
+from service.keys import line_of
 from service.metrics import Metrics
 from service.operations.table import BY_NAME
 from service.road.caller_end.caller import Answered, RoadCaller
@@ -34,7 +44,7 @@ from service.road.engine_end.listening import listen
 from tests.engine.fake_backend import GEOMETRY, WAIT_S, FakeBackend
 
 T = TypeVar("T")
-OPTIONS = {"slice_ms", "keys_file", "late"}
+OPTIONS = {"slice_ms", "late"}
 ARENA_BYTES = 2**24
 ROOM_BYTES = 2**17
 """Of an answer, beside as much as the request takes."""
@@ -45,8 +55,8 @@ class NewCall:
     """An operation with its fields and tensors, not sent yet."""
 
     name: str
-    fields: dict[str, Any]
-    tensors: dict[str, Any]
+    fields: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, Any] = field(default_factory=dict)
 
     def but(self, name: str | None = None, **fields: Any) -> NewCall:
         """The same with other fields; arrays replace tensors, None takes one away."""
@@ -138,17 +148,52 @@ class Caller:
             request.free()
             answer.free()
 
-    async def call(self, name: str, fields: dict[str, Any], **tensors: Any) -> Reply:
-        return await self.submit(NewCall(name, fields, tensors))
+    async def call(self, name: str, fields: dict[str, Any] | None = None, **tensors: Any) -> Reply:
+        return await self.submit(NewCall(name, fields or {}, tensors))
 
     def start(self, call: NewCall, **how: Any) -> asyncio.Task[Reply]:
         """The same as a task whose frame is sent at the next turn of the loop."""
         return asyncio.create_task(self.submit(call, **how))
 
+    def attempt(self, call: NewCall, **how: Any) -> asyncio.Task[Reply | Exception]:
+        """The same as a task that has an error for its result."""
+        return asyncio.create_task(outcome(self.submit(call, **how)))
+
+    async def code(self, call: NewCall, **how: Any) -> str:
+        """`ok`, or the code of the error that answers an operation."""
+        return code(await outcome(self.submit(call, **how)))
+
+    async def refused(
+        self, call: NewCall, code: str = "", *, room: int | None = None, **problem: Any
+    ) -> Refused:
+        """The error that answers an operation, with this code and these parts of its problem."""
+        with pytest.raises(Refused) as caught:
+            await self.submit(call, room=room)
+        error = caught.value
+        found = {name: error.problem.get(name) for name in problem}
+        assert (code or error.code, found) == (error.code, problem), (call, error.problem)
+        assert error.status == error.problem["status"]
+        return error
+
+    async def create(self, *names: str, parent: str | None = None) -> None:
+        await self.submit(
+            creation(*({"id": name} | ({"parent": parent} if parent else {}) for name in names))
+        )
+
+    async def pool(self) -> dict[str, Any]:
+        return (await self.call("pool")).fields
+
+    async def view(self, name: str) -> dict[str, Any]:
+        return (await self.submit(get(name))).fields
+
+    async def length(self, name: str, layer: int = 0) -> int:
+        tokens: int = (await self.view(name))["lengths"][layer]
+        return tokens
+
     @asynccontextmanager
-    async def another(self) -> AsyncIterator[Caller]:
-        """A second session with the same engine."""
-        road = await RoadCaller.connect(self.running.path, ARENA_BYTES)
+    async def another(self, key: str = "") -> AsyncIterator[Caller]:
+        """Another session with the same engine."""
+        road = await RoadCaller.connect(self.running.path, ARENA_BYTES, key=key)
         try:
             yield Caller(self.running, road)
         finally:
@@ -189,22 +234,24 @@ class Running:
         assert not self.thread.is_alive(), "the engine does not end"
 
 
+Keys = Mapping[str, tuple[str, list[str]]]
+"""The namespace and the scopes of each key."""
+
+
 def with_engine(
     backend: Any,
     scenario: Callable[[Caller], Coroutine[Any, Any, T]],
     *,
-    slice_ms: float = 1000.0,
-    max_sequences: int = 65536,
     ends: type[BaseException] | None = None,
     arena_bytes: int = ARENA_BYTES,
-    keys_file: str | None = None,
+    keys: Keys | None = None,
     key: str = "",
-    **server: Any,
+    **settings: Any,
 ) -> T:
     """Run a scenario with a caller of a ready engine, and drain it; it is to end with `ends`.
 
-    All that a test sends has its turn in one round, unless `slice_ms` is short. The caller shows
-    `key`, where there is a `keys_file`.
+    `settings` are the engine's and the server's. All that a test sends has its turn in one round,
+    unless `slice_ms` is short. The caller shows `key`, where there are `keys`.
     """
 
     async def run(running: Running) -> T:
@@ -217,14 +264,24 @@ def with_engine(
                 backend.let_all()
             road.close()
 
-    engine_settings = EngineSettings(slice_ms=slice_ms, max_sequences=max_sequences)
-    settings = Settings(
-        server=ServerSettings(**server),
-        engine=engine_settings,
-        auth=AuthSettings(keys_file=keys_file),
-    )
-    with running_engine(backend, settings, ends) as running:
-        return asyncio.run(run(running))
+    given = {"slice_ms": 1000.0} | settings
+    engine = {name: given.pop(name) for name in given.keys() & EngineSettings.model_fields}
+    with tempfile.TemporaryDirectory(prefix="attnd-keys-") as directory:
+        file = None
+        if keys is not None:
+            file = str(Path(directory) / "keys")
+            write_keys(file, keys)
+        every = Settings(
+            server=ServerSettings(**given),
+            engine=EngineSettings(**engine),
+            auth=AuthSettings(keys_file=file),
+        )
+        with running_engine(backend, every, ends) as running:
+            return asyncio.run(run(running))
+
+
+def write_keys(file: str, keys: Keys) -> None:
+    Path(file).write_text("\n".join(line_of(key, *held) for key, held in keys.items()))
 
 
 Test = Callable[..., Coroutine[Any, Any, None]]
@@ -234,21 +291,30 @@ def engine_test(make: Callable[..., Any], **options: Any) -> Callable[[Test], Ca
     """Make a test of a coroutine whose first parameter is a caller of an engine over `make(...)`.
 
     `options` go to `with_engine`, `late` to `make`; so does a parameter or fixture of the test
-    that is named as in `OPTIONS`. A parameter `backend` is the engine's.
+    that is named as in `OPTIONS`. A parameter `backend` is the engine's; one that is named as one
+    of the `keys` is a session by that key.
     """
 
     def decorate(coroutine: Test) -> Callable[..., None]:
         signature = inspect.signature(coroutine)
         _, *names = signature.parameters
+        sessions = [name for name in names if name in options.get("keys", ())]
 
         def test(**given: Any) -> None:
             every = options | {name: given[name] for name in OPTIONS & given.keys()}
             backend = make(late=every.pop("late")) if "late" in every else make()
             given |= {"backend": backend} if "backend" in names else {}
-            with_engine(backend, lambda caller: coroutine(caller, **given), **every)
+
+            async def scenario(caller: Caller) -> None:
+                async with AsyncExitStack() as stack:
+                    for name in sessions:
+                        given[name] = await stack.enter_async_context(caller.another(name))
+                    await coroutine(caller, **given)
+
+            with_engine(backend, scenario, **every)
 
         functools.update_wrapper(test, coroutine)
-        taken = [signature.parameters[name] for name in names if name != "backend"]
+        taken = [signature.parameters[name] for name in names if name not in ("backend", *sessions)]
         test.__signature__ = signature.replace(parameters=taken)
         return test
 
@@ -336,20 +402,6 @@ def code(result: Any) -> str:
     return result.code
 
 
-async def create(caller: Caller, *names: str, parent: str | None = None) -> None:
-    new = [{"id": name} | ({"parent": parent} if parent else {}) for name in names]
-    await caller.call("create_sequences", {"sequences": new})
-
-
-async def pool(caller: Caller) -> dict[str, Any]:
-    return (await caller.call("pool", {})).fields
-
-
-async def length(caller: Caller, name: str, layer: int = 0) -> int:
-    tokens: int = (await caller.call("get_sequence", {"id": name})).fields["lengths"][layer]
-    return tokens
-
-
 def rows(seed: int, n: int, geometry: PoolGeometry = GEOMETRY, dtype: Any = np.float32) -> Any:
     """k or v [n, Hkv, D]."""
     shape = (n, geometry.num_kv_heads, geometry.head_dim)
@@ -376,21 +428,29 @@ def decode(*names: str, layer: int = 0, seed: int = 0, new: bool = False, **fiel
     return NewCall("decode", {"layer": layer, "sequences": list(names)}, tensors).but(**fields)
 
 
+def creation(*new: dict[str, Any]) -> NewCall:
+    return NewCall("create_sequences", {"sequences": list(new)})
+
+
+def get(name: str) -> NewCall:
+    return NewCall("get_sequence", {"id": name})
+
+
 def gather(*names: str, layer: int = 0, dtype: str = "fp32") -> NewCall:
-    return NewCall("gather", {"layer": layer, "sequences": list(names), "dtype": dtype}, {})
+    return NewCall("gather", {"layer": layer, "sequences": list(names), "dtype": dtype})
 
 
 def delete(name: str) -> NewCall:
-    return NewCall("delete_sequence", {"id": name}, {})
+    return NewCall("delete_sequence", {"id": name})
 
 
 def truncate(name: str, length: int) -> NewCall:
-    return NewCall("truncate", {"id": name, "length": length}, {})
+    return NewCall("truncate", {"id": name, "length": length})
 
 
 async def three_sequences(caller: Caller) -> None:
     """`a` of 5 tokens and `b` of 9, both at layer 0, and `held`, which is empty."""
-    await create(caller, "a", "b", "held")
+    await caller.create("a", "b", "held")
     await caller.submit(append("a", 5))
     await caller.submit(append("b", 9, seed=5))
 
@@ -429,7 +489,7 @@ async def held_back(caller: Caller, backend: FakeBackend, *every: NewCall) -> li
     if backend.late:
         backend.gate.clear()
     with no_turns(caller):
-        tasks = [asyncio.create_task(outcome(caller.submit(call))) for call in every]
+        tasks = [caller.attempt(call) for call in every]
         await until(lambda: caller.num_waiting == len(every))
         del backend.launches[:], backend.calls[:]
     await until(lambda: caller.num_waiting < len(every) or tasks[0].done())

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from tests.engine.fake_backend import GEOMETRY, FakeBackend
-from tests.engine.harness import Caller, NewCall, append, create, queries, rows
+from tests.engine.harness import Caller, NewCall, append, queries, rows
 
 SLICE_MS = 0.001
 """Some hundred keys and rows are long then; a row over some keys is not."""
@@ -28,7 +28,7 @@ def long_append(name: str) -> NewCall:
 
 async def two_sequences(caller: Caller) -> None:
     """`a` of 20 tokens and `b` of 5, at both layers."""
-    await create(caller, "a", "b")
+    await caller.create("a", "b")
     for layer in range(GEOMETRY.num_layers):
         await caller.submit(append("a", 20, layer=layer))
         await caller.submit(append("b", 5, layer=layer, seed=7))

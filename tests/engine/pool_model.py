@@ -16,6 +16,7 @@ from tests.engine.harness import (
     NewCall,
     Reply,
     Test,
+    creation,
     engine_test,
     queries,
     rows,
@@ -37,7 +38,7 @@ class Model:
 
     async def create(self, name: str, parent: str | None = None, length: int | None = None) -> None:
         new = {"id": name, "parent": parent, "length": length}
-        await self.caller.call("create_sequences", {"sequences": [new]})
+        await self.caller.submit(creation(new))
         for layer in range(CPU_GEOMETRY.num_layers):
             k, v = self.held[parent, layer] if parent else (rows(0, 0, CPU_GEOMETRY),) * 2
             self.held[name, layer] = (k[:length], v[:length])

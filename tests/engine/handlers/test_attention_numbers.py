@@ -12,17 +12,7 @@ import numpy as np
 import oracle
 import pytest
 
-from tests.engine.harness import (
-    Caller,
-    NewCall,
-    Refused,
-    Reply,
-    outcome,
-    pool,
-    queries,
-    rows,
-    until,
-)
+from tests.engine.harness import Caller, NewCall, Reply, queries, rows, until
 from tests.engine.pool_model import (
     CPU_GEOMETRY,
     SCALE,
@@ -109,9 +99,7 @@ async def test_masks_of_both_forms_reach_the_right_rows(
         seen = oracle.visible(lens[b], len(k), causal=causal, mask=masks[b])
         wanted = oracle.attend(call.tensors["q"][mine], k, v, seen, sm_scale=SCALE)
         close((reply.o[mine], reply.lse[mine]), wanted, name)
-    refused = await outcome(caller.submit(call.but(**{kind: flat[:-1]})))
-    assert isinstance(refused, Refused)
-    assert (refused.code, refused.problem["field"]) == ("invalid_request", kind)
+    refused = await caller.refused(call.but(**{kind: flat[:-1]}), "invalid_request", field=kind)
     assert str(flat.size) in refused.problem["rule"]
 
 
@@ -167,7 +155,7 @@ async def test_attention_that_shares_a_launch_has_the_numbers_it_has_alone(
 async def test_ragged_prefill_equals_the_oracle_and_touches_no_page(
     caller: Caller, how: dict[str, Any], slice_ms: float
 ) -> None:
-    before = await pool(caller)
+    before = await caller.pool()
     lens, kv_lens = [3, 0, 2, 4], [5, 4, 0, 2]
     q, k, v = queries(1, 9, CPU_GEOMETRY), rows(1, 11, CPU_GEOMETRY), rows(2, 11, CPU_GEOMETRY)
     mask = np.random.default_rng(0).random(15 + 8) < 0.7
@@ -183,14 +171,12 @@ async def test_ragged_prefill_equals_the_oracle_and_touches_no_page(
         close((reply.o[mine], reply.lse[mine]), wanted)
     assert (reply.o[3:5] == 0).all()
     assert (reply.lse[3:5] == -np.inf).all()
-    assert await pool(caller) == before
+    assert await caller.pool() == before
     for wrong, name in (
         (call.but(cascade="always"), "cascade"),
         (call.but(mask=mask[1:]), "mask.shape"),
     ):
-        refused = await outcome(caller.submit(wrong))
-        assert isinstance(refused, Refused)
-        assert (refused.status, refused.problem["field"]) == (422, name)
+        await caller.refused(wrong, status=422, field=name)
 
 
 @cpu_engine()

@@ -22,11 +22,9 @@ from tests.engine.harness import (
     Caller,
     NewCall,
     Refused,
-    code,
-    create,
+    creation,
     fake_engine,
     outcome,
-    pool,
     rows,
     truncate,
 )
@@ -71,7 +69,7 @@ def cut(**keeps: tuple[int, Sequence[int]]) -> NewCall:
     if any(keep for _, keep in keeps.values()):
         fields["keep"] = [at for _, keep in keeps.values() for at in keep]
         fields["keep_indptr"] = indptr(*(len(keep) for _, keep in keeps.values()))
-    return NewCall("truncate_sequences", fields, {})
+    return NewCall("truncate_sequences", fields)
 
 
 async def stored(caller: Caller, *names: str) -> Stored:
@@ -100,11 +98,11 @@ def kept(held: Stored, name: str, length: int, keep: Sequence[int]) -> Stored:
 
 async def family(caller: Caller) -> None:
     """`a` of 23 tokens; `b` and `c`, forks of it that went on; `d` by itself."""
-    await create(caller, "a", "d")
+    await caller.create("a", "d")
     await caller.submit(append_layers(["a", "d"], [23, 9]))
-    await create(caller, "b", parent="a")
+    await caller.create("b", parent="a")
     new = {"id": "c", "parent": "a", "length": 17}
-    await caller.call("create_sequences", {"sequences": [new]})
+    await caller.submit(creation(new))
     await caller.submit(append_layers(["b", "c"], [8, 4], seed=7))
 
 
@@ -113,7 +111,7 @@ def test_an_append_at_many_layers_equals_appends_at_each(
     dtype: DType, layout: Layout, slice_ms: float
 ) -> None:
     async def scenario(caller: Caller) -> None:
-        await create(caller, "a", "b", "one", "two")
+        await caller.create("a", "b", "one", "two")
         for turn in range(2):
             counts = [7 + turn, 3]
             call = append_layers(["a", "b"], counts, seed=turn, layers=[1, 0])
@@ -149,11 +147,11 @@ async def test_an_append_at_many_layers_is_refused_whole(caller: Caller) -> None
     ]
 
     await family(caller)
-    before, numbers = await stored(caller, *"abcd"), await pool(caller)
+    before, numbers = await stored(caller, *"abcd"), await caller.pool()
     for wrong, expected in cases:
-        assert code(await outcome(caller.submit(wrong))) == expected
+        assert await caller.code(wrong) == expected
         assert_same(await stored(caller, *"abcd"), before)
-        assert (await pool(caller))["free"] == numbers["free"]
+        assert (await caller.pool())["free"] == numbers["free"]
     uneven = {"layer": 1, "sequences": ["d"], "append_indptr": [0, 1]}
     await caller.call("append", uneven, k=one["k"][:1], v=one["v"][:1])
     refused = await outcome(caller.submit(call))
@@ -165,14 +163,14 @@ async def test_an_append_at_many_layers_is_refused_whole(caller: Caller) -> None
 async def test_an_append_at_many_layers_that_fails_at_one_changes_none(
     caller: Caller, backend: FakeBackend, fails: int
 ) -> None:
-    await create(caller, "a")
+    await caller.create("a")
     shape = (GEOMETRY.num_layers, 3, GEOMETRY.num_kv_heads, GEOMETRY.head_dim)
     k = np.ones(shape, np.float32)
     fields = {"layers": [*range(len(k))], "sequences": ["a"], "append_indptr": [0, 3]}
     backend.failures["append"] = [None] * fails + [RuntimeError("a bug")]
     call = NewCall("append", fields, {"k": k, "v": k})
-    assert code(await outcome(caller.submit(call))) == "internal"
-    reply = (await caller.call("get_sequence", {"id": "a"})).fields
+    assert await caller.code(call) == "internal"
+    reply = await caller.view("a")
     assert (reply["lengths"], reply["pages"]) == ([0] * len(k), 0)
     assert (await caller.submit(call)).fields == {"lengths": [3]}
 
@@ -203,9 +201,9 @@ def test_tokens_kept_behind_a_cut_move_up_and_forks_stay_intact(
                 assert (view["id"], view["length"]) == (name, length + len(keep))
                 wanted |= kept(before, name, length, keep)
             assert_same(await stored(caller, *"abcd"), wanted)
-            assert (await pool(caller))["integrity"] == "ok"
+            assert (await caller.pool())["integrity"] == "ok"
             await caller.call("delete_sequences", {"prefix": ""})
-            assert (await pool(caller))["free"] == CPU_GEOMETRY.num_pages
+            assert (await caller.pool())["free"] == CPU_GEOMETRY.num_pages
 
     geometry = replace(CPU_GEOMETRY, dtype=dtype, layout=layout)
     on_cpu(scenario, geometry, slice_ms=slice_ms)
@@ -234,9 +232,9 @@ def test_random_cuts_of_many_leave_what_arrays_would_hold(seed: int) -> None:
             for name, (length, keep) in chosen.items():
                 wanted |= kept(before, name, length, keep)
             assert_same(await stored(caller, *"abcd"), wanted)
-            assert (await pool(caller))["integrity"] == "ok", turn
+            assert (await caller.pool())["integrity"] == "ok", turn
             await caller.call("delete_sequences", {"prefix": ""})
-            await caller.call("clear", {})
+            await caller.call("clear")
 
     on_cpu(scenario, slice_ms=chance.choice([20.0, 1e-6]))
 
@@ -270,31 +268,28 @@ async def test_a_cut_of_many_is_refused_whole(caller: Caller) -> None:
     ]
 
     await family(caller)
-    before, numbers = await stored(caller, *"abcd"), await pool(caller)
+    before, numbers = await stored(caller, *"abcd"), await caller.pool()
     for wrong, expected in cases:
-        assert code(await outcome(caller.submit(wrong))) == expected
+        assert await caller.code(wrong) == expected
         assert_same(await stored(caller, *"abcd"), before)
-        assert (await pool(caller))["free"] == numbers["free"]
+        assert (await caller.pool())["free"] == numbers["free"]
 
     for wrong, value in ((cases[1][0], ["a", 24]), (cases[2][0], ["a", 2])):
-        refused = await outcome(caller.submit(wrong))
-        assert isinstance(refused, Refused) and refused.problem["value"] == str(value)
+        await caller.refused(wrong, value=str(value))
 
 
 @cpu_engine()
 async def test_a_cut_of_many_without_room_for_all_cuts_none(caller: Caller) -> None:
-    await create(caller, "a")
+    await caller.create("a")
     await caller.submit(append_layers(["a"], [23]))
     for name in ("b", "c"):
-        await create(caller, name, parent="a")
-    await create(caller, "rest")
-    free = (await pool(caller))["free"]
+        await caller.create(name, parent="a")
+    await caller.create("rest")
+    free = (await caller.pool())["free"]
     await caller.submit(append_layers(["rest"], [(free - 1) * PAGE]))
     before = await stored(caller, *"abc")
     call = cut(b=(3, [5]), c=(3, [6]))
-    refused = await outcome(caller.submit(call))
-    assert isinstance(refused, Refused)
-    assert (refused.code, refused.problem["needed"]) == ("out_of_pages", 2)
+    await caller.refused(call, "out_of_pages", needed=2)
     assert_same(await stored(caller, *"abc"), before)
     await caller.call("delete_sequence", {"id": "rest"})
     await caller.submit(call)
@@ -302,12 +297,12 @@ async def test_a_cut_of_many_without_room_for_all_cuts_none(caller: Caller) -> N
 
 @fake_engine(ends=StoreLost)
 async def test_rows_that_fail_to_move_lose_the_pool(caller: Caller, backend: FakeBackend) -> None:
-    await create(caller, "a")
+    await caller.create("a")
     for layer in range(GEOMETRY.num_layers):
         fields = {"layer": layer, "sequences": ["a"], "append_indptr": [0, 6]}
         await caller.call("append", fields, k=rows(1, 6), v=rows(2, 6))
     backend.failures["write_stored"] = [RuntimeError("a bug")]
-    assert code(await outcome(caller.submit(cut(a=(1, [3]))))) == "not_ready"
+    assert await caller.code(cut(a=(1, [3]))) == "not_ready"
 
 
 @fake_engine()
@@ -349,7 +344,7 @@ def named(**tokens: Sequence[int]) -> NewCall:
         "token_ids": [one for ids in tokens.values() for one in ids],
         "names_indptr": indptr(*(len(ids) for ids in tokens.values())),
     }
-    return NewCall("commit_sequences", fields, {})
+    return NewCall("commit_sequences", fields)
 
 
 async def matched(caller: Caller, tokens: Sequence[int]) -> int:
@@ -362,7 +357,7 @@ async def matched(caller: Caller, tokens: Sequence[int]) -> int:
 async def test_many_sequences_are_committed_and_go_on_from_where_they_are(caller: Caller) -> None:
     first, second = [*range(23)], [*range(100, 109)]
 
-    await create(caller, "a", "d")
+    await caller.create("a", "d")
     await caller.submit(append_layers(["a", "d"], [23, 9]))
     reply = await caller.submit(named(a=first[: 2 * PAGE], d=second))
     assert reply.fields["committed_lens"] == [2 * PAGE, PAGE]
@@ -409,7 +404,7 @@ async def test_a_cut_that_runs_out_of_time_is_done_or_has_never_been(
 ) -> None:
     length, keep = 3, [*range(4, 200, 2)]
 
-    await create(caller, "a")
+    await caller.create("a")
     await caller.submit(append_layers(["a"], [200]))
     before = await stored(caller, "a")
     reply = await outcome(caller.submit(cut(a=(length, keep)), deadline_s=deadline_s))
@@ -418,17 +413,17 @@ async def test_a_cut_that_runs_out_of_time_is_done_or_has_never_been(
         assert_same(await stored(caller, "a"), before)
     else:
         assert_same(await stored(caller, "a"), kept(before, "a", length, keep))
-    assert (await pool(caller))["integrity"] == "ok"
+    assert (await caller.pool())["integrity"] == "ok"
 
 
 @cpu_engine(slice_ms=1e-6)
 async def test_an_append_at_many_layers_that_runs_out_of_time_is_undone(caller: Caller) -> None:
-    await create(caller, "a")
+    await caller.create("a")
     call = append_layers(["a"], [200])
     for deadline_s in (0.001, 0.003, 0.01):
         reply = await outcome(caller.submit(call, deadline_s=deadline_s))
-        lengths = (await caller.call("get_sequence", {"id": "a"})).fields["lengths"]
+        lengths = (await caller.view("a"))["lengths"]
         assert lengths == ([0, 0] if isinstance(reply, Refused) else [200, 200])
         if lengths[0]:
             break
-    assert (await pool(caller))["integrity"] == "ok"
+    assert (await caller.pool())["integrity"] == "ok"

@@ -8,15 +8,7 @@ import numpy as np
 import oracle
 import pytest
 
-from tests.engine.harness import (
-    Caller,
-    NewCall,
-    Refused,
-    Reply,
-    fake_engine,
-    outcome,
-    queries,
-)
+from tests.engine.harness import Caller, NewCall, Reply, fake_engine, queries
 from tests.engine.pool_model import CPU_GEOMETRY, Model, close, cpu_engine, indptr
 
 
@@ -115,9 +107,7 @@ async def test_options_that_an_explicit_cascade_does_not_apply_are_refused(
     caller: Caller, option: dict[str, Any]
 ) -> None:
     call = await three_levels(Model(caller))
-    refused = await outcome(caller.submit(call.but(**option)))
-    assert isinstance(refused, Refused)
-    assert refused.problem["field"] == next(iter(option))
+    await caller.refused(call.but(**option), field=next(iter(option)))
 
 
 @cpu_engine()
@@ -128,9 +118,7 @@ async def test_levels_that_share_pages_for_the_same_row_are_refused(caller: Call
     await model.create("b", "a")
     fields = {"layer": 0, "levels": [level(["a"], 1), level(["b"], 1)]}
     call = NewCall("cascade", fields, {"q": queries(0, 1, CPU_GEOMETRY)})
-    refused = await outcome(caller.submit(call))
-    assert isinstance(refused, Refused)
-    assert (refused.code, refused.problem["field"]) == ("invalid_request", "levels")
+    await caller.refused(call, "invalid_request", field="levels")
 
 
 @cpu_engine()
@@ -176,7 +164,7 @@ async def test_a_merge_of_empty_lists_and_of_unequal_ones_equals_the_oracle(
 
 @fake_engine()
 async def test_a_cascade_of_one_level_with_its_states_is_that_level(caller: Caller) -> None:
-    await caller.call("create_sequences", {"sequences": [{"id": "a"}]})
+    await caller.create("a")
     fields = {"layer": 0, "levels": [level(["a"], 2)], "return_levels": True}
     reply = await caller.call("cascade", fields, q=queries(0, 2))
     assert (reply.o == 0).all()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.harness import Caller, Refused, pool, until
+from tests.engine.harness import Caller, Refused, creation, until
 from tests.engine.pool_model import CPU_GEOMETRY, cpu_engine
 
 PAGE = CPU_GEOMETRY.page_size
@@ -27,7 +27,7 @@ def content(tokens: list[int], layer: int) -> Any:
 async def begin(caller: Caller, name: str, tokens: list[int], **prefix: Any) -> int:
     """A sequence from the cache, the rest of the prompt appended; how much was cached."""
     named = {"prefix": {"token_ids": tokens} | prefix}
-    reply = await caller.call("create_sequences", {"sequences": [{"id": name} | named]})
+    reply = await caller.submit(creation({"id": name} | named))
     cached: int = reply.fields["sequences"][0]["cached_len"]
     for layer in range(CPU_GEOMETRY.num_layers):
         k = content(tokens, layer)[cached:]
@@ -58,13 +58,13 @@ async def test_committed_pages_are_found_by_the_next_prompt_with_that_prefix(
     caller: Caller,
 ) -> None:
     assert await keep(caller, "first", PROMPT) == 0
-    numbers = await pool(caller)
+    numbers = await caller.pool()
     assert (numbers["cached"], numbers["referenced"], numbers["sequences"]) == (4, 0, 0)
     assert await begin(caller, "again", [*PROMPT, 7]) == 4 * PAGE
     assert await begin(caller, "branch", OTHER) == 2 * PAGE
     await check(caller, "again", [*PROMPT, 7])
     await check(caller, "branch", OTHER)
-    numbers = await pool(caller)
+    numbers = await caller.pool()
     assert numbers["integrity"] == "ok"
     assert (numbers["cached"], numbers["referenced"]) == (0, 4 + 1 + 2)
     assert sum(numbers[name] for name in ("free", "referenced", "cached", "pinned")) == 96
@@ -102,11 +102,11 @@ async def test_two_that_computed_the_same_prompt_share_one_copy_once_both_have_c
 ) -> None:
     for name in ("a", "b"):
         await begin(caller, name, [*PROMPT, 1])
-    assert (await pool(caller))["referenced"] == 10
+    assert (await caller.pool())["referenced"] == 10
     for name in ("a", "b"):
         reply = await caller.call("commit", {"id": name, "token_ids": PROMPT})
         assert reply.fields["committed_len"] == 4 * PAGE
-    assert (await pool(caller))["referenced"] == 6
+    assert (await caller.pool())["referenced"] == 6
     for name in ("a", "b"):
         await check(caller, name, [*PROMPT, 1])
 
@@ -119,11 +119,11 @@ async def test_a_lease_holds_matched_pages_until_it_ends_or_is_released(caller: 
     lease = reply.fields["lease"]["id"]
     evicted = await caller.call("evict", {"num_pages": 10})
     assert evicted.fields == {"num_pages": 2}, "only pages that the lease does not hold"
-    assert (await pool(caller))["leases"] == 1
+    assert (await caller.pool())["leases"] == 1
     renewed = await caller.call("renew_lease", {"id": lease, "lease_s": 60.0})
     assert renewed.fields["expires_at"] > reply.fields["lease"]["expires_at"]
     await caller.call("release_lease", {"id": lease})
-    assert (await caller.call("clear", {})).fields == {"num_pages": 2}
+    assert (await caller.call("clear")).fields == {"num_pages": 2}
     with pytest.raises(Refused, match="unknown lease") as refusal:
         await caller.call("renew_lease", {"id": lease})
     assert (refusal.value.status, refusal.value.code) == (404, "unknown_lease")
@@ -133,9 +133,9 @@ async def test_a_lease_holds_matched_pages_until_it_ends_or_is_released(caller: 
 async def test_a_lease_of_a_scheduler_that_died_ends_by_itself(caller: Caller) -> None:
     await keep(caller, "a", PROMPT)
     await caller.call("match_prefix", {"token_ids": PROMPT, "lease_s": 0.05})
-    assert (await pool(caller))["cached"] == 0
+    assert (await caller.pool())["cached"] == 0
     await asyncio.sleep(0.1)
-    assert (await pool(caller))["cached"] == 4
+    assert (await caller.pool())["cached"] == 4
 
 
 @cpu_engine()
@@ -154,7 +154,7 @@ async def test_an_allocation_evicts_before_it_is_refused_and_a_refusal_says_who_
     assert refusal.value.code == "out_of_pages"
     assert refusal.value.problem["held"]["pinned"] == 4
     assert refusal.value.problem["held"]["referenced"] == 90
-    assert (await pool(caller))["pinned"] == 4
+    assert (await caller.pool())["pinned"] == 4
     await caller.call("unpin", {"page_key": key})
     assert await begin(caller, "still", [2] * (4 * PAGE)) == 0
 
@@ -162,9 +162,9 @@ async def test_an_allocation_evicts_before_it_is_refused_and_a_refusal_says_who_
 @cpu_engine()
 async def test_pages_go_ahead_of_need_above_the_watermark(caller: Caller) -> None:
     await keep(caller, "a", list(range(95 * PAGE)))
-    numbers = await pool(caller)
+    numbers = await caller.pool()
     for _ in range(3):
-        numbers = await pool(caller)
+        numbers = await caller.pool()
     assert numbers["free"] == 96 - int(0.9 * 96)
     # metrics are recorded soon after the replies
     await until(lambda: caller.metric('attnd_kv_pages{state="cached"}') == numbers["cached"])
@@ -174,12 +174,12 @@ async def test_pages_go_ahead_of_need_above_the_watermark(caller: Caller) -> Non
 @cpu_engine()
 async def test_an_idle_sequence_is_deleted_when_its_time_is_over(caller: Caller) -> None:
     new = [{"id": "short", "ttl_s": 0.5}, {"id": "used", "ttl_s": 0.5}, {"id": "for-good"}]
-    reply = await caller.call("create_sequences", {"sequences": new})
+    reply = await caller.submit(creation(*new))
     assert [one["ttl_s"] for one in reply.fields["sequences"]] == [0.5, 0.5, None]
     for _ in range(30):
         await asyncio.sleep(0.025)
         await caller.call("get_sequence", {"id": "used"})
-    result = await caller.call("list_sequences", {})
+    result = await caller.call("list_sequences")
     assert [one["id"] for one in result.fields["sequences"]] == ["for-good", "used"]
 
 
@@ -187,13 +187,13 @@ async def test_an_idle_sequence_is_deleted_when_its_time_is_over(caller: Caller)
 async def test_the_longest_times_to_live_are_no_trouble(caller: Caller) -> None:
     year = 365 * 86400.0
 
-    await caller.call("create_sequences", {"sequences": [{"id": "a", "ttl_s": year}]})
+    await caller.submit(creation({"id": "a", "ttl_s": year}))
     await begin(caller, "b", PROMPT)
     fields = {"id": "b", "token_ids": PROMPT, "priority": 50, "duration_s": year}
     key = (await caller.call("commit", fields)).fields["last_key"]
     await caller.call("pin", {"page_key": key, "soft_ttl_s": year})
     await asyncio.sleep(0.05)  # the engine waits for the first of these ends
-    assert (await pool(caller))["sequences"] == 2
+    assert (await caller.pool())["sequences"] == 2
 
 
 @cpu_engine()
@@ -203,12 +203,12 @@ async def test_many_sequences_are_deleted_at_once_by_id_or_by_how_their_ids_begi
     names = [f"run-1:{i}" for i in range(2000)] + ["run-2:0", "else"]
     for first in range(0, len(names), 200):
         new = [{"id": name} for name in names[first : first + 200]]
-        await caller.call("create_sequences", {"sequences": new})
+        await caller.submit(creation(*new))
     reply = await caller.call("delete_sequences", {"ids": ["else", "missing"]})
     assert reply.fields == {"num_deleted": 1}
     reply = await caller.call("delete_sequences", {"prefix": "run-1:"})
     assert reply.fields == {"num_deleted": 2000}
-    reply = await caller.call("list_sequences", {})
+    reply = await caller.call("list_sequences")
     assert [one["id"] for one in reply.fields["sequences"]] == ["run-2:0"]
 
 
@@ -258,13 +258,13 @@ async def test_errors_name_the_field_and_change_nothing(
 ) -> None:
     await begin(caller, "a", PROMPT)
     await caller.call("commit", {"id": "a", "token_ids": PROMPT})
-    before = await pool(caller)
+    before = await caller.pool()
     with pytest.raises(Refused) as refusal:
         await caller.call(name, fields)
     assert refusal.value.status == status
     assert refusal.value.code.startswith(code)
     assert reply in refusal.value.problem["detail"]
-    assert await pool(caller) == before
+    assert await caller.pool() == before
 
 
 @cpu_engine()
@@ -274,12 +274,8 @@ async def test_quotas_are_shown_and_enforced(caller: Caller) -> None:
     await keep(caller, "a", PROMPT)
     assert await begin(caller, "b", [3] * (5 * PAGE)) == 0, "evicts its own"
     reply = await caller.call("get_namespace", {"name": "default"})
-    assert (reply.fields["used"], reply.fields["cached"], reply.fields["referenced"]) == (
-        6,
-        1,
-        5,
-    )
+    assert (reply.fields["used"], reply.fields["cached"], reply.fields["referenced"]) == (6, 1, 5)
     with pytest.raises(Refused) as refusal:
         await begin(caller, "c", [4] * (2 * PAGE))
     assert refusal.value.problem["total"] == 6
-    assert (await pool(caller))["total"] == 6
+    assert (await caller.pool())["total"] == 6

@@ -18,17 +18,7 @@ from service.engine.handlers.exports import header_digest
 from service.operations.transfer import MAX_IDLE_S, Header
 from tests.engine.exports import Exported, ask_part, bring, export, grow, held, same
 from tests.engine.handlers.test_engine_prefix import PAGE, PROMPT, begin, check, keep
-from tests.engine.harness import (
-    Caller,
-    NewCall,
-    Refused,
-    code,
-    create,
-    delete,
-    outcome,
-    pool,
-    truncate,
-)
+from tests.engine.harness import Caller, NewCall, code, creation, delete, get, outcome, truncate
 from tests.engine.pool_model import CPU_GEOMETRY, cpu_engine, on_cpu
 
 LAYERS = CPU_GEOMETRY.num_layers
@@ -40,7 +30,7 @@ def taken(lengths: Sequence[int] = LENGTHS, geometry: PoolGeometry = CPU_GEOMETR
     """An export of `a` from an engine of its own, a page at all layers in each part."""
 
     async def scenario(caller: Caller) -> Exported:
-        await create(caller, "a")
+        await caller.create("a")
         await grow(caller, "a", lengths, geometry)
         return await export(caller, "a", part_bytes=geometry.page_bytes * LAYERS)
 
@@ -55,10 +45,9 @@ def given() -> Exported:
 
 async def refused(caller: Caller, call: NewCall) -> dict[str, Any]:
     """The problem that answers an operation, which has changed nothing."""
-    before = await pool(caller)
-    reply = await outcome(caller.submit(call))
-    assert isinstance(reply, Refused), reply
-    assert await pool(caller) == before, call
+    before = await caller.pool()
+    reply = await caller.refused(call)
+    assert await caller.pool() == before, call
     return reply.problem
 
 
@@ -79,18 +68,18 @@ def test_an_import_equals_its_export_to_the_bit(
     geometry = replace(CPU_GEOMETRY, dtype=dtype, layout=layout, k_scale=0.3, v_scale=2.5)
 
     async def scenario(caller: Caller) -> None:
-        await create(caller, "a")
+        await caller.create("a")
         await grow(caller, "a", (23, 18), geometry)
         given = await export(caller, "a", part_bytes=2 * geometry.page_bytes * LAYERS)
         assert given.header["num_parts"] == 3 and given.header["lengths"] == [23, 18]
         await bring(caller, given, "b")
-        reply = (await caller.call("get_sequence", {"id": "b"})).fields
+        reply = await caller.view("b")
         assert (reply["lengths"], reply["pages"], reply["parent"]) == ([23, 18], 5, None)
         assert await same(caller, "a", "b", LAYERS)
         await grow(caller, "b", (1, 1), geometry)
         assert not await same(caller, "a", "b", LAYERS)
         assert (await export(caller, "a")).last != given.last, "parts are cut otherwise"
-        assert (await pool(caller))["integrity"] == "ok"
+        assert (await caller.pool())["integrity"] == "ok"
 
     on_cpu(scenario, geometry, slice_ms=slice_ms)
 
@@ -107,19 +96,19 @@ async def test_a_sequence_of_any_length_is_cut_at_any_size(caller: Caller) -> No
         await caller.submit(delete("b"))
 
     for lengths in ((0, 0), (1, 1), (5, 5), (6, 6), (0, 7), (11, 3), (10, 5)):
-        await create(caller, "a")
+        await caller.create("a")
         await grow(caller, "a", lengths, CPU_GEOMETRY)
         for part_bytes in (1, PAGE_BYTES, 3 * PAGE_BYTES, 2**20):
             await check_cut(caller, part_bytes, lengths)
         await caller.submit(delete("a"))
-    assert (await pool(caller))["referenced"] == 0
+    assert (await caller.pool())["referenced"] == 0
 
 
 def test_an_export_goes_from_one_layout_to_another() -> None:
     given = taken(geometry=replace(CPU_GEOMETRY, layout="HND"))
 
     async def scenario(caller: Caller) -> None:
-        await create(caller, "a")
+        await caller.create("a")
         await grow(caller, "a", LENGTHS, CPU_GEOMETRY)
         await bring(caller, given, "b")
         assert await same(caller, "a", "b", LAYERS)
@@ -131,17 +120,17 @@ def test_an_export_goes_from_one_layout_to_another() -> None:
 async def test_an_import_is_no_sequence_until_it_is_done(caller: Caller, given: Exported) -> None:
     began = (await caller.submit(given.begin("b"))).fields
     assert (began["state"], began["next_part"], began["num_parts"]) == ("receiving", 0, 5)
-    at_first = await pool(caller)
+    at_first = await caller.pool()
     assert (at_first["imports"], at_first["sequences"], at_first["referenced"]) == (1, 0, 5)
     for call in (
-        NewCall("get_sequence", {"id": "b"}, {}),
-        NewCall("gather", {"layer": 0, "sequences": ["b"]}, {}),
-        NewCall("create_sequences", {"sequences": [{"id": "c", "parent": "b"}]}, {}),
+        get("b"),
+        NewCall("gather", {"layer": 0, "sequences": ["b"]}),
+        creation({"id": "c", "parent": "b"}),
         delete("b"),
     ):
-        assert code(await outcome(caller.submit(call))) == "unknown_sequence", call
+        assert await caller.code(call) == "unknown_sequence", call
     assert (await refused(caller, create_of("b")))["code"] == "sequence_exists"
-    listed = await caller.call("list_sequences", {})
+    listed = await caller.call("list_sequences")
     assert listed.fields == {"sequences": [], "next": None}
     swept = await caller.call("delete_sequences", {"prefix": ""})
     assert swept.fields == {"num_deleted": 0}
@@ -153,13 +142,13 @@ async def test_an_import_is_no_sequence_until_it_is_done(caller: Caller, given: 
         await caller.submit(given.part("b", number))
     done = (await caller.submit(given.end("b"))).fields
     assert (done["state"], done["next_part"], done["expires_at"]) == ("done", 5, None)
-    assert code(await outcome(caller.call("get_import", {"id": "b"}))) == "unknown_import"
-    after = await pool(caller)
+    assert await caller.code(NewCall("get_import", {"id": "b"})) == "unknown_import"
+    after = await caller.pool()
     assert (after["imports"], after["sequences"], after["referenced"]) == (0, 1, 5)
 
 
 def create_of(name: str) -> NewCall:
-    return NewCall("create_sequences", {"sequences": [{"id": name}]}, {})
+    return creation({"id": name})
 
 
 @cpu_engine()
@@ -169,18 +158,18 @@ async def test_an_import_that_is_given_up_or_left_alone_leaves_nothing(
     await caller.submit(given.begin("b"))
     await caller.submit(given.part("b", 0))
     await caller.call("cancel_import", {"id": "b"})
-    assert (await pool(caller))["referenced"] == 0
+    assert (await caller.pool())["referenced"] == 0
     await caller.submit(given.begin("b", idle_s=0.05))
     for number in range(2):
         await caller.submit(given.part("b", number))
     async with asyncio.timeout(10):
-        while (await pool(caller))["imports"]:
+        while (await caller.pool())["imports"]:
             await asyncio.sleep(0.02)
-    reply = await pool(caller)
+    reply = await caller.pool()
     assert (reply["referenced"], reply["integrity"]) == (0, "ok")
-    for call in (given.part("b", 2), given.end("b"), NewCall("get_import", {"id": "b"}, {})):
-        assert code(await outcome(caller.submit(call))) == "unknown_import"
-    await create(caller, "b")
+    for call in (given.part("b", 2), given.end("b"), NewCall("get_import", {"id": "b"})):
+        assert await caller.code(call) == "unknown_import"
+    await caller.create("b")
 
 
 @cpu_engine()
@@ -226,7 +215,7 @@ def test_a_digest_that_fails_is_refused_and_the_right_part_is_taken_after_it() -
             await caller.submit(given.part("b", number))
         assert (await refused(caller, given.end("b", digest="0" * 64)))["of"] == "digest"
         await caller.submit(given.end("b"))
-        await create(caller, "a")
+        await caller.create("a")
         await grow(caller, "a", LENGTHS, CPU_GEOMETRY)
         assert await same(caller, "a", "b", LAYERS)
 
@@ -278,14 +267,14 @@ def test_scales_are_of_account_to_a_pool_of_fp8() -> None:
 async def test_an_id_that_is_taken_and_a_pool_that_is_full_refuse_the_beginning(
     caller: Caller, given: Exported
 ) -> None:
-    await create(caller, "b")
+    await caller.create("b")
     assert (await refused(caller, given.begin("b")))["code"] == "sequence_exists"
     await caller.submit(given.begin("c"))
     other = taken_later(given)
     assert (await refused(caller, other.begin("c")))["code"] == "import_exists"
     problem = await refused(caller, given.begin("d"))
     assert (problem["code"], problem["needed"], problem["free"]) == ("out_of_pages", 5, 4)
-    await create(caller, "e", "f")
+    await caller.create("e", "f")
     problem = await refused(caller, given.begin("g"))
     assert problem["code"] == "out_of_sequences"
 
@@ -302,7 +291,7 @@ def taken_later(given: Exported) -> Exported:
 async def test_a_sequence_that_changes_between_parts_is_noticed(
     caller: Caller, change: str
 ) -> None:
-    await create(caller, "a")
+    await caller.create("a")
     await grow(caller, "a", LENGTHS, CPU_GEOMETRY)
     reply = await caller.call("export_sequence", {"id": "a", "part_bytes": 2 * PAGE_BYTES})
     header, before = reply.fields["header"], reply.fields["digest"]
@@ -317,7 +306,7 @@ async def test_a_sequence_that_changes_between_parts_is_noticed(
     else:
         await caller.submit(delete("a"))
     if change == "recreated":
-        await create(caller, "a")
+        await caller.create("a")
         await grow(caller, "a", LENGTHS, CPU_GEOMETRY)
     got = await outcome(ask_part(caller, "a", header, 1, first.fields["digest"]))
     wanted = "unknown_sequence" if change == "deleted" else "sequence_changed"
@@ -326,9 +315,9 @@ async def test_a_sequence_that_changes_between_parts_is_noticed(
 
 @cpu_engine()
 async def test_a_fork_is_exported_while_its_parent_grows(caller: Caller) -> None:
-    await create(caller, "a")
+    await caller.create("a")
     await grow(caller, "a", LENGTHS, CPU_GEOMETRY)
-    await create(caller, "still", parent="a")
+    await caller.create("still", parent="a")
     task = asyncio.create_task(export(caller, "still", part_bytes=PAGE_BYTES))
     for _ in range(3):
         await grow(caller, "a", (1, 1), CPU_GEOMETRY)
@@ -346,9 +335,9 @@ async def test_pages_that_the_cache_has_by_name_are_shared_and_not_sent(
     given = await export(caller, "a", part_bytes=3 * PAGE_BYTES * LAYERS)
     assert given.names["token_ids"].tolist() == PROMPT
     assert given.header["num_named"] == 4 and given.header["num_parts"] == 2
-    before = await pool(caller)
+    before = await caller.pool()
     reply = await bring(caller, given, "b", share=share)
-    after = await pool(caller)
+    after = await caller.pool()
     cached = 4 * PAGE if share else 0
     assert (reply["cached_len"], reply["next_part"]) == (cached, 1 if share else 0)
     assert before["free"] - after["free"] == (1 if share else 5)
@@ -431,19 +420,19 @@ async def test_fields_that_make_no_form_of_an_operation_are_refused(caller: Call
     ]
     shape = (CPU_GEOMETRY.num_kv_heads, CPU_GEOMETRY.head_dim)
 
-    await create(caller, "a")
+    await caller.create("a")
     for fields, counts, field in imports:
         given = {name: np.zeros((count, *shape), np.float32) for name, count in counts.items()}
         problem = await refused(caller, NewCall("import_sequence", {"id": "b"} | fields, given))
         assert (problem["code"], problem["field"]) == ("invalid_request", field), fields
     for fields, field in exports:
-        problem = await refused(caller, NewCall("export_sequence", {"id": "a"} | fields, {}))
+        problem = await refused(caller, NewCall("export_sequence", {"id": "a"} | fields))
         assert (problem["code"], problem["field"]) == ("invalid_request", field), fields
 
 
 @cpu_engine(max_answer_bytes=2**15)
 async def test_a_part_that_is_not_there_or_does_not_fit_is_refused(caller: Caller) -> None:
-    await create(caller, "a")
+    await caller.create("a")
     await grow(caller, "a", LENGTHS, CPU_GEOMETRY)
     reply = await caller.call("export_sequence", {"id": "a"})
     header = reply.fields["header"]
@@ -477,12 +466,12 @@ async def test_a_part_is_taken_once_however_many_bring_it_at_a_time(
 
 @cpu_engine()
 async def test_a_sequences_time_to_live_comes_along(caller: Caller) -> None:
-    await caller.call("create_sequences", {"sequences": [{"id": "a", "ttl_s": 900.0}]})
+    await caller.submit(creation({"id": "a", "ttl_s": 900.0}))
     await grow(caller, "a", LENGTHS, CPU_GEOMETRY)
     await bring(caller, await export(caller, "a"), "b", idle_s=1.0)
-    assert (await caller.call("get_sequence", {"id": "b"})).fields["ttl_s"] == 900.0
+    assert (await caller.view("b"))["ttl_s"] == 900.0
     await asyncio.sleep(1.2)
-    assert (await caller.call("get_sequence", {"id": "b"})).fields["length"] == 23
+    assert (await caller.view("b"))["length"] == 23
 
 
 @cpu_engine()
@@ -512,7 +501,7 @@ async def test_imports_in_any_order_with_flaws_leave_complete_sequences(caller: 
 
     exports = []
     for number, length in enumerate((0, 3, 17, 23)):
-        await create(caller, f"a{number}")
+        await caller.create(f"a{number}")
         await grow(caller, f"a{number}", (length, length), CPU_GEOMETRY, seed=number)
         size = PAGE_BYTES * rng.choice((1, 2, 4))
         exports.append((f"a{number}", await export(caller, f"a{number}", part_bytes=size)))
@@ -526,7 +515,7 @@ async def test_imports_in_any_order_with_flaws_leave_complete_sequences(caller: 
         call = rng.choice((given.begin(name), *parts, *parts, given.end(name)))
         call = flawed(call)
         if rng.random() < 0.05:
-            call = rng.choice((NewCall("cancel_import", {"id": name}, {}), delete(name)))
+            call = rng.choice((NewCall("cancel_import", {"id": name}), delete(name)))
         reply = await outcome(caller.submit(call))
         codes[code(reply)] += 1
         assert code(reply) != "internal"
@@ -540,7 +529,7 @@ async def test_imports_in_any_order_with_flaws_leave_complete_sequences(caller: 
             assert await same(caller, exports[number][0], name, LAYERS)
     assert codes["ok"] > 20 and codes["digest_mismatch"] and codes["part_mismatch"], codes
     for name in names:
-        for call in (NewCall("cancel_import", {"id": name}, {}), delete(name)):
+        for call in (NewCall("cancel_import", {"id": name}), delete(name)):
             await outcome(caller.submit(call))
-    reply = await pool(caller)
+    reply = await caller.pool()
     assert (reply["imports"], reply["referenced"], reply["integrity"]) == (0, 10, "ok")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.engine.exports import Exported, bring, export, grow, held
-from tests.engine.harness import Caller, NewCall, Refused, create, outcome, pool
+from tests.engine.harness import Caller, NewCall, Refused, outcome
 from tests.engine.pool_model import CPU_GEOMETRY, cpu_engine, on_cpu
 
 LAYERS = CPU_GEOMETRY.num_layers
@@ -18,13 +18,13 @@ PAGE = CPU_GEOMETRY.page_size
 
 
 async def reply(caller: Caller, name: str, fields: dict[str, Any]) -> dict[str, Any]:
-    answer = await outcome(caller.submit(NewCall(name, fields, {})))
+    answer = await outcome(caller.submit(NewCall(name, fields)))
     assert not isinstance(answer, Refused), answer.problem
     return dict(answer.fields)
 
 
 async def code_of(caller: Caller, name: str, fields: dict[str, Any]) -> str:
-    answer = await outcome(caller.submit(NewCall(name, fields, {})))
+    answer = await outcome(caller.submit(NewCall(name, fields)))
     return str(answer.problem["code"]) if isinstance(answer, Refused) else "ok"
 
 
@@ -34,7 +34,7 @@ async def hand(caller: Caller, state: str, **given: Any) -> str:
 
 @cpu_engine()
 async def test_a_sequence_that_leaves_is_only_exported(caller: Caller) -> None:
-    await create(caller, "a", "b")
+    await caller.create("a", "b")
     await grow(caller, "a", (23, 23), CPU_GEOMETRY)
     before = await held(caller, "a", LAYERS)
     assert await hand(caller, "back") == "invalid_request"
@@ -63,12 +63,12 @@ async def test_a_sequence_that_leaves_is_only_exported(caller: Caller) -> None:
     assert await hand(caller, "handed", generation=header["generation"]) == "ok"
     assert await hand(caller, "gone") == "ok"
     assert await code_of(caller, "get_sequence", {"id": "a"}) == "unknown_sequence"
-    assert (await pool(caller))["referenced"] == 0
+    assert (await caller.pool())["referenced"] == 0
 
 
 @cpu_engine()
 async def test_a_bulk_delete_may_skip_what_other_engines_have_to_do_with(caller: Caller) -> None:
-    await create(caller, "a", "a-2", "b")
+    await caller.create("a", "a-2", "b")
     shard = {"rank": 0, "ranks": 2}
     new = [{"id": "a-3", "shard": shard, "epoch": 7}, {"id": "a-4", "shard": shard}]
     await reply(caller, "create_sequences", {"sequences": new})
@@ -86,7 +86,7 @@ async def test_a_bulk_delete_may_skip_what_other_engines_have_to_do_with(caller:
 
 @cpu_engine()
 async def test_pins_and_leases_are_listed_and_can_be_made_at_another_engine(caller: Caller) -> None:
-    await create(caller, "a")
+    await caller.create("a")
     await grow(caller, "a", (4 * PAGE,) * LAYERS, CPU_GEOMETRY)
     before = await held(caller, "a", LAYERS)
     ids = list(range(4 * PAGE))
@@ -129,7 +129,7 @@ async def test_pins_and_leases_are_listed_and_can_be_made_at_another_engine(call
     assert await code_of(caller, "create_sequences", both) == "invalid_request"
     await reply(caller, "unpin", page)
     await reply(caller, "delete_sequence", {"id": "a"})
-    assert (await pool(caller))["cached"] == 4
+    assert (await caller.pool())["cached"] == 4
 
 
 @pytest.mark.parametrize("handed", [False, True])
@@ -137,7 +137,7 @@ async def test_pins_and_leases_are_listed_and_can_be_made_at_another_engine(call
 async def test_when_a_mark_expires_the_sequence_stays_or_is_deleted_if_it_was_transferred(
     caller: Caller, handed: bool
 ) -> None:
-    await create(caller, "a")
+    await caller.create("a")
     await grow(caller, "a", (PAGE, PAGE), CPU_GEOMETRY)
     header = (await reply(caller, "export_sequence", {"id": "a"}))["header"]
     assert await hand(caller, "leaving", for_s=0.05) == "ok"
@@ -147,12 +147,12 @@ async def test_when_a_mark_expires_the_sequence_stays_or_is_deleted_if_it_was_tr
     await asyncio.sleep(0.1)
     expected = "unknown_sequence" if handed else "ok"
     assert await code_of(caller, "get_sequence", {"id": "a"}) == expected
-    assert (await pool(caller))["referenced"] == (0 if handed else 1)
+    assert (await caller.pool())["referenced"] == (0 if handed else 1)
 
 
 @cpu_engine()
 async def test_an_import_begins_with_what_its_base_has(caller: Caller) -> None:
-    await create(caller, "a")
+    await caller.create("a")
     await grow(caller, "a", (23, 23), CPU_GEOMETRY)
     fork = {"id": "f", "parent": "a", "length": 2 * PAGE}
     await reply(caller, "create_sequences", {"sequences": [fork]})
@@ -163,7 +163,7 @@ async def test_an_import_begins_with_what_its_base_has(caller: Caller) -> None:
         "unknown_sequence"
     )
     exported = await export(caller, "a", part_bytes=CPU_GEOMETRY.page_bytes * LAYERS)
-    free = (await pool(caller))["free"]
+    free = (await caller.pool())["free"]
     begin = {"id": "c", "header": exported.header, "digest": exported.digest}
     for wrong in ({"base": "f", "base_len": 2 * PAGE + 1}, {"base": "f", "base_len": 24}):
         assert await code_of(caller, "import_sequence", begin | wrong) == "invalid_request"
@@ -171,7 +171,7 @@ async def test_an_import_begins_with_what_its_base_has(caller: Caller) -> None:
     state = await reply(caller, "import_sequence", begin | {"base": "f", "base_len": 2 * PAGE})
     assert (state["next_part"], state["cached_len"]) == (2, 2 * PAGE)
     pages = -(-23 // PAGE)
-    assert (await pool(caller))["free"] == free - (pages - 2)
+    assert (await caller.pool())["free"] == free - (pages - 2)
     await reply(caller, "drain_engine", {"name": "engine"})
     new = {"sequences": [{"id": "n"}]}
     assert await code_of(caller, "create_sequences", new) == "not_ready"
@@ -188,7 +188,7 @@ def test_the_parts_of_a_sequence_are_exported_and_imported_one_by_one() -> None:
     shards = [{"rank": rank, "ranks": 2} for rank in range(2)]
 
     async def scenario(caller: Caller) -> None:
-        await create(caller, "whole")
+        await caller.create("whole")
         await grow(caller, "whole", (23, 21), CPU_GEOMETRY)
         before = await held(caller, "whole", LAYERS)
         for wrong in ({"shard": shards[0]}, {"epoch": 5}, {"shard": shards[0], "epoch": 5}):
@@ -197,11 +197,9 @@ def test_the_parts_of_a_sequence_are_exported_and_imported_one_by_one() -> None:
             part = await export_part(caller, shard)
             known = shard | {"epoch": 5, "lengths": part.whole}
             for wrong in ({"lengths": [1, 1]}, {"lengths": [23]}, {"rank": 2}):
-                refused = await outcome(caller.submit(part.begin(name, shard=known | wrong)))
-                assert isinstance(refused, Refused) and refused.problem["status"] == 422, wrong
+                await caller.refused(part.begin(name, shard=known | wrong), status=422)
             assert (await caller.submit(part.begin(name, shard=known))).fields["epoch"] == 5
-            other = await outcome(caller.submit(part.begin(name, shard=known | {"epoch": 6})))
-            assert isinstance(other, Refused) and other.problem["code"] == "import_exists"
+            await caller.refused(part.begin(name, shard=known | {"epoch": 6}), "import_exists")
             await bring(caller, part, name, shard=known)
             assert await shard_of(caller, name) == shard | {"epoch": 5, "lengths": [23, 21]}
         await is_refused_without_an_epoch(caller)
@@ -209,7 +207,7 @@ def test_the_parts_of_a_sequence_are_exported_and_imported_one_by_one() -> None:
             token = np.arange((23, 21)[layer])
             for rank, name in enumerate("ab"):
                 fields = {"layer": layer, "sequences": [name], "dtype": "fp32", "epochs": [5]}
-                rows = await caller.submit(NewCall("gather", fields, {}), room=2**20)
+                rows = await caller.submit(NewCall("gather", fields), room=2**20)
                 mine = token // PAGE % 2 == rank
                 for half, tensor in enumerate("kv"):
                     got = np.array(rows.tensors[tensor])
@@ -241,7 +239,7 @@ async def is_refused_without_an_epoch(caller: Caller) -> None:
 
 @cpu_engine()
 async def test_who_exports_a_part_keeps_a_sequence_leaving(caller: Caller) -> None:
-    await create(caller, "a")
+    await caller.create("a")
     await grow(caller, "a", (PAGE, PAGE), CPU_GEOMETRY)
     assert await hand(caller, "leaving", for_s=0.3) == "ok"
     for _ in range(3):

@@ -12,17 +12,14 @@ from kernels.backend import DType, Layout
 from tests.engine.fake_backend import GEOMETRY, FakeBackend
 from tests.engine.harness import (
     Caller,
-    NewCall,
-    Refused,
     append,
     code,
-    create,
+    creation,
     delete,
     fake_engine,
     gather,
-    length,
+    get,
     outcome,
-    pool,
     rows,
     truncate,
 )
@@ -44,10 +41,10 @@ def test_the_self_test_passes_on_every_pool_and_gather_reads_appended_rows(
 
     async def scenario(caller: Caller) -> None:
         assert (caller.state, caller.road.state.reason) == ("ready", "ready")
-        info = await pool(caller)
+        info = await caller.pool()
         assert (info["free"], info["sequences"], info["integrity"]) == (96, 0, "ok")
         k, v = rows(1, 12, geometry), rows(2, 12, geometry)
-        await create(caller, "a", "b")
+        await caller.create("a", "b")
         fields = {"layer": 0, "sequences": ["a", "b"], "append_indptr": indptr(7, 5)}
         await caller.call("append", fields, k=k, v=v)
         reply = await caller.submit(gather("b", "a"))
@@ -73,7 +70,7 @@ def test_the_self_test_passes_on_every_pool_and_gather_reads_appended_rows(
 async def test_a_part_of_a_sequence_ends_where_the_sequence_does(
     caller: Caller, start: int, stop: int | None, wanted: list[int]
 ) -> None:
-    await create(caller, "a", "empty")
+    await caller.create("a", "empty")
     await caller.submit(append("a", 5))
     reply = await caller.submit(gather("a", "empty").but(start=start, stop=stop))
     assert reply.fields == {"kv_indptr": wanted}
@@ -86,7 +83,7 @@ async def test_a_part_of_a_sequence_ends_where_the_sequence_does(
 def test_the_self_test_fits_the_smallest_pools(num_pages: int, page_size: int) -> None:
     async def scenario(caller: Caller) -> None:
         assert caller.state == "ready"
-        assert (await pool(caller))["free"] == num_pages
+        assert (await caller.pool())["free"] == num_pages
 
     on_cpu(scenario, replace(CPU_GEOMETRY, num_pages=num_pages, page_size=page_size))
 
@@ -114,7 +111,7 @@ async def test_the_page_table_shows_every_level_of_the_tree(
 async def test_sequences_are_made_with_ids_of_their_own_listed_cut_and_deleted(
     caller: Caller,
 ) -> None:
-    made = await caller.call("create_sequences", {"sequences": [{}, {"id": "b"}, {}]})
+    made = await caller.submit(creation({}, {"id": "b"}, {}))
     assert made.status == 201
     names = [view["id"] for view in made.fields["sequences"]]
     assert len(set(names)) == 3
@@ -132,55 +129,53 @@ async def test_sequences_are_made_with_ids_of_their_own_listed_cut_and_deleted(
     assert (await caller.submit(truncate("b", 6))).fields == wanted
     for name in names:
         assert (await caller.submit(delete(name))).status == 204
-    assert (await pool(caller))["free"] == CPU_GEOMETRY.num_pages
+    assert (await caller.pool())["free"] == CPU_GEOMETRY.num_pages
 
 
 @fake_engine()
 async def test_a_fork_of_a_parent_whose_layers_differ_is_refused_unless_its_length_is_said(
     caller: Caller,
 ) -> None:
-    await create(caller, "a")
+    await caller.create("a")
     await caller.submit(append("a", 6))
     await caller.submit(append("a", 4, layer=1))
-    before = await pool(caller)
-    refused = await outcome(create(caller, "b", parent="a"))
-    assert isinstance(refused, Refused)
-    assert (refused.status, refused.problem["field"]) == (422, "parent")
+    before = await caller.pool()
+    refused = await caller.refused(creation({"id": "b", "parent": "a"}), status=422, field="parent")
     for part in ("4 to 6 tokens", "append to the other layers first", "length = 4"):
         assert part in refused.problem["rule"]
-    assert await pool(caller) == before
+    assert await caller.pool() == before
     fork = {"id": "b", "parent": "a", "length": 4}
-    await caller.call("create_sequences", {"sequences": [fork]})
-    assert [await length(caller, "b", layer) for layer in (0, 1)] == [4, 4]
+    await caller.submit(creation(fork))
+    assert [await caller.length("b", layer) for layer in (0, 1)] == [4, 4]
     await caller.submit(append("a", 2, layer=1))
-    await create(caller, "c", parent="a")
-    assert await length(caller, "c") == 6
+    await caller.create("c", parent="a")
+    assert await caller.length("c") == 6
 
 
 @fake_engine(max_sequences=3)
 async def test_more_sequences_than_there_may_be_are_refused_with_the_numbers(
     caller: Caller,
 ) -> None:
-    await create(caller, "a", "b")
-    before = await pool(caller)
-    refused = await outcome(create(caller, "c", "d"))
-    assert isinstance(refused, Refused)
-    assert (refused.status, refused.code) == (507, "out_of_sequences")
+    await caller.create("a", "b")
+    before = await caller.pool()
+    refused = await caller.refused(
+        creation({"id": "c"}, {"id": "d"}), "out_of_sequences", status=507
+    )
     numbers = [refused.problem[key] for key in ("needed", "free", "total")]
     assert numbers == [2, 1, 3]
     assert "engine.max_sequences" in str(refused)
-    assert await pool(caller) == before
-    await create(caller, "c")
+    assert await caller.pool() == before
+    await caller.create("c")
     await caller.submit(delete("a"))
-    await create(caller, "d")
-    assert (await caller.call("info", {})).fields["limits"]["max_sequences"] == 3
+    await caller.create("d")
+    assert (await caller.call("info")).fields["limits"]["max_sequences"] == 3
 
 
 @fake_engine()
 async def test_names_that_are_taken_or_unknown_are_refused_and_nothing_is_made(
     caller: Caller,
 ) -> None:
-    await create(caller, "a")
+    await caller.create("a")
     cases: list[tuple[list[dict[str, Any]], str]] = [
         ([{"id": "b"}, {"id": "a"}], "sequence_exists"),
         ([{"id": "b"}, {"id": "c", "parent": "zz"}], "unknown_sequence"),
@@ -189,23 +184,23 @@ async def test_names_that_are_taken_or_unknown_are_refused_and_nothing_is_made(
         ([{"id": "b", "length": 1}], "invalid_request"),
     ]
     for new, wanted in cases:
-        reply = await outcome(caller.call("create_sequences", {"sequences": new}))
+        reply = await outcome(caller.submit(creation(*new)))
         assert code(reply) == wanted, new
-    for call in (delete("b"), truncate("b", 0), NewCall("get_sequence", {"id": "b"}, {})):
-        assert code(await outcome(caller.submit(call))) == "unknown_sequence"
-    assert (await pool(caller))["sequences"] == 1
+    for call in (delete("b"), truncate("b", 0), get("b")):
+        assert await caller.code(call) == "unknown_sequence"
+    assert (await caller.pool())["sequences"] == 1
 
 
 @fake_engine()
 async def test_a_fork_shares_full_pages_and_copies_a_partial_one(
     caller: Caller, backend: FakeBackend
 ) -> None:
-    await create(caller, "a")
+    await caller.create("a")
     for layer in range(GEOMETRY.num_layers):
         await caller.submit(append("a", 6, layer=layer))
-    await create(caller, "b", parent="a")
+    await caller.create("b", parent="a")
     assert backend.calls[-1] == "copy_rows"
-    assert (await pool(caller))["referenced"] == 3
+    assert (await caller.pool())["referenced"] == 3
     one, other = [await caller.submit(gather(name)) for name in ("a", "b")]
     np.testing.assert_array_equal(one.tensors["k"], other.tensors["k"])
-    assert (await pool(caller))["sharing_ratio"] == pytest.approx(12 / 8)
+    assert (await caller.pool())["sharing_ratio"] == pytest.approx(12 / 8)

@@ -38,7 +38,7 @@ EVERY = {
     ),
     "append": append("empty", 12).but(k=K, v=V),
     "gather": gather("x0", "empty", "lone").but(start=2, stop=20),
-    "pool": NewCall("pool", {}, {}),
+    "pool": NewCall("pool"),
 }
 EVERY["ragged with a window"] = EVERY["ragged"].but(causal=True, window_left=2, lse_base="2")
 EVERY["cascade with levels"] = EVERY["cascade"].but(return_levels=True, causal=True)
@@ -90,9 +90,7 @@ def test_operations_without_rows_are_answered_in_slices_too() -> None:
             q=queries(1, 3, CPU_GEOMETRY)
         ),
         NewCall(
-            "merge",
-            {"indptr": indptr(0, 0, 0)},
-            {"o": K[:0], "lse": np.zeros((0, 2), np.float32)},
+            "merge", {"indptr": indptr(0, 0, 0)}, {"o": K[:0], "lse": np.zeros((0, 2), np.float32)}
         ),
     ]
 

@@ -11,36 +11,31 @@ from tests.engine.fake_backend import GEOMETRY
 from tests.engine.harness import (
     Caller,
     NewCall,
-    Refused,
     append,
-    create,
+    creation,
     decode,
     delete,
     fake_engine,
     gather,
+    get,
     outcome,
-    pool,
     queries,
     rows,
     truncate,
 )
 
 EVERY = {
-    "create_sequences": NewCall("create_sequences", {"sequences": [{}, {"parent": "a"}]}, {}),
-    "list_sequences": NewCall("list_sequences", {}, {}),
-    "get_sequence": NewCall("get_sequence", {"id": "a"}, {}),
-    "page_table": NewCall("page_table", {"sequences": ["a", "b"]}, {}),
+    "create_sequences": creation({}, {"parent": "a"}),
+    "list_sequences": NewCall("list_sequences"),
+    "get_sequence": get("a"),
+    "page_table": NewCall("page_table", {"sequences": ["a", "b"]}),
     "append": append("a", 2),
     "gather": gather("a", "b"),
     "decode": decode("a", "b", new=True),
     "prefill": decode("a", new=True).but("prefill", qo_indptr=[0, 1]),
     "cascade": NewCall(
         "cascade",
-        {
-            "layer": 0,
-            "levels": [{"sequences": ["a"], "qo_indptr": [0, 2]}],
-            "return_levels": True,
-        },
+        {"layer": 0, "levels": [{"sequences": ["a"], "qo_indptr": [0, 2]}], "return_levels": True},
         {"q": queries(0, 2)},
     ),
     "ragged_prefill": NewCall(
@@ -53,15 +48,15 @@ EVERY = {
         {"indptr": [0, 1, 2]},
         {"o": np.ones((2, 1, 8), np.float32), "lse": np.zeros((2, 1), np.float32)},
     ),
-    "info": NewCall("info", {}, {}),
-    "pool": NewCall("pool", {}, {}),
+    "info": NewCall("info"),
+    "pool": NewCall("pool"),
     "truncate": truncate("a", 2),
     "delete_sequence": delete("a"),
 }
 
 
 async def two_sequences(caller: Caller) -> None:
-    await create(caller, "a", "b")
+    await caller.create("a", "b")
     for layer in range(GEOMETRY.num_layers):
         await caller.submit(append("a", 6, layer=layer))
         await caller.submit(append("b", 3, layer=layer))
@@ -74,18 +69,15 @@ async def test_an_answer_too_large_for_its_place_names_the_size_and_changes_noth
     caller: Caller, name: str, slice_ms: float
 ) -> None:
     await two_sequences(caller)
-    before, call = await pool(caller), EVERY[name]
+    before, call = await caller.pool(), EVERY[name]
     known = await caller.submit(decode("a", "b"))
-    refused = await outcome(caller.submit(call, room=64))
-    assert isinstance(refused, Refused)
-    assert (refused.status, refused.code) == (413, "answer_too_large")
+    refused = await caller.refused(call, "answer_too_large", room=64, status=413)
     assert refused.needed == refused.problem["size"] > 64
     assert refused.problem["limit"] == 64
-    assert await pool(caller) == before
+    assert await caller.pool() == before
     again = await caller.submit(decode("a", "b"))
     np.testing.assert_array_equal(again.o, known.o)
-    still = await outcome(caller.submit(call, room=refused.needed - 64))
-    assert isinstance(still, Refused)
+    still = await caller.refused(call, room=refused.needed - 64)
     assert still.needed == refused.needed
     assert (await caller.submit(call, room=refused.needed)).status < 300
 
@@ -94,15 +86,14 @@ async def test_an_answer_too_large_for_its_place_names_the_size_and_changes_noth
 async def test_an_answer_above_the_services_limit_is_refused_with_how_to_ask_for_less(
     caller: Caller,
 ) -> None:
-    await create(caller, "a")
+    await caller.create("a")
     await caller.submit(append("a", 120))
-    before = await pool(caller)
-    refused = await outcome(caller.submit(gather("a")))
-    assert isinstance(refused, Refused)
+    before = await caller.pool()
+    refused = await caller.refused(gather("a"))
     assert (refused.status, refused.code, refused.needed) == (413, "answer_too_large", 0)
     assert refused.problem["size"] > refused.problem["limit"] == 10_000
     assert "start and stop" in str(refused)
-    assert await pool(caller) == before
+    assert await caller.pool() == before
     replies = [await caller.submit(gather("a").but(start=at, stop=at + 60)) for at in (0, 60)]
     parts = np.concatenate([one.tensors["k"] for one in replies])
     np.testing.assert_array_equal(parts, append("a", 120).tensors["k"])

@@ -19,17 +19,14 @@ from service.errors import NotReady
 from tests.engine.fake_backend import GEOMETRY, FakeBackend, Later
 from tests.engine.harness import (
     Caller,
-    NewCall,
     Refused,
     append,
     code,
-    create,
+    creation,
     decode,
     fake_engine,
     held_back,
-    length,
     outcome,
-    pool,
     three_sequences,
     truncate,
     until,
@@ -54,10 +51,10 @@ async def test_sequences_that_were_made_stay_made_when_a_launch_behind_them_fail
 ) -> None:
     await three_sequences(caller)
     backend.failures["attend"] = [RuntimeError("a bug"), RuntimeError("again")]
-    new = NewCall("create_sequences", {"sequences": [{"id": "c"}]}, {})
+    new = creation({"id": "c"})
     replies = await held_back(caller, backend, new, decode("a", new=True), append("c", 1))
     assert codes(replies) == ["ok", "internal", "ok"]
-    assert [await length(caller, name) for name in ("a", "c")] == [5, 1]
+    assert [await caller.length(name) for name in ("a", "c")] == [5, 1]
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -67,14 +64,12 @@ async def test_a_launch_that_fails_takes_back_every_page_and_length(
     caller: Caller, backend: FakeBackend, stage: str, late: bool
 ) -> None:
     await three_sequences(caller)
-    before = await pool(caller)
+    before = await caller.pool()
     backend.failures[stage] = [RuntimeError("a bug in the kernel")]
-    reply = await outcome(caller.submit(decode("a", "b", "held", new=True)))
-    assert isinstance(reply, Refused)
-    assert (reply.status, reply.code) == (500, "internal")
+    reply = await caller.refused(decode("a", "b", "held", new=True), "internal", status=500)
     assert "kernel" not in str(reply), "a bug's own words are for the log"
-    assert await pool(caller) == before
-    assert [await length(caller, name) for name in ("a", "b", "held")] == [5, 9, 0]
+    assert await caller.pool() == before
+    assert [await caller.length(name) for name in ("a", "b", "held")] == [5, 9, 0]
     assert (await caller.submit(append("held", 1))).fields == {"lengths": [1]}
 
 
@@ -97,8 +92,8 @@ async def test_an_operation_that_fails_in_a_shared_launch_fails_alone(
     replies = await held_back(caller, backend, *every)
     assert codes(replies) == ["ok", "internal", "ok", "ok"]
     assert replies[2].fields == {"lengths": [2]}
-    assert [await length(caller, name) for name in ("a", "b", "held")] == [7, 9, 2]
-    assert (await pool(caller))["integrity"] == "ok"
+    assert [await caller.length(name) for name in ("a", "b", "held")] == [7, 9, 2]
+    assert (await caller.pool())["integrity"] == "ok"
 
 
 class OpensGate(FakeBackend):
@@ -121,8 +116,8 @@ def test_a_launch_that_fails_as_the_next_group_is_submitted_is_answered_once() -
         await until(lambda: bool(caller.engine.scheduler.launches.in_flight))
         replies = [await outcome(one) for one in (caller.submit(append("b", 1)), first)]
         assert codes(replies) == ["ok", "ok"]
-        assert await length(caller, "b") == 10
-        assert (await pool(caller))["integrity"] == "ok"
+        assert await caller.length("b") == 10
+        assert (await caller.pool())["integrity"] == "ok"
 
     with_engine(backend, scenario)
 
@@ -178,13 +173,13 @@ def test_a_launch_that_fails_behind_another_in_flight_is_taken_back_with_what_ca
         del backend.calls[:]
         tasks = []
         for call, calls in zip(every, (2, 4, 5), strict=True):
-            tasks.append(asyncio.create_task(outcome(caller.submit(call))))
+            tasks.append(caller.attempt(call))
             await until(lambda calls=calls: len(backend.calls) == calls)
         backend.gate.set()
         replies = await asyncio.gather(*tasks)
         assert codes(replies) == ["ok"] * 3, replies
         assert backend.calls[5:8] == ["append", "attend", "append"]
-        assert await length(caller, "a") == 8
+        assert await caller.length("a") == 8
         kept = await caller.submit(decode("a", seed=6))
         np.testing.assert_array_equal(kept.o, wanted.o)
 
@@ -200,7 +195,7 @@ async def test_a_failed_launch_of_a_disconnected_caller_is_run_again_for_others(
     count = len(backend.launches)
     backend.failures["result"] = [RuntimeError("a bug")]
     async with caller.another() as other:
-        abandoned = asyncio.create_task(outcome(other.submit(decode("b", new=True))))
+        abandoned = other.attempt(decode("b", new=True))
         await until(lambda: len(backend.launches) > count)
     kept = caller.start(append("b", 1))
     await until(lambda: backend.calls[-1] == "append")
@@ -208,7 +203,7 @@ async def test_a_failed_launch_of_a_disconnected_caller_is_run_again_for_others(
     backend.gate.set()
     # what ran is not taken back by its caller's death, and here it succeeds the second time
     assert (await kept).fields == {"lengths": [11]}
-    assert (await pool(caller))["integrity"] == "ok"
+    assert (await caller.pool())["integrity"] == "ok"
 
 
 @fake_engine()
@@ -216,14 +211,12 @@ async def test_an_unsupported_option_is_an_invalid_request_and_changes_nothing(
     caller: Caller, backend: FakeBackend
 ) -> None:
     await three_sequences(caller)
-    before = await pool(caller)
+    before = await caller.pool()
     backend.failures["attend"] = [Unsupported("logits_soft_cap", 3.0, "is not built here")]
-    reply = await outcome(caller.submit(decode("held", new=True)))
-    assert isinstance(reply, Refused)
-    assert (reply.status, reply.code) == (422, "invalid_request")
+    reply = await caller.refused(decode("held", new=True), "invalid_request", status=422)
     found = tuple(reply.problem[key] for key in ("field", "value", "rule"))
     assert found == ("logits_soft_cap", 3.0, "is not built here")
-    assert await pool(caller) == before
+    assert await caller.pool() == before
 
 
 @fake_engine()
@@ -231,14 +224,11 @@ async def test_a_device_without_memory_for_a_call_is_overloaded_and_changes_noth
     caller: Caller, backend: FakeBackend
 ) -> None:
     await three_sequences(caller)
-    before = await pool(caller)
+    before = await caller.pool()
     backend.failures["attend"] = [NoMemory("the device has no 100 bytes left: try again")]
-    reply = await outcome(caller.submit(decode("held", new=True)))
-    assert isinstance(reply, Refused)
-    assert (reply.status, reply.code) == (429, "overloaded")
-    assert reply.problem["retry_after_s"] == 1.0
-    assert await pool(caller) == before
-    assert code(await outcome(caller.submit(decode("held", new=True)))) == "ok"
+    await caller.refused(decode("held", new=True), "overloaded", status=429, retry_after_s=1.0)
+    assert await caller.pool() == before
+    assert await caller.code(decode("held", new=True)) == "ok"
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -259,16 +249,16 @@ async def test_a_lost_device_refuses_everything_from_then_on_with_the_reason(
     await until(lambda: bool(caller.road.lost))
     assert results == [("lost", True)]
     with pytest.raises(NotReady):
-        await caller.call("pool", {})
+        await caller.call("pool")
 
 
 @fake_engine()
 async def test_a_failed_row_copy_takes_a_fork_back(caller: Caller, backend: FakeBackend) -> None:
     await all_layers(caller, 6)
-    before = await pool(caller)
+    before = await caller.pool()
     backend.failures["copy_rows"] = [RuntimeError("a bug")]
-    assert code(await outcome(create(caller, "b", parent="a"))) == "internal"
-    assert await pool(caller) == before
+    assert code(await outcome(caller.create("b", parent="a"))) == "internal"
+    assert await caller.pool() == before
 
 
 @fake_engine(ends=DeviceLost)
@@ -277,7 +267,7 @@ async def test_a_device_that_is_lost_in_a_fork_ends_the_engine(
 ) -> None:
     await all_layers(caller, 6)
     backend.failures["copy_rows"] = [DeviceLost("xid 79")]
-    assert code(await outcome(create(caller, "b", parent="a"))) == "not_ready"
+    assert code(await outcome(caller.create("b", parent="a"))) == "not_ready"
 
 
 @fake_engine(ends=StoreLost)
@@ -285,15 +275,15 @@ async def test_a_failed_row_copy_of_a_truncate_cannot_be_taken_back_so_the_pool_
     caller: Caller, backend: FakeBackend
 ) -> None:
     await all_layers(caller, 8)
-    await create(caller, "b", parent="a")
+    await caller.create("b", parent="a")
     backend.failures["copy_rows"] = [RuntimeError("a bug")]
-    assert code(await outcome(caller.submit(truncate("b", 6)))) == "not_ready"
+    assert await caller.code(truncate("b", 6)) == "not_ready"
     assert caller.state == "lost"
 
 
 async def all_layers(caller: Caller, tokens: int) -> None:
     """`a` with `tokens` tokens at every layer."""
-    await create(caller, "a")
+    await caller.create("a")
     for layer in range(GEOMETRY.num_layers):
         await caller.submit(append("a", tokens, layer=layer))
 
@@ -304,7 +294,7 @@ async def test_refusals_of_the_core_reach_the_caller_and_change_nothing(
     caller: Caller, backend: FakeBackend, late: bool
 ) -> None:
     await three_sequences(caller)
-    before = await pool(caller)
+    before = await caller.pool()
     masked = decode("a").but("prefill", qo_indptr=[0, 1], mask=np.ones(6, bool))
     cases = [
         (decode("missing", new=True), "unknown_sequence"),
@@ -321,7 +311,7 @@ async def test_refusals_of_the_core_reach_the_caller_and_change_nothing(
             assert reply.problem["lengths"] == {"a": 5}
     together = await held_back(caller, backend, *(call for call, _ in cases))
     assert codes(together) == [wanted for _, wanted in cases]
-    assert await pool(caller) == before
+    assert await caller.pool() == before
     await until(lambda: caller.metric("attnd_out_of_pages_total") == 2)
 
 
@@ -329,9 +319,9 @@ async def test_refusals_of_the_core_reach_the_caller_and_change_nothing(
 async def test_appended_rows_of_an_undone_operation_are_not_counted(
     caller: Caller, backend: FakeBackend
 ) -> None:
-    await create(caller, "a")
+    await caller.create("a")
     backend.failures["attend"] = [RuntimeError("a bug")]
-    assert code(await outcome(caller.submit(decode("a", new=True)))) == "internal"
+    assert await caller.code(decode("a", new=True)) == "internal"
     await caller.submit(append("a", 3))
     await until(lambda: caller.metric("attnd_tokens_appended_total") == 3)
 
@@ -363,7 +353,7 @@ def test_short_work_that_is_long_by_the_time_it_runs_again_still_runs(
         replies = await held_back(caller, backend, decode("a", new=True), decode("b"))
         assert codes(replies) == ["ok" if again is None else "internal", "ok"]
         np.testing.assert_array_equal(replies[1].o, wanted.o)
-        assert await length(caller, "a") == (6 if again is None else 5)
-        assert (await pool(caller))["integrity"] == "ok"
+        assert await caller.length("a") == (6 if again is None else 5)
+        assert (await caller.pool())["integrity"] == "ok"
 
     with_engine(backend, scenario)

@@ -7,16 +7,7 @@ import gc
 import pytest
 
 from tests.engine.fake_backend import GEOMETRY
-from tests.engine.harness import (
-    Caller,
-    Refused,
-    append,
-    create,
-    decode,
-    delete,
-    truncate,
-    until,
-)
+from tests.engine.harness import Caller, Refused, append, decode, delete, truncate, until
 from tests.engine.pool_model import on_cpu
 
 OWN = (
@@ -31,7 +22,7 @@ OWN = (
 async def live(caller: Caller, name: str) -> None:
     """A session's life: calls that succeed, calls that fail, and pages that outlive it."""
     async with caller.another() as session:
-        await create(session, name)
+        await session.create(name)
         for layer in range(GEOMETRY.num_layers):
             await session.submit(append(name, 2 * GEOMETRY.page_size, layer))
         await session.submit(decode(name, new=True))

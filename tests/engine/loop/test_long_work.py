@@ -14,23 +14,15 @@ from tests.engine.harness import (
     NewCall,
     append,
     code,
+    creation,
     decode,
     delete,
     fake_engine,
-    length,
-    outcome,
-    pool,
+    get,
     truncate,
     until,
 )
-from tests.engine.long_calls import (
-    ROWS,
-    SLICE_MS,
-    finish,
-    long_append,
-    long_prefill,
-    two_sequences,
-)
+from tests.engine.long_calls import ROWS, SLICE_MS, finish, long_append, long_prefill, two_sequences
 
 
 @fake_engine(slice_ms=SLICE_MS)
@@ -96,22 +88,22 @@ async def test_operations_on_its_sequences_wait_and_see_its_effect_in_their_orde
     first = caller.start(long("a"))
     await until(lambda: len(steps) == 1)
     after = [
-        NewCall("get_sequence", {"id": "a"}, {}),
+        get("a"),
         append("a", 1, seed=9),
         decode("a", seed=1),
         truncate("a", 0),
-        NewCall("create_sequences", {"sequences": [{"id": "c", "parent": "a"}]}, {}),
+        creation({"id": "c", "parent": "a"}),
         delete("a"),
-        NewCall("get_sequence", {"id": "a"}, {}),
+        get("a"),
     ]
-    waiting = [asyncio.create_task(outcome(caller.submit(call))) for call in after]
+    waiting = [caller.attempt(call) for call in after]
     await until(lambda: caller.num_waiting == len(after))
     async with caller.another() as other:  # other sequences are not blocked
         small = other.start(append("b", 1))
         await until(lambda: len(steps) == 2)
         steps[1].set()
         assert (await small).fields == {"lengths": [6]}
-        assert await length(other, "b") == 6
+        assert await other.length("b") == 6
     assert caller.num_waiting == len(after)
     await finish(backend, first)
     backend.let_all()
@@ -121,7 +113,7 @@ async def test_operations_on_its_sequences_wait_and_see_its_effect_in_their_orde
     assert replies[1].fields == {"lengths": [21 + ROWS]}
     assert replies[4].fields["sequences"][0]["length"] == 0
     assert code(replies[6]) == "unknown_sequence"
-    assert (await pool(caller))["integrity"] == "ok"
+    assert (await caller.pool())["integrity"] == "ok"
 
 
 @fake_engine(slice_ms=SLICE_MS)
@@ -137,7 +129,7 @@ async def test_who_only_reads_goes_beside_a_long_read_and_who_writes_waits(
     await until(lambda: len(steps) == 2)
     steps[1].set()
     np.testing.assert_array_equal((await reading).o, wanted.o)
-    assert await length(caller, "a") == 20
+    assert await caller.length("a") == 20
     writing = caller.start(append("a", 1))
     behind = caller.start(decode("a"))
     await until(lambda: caller.num_waiting == 2)

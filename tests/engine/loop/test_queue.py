@@ -20,13 +20,12 @@ from tests.engine.harness import (
     Reply,
     append,
     code,
-    create,
+    creation,
     decode,
     delete,
     fake_engine,
-    length,
+    get,
     outcome,
-    pool,
     truncate,
     until,
 )
@@ -58,7 +57,7 @@ def reply_to(caller: Caller, data: bytes) -> bytes:
 
 async def two_sequences(caller: Caller) -> None:
     """`a` of three tokens, and `empty`."""
-    await create(caller, "a", "empty")
+    await caller.create("a", "empty")
     for layer in range(GEOMETRY.num_layers):
         await caller.submit(append("a", 3, layer=layer))
 
@@ -88,26 +87,20 @@ async def test_a_full_queue_still_takes_what_frees_pages(
     caller: Caller, backend: FakeBackend
 ) -> None:
     await two_sequences(caller)
-    await create(caller, "deleted")
+    await caller.create("deleted")
     first = await blocked(caller, backend)
     waiting = [caller.start(decode("a"))]
     await until(lambda: caller.num_waiting == 2)
-    refused: list[NewCall] = [
-        decode("a"),
-        append("a", 1),
-        NewCall("create_sequences", {"sequences": [{}]}, {}),
-        NewCall("get_sequence", {"id": "a"}, {}),
-        NewCall("pool", {}, {}),
-    ]
+    refused: list[NewCall] = [decode("a"), append("a", 1), creation({}), get("a"), NewCall("pool")]
     for call in refused:
-        assert code(await outcome(caller.submit(call))) == "overloaded", call.name
+        assert await caller.code(call) == "overloaded", call.name
     freeing = [caller.start(truncate("a", 2)), caller.start(delete("deleted"))]
     await until(lambda: caller.num_waiting == 4)
     backend.gate.set()
     replies = await asyncio.gather(*first, *waiting, *freeing)
     assert [reply.status for reply in replies] == [200, 200, 200, 200, 204]
-    assert await length(caller, "a") == 2
-    assert code(await outcome(caller.submit(delete("deleted")))) == "unknown_sequence"
+    assert await caller.length("a") == 2
+    assert await caller.code(delete("deleted")) == "unknown_sequence"
 
 
 @fake_engine(late=True)
@@ -125,7 +118,7 @@ async def test_an_operation_cancelled_before_its_turn_leaves_no_trace(
     await until(lambda: caller.num_waiting == 1)  # it takes no room in the queue any more
     backend.gate.set()
     await asyncio.gather(*first)
-    assert await length(caller, "a") == 3
+    assert await caller.length("a") == 3
     assert backend.calls == before
     assert caller.metric('attnd_rejected_total{reason="cancelled"}') == 1
 
@@ -147,14 +140,14 @@ async def test_an_operation_cancelled_while_the_round_before_it_runs_leaves_no_t
     await asyncio.sleep(0.01)
     backend.gate.set()
     await asyncio.gather(first, second, third)
-    assert await length(caller, "a") == 3
+    assert await caller.length("a") == 3
 
 
 @fake_engine(late=True)
 async def test_a_running_operation_that_is_cancelled_finishes_without_a_reply(
     caller: Caller, backend: FakeBackend
 ) -> None:
-    await create(caller, "a")
+    await caller.create("a")
     backend.gate.clear()
     task = caller.start(decode("a", new=True))
     await until(lambda: backend.calls[-2:] == ["append", "attend"])
@@ -162,7 +155,7 @@ async def test_a_running_operation_that_is_cancelled_finishes_without_a_reply(
     with pytest.raises(asyncio.CancelledError):
         await task
     backend.gate.set()
-    assert await length(caller, "a") == 1
+    assert await caller.length("a") == 1
 
 
 @fake_engine(late=True)
@@ -171,7 +164,7 @@ async def test_an_operation_whose_deadline_passed_before_its_turn_does_not_run(
 ) -> None:
     await two_sequences(caller)
     first = await blocked(caller, backend)
-    late = asyncio.create_task(outcome(caller.submit(append("a", 5), deadline_s=0.01)))
+    late = caller.attempt(append("a", 5), deadline_s=0.01)
     in_time = caller.start(append("a", 1), deadline_s=60.0)
     await until(lambda: caller.num_waiting == 3)
     await asyncio.sleep(0.03)
@@ -226,7 +219,7 @@ async def test_a_drain_that_takes_too_long_refuses_unfinished_operations(
 ) -> None:
     await two_sequences(caller)
     first, barrier = await blocked(caller, backend)
-    waiting = asyncio.create_task(outcome(caller.submit(append("a", 1))))
+    waiting = caller.attempt(append("a", 1))
     await until(lambda: caller.num_waiting == 2)
     caller.engine.drain()
     replies = await asyncio.gather(waiting, outcome(barrier), outcome(first))
@@ -239,14 +232,14 @@ async def test_a_drain_that_takes_too_long_refuses_unfinished_operations(
 async def test_two_sessions_share_an_engine_and_each_is_answered_its_own(
     caller: Caller, backend: FakeBackend
 ) -> None:
-    await create(caller, "a")
+    await caller.create("a")
     async with caller.another() as other:
-        assert await pool(other) == await pool(caller)
+        assert await other.pool() == await caller.pool()
         tasks: list[Any] = []
         for n in range(1, 6):
             tasks += [caller.start(append("a", n)), other.start(decode("a", seed=n))]
         await asyncio.gather(*tasks)
-        assert await length(other, "a") == 15
+        assert await other.length("a") == 15
         assert caller.metric("attnd_sessions") == 2
 
 
@@ -257,7 +250,7 @@ async def test_the_death_of_a_caller_takes_its_waiting_calls_out(
     await two_sequences(caller)
     first = await blocked(caller, backend)
     async with caller.another() as other:
-        doomed = [asyncio.create_task(outcome(other.submit(append("a", 2)))) for _ in range(3)]
+        doomed = [other.attempt(append("a", 2)) for _ in range(3)]
         await until(lambda: caller.num_waiting == 4)
     assert all(isinstance(reply, NotReady) for reply in await asyncio.gather(*doomed))
     await until(lambda: caller.num_waiting == 1)
@@ -278,19 +271,19 @@ async def test_one_session_too_many_is_refused_with_a_reason_until_another_ends(
         assert b"server.max_sessions" in reply_to(caller, hello)
     await until(lambda: len(caller.engine.callers.sessions) == 1)
     async with caller.another() as again:
-        await pool(again)
+        await again.pool()
 
 
 @fake_engine()
 async def test_bytes_that_are_no_frame_end_their_session_and_no_other(caller: Caller) -> None:
     for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\x01\x00\x00\x00\x10\x00\x00\x00" * 9):
         assert b"malformed_request" in reply_to(caller, garbage)
-    assert (await pool(caller))["integrity"] == "ok"
+    assert (await caller.pool())["integrity"] == "ok"
 
 
 @fake_engine(queue_depth=7)
 async def test_info_has_the_geometry_and_the_backend(caller: Caller) -> None:
-    info = (await caller.call("info", {})).fields
+    info = (await caller.call("info")).fields
     replies = [info[name] for name in ("num_layers", "num_pages", "page_size", "backend")]
     assert replies == [2, 32, 4, "fake"]
     assert info["unsupported"] == ["nothing"]

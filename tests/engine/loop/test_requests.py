@@ -25,18 +25,7 @@ from service.metrics import Metrics
 from service.operations.schema.spec import validate
 from service.operations.table import BY_NAME
 from tests.engine.fake_backend import FakeBackend
-from tests.engine.harness import (
-    Caller,
-    Refused,
-    admit,
-    append,
-    code,
-    create,
-    decode,
-    fake_engine,
-    outcome,
-    run_round,
-)
+from tests.engine.harness import Caller, admit, append, decode, fake_engine, run_round
 
 
 @fake_engine()
@@ -52,7 +41,7 @@ async def test_a_header_that_repeats_is_checked_once(
 
     monkeypatch.setattr(requests, "preparing", counted)
 
-    await create(caller, "a")
+    await caller.create("a")
     for seed in range(5):
         reply = await caller.submit(decode("a", seed=seed, new=True))
     assert checked.count("decode") == 1
@@ -63,20 +52,18 @@ async def test_a_header_that_repeats_is_checked_once(
 
 @fake_engine()
 async def test_tensors_of_a_remembered_header_are_checked_each_time(caller: Caller) -> None:
-    await create(caller, "a")
+    await caller.create("a")
     one = append("a", 1, offsets=[0])
-    replies = [code(await outcome(caller.submit(one))) for _ in range(2)]
+    replies = [await caller.code(one) for _ in range(2)]
     assert replies == ["ok", "length_mismatch"]
     mask = np.ones(2, bool)
     masked = decode("a").but("prefill", qo_indptr=[0, 1], mask=mask[:1])
-    assert code(await outcome(caller.submit(masked))) == "ok"
+    assert await caller.code(masked) == "ok"
     broken = np.frombuffer(b"\x02", bool)
-    refused = await outcome(caller.submit(masked.but(mask=broken)))
-    assert isinstance(refused, Refused)
-    assert refused.code == "malformed_body"
+    await caller.refused(masked.but(mask=broken), "malformed_body")
     await caller.submit(append("a", 1))
-    assert code(await outcome(caller.submit(masked))) == "invalid_request"
-    assert code(await outcome(caller.submit(masked.but(mask=mask)))) == "ok"
+    assert await caller.code(masked) == "invalid_request"
+    assert await caller.code(masked.but(mask=mask)) == "ok"
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from tests.engine.harness import (
     NewCall,
     append,
     code,
+    creation,
     decode,
     delete,
     fake_engine,
@@ -116,7 +117,7 @@ async def test_an_append_between_decodes_does_not_part_them_and_each_sees_its_ow
     [
         truncate("b", 0),
         delete("b"),
-        NewCall("create_sequences", {"sequences": [{"id": "c", "parent": "b", "length": 0}]}, {}),
+        creation({"id": "c", "parent": "b", "length": 0}),
         gather("a"),
         ONE_LIST,
     ],

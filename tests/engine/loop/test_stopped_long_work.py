@@ -20,13 +20,12 @@ from tests.engine.harness import (
     Reply,
     append,
     code,
+    creation,
     decode,
     delete,
     fake_engine,
     gather,
-    length,
     outcome,
-    pool,
     truncate,
     until,
     with_engine,
@@ -38,7 +37,7 @@ async def cancelled(caller: Caller, task: asyncio.Task[Reply]) -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await caller.call("info", {})  # frames keep their order: the engine has read the other, too
+    await caller.call("info")  # frames keep their order: the engine has read the other, too
 
 
 @pytest.mark.parametrize("end", ["cancel", "deadline", "death"])
@@ -49,7 +48,7 @@ async def test_what_stops_between_two_slices_is_undone(
     caller: Caller, backend: FakeBackend, long: Callable[[str], NewCall], end: str, done: int
 ) -> None:
     await two_sequences(caller)
-    known, before = await caller.submit(decode("a", "b")), await pool(caller)
+    known, before = await caller.submit(decode("a", "b")), await caller.pool()
     steps = backend.step_by_step()
     async with caller.another() as other:
         deadline_s = 0.6 if end == "deadline" else 0.0
@@ -58,7 +57,7 @@ async def test_what_stops_between_two_slices_is_undone(
             await until(lambda at=at: len(steps) == at + 1)
             if at + 1 < done:
                 steps[at].set()
-        held = asyncio.create_task(outcome(caller.submit(append("a", 1))))
+        held = caller.attempt(append("a", 1))
         await until(lambda: caller.num_waiting == 1)
         if end == "cancel":
             await cancelled(other, task)
@@ -68,7 +67,7 @@ async def test_what_stops_between_two_slices_is_undone(
             other.road.close()
             await until(lambda: len(caller.engine.callers.sessions) == 1)
         assert caller.num_waiting == 1, "its sequences were unlocked while the device used them"
-        assert await length(caller, "b") == 5
+        assert await caller.length("b") == 5
         backend.let_all()
         if end != "cancel":
             reply = await outcome(task)
@@ -79,7 +78,7 @@ async def test_what_stops_between_two_slices_is_undone(
     assert isinstance(appended, Reply)
     assert appended.fields == {"lengths": [21]}, "it began from the length that the long one left"
     await caller.submit(truncate("a", 20))
-    assert await pool(caller) == before
+    assert await caller.pool() == before
     again = await caller.submit(decode("a", "b"))
     np.testing.assert_array_equal(again.o, known.o)
 
@@ -92,7 +91,7 @@ def test_a_slice_that_fails_undoes_the_whole_and_no_other_operation(
 
     async def scenario(caller: Caller) -> None:
         await two_sequences(caller)
-        before = await pool(caller)
+        before = await caller.pool()
         backend.failures["attend"] = [None, None, RuntimeError("a bug")]
         if error is not None:
             backend.failures = {"result": [None, None, error]}
@@ -100,7 +99,7 @@ def test_a_slice_that_fails_undoes_the_whole_and_no_other_operation(
         replies = await asyncio.gather(*(outcome(task) for task in tasks))
         assert [code(one) for one in replies] == ["internal", "ok"]
         await caller.submit(truncate("b", 5))
-        assert await pool(caller) == before
+        assert await caller.pool() == before
         backend.failures = {}
         assert (await caller.submit(long_prefill("a"))).status == 200
 
@@ -113,15 +112,15 @@ async def test_a_long_append_that_does_not_fit_or_says_wrong_offsets_changes_not
     caller: Caller, backend: FakeBackend
 ) -> None:
     await two_sequences(caller)
-    before = await pool(caller)
+    before = await caller.pool()
     for call, wanted in (
         (append("a", 1000), "out_of_pages"),
         (append("a", ROWS, offsets=[19]), "length_mismatch"),
         (long_prefill("a", offsets=[19]), "length_mismatch"),
         (long_prefill("zz"), "unknown_sequence"),
     ):
-        assert code(await outcome(caller.submit(call))) == wanted
-    assert await pool(caller) == before
+        assert await caller.code(call) == wanted
+    assert await caller.pool() == before
 
 
 # Long creates: the engine itself makes some sequences in each slice.
@@ -150,19 +149,17 @@ async def stopped_create(
 ) -> None:
     """A create of many forks that is stopped while its second slice runs, as if it never were."""
     await two_sequences(caller)
-    before = await pool(caller)
+    before = await caller.pool()
     new = [{"parent": "b"} if at % 2 else {"id": f"n{at}", "parent": "b"} for at in range(16)]
     async with caller.another() as other:
-        task = asyncio.create_task(
-            other.submit(NewCall("create_sequences", {"sequences": new}, {}), deadline_s=0.6)
-        )
+        task = asyncio.create_task(other.submit(creation(*new), deadline_s=0.6))
         await until(backend.at[2].is_set)
         await stop(other, task)
         backend.go_on[2].set()
         await asyncio.gather(task, return_exceptions=True)
-        while await pool(caller) != before:  # or the test is ended for its time
+        while await caller.pool() != before:  # or the test is ended for its time
             await asyncio.sleep(0.001)
-        listed = (await caller.call("list_sequences", {})).fields["sequences"]
+        listed = (await caller.call("list_sequences")).fields["sequences"]
         assert [view["id"] for view in listed] == ["a", "b"]
 
 
@@ -200,15 +197,15 @@ def test_a_sequence_of_a_long_create_cannot_be_changed_before_all_are_made(
         await two_sequences(caller)
         async with caller.another() as other:
             new: list[dict[str, str]] = [{"parent": "b"} for _ in range(20)]
-            task = asyncio.create_task(outcome(other.call("create_sequences", {"sequences": new})))
+            task = other.attempt(creation(*new))
             await until(backend.at[2].is_set)
-            listing = asyncio.create_task(caller.call("list_sequences", {}))
+            listing = asyncio.create_task(caller.call("list_sequences"))
             await asyncio.sleep(0.05)
             backend.go_on[2].set()
             names = [view["id"] for view in (await listing).fields["sequences"]]
             fresh = next(name for name in names if name.startswith("seq-"))
             await until(backend.at[4].is_set)
-            deleting = asyncio.create_task(outcome(caller.submit(delete(fresh))))
+            deleting = caller.attempt(delete(fresh))
             await asyncio.sleep(0.05)
             if stopped:
                 other.road.close()
@@ -216,7 +213,7 @@ def test_a_sequence_of_a_long_create_cannot_be_changed_before_all_are_made(
             backend.go_on[4].set()
             assert code(await deleting) == ("unknown_sequence" if stopped else "ok")
             assert isinstance(await task, NotReady if stopped else Reply)
-        info = await pool(caller)
+        info = await caller.pool()
         assert (info["sequences"], info["integrity"]) == (2 if stopped else 21, "ok")
 
     with_engine(backend, scenario)
@@ -230,22 +227,20 @@ async def test_a_long_create_of_which_a_late_one_is_refused_made_nothing(
     monkeypatch.setattr(sequences, "MADE_AT_ONCE", 4)
 
     await two_sequences(caller)
-    before = await pool(caller)
+    before = await caller.pool()
     new: list[dict[str, str]] = [{"parent": "b"} for _ in range(11)]
-    reply = await outcome(caller.call("create_sequences", {"sequences": [*new, bad]}))
+    reply = await outcome(caller.submit(creation(*new, bad)))
     assert code(reply) in ("sequence_exists", "unknown_sequence")
-    assert await pool(caller) == before
+    assert await caller.pool() == before
 
 
 @fake_engine()
 async def test_three_thousand_sequences_are_made_in_slices_and_in_order(caller: Caller) -> None:
     new = [{"id": f"s{at}"} for at in range(3000)]
-    reply = await caller.submit(
-        NewCall("create_sequences", {"sequences": new}, {}), room=3000 * 1400
-    )
+    reply = await caller.submit(creation(*new), room=3000 * 1400)
     assert [view["id"] for view in reply.fields["sequences"]] == [one["id"] for one in new]
     await until(lambda: caller.metric("attnd_slices_total") >= 3)
-    info = await pool(caller)
+    info = await caller.pool()
     assert (info["sequences"], info["integrity"]) == (3000, "ok")
     reply = await caller.submit(decode(*[f"s{at}" for at in range(0, 3000, 100)], new=True))
     assert np.isfinite(reply.lse).all()

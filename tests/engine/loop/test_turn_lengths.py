@@ -21,7 +21,7 @@ from service.engine.loop.engine import RATES
 from service.operations.schema.fields import MAX_SEQUENCES
 from service.operations.sequences import MAX_BATCH
 from service.processes.watchdog import Watchdog
-from tests.engine.harness import Caller, NewCall, Refused, outcome, with_engine
+from tests.engine.harness import Caller, NewCall, Refused, creation, outcome, with_engine
 
 pytestmark = pytest.mark.timing
 
@@ -146,7 +146,7 @@ async def empty_and_filled(caller: Caller, passes: Passes) -> None:
 
 
 async def forks(caller: Caller, passes: Passes) -> None:
-    await caller.call("create_sequences", {"sequences": [{"id": "trunk"}]})
+    await caller.create("trunk")
     count = 24 * PAGE + 3
     fields = {"sequences": ["trunk"], "append_indptr": [0, count]}
     for layer in range(2):
@@ -165,7 +165,7 @@ async def cached_prompts(caller: Caller, passes: Passes) -> None:
     for first in range(0, 16 * MAX_BATCH, MAX_BATCH):
         names = ids(first + MAX_BATCH)[first:]
         new = {"sequences": [{"id": name} for name in names]}
-        await caller.submit(NewCall("create_sequences", new, {}), room=ROOM_BYTES)
+        await caller.submit(NewCall("create_sequences", new), room=ROOM_BYTES)
         sums = each(MAX_BATCH, PAGE)
         for layer in range(2):
             fields = {"layer": layer, "sequences": names, "append_indptr": sums}
@@ -175,7 +175,7 @@ async def cached_prompts(caller: Caller, passes: Passes) -> None:
         await passes.measure(caller, "commit_sequences", fields, tokens)
     await passes.measure(caller, "delete_sequences", {"prefix": ""})
     await passes.measure(caller, "evict", {"num_pages": 512})
-    await caller.call("create_sequences", {"sequences": [{"id": "large"}]})
+    await caller.create("large")
     for at_once in (2**18, 2**18, 2**18, 15_000 * PAGE):
         fields = {"layer": 0, "sequences": ["large"], "append_indptr": [0, at_once]}
         await passes.measure(caller, "append", fields, kv(at_once))
@@ -188,13 +188,13 @@ async def cached_prompts(caller: Caller, passes: Passes) -> None:
 
 async def chain(caller: Caller, passes: Passes) -> None:
     """Each sequence a fork of the one before, with a page more."""
-    await caller.call("create_sequences", {"sequences": [{"id": "s0"}]})
+    await caller.create("s0")
     for number in range(DEEP):
         for layer in range(2):
             fields = {"layer": layer, "sequences": [f"s{number}"], "append_indptr": [0, PAGE]}
             await caller.call("append", fields, **kv(PAGE))
         new = {"id": f"s{number + 1}", "parent": f"s{number}"}
-        await caller.call("create_sequences", {"sequences": [new]})
+        await caller.submit(creation(new))
     for name in ("pool", "snapshot"):
         await passes.measure(caller, name, {})
     names = ids(DEEP + 1)
@@ -240,7 +240,7 @@ def test_launches_that_many_calls_share_become_as_short_as_a_slice(
     call = NewCall("decode", fields, {"q": rows(64, 8)})
 
     async def bursts(caller: Caller, passes: Passes) -> None:
-        await caller.call("create_sequences", {"sequences": [{"id": name} for name in names]})
+        await caller.submit(creation(*({"id": name} for name in names)))
         for name in names:
             one = {"layer": 0, "sequences": [name], "append_indptr": [0, count]}
             await caller.call("append", one, **kv(count))

@@ -19,11 +19,11 @@ from tests.engine.harness import (
     Reply,
     append,
     code,
+    creation,
     decode,
     delete,
     gather,
     outcome,
-    pool,
     with_engine,
 )
 
@@ -66,13 +66,13 @@ class Client:
 
     async def run(self, steps: int) -> None:
         trunk, fork = self.names
-        await self.caller.call("create_sequences", {"sequences": [{"id": trunk}]})
+        await self.caller.create(trunk)
         first = append(trunk, 5, seed=self.random.randrange(10**6))
         for layer in range(GEOMETRY.num_layers):
             while await self.fails(first.but(layer=layer)):
                 pass
         self.held[trunk] = (first.tensors["k"], first.tensors["v"])
-        forked = NewCall("create_sequences", {"sequences": [{"id": fork, "parent": trunk}]}, {})
+        forked = creation({"id": fork, "parent": trunk})
         while await self.fails(forked):
             pass
         self.held[fork] = self.held[trunk]
@@ -125,7 +125,7 @@ class Client:
         await asyncio.sleep(self.random.choice([0.0, 0.0005]))
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        view = (await self.caller.call("get_sequence", {"id": name})).fields
+        view = await self.caller.view(name)
         before = self.held[name][0].shape[0]
         assert view["lengths"][0] in (before, before + 1)
         if view["lengths"][0] > before:
@@ -148,7 +148,7 @@ def test_replies_agree_with_the_pool(
             await asyncio.gather(*(client.run(25) for client in clients))
         backend.armed = False
         assert caller.state == "ready"
-        assert (await pool(caller))["integrity"] == "ok"
+        assert (await caller.pool())["integrity"] == "ok"
         assert sum(client.succeeded for client in clients) > 20
         assert sum(client.failed for client in clients) > 5
         for client in clients:
@@ -157,7 +157,7 @@ def test_replies_agree_with_the_pool(
                 np.testing.assert_array_equal(reply.tensors["k"], k, err_msg=name)
                 np.testing.assert_array_equal(reply.tensors["v"], v, err_msg=name)
                 await caller.submit(delete(name))
-        assert (await pool(caller))["free"] == GEOMETRY.num_pages
+        assert (await caller.pool())["free"] == GEOMETRY.num_pages
 
     with caplog.at_level(logging.CRITICAL, logger="attnd.engine"):
         with_engine(backend, scenario, slice_ms=slice_ms)

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from service.keys import line_of
-from service.road.caller_end.caller import RoadCaller
-from tests.engine.fake_backend import GEOMETRY, FakeBackend
+from tests.engine.fake_backend import GEOMETRY
 from tests.engine.harness import (
-    ARENA_BYTES,
     Caller,
     NewCall,
     Refused,
     append,
+    creation,
     delete,
+    fake_engine,
     gather,
     outcome,
-    pool,
     truncate,
-    with_engine,
 )
 
 IDS = "abcde"
@@ -64,7 +60,7 @@ class Guesser:
 
     async def create(self) -> None:
         name = self.some()
-        result = await self.ask(NewCall("create_sequences", {"sequences": [{"id": name}]}, {}))
+        result = await self.ask(creation({"id": name}))
         assert (result is None) == (name in self.held)
         if result is not None:
             self.held[name] = np.zeros((0, GEOMETRY.num_kv_heads, GEOMETRY.head_dim), np.float32)
@@ -74,7 +70,7 @@ class Guesser:
         new = {"id": name, "parent": parent}
         if name in self.held or (name == parent and parent not in self.held):
             return
-        if await self.ask(NewCall("create_sequences", {"sequences": [new]}, {}), parent):
+        if await self.ask(creation(new), parent):
             self.held[name] = self.held[parent]
 
     async def append(self) -> None:
@@ -103,29 +99,21 @@ class Guesser:
             np.testing.assert_array_equal(result.tensors["k"], self.held[name])
 
     async def list(self) -> None:
-        result = await self.ask(NewCall("list_sequences", {}, {}))
+        result = await self.ask(NewCall("list_sequences"))
         lengths = {one["id"]: one["length"] for one in result.fields["sequences"]}
         assert lengths == {name: len(k) for name, k in self.held.items()}
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_each_namespace_gets_the_replies_it_would_get_alone(seed: int, tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("\n".join(line_of(name, name, ["read", "append"]) for name in "xy"))
-
-    async def scenario(first: Caller) -> None:
-        road = await RoadCaller.connect(first.running.path, ARENA_BYTES, key="y")
-        try:
-            callers = (first, Caller(first.running, road))
-            both = [Guesser(caller, 10 * seed + at) for at, caller in enumerate(callers)]
-            await asyncio.gather(*(one.run() for one in both))
-            assert min(one.unknown for one in both) > 20, "too few guesses"
-            assert (await pool(first))["integrity"] == "ok"
-            for one in both:
-                for name in list(one.held):
-                    await one.caller.submit(delete(name))
-            assert (await pool(first))["free"] == GEOMETRY.num_pages
-        finally:
-            road.close()
-
-    with_engine(FakeBackend(), scenario, keys_file=str(keys), key="x")
+@fake_engine(keys={name: (name, ["read", "append"]) for name in "xy"}, key="x")
+async def test_each_namespace_gets_the_replies_it_would_get_alone(
+    x: Caller, y: Caller, seed: int
+) -> None:
+    both = [Guesser(caller, 10 * seed + at) for at, caller in enumerate((x, y))]
+    await asyncio.gather(*(one.run() for one in both))
+    assert min(one.unknown for one in both) > 20, "too few guesses"
+    assert (await x.pool())["integrity"] == "ok"
+    for one in both:
+        for name in list(one.held):
+            await one.caller.submit(delete(name))
+    assert (await x.pool())["free"] == GEOMETRY.num_pages

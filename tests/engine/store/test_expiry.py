@@ -11,17 +11,7 @@ import pytest
 
 from service.engine.handlers import exports
 from tests.engine.exports import ask_part, bring, export, grow, held
-from tests.engine.harness import (
-    Caller,
-    NewCall,
-    Refused,
-    code,
-    create,
-    outcome,
-    pool,
-    queries,
-    rows,
-)
+from tests.engine.harness import Caller, NewCall, Refused, code, creation, outcome, queries, rows
 from tests.engine.poison import has_poison, poison_freed_pages
 from tests.engine.pool_model import CPU_GEOMETRY, cpu_engine
 
@@ -86,7 +76,7 @@ async def test_an_export_never_reads_pages_of_a_sequence_after_its_transfer(
     await asyncio.sleep(0.1)
     reply = await outcome(caller.call("get_sequence", {"id": "a"}))
     assert code(reply) == "unknown_sequence", "it belongs to another engine, and no call reads it"
-    assert (await pool(caller))["integrity"] == "ok"
+    assert (await caller.pool())["integrity"] == "ok"
 
 
 LONG = ("export", "gather", "prefill", "fork")
@@ -125,16 +115,12 @@ async def test_long_work_reads_the_rows_that_were_there_when_it_began(
         await ok(caller, "commit", id="b", token_ids=PROMPT)
     q = queries(5, LENGTH, CPU_GEOMETRY)
     call = {
-        "export": NewCall("export_sequence", {"id": "a"}, {}),
-        "gather": NewCall("gather", {"layer": 0, "sequences": ["a"], "dtype": "fp32"}, {}),
+        "export": NewCall("export_sequence", {"id": "a"}),
+        "gather": NewCall("gather", {"layer": 0, "sequences": ["a"], "dtype": "fp32"}),
         "prefill": NewCall(
             "prefill", {"layer": 0, "sequences": ["a"], "qo_indptr": [0, LENGTH]}, {"q": q}
         ),
-        "fork": NewCall(
-            "create_sequences",
-            {"sequences": [{"id": f"f{n}", "parent": "a"} for n in range(40)]},
-            {},
-        ),
+        "fork": creation(*({"id": f"f{n}", "parent": "a"} for n in range(40))),
     }[long]
     if long == "export":
         reply = (await caller.submit(call)).fields
@@ -148,11 +134,11 @@ async def test_long_work_reads_the_rows_that_were_there_when_it_began(
         caller.engine.store.tree.books.leaf("a")
         await asyncio.sleep(0.95)
     async with caller.another() as other:
-        work = asyncio.create_task(outcome(caller.submit(call, room=2**20)))
+        work = caller.attempt(call, room=2**20)
         for _ in range(3):
             await asyncio.sleep(0.001)
         name, fields = ENDS[end]
-        ending = asyncio.create_task(outcome(other.call(name, fields)))
+        ending = other.attempt(NewCall(name, fields))
         for seed in range(3):
             await taken_over(other, seed) if end != "drained" else None
         reply = await work
@@ -170,7 +156,7 @@ async def test_long_work_reads_the_rows_that_were_there_when_it_began(
         assert not has_poison(reply.tensors["k"], reply.tensors["v"])
         assert np.array_equal(reply.tensors["k"][:LENGTH], before[0])
         assert np.array_equal(reply.tensors["v"][:LENGTH], before[1])
-    assert (await pool(caller))["integrity"] == "ok"
+    assert (await caller.pool())["integrity"] == "ok"
 
 
 @cpu_engine(slice_ms=1e-6)
@@ -194,7 +180,7 @@ async def test_work_ends_when_its_sequence_has_changed(
     monkeypatch.setattr(store.backend, "read_stored", read_and_free)
     part = await outcome(ask_part(caller, "a", reply["header"], 0, reply["digest"]))
     assert (code(part), seen) == ("internal", 3)
-    assert (await pool(caller))["integrity"] == "ok"
+    assert (await caller.pool())["integrity"] == "ok"
 
 
 @cpu_engine()
@@ -211,7 +197,7 @@ async def test_an_imported_sequence_expires_when_its_own_time_is_over(caller: Ca
     for name in "ac":
         reply = await outcome(caller.call("get_sequence", {"id": name}))
         assert code(reply) == "unknown_sequence", name
-    numbers = await pool(caller)
+    numbers = await caller.pool()
     assert (numbers["sequences"], numbers["referenced"], numbers["imports"]) == (0, 0, 0)
 
 
@@ -219,17 +205,17 @@ async def test_an_imported_sequence_expires_when_its_own_time_is_over(caller: Ca
 async def test_an_import_and_the_mark_of_a_sequence_that_leaves_end_by_themselves(
     caller: Caller,
 ) -> None:
-    await create(caller, "a")
+    await caller.create("a")
     await grow(caller, "a", (9,) * LAYERS, CPU_GEOMETRY)
     given = await export(caller, "a")
     await caller.submit(given.begin("c", idle_s=0.05))
     reply = await outcome(caller.call("hand_over", {"id": "a", "state": "leaving", "for_s": 0.05}))
     assert code(reply) == "ok"
-    assert (await pool(caller))["imports"] == 1
+    assert (await caller.pool())["imports"] == 1
     store = caller.engine.store
     await asyncio.sleep(0.3)  # no calls: the engine wakes up by itself
     assert not store.move_marks.marks and "~c" not in store.tree.books
-    assert (await pool(caller))["imports"] == 0
+    assert (await caller.pool())["imports"] == 0
     await ok(caller, "get_sequence", id="a")
 
 
@@ -262,13 +248,13 @@ async def test_long_work_writes_no_page_that_another_sequence_has_now(
             fields = {"layer": 0, "sequences": ["d"], "append_indptr": [0, LENGTH]}
             k, v = (rows(seed, LENGTH, CPU_GEOMETRY) for seed in (71, 72))
             call = NewCall("append", fields, {"k": k, "v": v})
-        writing = asyncio.create_task(outcome(writer.submit(call)))
+        writing = writer.attempt(call)
         await asyncio.sleep(0.01)
         ending = {
-            "cancel": NewCall("cancel_import", {"id": "d2"}, {}),
-            "deleted": NewCall("delete_sequence", {"id": "d"}, {}),
-            "deleted by prefix": NewCall("delete_sequences", {"prefix": "d"}, {}),
-            "cut": NewCall("truncate", {"id": "d", "length": 0}, {}),
+            "cancel": NewCall("cancel_import", {"id": "d2"}),
+            "deleted": NewCall("delete_sequence", {"id": "d"}),
+            "deleted by prefix": NewCall("delete_sequences", {"prefix": "d"}),
+            "cut": NewCall("truncate", {"id": "d", "length": 0}),
         }.get(end)
         if end == "death":
             writer.road.close()
@@ -286,7 +272,7 @@ async def test_long_work_writes_no_page_that_another_sequence_has_now(
         ]
         found = await held(caller, f"n{seed}", LAYERS)
         assert all(np.array_equal(a, b) for a, b in zip(found, grown, strict=True)), seed
-    assert (await pool(caller))["integrity"] == "ok"
+    assert (await caller.pool())["integrity"] == "ok"
 
 
 def slow_down(backend: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:

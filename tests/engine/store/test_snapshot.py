@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from service.engine.store.snapshot import LEAST_S
-from service.keys import line_of
-from tests.engine.fake_backend import FakeBackend
-from tests.engine.harness import (
-    Caller,
-    NewCall,
-    Refused,
-    append,
-    create,
-    delete,
-    fake_engine,
-    until,
-    with_engine,
-)
-from tests.engine.loop.test_namespaces import session
+from tests.engine.harness import Caller, NewCall, Refused, append, delete, fake_engine, until
 
 
 @fake_engine()
 async def test_a_snapshot_agrees_with_the_pool(caller: Caller) -> None:
-    await create(caller, "a")
+    await caller.create("a")
     await caller.submit(append("a", 9))
-    reply = await caller.call("snapshot", {})
-    pool = (await caller.call("pool", {})).fields
+    reply = await caller.call("snapshot")
+    pool = (await caller.call("pool")).fields
     for name in ("free", "referenced", "cached", "pinned", "total", "sequences", "leases"):
         assert reply.fields[name] == pool[name], name
     states = reply.tensors["page_states"]
@@ -43,54 +29,49 @@ async def test_a_snapshot_agrees_with_the_pool(caller: Caller) -> None:
 
 @fake_engine()
 async def test_who_asks_too_soon_gets_the_last_one_again(caller: Caller) -> None:
-    first = await caller.call("snapshot", {})
-    await create(caller, "a")
-    again = await caller.call("snapshot", {})
+    first = await caller.call("snapshot")
+    await caller.create("a")
+    again = await caller.call("snapshot")
     assert again.fields == first.fields and again.fields["sequences"] == 0
     await asyncio.sleep(LEAST_S)
-    assert (await caller.call("snapshot", {})).fields["sequences"] == 1
+    assert (await caller.call("snapshot")).fields["sequences"] == 1
     await caller.submit(delete("a"))
 
 
 @fake_engine()
 async def test_an_answer_that_does_not_fit_says_what_would(caller: Caller) -> None:
     with pytest.raises(Refused) as result:
-        await caller.submit(NewCall("snapshot", {}, {}), room=64)
-    reply = await caller.submit(NewCall("snapshot", {}, {}), room=result.value.needed)
+        await caller.submit(NewCall("snapshot"), room=64)
+    reply = await caller.submit(NewCall("snapshot"), room=result.value.needed)
     assert reply.fields["free"] == 32
 
 
 @fake_engine(live=False)
 async def test_a_service_that_shows_nothing_live_takes_no_snapshots(caller: Caller) -> None:
     with pytest.raises(Refused) as reply:
-        await caller.call("snapshot", {})
+        await caller.call("snapshot")
     assert (reply.value.status, reply.value.problem["field"]) == (422, "server.live")
 
 
 @fake_engine()
 async def test_watching_is_not_seen_in_the_latencies(caller: Caller) -> None:
-    await create(caller, "a")
-    await caller.call("info", {})
+    await caller.create("a")
+    await caller.call("info")
     for _ in range(3):
-        await caller.call("snapshot", {})
-    await caller.call("info", {})
+        await caller.call("snapshot")
+    await caller.call("info")
     await until(lambda: caller.metric("attnd_queue_duration_seconds_count") == 3)
 
 
-def test_it_takes_the_scope_admin_and_names_no_sequence(tmp_path: Path) -> None:
-    keys = {"user": ("ours", ["read", "append"]), "operator": ("ops", ["admin"])}
-    path = tmp_path / "keys"
-    path.write_text("\n".join(line_of(key, *held) for key, held in keys.items()))
-
-    async def scenario(user: Caller) -> None:
-        await create(user, "secret")
-        await user.submit(append("secret", 5))
-        with pytest.raises(Refused) as refused:
-            await user.call("snapshot", {})
-        assert (refused.value.status, refused.value.code) == (403, "forbidden")
-        async with session(user, "operator") as operator:
-            reply = await operator.call("snapshot", {})
-            assert reply.fields["namespaces"] == ["ours"] and reply.fields["referenced"] == 2
-            assert "secret" not in str(reply)
-
-    with_engine(FakeBackend(), scenario, keys_file=str(path), key="user")
+@fake_engine(
+    keys={"user": ("ours", ["read", "append"]), "operator": ("ops", ["admin"])}, key="user"
+)
+async def test_it_takes_the_scope_admin_and_names_no_sequence(
+    user: Caller, operator: Caller
+) -> None:
+    await user.create("secret")
+    await user.submit(append("secret", 5))
+    await user.refused(NewCall("snapshot"), "forbidden", status=403)
+    reply = await operator.call("snapshot")
+    assert reply.fields["namespaces"] == ["ours"] and reply.fields["referenced"] == 2
+    assert "secret" not in str(reply)

@@ -12,7 +12,7 @@ import pytest
 from kernels import cuda_devices, make_backend
 from kernels.backend import NUMPY_DTYPES, PoolGeometry
 from kernels.states import merge_states
-from tests.engine.harness import Caller, Refused, queries, rows, with_engines
+from tests.engine.harness import Caller, Refused, creation, queries, rows, with_engines
 
 GEOMETRIES = {
     "cpu": PoolGeometry(2, 96, 5, 2, 16, dtype="fp32"),
@@ -33,7 +33,7 @@ async def create(callers: list[Caller], *names: str) -> None:
     for rank, caller in enumerate(callers):
         shard = {"rank": rank, "ranks": len(callers)}
         new = [{"id": name, "shard": shard} for name in names]
-        await caller.call("create_sequences", {"sequences": new})
+        await caller.submit(creation(*new))
 
 
 async def ask(callers: list[Caller], name: str, fields: dict[str, Any], **tensors: Any) -> Any:
@@ -129,11 +129,11 @@ def test_a_shard_refuses_unsupported_operations_and_wrong_offsets() -> None:
     async def scenario(callers: list[Caller]) -> None:
         (caller,) = callers
         shard = {"rank": 1, "ranks": 3}
-        await caller.call("create_sequences", {"sequences": [{"id": "a", "shard": shard}]})
+        await caller.submit(creation({"id": "a", "shard": shard}))
         new = {"k": rows(1, 12, geometry), "v": rows(2, 12, geometry)}
         fields = {"layer": 0, "sequences": ["a"], "append_indptr": [0, 12]}
         await caller.call("append", fields | {"offsets": [0]}, **new)
-        reply = (await caller.call("get_sequence", {"id": "a"})).fields
+        reply = await caller.view("a")
         known = {"epoch": 0, "lengths": [12, 0]}
         assert reply["lengths"] == [5, 0] and reply["shard"] == shard | known
         q = queries(1, 1, geometry)
@@ -170,7 +170,7 @@ def test_a_shard_refuses_unsupported_operations_and_wrong_offsets() -> None:
             with pytest.raises(Refused) as error:
                 await caller.call(name, call, **tensors)
             assert error.value.code == code, (name, call, error.value.problem)
-        again = (await caller.call("get_sequence", {"id": "a"})).fields
+        again = await caller.view("a")
         assert again == reply
 
     on_ranks("cpu", 1, scenario)
@@ -181,16 +181,14 @@ def test_a_truncation_of_one_layer_frees_its_pages() -> None:
 
     async def scenario(callers: list[Caller]) -> None:
         (caller,) = callers
-        await caller.call("create_sequences", {"sequences": [{"id": "a"}]})
+        await caller.create("a")
         for layer, count in ((0, 7), (1, 7), (0, 20)):
             fields = {"layer": layer, "sequences": ["a"], "append_indptr": [0, count]}
             new = {"k": rows(1, count, geometry), "v": rows(2, count, geometry)}
             await caller.call("append", fields, **new)
         reply = await caller.call("truncate", {"id": "a", "layer": 0, "length": 8})
         assert (reply.fields["lengths"], reply.fields["pages"]) == ([8, 7], 2)
-        await caller.call(
-            "create_sequences", {"sequences": [{"id": "b", "parent": "a", "length": 7}]}
-        )
+        await caller.submit(creation({"id": "b", "parent": "a", "length": 7}))
         for length in (4, 9):  # within the page that b shares; beyond the layer's length
             with pytest.raises(Refused, match="length"):
                 await caller.call("truncate", {"id": "a", "layer": 0, "length": length})
@@ -213,7 +211,7 @@ def test_a_claimed_shard_accepts_requests_of_its_epoch_only() -> None:
             assert error.value.code == code, (name, fields, error.value.problem)
 
         new = {"id": "a", "shard": {"rank": 1, "ranks": 2}, "epoch": 5}
-        await caller.call("create_sequences", {"sequences": [new, {"id": "whole"}]})
+        await caller.submit(creation(new, {"id": "whole"}))
         some = {"k": rows(1, 1, geometry), "v": rows(2, 1, geometry)}
         q = queries(1, 1, geometry)
         at: dict[str, Any] = {"layer": 0, "sequences": ["a"], "offsets": [0]}
@@ -226,7 +224,7 @@ def test_a_claimed_shard_accepts_requests_of_its_epoch_only() -> None:
         await caller.call("append", at | {"epochs": [5]}, **some)
         await refused("append", at | {"epochs": [5]}, "length_mismatch", **some)
         await refused("decode", at | {"epochs": [5]}, "length_mismatch", q=q)
-        reply = (await caller.call("get_sequence", {"id": "a"})).fields
+        reply = await caller.view("a")
         assert reply["lengths"] == [0, 0]
         assert (reply["shard"]["epoch"], reply["shard"]["lengths"]) == (5, [1, 0])
         for epoch in (0, 4, 5):
@@ -251,13 +249,13 @@ def test_a_claimed_shard_accepts_requests_of_its_epoch_only() -> None:
         fork = {"id": "f", "parent": "a", "length": count}
         for epoch in ({}, {"epoch": 5}, {"epoch": 8}):
             await refused("create_sequences", {"sequences": [fork | epoch]}, "sequence_taken")
-        await caller.call("create_sequences", {"sequences": [fork | {"epoch": 7}]})
+        await caller.submit(creation(fork | {"epoch": 7}))
         reply = (await caller.call("truncate", {"id": "a", "length": 1, "epoch": 8})).fields
         assert (reply["shard"]["epoch"], reply["shard"]["lengths"]) == (8, [1, 1])
-        reply = (await caller.call("get_sequence", {"id": "f"})).fields
+        reply = await caller.view("f")
         assert reply["lengths"] == [page, page]
         assert (reply["shard"]["epoch"], reply["shard"]["lengths"]) == (7, [count, count])
-        pool = (await caller.call("pool", {})).fields
+        pool = (await caller.call("pool")).fields
         assert pool["integrity"] == "ok"
 
     on_ranks("cpu", 1, scenario)
@@ -268,7 +266,7 @@ def test_epochs_of_a_whole_sequence_are_refused_and_bring_no_handlers_for_shards
 
     async def scenario(callers: list[Caller]) -> None:
         (caller,) = callers
-        await caller.call("create_sequences", {"sequences": [{"id": "a"}]})
+        await caller.create("a")
         some = {"k": rows(1, 1, geometry), "v": rows(2, 1, geometry)}
         append = {"layer": 0, "sequences": ["a"]}
         refused: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
