@@ -309,7 +309,7 @@ async def test_rows_that_fail_to_move_lose_the_pool(caller: Caller, backend: Fak
 async def test_rows_that_move_wait_for_the_memory_of_the_device(
     caller: Caller, backend: FakeBackend
 ) -> None:
-    await create(caller, "a")
+    await caller.create("a")
     for layer in range(GEOMETRY.num_layers):
         fields = {"layer": layer, "sequences": ["a"], "append_indptr": [0, 6]}
         await caller.call("append", fields, k=rows(1, 6), v=rows(2, 6))
