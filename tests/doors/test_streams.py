@@ -1,4 +1,4 @@
-"""Streams of events: many listeners, and readers that do not read."""
+"""Turns on a door's loop: many requests, many listeners, and readers that do not read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from images import write_image
 from scripted import Heard, Running, serving, wait_for
 
 from service.doors.http.protocol.connection import Connection
-from service.doors.kit.pieces import WOKEN, Waiters, Wakes
+from service.doors.kit.pieces import AT_ONCE, Turns, Waiters
 
 LISTENERS = 100
 
@@ -72,34 +72,75 @@ def test_an_event_reaches_many_listeners_over_several_passes_of_the_loop(
                 received += peer.recv(4096)
             peer.close()
     assert len(passes) == LISTENERS
-    assert max(passes.count(one) for one in passes) <= WOKEN
+    assert max(passes.count(one) for one in passes) <= AT_ONCE
 
 
-def test_waiters_are_woken_in_their_order_and_those_that_left_take_no_place() -> None:
-    woken: list[tuple[int, int]] = []
+def test_callers_take_turns_and_a_pass_of_the_loop_begins_little() -> None:
+    begun: list[tuple[int, str]] = []
     number = 0
 
-    async def wait(waiters: Waiters, name: int) -> None:
+    async def wait(waiters: Waiters, name: str) -> None:
         if await waiters.wait(60.0):
-            woken.append((number, name))
+            begun.append((number, name))
 
     async def main() -> None:
         nonlocal number
-        wakes = Wakes()
-        two = [Waiters(wakes), Waiters(wakes)]
-        tasks = [asyncio.create_task(wait(one, name)) for one in two for name in range(2 * WOKEN)]
-        assert not await two[0].wait(0.001)
-        for task in tasks[:WOKEN]:
-            task.cancel()
-        for one in two:
-            one.wake()
-        while len(woken) < 3 * WOKEN:
+        turns = Turns()
+        many, few = Waiters(turns, "many"), Waiters(turns, "few")
+        tasks = [asyncio.create_task(wait(many, "many")) for _ in range(3 * AT_ONCE)]
+        tasks += [asyncio.create_task(wait(few, "few")) for _ in range(AT_ONCE // 2)]
+        assert not await many.wait(0.001)
+        assert [turns.take() for _ in range(AT_ONCE + 1)] == [True] * AT_ONCE + [False]
+        many.wake()
+        few.wake()
+        assert not turns.take()
+        while len(begun) < len(tasks):
             number += 1
             await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
+        assert turns.take()
 
     asyncio.run(main())
-    assert [name for _, name in woken] == [*range(WOKEN, 2 * WOKEN), *range(2 * WOKEN)]
-    assert [pass_ - woken[0][0] for pass_, _ in woken] == [0] * WOKEN + [1] * WOKEN + [2] * WOKEN
+    passes = [pass_ for pass_, _ in begun]
+    assert max(passes.count(one) for one in passes) <= AT_ONCE
+    assert [name for _, name in begun[:AT_ONCE]] == ["many", "few"] * (AT_ONCE // 2)
+
+
+def test_requests_of_many_connections_begin_over_several_passes_of_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = 0
+    passes: list[int] = []
+    start = Connection.start
+
+    def noted(self: Connection, exchange: Any) -> None:
+        passes.append(number)
+        start(self, exchange)
+
+    with serving(tmp_path) as door:
+        peers = [door.connect() for _ in range(LISTENERS)]
+        wait_for(lambda: len(door.door.connections) == LISTENERS, "the connections")
+        monkeypatch.setattr(Connection, "start", noted)
+        loop = door.server.loop
+        assert loop is not None
+
+        def count() -> None:
+            nonlocal number
+            number += 1
+            if len(passes) < LISTENERS:
+                loop.call_soon(count)
+
+        def send_all() -> None:
+            for peer in peers:
+                peer.sendall(b"GET /v1/sequences HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            count()
+
+        door.on_loop(send_all)
+        for peer in peers:
+            assert peer.recv(12) == b"HTTP/1.1 200"
+            peer.close()
+    assert len(passes) == LISTENERS
+    assert max(passes.count(one) for one in passes) <= 2 * AT_ONCE
 
 
 def test_a_listener_that_reads_nothing_is_disconnected_though_it_sends(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from service.doors.http.protocol.connection import Connection
 from service.doors.http.protocol.read_budget import ReadBudget
 from service.doors.kit.ledger import Ledger
 from service.doors.kit.link import QUIET_S, Link
-from service.doors.kit.pieces import OneByOne, Wakes
+from service.doors.kit.pieces import OneByOne, Turns
 from service.doors.kit.tracing import Tracing
 from service.doors.kit.upstream import MakeUpstream, trim
 from service.errors import AttndError, NotReady, Overloaded
@@ -60,7 +60,7 @@ class Door:
         self.drained = asyncio.Event()
         self.long_json = LongJson(self)
         self.long_work = OneByOne()
-        self.wakes = Wakes()
+        self.turns = Turns()
         self.buffer = bytearray(READ_BYTES)
         self.connections: set[Connection] = set()
         self.shares = BodyShares(limits.max_inflight_bytes)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable
+from functools import partial
 from typing import Final, TypeVar
 
 from service.image.json_pieces import Pieces
 
 T = TypeVar("T")
-WOKEN: Final = 8
-"""Waiting tasks that are woken in one pass of the loop."""
+AT_ONCE: Final = 8
+"""Requests and writes to streams that begin in one pass of the loop."""
 
 
 class OneByOne:
@@ -33,33 +34,49 @@ class OneByOne:
                 await asyncio.sleep(0)
 
 
-class Wakes:
-    """Wakes waiting tasks in their order, `WOKEN` in a pass of the loop, over all `Waiters`."""
+class Turns:
+    """Begins the work of many callers, `AT_ONCE` in a pass of the loop; callers take turns."""
 
     def __init__(self) -> None:
-        self._due: deque[asyncio.Future[None]] = deque()
+        self._queues: dict[str, deque[Callable[[], object]]] = {}
+        self._left = AT_ONCE
+        """Work that may still begin in this pass."""
 
-    def add(self, waiting: Iterable[asyncio.Future[None]]) -> None:
-        if not self._due:
-            asyncio.get_running_loop().call_soon(self._wake)
-        self._due.extend(waiting)
+    def take(self) -> bool:
+        """Whether work may begin at once: nobody waits, and the pass has begun little else."""
+        if self._queues or not self._left:
+            return False
+        if self._left == AT_ONCE:
+            asyncio.get_running_loop().call_soon(self._next_pass)
+        self._left -= 1
+        return True
 
-    def _wake(self) -> None:
-        woken = 0
-        while self._due and woken < WOKEN:
-            waiting = self._due.popleft()
-            if not waiting.done():
-                waiting.set_result(None)
-                woken += 1
-        if self._due:
-            asyncio.get_running_loop().call_soon(self._wake)
+    def wait(self, caller: str, work: Callable[[], object]) -> None:
+        """Begin the work in the caller's turn."""
+        if not self._queues and self._left == AT_ONCE:
+            asyncio.get_running_loop().call_soon(self._next_pass)
+        self._queues.setdefault(caller, deque()).append(work)
+
+    def _next_pass(self) -> None:
+        self._left, queues = AT_ONCE, self._queues
+        if queues:
+            asyncio.get_running_loop().call_soon(self._next_pass)
+        while queues and self._left:
+            self._left -= 1
+            caller = next(iter(queues))
+            queue = queues.pop(caller)
+            work = queue.popleft()
+            if queue:
+                queues[caller] = queue
+            work()
 
 
 class Waiters:
     """Tasks that wait for the same news."""
 
-    def __init__(self, wakes: Wakes) -> None:
-        self._wakes = wakes
+    def __init__(self, turns: Turns, caller: str) -> None:
+        self._turns = turns
+        self._caller = caller
         self._waiting: dict[asyncio.Future[None], None] = {}
 
     async def wait(self, seconds: float) -> bool:
@@ -75,5 +92,12 @@ class Waiters:
         return True
 
     def wake(self) -> None:
-        waiting, self._waiting = self._waiting, {}
-        self._wakes.add(waiting)
+        """Wake all, each in its turn."""
+        for waiting in self._waiting:
+            self._turns.wait(self._caller, partial(release, waiting))
+        self._waiting = {}
+
+
+def release(waiting: asyncio.Future[None]) -> None:
+    if not waiting.done():
+        waiting.set_result(None)

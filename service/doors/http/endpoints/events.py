@@ -64,7 +64,7 @@ class Feed:
         self.events: deque[bytes] = deque(maxlen=KEPT)
         self.listeners = 0
         self.is_over = False
-        self.news = Waiters(door.wakes)
+        self.news = Waiters(door.turns, tenant.namespace)
         self.task = door.loop.create_task(self.poll())
 
     async def poll(self) -> None:

@@ -86,10 +86,11 @@ NO_PARAMS: Final[dict[str, str]] = {}
 
 async def run(door: Door, exchange: Exchange) -> None:
     """One request, from its head to its entry in the ledger."""
-    door.active += 1
     if door.link.draining:
         exchange.keep_alive = False
     try:
+        if exchange.is_disconnected:
+            raise ClientGone
         endpoint = door.endpoints.get((exchange.method, exchange.path))
         if endpoint is not None and exchange.refusal is None:
             await endpoint(exchange, NO_PARAMS)

@@ -49,7 +49,7 @@ class Feed:
         self.seen = door.loop.time()
         """When the engine replied last."""
         self.is_over = False
-        self.news = Waiters(door.wakes)
+        self.news = Waiters(door.turns, self.tenant.namespace)
         self.task = door.loop.create_task(self.run())
 
     @property

@@ -10,6 +10,7 @@ import fcntl
 import sys
 import termios
 from collections.abc import Sequence
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any, Final
 
@@ -157,7 +158,7 @@ class Connection(asyncio.BufferedProtocol):
                 self.transport.pause_reading()
 
     def begin(self, head: Head, request_id: bytes, body: Body) -> None:
-        """A request's head is here: reserve room for its body, and start its task."""
+        """A request's head is here: reserve room for its body, and start its task in its turn."""
         door, headers = self.door, head.headers
         exchange = Exchange(head, request_id, self.peer)
         exchange.connection = self
@@ -168,12 +169,20 @@ class Connection(asyncio.BufferedProtocol):
             self.become_busy(exchange)
         if headers.host not in door.host_rule.accepted or headers.origin is not None:
             exchange.refusal = door.host_rule.refusal(headers) or exchange.refusal
+        caller = self.address if self.key is None else exchange.tenant.namespace
         if exchange.refusal is None:
             self.is_known = True
             if exchange.method in WITH_BODY:
-                caller = self.address if self.key is None else exchange.tenant.namespace
                 body.begin(door, caller, headers.lead)
-        self.task = self.loop.create_task(run(door, exchange))
+        door.active += 1
+        if door.turns.take():
+            self.start(exchange)
+        else:
+            door.turns.wait(caller, partial(self.start, exchange))
+
+    def start(self, exchange: Exchange) -> None:
+        """Start the request's task."""
+        self.task = self.loop.create_task(run(self.door, exchange))
 
     def become_busy(self, exchange: Exchange) -> None:
         """Count a request with a valid key for its namespace, or set its refusal."""
