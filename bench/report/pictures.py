@@ -15,6 +15,7 @@ import matplotlib.pyplot as plt
 from bench.cache import CACHE_RESULTS
 from bench.report.kernel_results import KERNEL_RESULTS
 from bench.report.provenance import RESULTS, Results, read_results, workloads
+from bench.serving import SERVING_RESULTS
 from simulation.tables import short
 
 BLUE: Final = "#3b6ea5"
@@ -121,6 +122,26 @@ def road_bars(rows: list[dict[str, Any]]) -> list[tuple[str, float, str]]:
         for row in rows
     ]
     return [kernels, *steps, ("Client, HTTP", min(row["http_us"] for row in rows), RED)]
+
+
+def draw_serving(results: Results, path: Path) -> None:
+    """Tokens a second and the first token's wait by way of serving, shared prompts and not."""
+    ways = list(dict.fromkeys(row["way"] for row in results["rows"]))[::-1]
+    with picture(path, (7.2, 2.2), 2) as (left, right):
+        for offset, (group, colour) in zip((0.19, -0.19), ((4, BLUE), (1, GREY)), strict=True):
+            rows = {row["way"]: row for row in results["rows"] if row["group"] == group}
+            places = [at + offset for at in range(len(ways))]
+            label = "shared by 4" if group > 1 else "not shared"
+            for axes, key in ((left, "tokens_s"), (right, "first_ms")):
+                found = [rows[way][key] for way in ways]
+                values = [one[0] if isinstance(one, list) else one for one in found]
+                axes.barh(places, values, 0.36, color=colour, label=label)
+                for place, value in zip(places, values, strict=True):
+                    axes.text(value, place, f" {value:.0f}", va="center")
+        left.set(xlabel="tokens/s")
+        right.set(xlabel="ms to the first token, median", yticks=[])
+        left.set_yticks(range(len(ways)), ways)
+        left.legend(frameon=False, title="system prompts", fontsize=7)
 
 
 def draw_simulation(results: Results, path: Path, dark: bool) -> None:
