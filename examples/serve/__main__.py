@@ -54,9 +54,8 @@ def main() -> None:
         else:
             open_session = partial(connect, chosen.attnd)
             live_url = f"{chosen.attnd}/live" if "://" in chosen.attnd else ""
-        runner = Runner(
-            model, open_session, limits.max_running, limits.max_running + limits.prompt_tokens
-        )
+        tokens = limits.max_running + limits.prompt_tokens
+        runner = Runner(model, open_session, limits.max_running, tokens)
         info = runner.session.info()
         scheduler = Scheduler(runner, tokenizer, end_tokens(model, tokenizer), limits)
         scheduler.start()
@@ -64,13 +63,8 @@ def main() -> None:
         room = min(info.num_pages * info.page_size, model.config.max_position_embeddings)
         app = create_app(scheduler, Model(name, tokenizer, room), live_url)
         say(f"ready: chat at http://127.0.0.1:{chosen.port}, API at /v1, model {name!r}")
-        uvicorn.run(
-            app,
-            host=chosen.host,
-            port=chosen.port,
-            log_level="warning",
-            timeout_graceful_shutdown=STOP_S,
-        )
+        where: Any = {"host": chosen.host, "port": chosen.port}
+        uvicorn.run(app, **where, log_level="warning", timeout_graceful_shutdown=STOP_S)
 
 
 def settings(chosen: argparse.Namespace, model: Any, device: str) -> dict[str, object]:
@@ -92,9 +86,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--attnd-port", type=int, default=8080, help="of the service it starts")
     parser.add_argument("--pool-tokens", type=int, default=32768, help="of the service it starts")
     parser.add_argument("--max-running", type=int, default=32, help="answers at the same time")
-    parser.add_argument(
-        "--prompt-tokens", type=int, default=512, help="of prompts, beside the decodes of a forward"
-    )
+    parser.add_argument("--prompt-tokens", type=int, default=512, help="beside a forward's decodes")
     return parser.parse_args()
 
 
@@ -140,9 +132,8 @@ class OwnService:
             say("attnd has ended")
             self.close()
         say("starting attnd")
-        with ExitStack() as stack:
-            stack.enter_context(serve_tcp(self._settings))
-            self._running = stack.pop_all()
+        self._running = ExitStack()
+        self._running.enter_context(serve_tcp(self._settings))
         return TorchSession(port=self._port)
 
     def close(self) -> None:

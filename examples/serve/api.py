@@ -42,10 +42,6 @@ class Message(BaseModel):
         return {"role": self.role, "content": text}
 
 
-class StreamOptions(BaseModel):
-    include_usage: bool = False
-
-
 class Body(BaseModel):
     """What both endpoints take; fields that are not here are ignored."""
 
@@ -57,7 +53,7 @@ class Body(BaseModel):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63 - 16)
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
     stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
+    stream_options: dict[str, bool] | None = None
 
 
 class ChatBody(Body):
@@ -81,6 +77,10 @@ class Model:
     tokenizer: Any
     max_tokens: int
 
+    def check(self, name: str) -> None:
+        if name != self.name:
+            raise HTTPException(404, f"the model {name!r} does not exist; {self.name!r} does")
+
     def described(self) -> dict[str, Any]:
         return {"id": self.name, "object": "model", "created": 0, "owned_by": "attnd"}
 
@@ -92,18 +92,12 @@ class Run:
         chat = isinstance(body, ChatBody)
         asked = (body.max_completion_tokens if chat else None) or body.max_tokens
         room = model.max_tokens - len(prompt)
-        if body.model != model.name:
-            raise HTTPException(
-                404, f"the model {body.model!r} does not exist; {model.name!r} does"
-            )
+        model.check(body.model)
         if not prompt or max(prompt) >= len(model.tokenizer) or min(prompt) < 0:
             raise HTTPException(400, "the prompt must have tokens, all of them in the vocabulary")
         if room < (asked or 1):
-            raise HTTPException(
-                400,
-                f"the prompt has {len(prompt)} tokens and the answer may have {asked or 1}: "
-                f"the model takes {model.max_tokens} in all",
-            )
+            sizes = f"the prompt has {len(prompt)} tokens and the answer may have {asked or 1}"
+            raise HTTPException(400, f"{sizes}: the model takes {model.max_tokens} in all")
         stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
         stop = tuple(filter(None, stops))
         top = body.top_logprobs if chat and body.logprobs else None
@@ -178,9 +172,8 @@ class Run:
 
     def _usage(self) -> dict[str, Any]:
         prompt, made = len(self._request.prompt), sum(one.tokens for one in self._answers)
-        cached = {"cached_tokens": self._request.cached_tokens}
         counts = {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
-        return counts | {"prompt_tokens_details": cached}
+        return counts | {"prompt_tokens_details": {"cached_tokens": self._request.cached_tokens}}
 
 
 def create_app(scheduler: Scheduler, model: Model, live_url: str) -> FastAPI:
@@ -190,7 +183,7 @@ def create_app(scheduler: Scheduler, model: Model, live_url: str) -> FastAPI:
     async def reply(prompt: list[int], body: Body, request: Request) -> Any:
         run = Run(scheduler, model, prompt, body)
         if body.stream:
-            events = run.events(usage=body.stream_options.include_usage)
+            events = run.events(usage=(body.stream_options or {}).get("include_usage", False))
             return StreamingResponse(events, media_type="text/event-stream")
         whole = asyncio.create_task(run.whole())
         while not (await asyncio.wait({whole}, timeout=POLL_S))[0]:
@@ -222,8 +215,7 @@ def create_app(scheduler: Scheduler, model: Model, live_url: str) -> FastAPI:
 
     @app.get("/v1/models/{name}")
     def one_model(name: str) -> dict[str, Any]:
-        if name != model.name:
-            raise HTTPException(404, f"the model {name!r} does not exist")
+        model.check(name)
         return model.described()
 
     @app.get("/health")

@@ -23,6 +23,7 @@ from attnd.calls.prefix import Prefix
 from attnd.errors import AttndError
 from attnd.torch import TorchSession
 from attnd.transformers.geometry import geometry_of
+from torch import Tensor
 from transformers import AttentionInterface
 
 LOG: Final = logging.getLogger("serve")
@@ -45,11 +46,11 @@ class Recording:
     """A forward of `inputs[0].numel()` tokens: fill `inputs` (tokens, positions, rows whose logits
     are kept), replay `graph`, and read `logits`."""
 
-    inputs: tuple[torch.Tensor, ...]
-    logits: torch.Tensor
+    inputs: tuple[Tensor, ...]
+    logits: Tensor
     graph: Any
 
-    def run(self, given: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def run(self, given: tuple[Tensor, ...]) -> Tensor:
         for place, values in zip(self.inputs, given, strict=True):
             place[: len(values)].copy_(values, non_blocking=True)
         self.graph.replay()
@@ -80,31 +81,23 @@ class Runner:
         self._numbers = itertools.count()
         AttentionInterface.register(NAME, self._attend)
         model.set_attn_implementation(NAME)
-        self._session: TorchSession | None = None
-        self.reconnect()
+        self.session = connect()
+        self._begin()
 
     def reconnect(self) -> None:
         """Open a new session. No sequence is left."""
-        if self._session is not None:
-            before, self._session = self._session, None
-            with contextlib.suppress(AttndError, OSError):
-                before.close()
-        opened = self._connect()
-        self._slots = opened.slots(self._max_tokens, self._heads)
-        self._session = opened
+        with contextlib.suppress(AttndError, OSError):
+            self.session.close()
+        self.session = self._connect()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._slots = self.session.slots(self._max_tokens, self._heads)
         self.session.delete_sequences(prefix=self._ids)
         try:
             self._record()
         except RuntimeError as error:
-            LOG.warning(
-                "the model's forwards cannot be recorded, so they run as they are: %s", error
-            )
-
-    @property
-    def session(self) -> TorchSession:
-        if self._session is None:
-            raise ConnectionError("there is no session with attnd")
-        return self._session
+            LOG.warning("forwards are not recorded, so they run as they are: %s", error)
 
     def close(self) -> None:
         """Delete the sequences, and end the session."""
@@ -126,10 +119,8 @@ class Runner:
 
     def fork(self, sequence: str, length: int, count: int) -> list[str]:
         """Sequences that share the first `length` tokens."""
-        new = [
-            NewSequence(self._new_id(), parent=sequence, length=length, ttl_s=TTL_S)
-            for _ in range(count)
-        ]
+        options: Any = {"parent": sequence, "length": length, "ttl_s": TTL_S}
+        new = [NewSequence(self._new_id(), **options) for _ in range(count)]
         return [made.id for made in self.session.create_sequences(new)]
 
     def commit(self, sequence: str, tokens: Sequence[int], committed: int) -> int:
@@ -141,7 +132,7 @@ class Runner:
         self.session.delete_sequences(list(sequences))
 
     @torch.inference_mode()
-    def forward(self, rows: Sequence[Row]) -> torch.Tensor:
+    def forward(self, rows: Sequence[Row]) -> Tensor:
         """Logits `[rows, vocabulary]` after each row's last token, on the model's device.
 
         Raises OutOfPages and other errors of attnd; then nothing was stored. The next forward
@@ -171,9 +162,9 @@ class Runner:
         step.wait()
         return logits[: len(rows)]
 
-    def _model(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def _model(self, inputs: tuple[Tensor, ...]) -> Tensor:
         tokens, positions, kept = inputs
-        logits: torch.Tensor = self.model(
+        logits: Tensor = self.model(
             input_ids=tokens[None],
             position_ids=positions[None],
             attention_mask=self._no_mask,  # else transformers makes one, and asks the GPU for it
@@ -204,17 +195,11 @@ class Runner:
             self._recordings[size] = Recording(inputs, logits, graph)
 
     def _attend(
-        self,
-        module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *_: Any,
-        **options: Any,
-    ) -> tuple[torch.Tensor, None]:
-        """The attention of one layer: `query [1, num_qo_heads, tokens, head_dim]`."""
-        layer, count, slots = module.layer_idx, query.shape[2], self._slots
-        for place, states in zip((slots.q, slots.k, slots.v), (query, key, value), strict=True):
+        self, module: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **options: Any
+    ) -> tuple[Tensor, None]:
+        """The attention of one layer: `q [1, num_qo_heads, tokens, head_dim]`."""
+        layer, count, slots = module.layer_idx, q.shape[2], self._slots
+        for place, states in zip((slots.q, slots.k, slots.v), (q, k, v), strict=True):
             place(layer)[:count].copy_(states[0].transpose(0, 1))
         o = slots.o(layer) if self._is_warming else slots.attend(layer)
         return o[:count].unsqueeze(0), None

@@ -40,10 +40,8 @@ def draw(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator | 
     if sampling.top_logprobs is None:
         return token, None
     logprobs = logits.log_softmax(-1)
-    best = logprobs.topk(sampling.top_logprobs) if sampling.top_logprobs else None
-    top = (
-        () if best is None else tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-    )
+    best = logprobs.topk(sampling.top_logprobs)
+    top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
     return token, TokenLogprob(token, float(logprobs[token]), top)
 
 

@@ -84,15 +84,13 @@ class Scheduler:
         self._thread.join()
 
     def _run(self) -> None:
-        try:
-            while not self._closed:
-                try:
-                    self._round()
-                except Exception as error:
-                    self._recover(error)
-        finally:
-            self._runner.close()
-            self._fail_all("the server is stopping")
+        while not self._closed:
+            try:
+                self._round()
+            except Exception as error:
+                self._recover(error)
+        self._fail_all("the server is stopping")
+        self._runner.close()
 
     def _round(self) -> None:
         self._receive(wait=not (self._waiting or self._running))

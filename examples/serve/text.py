@@ -45,14 +45,7 @@ class TextStream:
         if found:
             self.stopped, self._held = True, ""
             return text[: min(found)]
-        keep = max(
-            (
-                size
-                for one in self._stop
-                for size in range(1, len(one))
-                if text.endswith(one[:size])
-            ),
-            default=0,
-        )
+        begun = [n for one in self._stop for n in range(1, len(one)) if text.endswith(one[:n])]
+        keep = max(begun, default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
