@@ -31,13 +31,11 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from bench.driver.servers import attnd
 from bench.gpu_steps import placed
 from bench.report.provenance import RESULTS, ROOT, Results, command_line, provenance, publish
-from bench.report.tables import table as markdown
-from bench.report.tables import with_stamp
+from bench.report.serving_results import table
 from examples.serve.answers import Delta, Sampling
 from examples.serve.runner import Runner
 from examples.serve.scheduler import Limits, Scheduler
 
-SERVING_RESULTS: Final = RESULTS / "serving-cpu.json"
 PAGE_SIZE: Final = 16
 TURNS: Final = 2
 PACKAGES: Final = ("attnd", "attnd-client", "torch", "transformers")
@@ -235,8 +233,8 @@ def measure(backend: str, quick: bool) -> list[dict[str, Any]]:
         others |= {"generate, one at a time": one_at_a_time, "generate, padded": generated}
     for name, other in others.items():
         scale = 4 if other is one_at_a_time else 1
+        other(model, [warm[: small.system + i] for i in range(small.chats // scale)], small.answer)
         for shift, group in enumerate((4, 1)):
-            other(model, [warm[: small.system + i] for i in range(small.chats)], small.answer)
             found = replay(
                 lambda prompts, count, other=other: other(model, prompts, count),  # type: ignore[misc]
                 replace(work, chats=work.chats // scale),
@@ -256,26 +254,6 @@ def measure(backend: str, quick: bool) -> list[dict[str, Any]]:
 
 def summary(row: dict[str, Any]) -> str:
     return json.dumps({key: value for key, value in row.items() if key != "tokens"})
-
-
-def table(results: Results) -> str:
-    rows = []
-    for row in results["rows"]:
-        attnd = next(one for one in results["rows"] if one["group"] == row["group"])
-        first, between = ([f"{ms:.0f}" for ms in row[key]] for key in ("first_ms", "between_ms"))
-        hit = "" if row["hit_rate"] is None else f"{row['hit_rate']:.0%}"
-        ratio = f"{attnd['tokens_s'] / row['tokens_s']:.2f} x"
-        shared = f"by {row['group']}" if row["group"] > 1 else "no"
-        cells = [shared, row["way"], f"{row['tokens_s']:.1f}", ratio]
-        rows.append([*cells, *first, *between, hit])
-    head = ["system prompt shared", "way", "tokens/s", "attnd beside it", "first token ms, p50"]
-    head += ["p99", "between tokens ms, p50", "p99", "hit rate"]
-    work = Work(**results["work"])
-    note = (
-        f"{work.chats} conversations of {TURNS} turns; a system prompt has {work.system} tokens, a "
-        f"question {work.question}, an answer {work.answer}"
-    )
-    return with_stamp(markdown(head, rows), results, note)
 
 
 def main() -> None:

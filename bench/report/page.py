@@ -15,6 +15,8 @@ from typing import Any, Final
 from bench import cache, cascade_cpu, cluster, core, fairness, gpu_steps, model, service
 from bench.report.kernel_results import H100_RESULTS, KERNEL_RESULTS, kernels_table
 from bench.report.provenance import RESULTS, Results, read_results
+from bench.report.serving_results import SERVING_RESULTS
+from bench.report.serving_results import table as serving_table
 from bench.report.tables import wrapped
 from simulation.tables import fleet_table
 
@@ -97,6 +99,16 @@ SECTIONS: Final = (
         'same run. "Graphs": the model\'s decode step is recorded as one CUDA graph.',
         RESULTS / "model-h200.json",
         model.table,
+    ),
+    Section(
+        "A serving engine on the CPU",
+        "python -m bench.serving",
+        "Conversations with SmolLM2-135M-Instruct by the engine of `examples/serve`, whose KV is "
+        "in attnd, beside transformers' continuous batching (`generate_batch`) and `generate` in the "
+        "same run, all on two cores. All conversations arrive at once.",
+        SERVING_RESULTS,
+        serving_table,
+        svg("serving-cpu", "Tokens a second and the first token's wait, by way of serving"),
     ),
     Section(
         "Shared prefixes on the CPU",

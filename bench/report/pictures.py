@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 from bench.cache import CACHE_RESULTS
 from bench.report.kernel_results import KERNEL_RESULTS
 from bench.report.provenance import RESULTS, Results, read_results, workloads
-from bench.serving import SERVING_RESULTS
+from bench.report.serving_results import SERVING_RESULTS
 from simulation.tables import short
 
 BLUE: Final = "#3b6ea5"
@@ -185,6 +185,7 @@ def draw_all() -> None:
     draw_kernels(read_results(KERNEL_RESULTS), PICTURES / "h200.svg")
     draw_road(read_results(ROAD_RESULTS), PICTURES / "road-h200.svg")
     draw_cache(read_results(CACHE_RESULTS), PICTURES / "cache-cpu.svg")
+    draw_serving(read_results(SERVING_RESULTS), PICTURES / "serving-cpu.svg")
     simulated = read_results(RESULTS / "simulation.json")
     for dark, name in ((False, "simulation.svg"), (True, "simulation-dark.svg")):
         draw_simulation(simulated, PICTURES / name, dark)

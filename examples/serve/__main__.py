@@ -53,7 +53,7 @@ def main() -> None:
             open_session, live_url = own.connect, f"http://127.0.0.1:{chosen.attnd_port}/live"
         else:
             open_session = partial(connect, chosen.attnd)
-            live_url = f"{chosen.attnd}/live" if "://" in chosen.attnd else ""
+            live_url = chosen.live or (f"{chosen.attnd}/live" if "://" in chosen.attnd else "")
         tokens = limits.max_running + limits.prompt_tokens
         runner = Runner(model, open_session, limits.max_running, tokens)
         info = runner.session.info()
@@ -84,6 +84,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="folder of a transformers model")
     parser.add_argument("--attnd", help="URL or session socket of a running service")
     parser.add_argument("--attnd-port", type=int, default=8080, help="of the service it starts")
+    parser.add_argument("--live", help="URL of that service's live page, with --attnd SOCKET")
     parser.add_argument("--pool-tokens", type=int, default=32768, help="of the service it starts")
     parser.add_argument("--max-running", type=int, default=32, help="answers at the same time")
     parser.add_argument("--prompt-tokens", type=int, default=512, help="beside a forward's decodes")

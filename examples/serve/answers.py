@@ -1,4 +1,7 @@
-"""A request and its answers, as the scheduler sees them."""
+"""A request and its answers, as the scheduler sees them.
+
+In vLLM these are `Request` and `SamplingParams`, in SGLang `Req`; both also list the pages there.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tokens to text, piece by piece: whole characters only, and nothing of a stop string."""
+"""Tokens to text, piece by piece: whole characters only, and nothing of a stop string.
+
+In vLLM and SGLang this is the detokenizer; in SGLang it is a process of its own.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,9 @@ import httpx
 import openai
 import pytest
 import torch
+import yaml
 from attnd import Client
+from attnd.transformers import pool_settings
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.harness.processes import children
@@ -287,6 +289,11 @@ def test_the_default_model_answers_as_generate_does() -> None:
     from examples.serve.__main__ import load
 
     model, tokenizer, name = load(None, "cpu")
+    composed = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
+    environment = composed["services"]["attnd-chat"]["environment"]
+    for setting, value in pool_settings(model).items():
+        key = f"ATTND_{setting.replace('.', '__').replace('-', '_').upper()}"
+        assert environment[key] == str(value), "compose's pool is that of the default model"
     questions = ["What is the capital of France?", "Name three colours.", "Count to five."]
 
     def expected(question: str) -> str:
