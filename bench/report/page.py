@@ -104,8 +104,8 @@ SECTIONS: Final = (
         "A serving engine on the CPU",
         "python -m bench.serving",
         "Conversations with SmolLM2-135M-Instruct by the engine of `examples/serve`, whose KV is "
-        "in attnd, beside transformers' continuous batching (`generate_batch`) and `generate` in the "
-        "same run, all on two cores. All conversations arrive at once.",
+        "in attnd, beside transformers' continuous batching (`generate_batch`) and `generate` in "
+        "the same run, all on two cores. All conversations arrive at once.",
         SERVING_RESULTS,
         serving_table,
         svg("serving-cpu", "Tokens a second and the first token's wait, by way of serving"),

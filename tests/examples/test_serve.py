@@ -23,8 +23,11 @@ import torch
 import yaml
 from attnd import Client
 from attnd.transformers import pool_settings
+from selenium.webdriver import Chrome, Keys
+from selenium.webdriver.common.by import By
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tests.browser import browser, missing, prefers
 from tests.harness.processes import children
 from tests.harness.waiting import wait_for
 
@@ -282,6 +285,85 @@ def test_a_body_that_is_no_json_and_a_path_that_is_none_get_openais_error(server
     assert [one.status_code for one in (wrong, unknown, lone)] == [400, 404, 400]
     for reply in (wrong, unknown, lone):
         assert reply.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Chrome]:
+    if names := missing():
+        reply = f"{' and '.join(names)} not installed: apt-get install chromium chromium-driver"
+        if os.environ.get("CI"):
+            pytest.fail(reply)
+        pytest.skip(reply)
+    with browser() as driver:
+        yield driver
+
+
+def asked_in_the_page(driver: Chrome, text: str) -> None:
+    driver.find_element(By.ID, "text").send_keys(text, Keys.ENTER)
+
+
+def shown(driver: Chrome, kind: str) -> str:
+    texts: str = driver.execute_script(
+        "return [...document.querySelectorAll(`#log .${arguments[0]}`)].at(-1)?.textContent ?? ''",
+        kind,
+    )
+    return texts
+
+
+def test_the_page_streams_an_answer_that_can_be_stopped(server: Server, chromium: Chrome) -> None:
+    chromium.get(server.url)
+    question = "<b>is this shown as it is?</b>"
+    asked_in_the_page(chromium, question)
+    wait_for(lambda: len(shown(chromium, "assistant")) > 20, "the answer to begin")
+    chromium.find_element(By.ID, "send").click()
+    wait_for(lambda: chromium.find_element(By.ID, "send").text == "Send", "the answer to stop")
+    wait_for(lambda: pages_in_use(server) == 0, "its sequence to be deleted")
+    reply = server.openai.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": question}],
+        temperature=0,
+        max_tokens=len(shown(chromium, "assistant")) + 10,
+    )
+    assert shown(chromium, "user") == question
+    assert text_of(reply).startswith(shown(chromium, "assistant")[:20])
+
+
+def test_the_page_shows_an_error_of_the_server(server: Server, chromium: Chrome) -> None:
+    chromium.get(server.url)
+    text = chromium.find_element(By.ID, "text")
+    chromium.execute_script("arguments[0].value = 'x'.repeat(5000)", text)
+    chromium.find_element(By.ID, "send").click()
+    wait_for(lambda: "the model takes" in shown(chromium, "error"), "the error")
+    assert chromium.find_element(By.ID, "send").text == "Send"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1920, 820, 390, 320])
+def test_the_page_fits_its_window(
+    server: Server, chromium: Chrome, width: int, scheme: str
+) -> None:
+    size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
+    chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    prefers(chromium, prefers_color_scheme=scheme)
+    try:
+        chromium.get(server.url)
+        asked_in_the_page(chromium, "What is " + "a_very_long_word_" * 8 + "?")
+        wait_for(lambda: len(shown(chromium, "assistant")) > 20, "the answer to begin")
+        chromium.find_element(By.ID, "send").click()
+        wait_for(lambda: chromium.find_element(By.ID, "send").text == "Send", "the end")
+        if folder := os.environ.get("SCREENSHOTS"):
+            chromium.save_screenshot(f"{folder}/chat-{width}-{scheme}.png")
+        overflow = "return document.documentElement.scrollWidth - innerWidth"
+        assert chromium.execute_script(overflow) <= 0
+        for name in ("text", "send", "new"):
+            box = chromium.find_element(By.ID, name).rect
+            assert box["x"] >= 0 and box["x"] + box["width"] <= width
+            assert box["y"] + box["height"] <= 800 and box["height"] >= 24
+        live = chromium.find_elements(By.TAG_NAME, "iframe")
+        assert [one.is_displayed() for one in live] == [width > 900]
+    finally:
+        chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        prefers(chromium)
 
 
 def test_the_default_model_answers_as_generate_does() -> None:
