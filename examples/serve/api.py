@@ -177,7 +177,7 @@ class Run:
 
 
 def create_app(scheduler: Scheduler, model: Model, live_url: str) -> FastAPI:
-    """The API and the chat page; `live_url` is attnd's live page, shown beside the chat."""
+    """The API and the chat page; `live_url` is attnd's live page, which the chat page links to."""
     app = FastAPI(title="examples.serve")
 
     async def reply(prompt: list[int], body: Body, request: Request) -> Any:

@@ -359,8 +359,10 @@ def test_the_page_fits_its_window(
             box = chromium.find_element(By.ID, name).rect
             assert box["x"] >= 0 and box["x"] + box["width"] <= width
             assert box["y"] + box["height"] <= 800 and box["height"] >= 24
-        live = chromium.find_elements(By.TAG_NAME, "iframe")
-        assert [one.is_displayed() for one in live] == [width > 900]
+        link = chromium.find_element(By.ID, "live")
+        assert link.is_displayed()
+        live = httpx.get(str(link.get_attribute("href")))
+        assert live.status_code == 200 and "text/html" in live.headers["content-type"]
     finally:
         chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
         prefers(chromium)
