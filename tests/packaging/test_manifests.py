@@ -30,7 +30,7 @@ def composed(file: str, name: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", COMPOSED)
+@pytest.mark.parametrize("name", [*COMPOSED, "attnd-chat"])
 def test_compose_gives_the_service_settings_that_exist_and_time_to_drain(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
