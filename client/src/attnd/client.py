@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Self, TypeVar
+from collections.abc import Callable
+from typing import Any, Generic, Self, TypeVar
 
 from attnd.calls.call import Call, Reply
 from attnd.dependents import Dependents
@@ -10,23 +11,18 @@ from attnd.errors import AttndError
 from attnd.http.async_transport import AsyncTransport, LoopTransport
 from attnd.http.blocking_transport import SocketTransport, Transport
 from attnd.http.messages import reply_of, request_of
-from attnd.http.origin import Certificate, Verify, origin_of
+from attnd.http.origin import Certificate, Origin, Verify, origin_of
 from attnd.methods import AsyncCalls, Calls, execute, options_of
 from attnd.retries import Attempt, Retries, acting_async, driven_async, first_attempt, retrying
 
 T = TypeVar("T")
+C = TypeVar("C")
 
 
-class Client(Calls):
-    """A blocking client; threads may share it. Close it, or use it as a context manager.
+class HttpClient(Generic[C]):
+    """The connections of the clients over HTTP; `Client` documents the arguments."""
 
-    `base_url` like `http://127.0.0.1:8080`, or `uds` the path of the service's Unix socket.
-    `api_key` is the caller's key, where the service has keys. Over https, `verify` is a PEM file of
-    authorities in place of the system's (or an `ssl.SSLContext`; False trusts any server), and
-    `cert` a PEM file, or (certificate, key), for a service that requires client certificates.
-    `timeout` bounds one attempt in seconds; `retries` is the number of retries, or `Retries`, where
-    a retry is safe (see `attnd.retries`). `transport` replaces the connections, for tests.
-    """
+    _connections: Callable[[Origin], C]
 
     def __init__(
         self,
@@ -38,14 +34,28 @@ class Client(Calls):
         cert: Certificate = None,
         timeout: float = 30.0,
         retries: int | Retries = 2,
-        transport: Transport | None = None,
+        transport: C | None = None,
     ) -> None:
         self._options = options_of(timeout, retries)
-        self.dependents = Dependents()
-        """Objects to close before the client."""
-        self._transport: Transport = transport or SocketTransport(
+        self._transport: C = transport or self._connections(
             origin_of(base_url, uds, api_key, verify, cert)
         )
+        self.dependents = Dependents()
+        """Objects to close before the client."""
+
+
+class Client(HttpClient[Transport], Calls):
+    """A blocking client; threads may share it. Close it, or use it as a context manager.
+
+    `base_url` like `http://127.0.0.1:8080`, or `uds` the path of the service's Unix socket.
+    `api_key` is the caller's key, where the service has keys. Over https, `verify` is a PEM file of
+    authorities in place of the system's (or an `ssl.SSLContext`; False trusts any server), and
+    `cert` a PEM file, or (certificate, key), for a service that requires client certificates.
+    `timeout` bounds one attempt in seconds; `retries` is the number of retries, or `Retries`, where
+    a retry is safe (see `attnd.retries`). `transport` replaces the connections, for tests.
+    """
+
+    _connections = SocketTransport
 
     def send(self, call: Call[T]) -> T:
         """Execute one call, retries included; raises `AttndError`."""
@@ -70,25 +80,10 @@ class Client(Calls):
         self.close()
 
 
-class AsyncClient(AsyncCalls):
+class AsyncClient(HttpClient[AsyncTransport], AsyncCalls):
     """The asyncio client: the methods, arguments and results of `Client`, awaited."""
 
-    def __init__(
-        self,
-        base_url: str = "http://127.0.0.1:8080",
-        *,
-        uds: str | None = None,
-        api_key: str | None = None,
-        verify: Verify = True,
-        cert: Certificate = None,
-        timeout: float = 30.0,
-        retries: int | Retries = 2,
-        transport: AsyncTransport | None = None,
-    ) -> None:
-        self._options = options_of(timeout, retries)
-        self._transport: AsyncTransport = transport or LoopTransport(
-            origin_of(base_url, uds, api_key, verify, cert)
-        )
+    _connections = LoopTransport
 
     async def send(self, call: Call[T]) -> T:
         """As `Client.send`, awaited."""

@@ -1,6 +1,7 @@
 """The methods of all clients: blocking ones in `Calls`, awaited ones in `AsyncCalls`.
 
-Each is made from the function in `attnd.calls` that builds the call and documents the method.
+Each operation is declared once, in `Operations`, by the function that builds its call (or its
+steps) and documents the method.
 """
 
 from __future__ import annotations
@@ -9,23 +10,24 @@ import asyncio
 import inspect
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from copy import copy
 from dataclasses import replace
 from functools import wraps
-from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar, get_args, get_type_hints
+from typing import Any, Final, Generic, ParamSpec, Self, TypeVar, get_args, get_type_hints, overload
 
 from attnd.calls import attention, control, prefix, transfer
 from attnd.calls.call import Call, Reply
 from attnd.calls.prefix import FROM_NOW
 from attnd.errors import AttndError, NeverReady, TransportError
-from attnd.moving import export, export_async, import_, import_async
+from attnd.moving import export, import_
 from attnd.results import CacheEvent, Health, SequenceInfo
 from attnd.retries import (
     Attempt,
     CallOptions,
     Pause,
     Retries,
+    Steps,
     acting,
     acting_async,
     driven,
@@ -34,46 +36,12 @@ from attnd.retries import (
     retrying,
 )
 
-M = TypeVar("M", bound=Callable[..., Any])
 P = ParamSpec("P")
 T = TypeVar("T")
+M = TypeVar("M", bound=Callable[..., Any])
 
 POLL_S: Final = 0.05
 """Seconds between two questions for readiness, or for new events."""
-
-
-def documented(method: M, build: Callable[..., Any]) -> M:
-    """`method` with the signature of `build` as a method, for `help()` and editors: it returns what
-    the call of `build` parses."""
-    signature = inspect.signature(build)
-    returned = str(signature.return_annotation).removeprefix("Call[").removesuffix("]")
-    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)]
-    for one in signature.parameters.values():
-        if one.kind is one.VAR_KEYWORD:
-            parameters += option_parameters(build)
-        else:
-            parameters.append(one.replace(annotation=Unquoted(one.annotation)))
-    method.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        parameters, return_annotation=Unquoted(returned)
-    )
-    method.__annotations__ = {**build.__annotations__, "return": returned}
-    return method
-
-
-def option_parameters(build: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The keywords in `**options` of a call; the service has a default for each."""
-    (options,) = get_args(get_type_hints(build)["options"])
-    return [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=Unquoted("..."),
-            annotation=Unquoted(
-                kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
-            ),
-        )
-        for name, kind in get_type_hints(options).items()
-    ]
 
 
 class Unquoted(str):
@@ -85,32 +53,112 @@ class Unquoted(str):
         return str(self)
 
 
-def blocking(build: Callable[P, Call[T]]) -> Callable[Concatenate[Any, P], T]:
-    """A method that builds a call and executes it."""
+def documented(method: M, build: Callable[..., Any]) -> M:
+    """`method` with the signature of `build` as a method, for `help()` and editors: it returns what
+    the call or the steps of `build` result in."""
+    signature = inspect.signature(build)
+    returned = str(signature.return_annotation).partition("[")[2].removesuffix("]")
+    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)]
+    for one in signature.parameters.values():
+        if one.kind is one.VAR_KEYWORD:
+            parameters += option_parameters(build)
+        else:
+            parameters.append(one.replace(annotation=Unquoted(one.annotation)))
+    shown = inspect.Signature(parameters, return_annotation=Unquoted(returned))
+    method.__signature__ = shown  # type: ignore[attr-defined]
+    method.__annotations__ = {**build.__annotations__, "return": returned}
+    return method
+
+
+def option_parameters(build: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The keywords in `**options` of a call; the service has a default for each."""
+    (options,) = get_args(get_type_hints(build)["options"])
+    kinds = {
+        name: kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
+        for name, kind in get_type_hints(options).items()
+    }
+    keyword, default = inspect.Parameter.KEYWORD_ONLY, Unquoted("...")
+    return [
+        inspect.Parameter(name, keyword, default=default, annotation=Unquoted(kind))
+        for name, kind in kinds.items()
+    ]
+
+
+def blocking(build: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that builds a call or steps, and executes them."""
 
     @wraps(build)
-    def method(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        result: T = self.send(build(*args, **kwargs))
-        return result
-
-    return documented(method, build)
-
-
-def awaiting(build: Callable[P, Call[T]]) -> Callable[Concatenate[Any, P], Awaitable[T]]:
-    """As `blocking`, awaited."""
+    def send(self: Calls, /, *args: Any, **kwargs: Any) -> Any:
+        return self.send(build(*args, **kwargs))
 
     @wraps(build)
-    async def method(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        result: T = await self.send(build(*args, **kwargs))
-        return result
+    def drive(self: Calls, /, *args: Any, **kwargs: Any) -> Any:
+        return driven(build(*args, **kwargs), acting(self.send))
 
-    return documented(method, build)
+    return documented(drive if inspect.isgeneratorfunction(build) else send, build)
 
 
-class WithOptions(ABC):
-    """A client with options for its calls."""
+def awaiting(build: Callable[..., Any]) -> Callable[..., Any]:
+    """As `blocking`, awaited. Steps read and write their files in a thread."""
+
+    @wraps(build)
+    async def send(self: AsyncCalls, /, *args: Any, **kwargs: Any) -> Any:
+        return await self.send(build(*args, **kwargs))
+
+    @wraps(build)
+    async def drive(self: AsyncCalls, /, *args: Any, **kwargs: Any) -> Any:
+        steps = build(*args, **kwargs)
+        return await driven_async(steps, acting_async(self.send), in_thread=True)
+
+    return documented(drive if inspect.isgeneratorfunction(build) else send, build)
+
+
+class Operation(Generic[P, T]):
+    """A method of all clients, by the function that builds its call or steps; `Calls` and
+    `AsyncCalls` each make their own function of it."""
+
+    def __init__(self, build: Callable[P, Call[T] | Steps[T]]) -> None:
+        self.build = build
+
+    @overload
+    def __get__(self, client: Calls, owner: object) -> Callable[P, T]: ...
+    @overload
+    def __get__(self, client: AsyncCalls, owner: object) -> Callable[P, Coroutine[Any, Any, T]]: ...
+    @overload
+    def __get__(self, client: None, owner: object) -> Callable[..., Any]: ...
+    def __get__(self, client: object, owner: object) -> Any:
+        raise NotImplementedError("subclasses of Operations replace this")
+
+
+def until_ready(timeout: float = 60.0) -> Steps[None]:
+    """Return once the service is ready; raises `NeverReady` with the service's reason."""
+    ends = time.monotonic() + timeout
+    while True:
+        try:
+            health: Health = yield control.ready()
+        except TransportError as error:
+            health = Health(False, str(error))
+        if health.ok:
+            return
+        if time.monotonic() >= ends:
+            remedy = "wait longer (timeout), or see the service's log"
+            raise NeverReady(f"not ready after {timeout} s: {health.reason}: {remedy}")
+        yield Pause(POLL_S)
+
+
+class Operations(ABC):
+    """A client with options for its calls, and its operations."""
 
     _options: CallOptions
+
+    def __init_subclass__(cls, make: Callable[..., Any] | None = None, **kwargs: Any) -> None:
+        """`make` makes a method from what an operation is built by."""
+        super().__init_subclass__(**kwargs)
+        for name, one in vars(Operations).items():
+            if make is not None and isinstance(one, Operation) and name not in vars(cls):
+                method = make(one.build)
+                method.__name__, method.__qualname__ = name, f"{cls.__name__}.{name}"
+                setattr(cls, name, method)
 
     def with_options(self, *, deadline: float | None = None, request_id: str | None = None) -> Self:
         """The same client and connections, with other options for its calls.
@@ -125,60 +173,61 @@ class WithOptions(ABC):
         view._options = replace(self._options, deadline_s=deadline, request_id=request_id)
         return view
 
+    create_sequences = Operation(control.create_sequences)
+    create_sequence = Operation(control.create_sequence)
+    get_sequence = Operation(control.get_sequence)
+    sequence_page = Operation(control.sequence_page)
+    delete_sequence = Operation(control.delete_sequence)
+    delete_sequences = Operation(control.delete_sequences)
+    truncate = Operation(control.truncate)
+    truncate_sequences = Operation(control.truncate_sequences)
+    page_table = Operation(control.page_table)
+    append = Operation(attention.append)
+    decode = Operation(attention.decode)
+    prefill = Operation(attention.prefill)
+    ragged_prefill = Operation(attention.ragged_prefill)
+    cascade = Operation(attention.cascade)
+    merge = Operation(attention.merge)
+    gather = Operation(attention.gather)
+    match_prefix = Operation(prefix.match_prefix)
+    commit = Operation(prefix.commit)
+    commit_sequences = Operation(prefix.commit_sequences)
+    renew_lease = Operation(prefix.renew_lease)
+    release_lease = Operation(prefix.release_lease)
+    pin = Operation(prefix.pin)
+    unpin = Operation(prefix.unpin)
+    holds = Operation(prefix.holds)
+    evict = Operation(prefix.evict)
+    clear = Operation(prefix.clear)
+    get_namespace = Operation(prefix.get_namespace)
+    set_namespace = Operation(prefix.set_namespace)
+    event_page = Operation(prefix.event_page)
+    export_header = Operation(transfer.export_header)
+    export_part = Operation(transfer.export_part)
+    begin_import = Operation(transfer.begin_import)
+    import_part = Operation(transfer.import_part)
+    end_import = Operation(transfer.end_import)
+    get_import = Operation(transfer.get_import)
+    cancel_import = Operation(transfer.cancel_import)
+    export = Operation(export)
+    import_ = Operation(import_)
+    info = Operation(control.info)
+    pool = Operation(control.pool)
+    engines = Operation(control.engines)
+    drain_engine = Operation(control.drain_engine)
+    snapshot = Operation(control.snapshot)
+    live = Operation(control.live)
+    ready = Operation(control.ready)
+    metrics = Operation(control.metrics)
+    wait_ready = Operation(until_ready)
 
-class Calls(WithOptions):
+
+class Calls(Operations, make=blocking):
     """The methods that `Client` and `Session` share."""
 
     @abstractmethod
     def send(self, call: Call[T]) -> T:
         """Execute one call, retries included; raises `AttndError`."""
-
-    create_sequences = blocking(control.create_sequences)
-    create_sequence = blocking(control.create_sequence)
-    get_sequence = blocking(control.get_sequence)
-    sequence_page = blocking(control.sequence_page)
-    delete_sequence = blocking(control.delete_sequence)
-    delete_sequences = blocking(control.delete_sequences)
-    truncate = blocking(control.truncate)
-    truncate_sequences = blocking(control.truncate_sequences)
-    page_table = blocking(control.page_table)
-    append = blocking(attention.append)
-    decode = blocking(attention.decode)
-    prefill = blocking(attention.prefill)
-    ragged_prefill = blocking(attention.ragged_prefill)
-    cascade = blocking(attention.cascade)
-    merge = blocking(attention.merge)
-    gather = blocking(attention.gather)
-    match_prefix = blocking(prefix.match_prefix)
-    commit = blocking(prefix.commit)
-    commit_sequences = blocking(prefix.commit_sequences)
-    renew_lease = blocking(prefix.renew_lease)
-    release_lease = blocking(prefix.release_lease)
-    pin = blocking(prefix.pin)
-    unpin = blocking(prefix.unpin)
-    holds = blocking(prefix.holds)
-    evict = blocking(prefix.evict)
-    clear = blocking(prefix.clear)
-    get_namespace = blocking(prefix.get_namespace)
-    set_namespace = blocking(prefix.set_namespace)
-    event_page = blocking(prefix.event_page)
-    export_header = blocking(transfer.export_header)
-    export_part = blocking(transfer.export_part)
-    begin_import = blocking(transfer.begin_import)
-    import_part = blocking(transfer.import_part)
-    end_import = blocking(transfer.end_import)
-    get_import = blocking(transfer.get_import)
-    cancel_import = blocking(transfer.cancel_import)
-    export = export
-    import_ = import_
-    info = blocking(control.info)
-    pool = blocking(control.pool)
-    engines = blocking(control.engines)
-    drain_engine = blocking(control.drain_engine)
-    snapshot = blocking(control.snapshot)
-    live = blocking(control.live)
-    ready = blocking(control.ready)
-    metrics = blocking(control.metrics)
 
     def list_sequences(self, *, page_size: int | None = None) -> Iterator[SequenceInfo]:
         """Every sequence by id, fetched `page_size` at a time (None: the service's default)."""
@@ -201,67 +250,16 @@ class Calls(WithOptions):
             if not page.events:
                 time.sleep(poll_s)
 
-    def wait_ready(self, timeout: float = 60.0) -> None:
-        """Return once the service is ready; raises `NeverReady` with the service's reason."""
-        driven(until_ready(timeout), acting(self.send))
 
-
-class AsyncCalls(WithOptions):
+class AsyncCalls(Operations, make=awaiting):
     """The methods of `Calls`, awaited."""
 
     @abstractmethod
     async def send(self, call: Call[T]) -> T:
         """Execute one call, retries included; raises `AttndError`."""
 
-    create_sequences = awaiting(control.create_sequences)
-    create_sequence = awaiting(control.create_sequence)
-    get_sequence = awaiting(control.get_sequence)
-    sequence_page = awaiting(control.sequence_page)
-    delete_sequence = awaiting(control.delete_sequence)
-    delete_sequences = awaiting(control.delete_sequences)
-    truncate = awaiting(control.truncate)
-    truncate_sequences = awaiting(control.truncate_sequences)
-    page_table = awaiting(control.page_table)
-    append = awaiting(attention.append)
-    decode = awaiting(attention.decode)
-    prefill = awaiting(attention.prefill)
-    ragged_prefill = awaiting(attention.ragged_prefill)
-    cascade = awaiting(attention.cascade)
-    merge = awaiting(attention.merge)
-    gather = awaiting(attention.gather)
-    match_prefix = awaiting(prefix.match_prefix)
-    commit = awaiting(prefix.commit)
-    commit_sequences = awaiting(prefix.commit_sequences)
-    renew_lease = awaiting(prefix.renew_lease)
-    release_lease = awaiting(prefix.release_lease)
-    pin = awaiting(prefix.pin)
-    unpin = awaiting(prefix.unpin)
-    holds = awaiting(prefix.holds)
-    evict = awaiting(prefix.evict)
-    clear = awaiting(prefix.clear)
-    get_namespace = awaiting(prefix.get_namespace)
-    set_namespace = awaiting(prefix.set_namespace)
-    event_page = awaiting(prefix.event_page)
-    export_header = awaiting(transfer.export_header)
-    export_part = awaiting(transfer.export_part)
-    begin_import = awaiting(transfer.begin_import)
-    import_part = awaiting(transfer.import_part)
-    end_import = awaiting(transfer.end_import)
-    get_import = awaiting(transfer.get_import)
-    cancel_import = awaiting(transfer.cancel_import)
-    export = export_async
-    import_ = import_async
-    info = awaiting(control.info)
-    pool = awaiting(control.pool)
-    engines = awaiting(control.engines)
-    drain_engine = awaiting(control.drain_engine)
-    snapshot = awaiting(control.snapshot)
-    live = awaiting(control.live)
-    ready = awaiting(control.ready)
-    metrics = awaiting(control.metrics)
-
     async def list_sequences(self, *, page_size: int | None = None) -> AsyncIterator[SequenceInfo]:
-        """Every sequence by id, fetched `page_size` at a time (None: the service's default)."""
+        """As `Client.list_sequences`."""
         after: str | None = None
         while True:
             page = await self.sequence_page(after, page_size)
@@ -282,26 +280,6 @@ class AsyncCalls(WithOptions):
             if not page.events:
                 await asyncio.sleep(poll_s)
 
-    async def wait_ready(self, timeout: float = 60.0) -> None:
-        """Return once the service is ready; raises `NeverReady` with the service's reason."""
-        await driven_async(until_ready(timeout), acting_async(self.send))
-
-
-def until_ready(timeout: float) -> Generator[Call[Health] | Pause, Any, None]:
-    """Ask until the service is ready; raises `NeverReady` after `timeout` seconds."""
-    ends = time.monotonic() + timeout
-    while True:
-        try:
-            health: Health = yield control.ready()
-        except TransportError as error:
-            health = Health(False, str(error))
-        if health.ok:
-            return
-        if time.monotonic() >= ends:
-            remedy = "wait longer (timeout), or see the service's log"
-            raise NeverReady(f"not ready after {timeout} s: {health.reason}: {remedy}")
-        yield Pause(POLL_S)
-
 
 def execute(call: Call[T], options: CallOptions, send: Callable[[Attempt[Any]], Reply]) -> T:
     """Execute a call by attempts that block; raises `AttndError`."""
@@ -309,20 +287,7 @@ def execute(call: Call[T], options: CallOptions, send: Callable[[Attempt[Any]], 
     try:
         return call.parse(send(attempt))
     except AttndError as error:
-        return retry(attempt, error, options, send)
-
-
-def retry(
-    failed: Attempt[T],
-    error: AttndError,
-    options: CallOptions,
-    send: Callable[[Attempt[Any]], Reply],
-) -> T:
-    """The result of a call whose first attempt failed with `error`; raises `AttndError`."""
-    try:
-        return driven(retrying(failed, error, options), acting(send))
-    finally:
-        del error  # an error's traceback refers to this frame
+        return driven(retrying(attempt, error, options), acting(send))
 
 
 def options_of(timeout: float, retries: int | Retries) -> CallOptions:

@@ -1,42 +1,26 @@
-"""Whole exports and imports: generators that yield calls and are sent their results.
-
-The clients only execute the calls, so blocking and asyncio clients cannot differ.
-"""
+"""Whole exports and imports: generators that yield calls and are sent their results."""
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import Awaitable, Callable, Generator, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, BinaryIO, Final, Literal, Protocol, TypeVar, cast
+from typing import BinaryIO, Final, Protocol, TypeVar
 
+from attnd.calls import transfer
 from attnd.calls.call import Call
 from attnd.calls.prefix import commit
-from attnd.calls.transfer import (
-    ExportHeader,
-    ExportPart,
-    ImportState,
-    begin_import,
-    end_import,
-    export_header,
-    export_part,
-    import_part,
-)
-from attnd.errors import AttndError, DigestMismatch, KeyMismatch
+from attnd.calls.transfer import ExportHeader, ExportPart, ImportState
+from attnd.errors import DigestMismatch, KeyMismatch
 from attnd.export_file import ExportFileError, ExportReader, write_header, write_part
-from attnd.retries import driven
+from attnd.retries import Steps, driven
 
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
 """Called after each part with the number of parts done, and of all parts."""
 Place = str | os.PathLike[str] | BinaryIO
 """A path, or a binary file that is open."""
-End = Literal["source", "target"]
-Steps = Generator[tuple[End, Call[Any]], Any, T]
-"""Calls, each with the service that it is for; exports are of the source, imports by the target."""
 
 SENT_AGAIN: Final = 2
 """Retries of a part that was damaged in transit."""
@@ -46,12 +30,6 @@ class Sender(Protocol):
     """A `Client` or a `Session`."""
 
     def send(self, call: Call[T]) -> T: ...
-
-
-class AsyncSender(Protocol):
-    """An `AsyncClient`."""
-
-    async def send(self, call: Call[T]) -> T: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +48,20 @@ def silent(done: int, of: int) -> None:
     """Reports no progress."""
 
 
-def exporting(
-    sequence: str, to: Place, part_bytes: int | None, progress: Progress
+def export(
+    sequence: str, to: Place, *, part_bytes: int | None = None, progress: Progress = silent
 ) -> Steps[ExportHeader]:
-    """Write a sequence to a file, resuming an interrupted export of the same generation. Returns
-    the header."""
-    header: ExportHeader = yield "source", export_header(sequence, part_bytes=part_bytes)
+    """Write a sequence's KV to a file: a path, or a binary file that is open.
+
+    An interrupted export to the same path is resumed if the sequence has not changed since.
+    `progress(done, of)` is called after every part (by `AsyncClient` in a thread). Raises
+    `SequenceChanged` when the sequence changes meanwhile (export a fork of a growing one), OSError,
+    and the errors of a call.
+    """
+    header: ExportHeader = yield transfer.export_header(sequence, part_bytes=part_bytes)
     with opened_to_write(to, header) as (file, done, before):
         for number in range(done, header.num_parts):
-            part: ExportPart = yield "source", export_part(sequence, header, number, before=before)
+            part: ExportPart = yield transfer.export_part(sequence, header, number, before=before)
             write_part(file, part)
             before = part.digest
             progress(number + 1, header.num_parts)
@@ -113,16 +96,20 @@ def parts_in(path: str | os.PathLike[str], header: ExportHeader) -> tuple[int, s
     return done, before, end
 
 
-def importing(
-    sequence: str, origin: Place, options: ImportOptions, progress: Progress
+def import_(
+    sequence: str, origin: Place, *, options: ImportOptions = DEFAULT, progress: Progress = silent
 ) -> Steps[ImportState]:
-    """Make a sequence from a file, resuming an interrupted import.
+    """Make a sequence from a file that `export` wrote; an interrupted import is resumed.
 
-    Raises `ExportFileError` for an incomplete file: the import then waits for the rest.
+    A part that is damaged in transit is sent again. Raises `ExportFileError` for a file that is not
+    an export, or is incomplete (the import then waits for the rest), the errors of `begin_import`,
+    and those of a call.
     """
-    with opened_to_read(origin) as file:
+    with (
+        open(origin, "rb") if isinstance(origin, (str, os.PathLike)) else nullcontext(origin)
+    ) as file:
         reader = ExportReader(file)
-        state: ImportState = yield from begun(sequence, reader.header, options)
+        state: ImportState = yield begun(sequence, reader.header, options)
         digest = reader.header.digest
         for part in reader.parts():
             digest = part.digest
@@ -132,147 +119,28 @@ def importing(
     return (yield from ended(sequence, reader.header, digest, options))
 
 
-@contextmanager
-def opened_to_read(origin: Place) -> Iterator[BinaryIO]:
-    if not isinstance(origin, (str, os.PathLike)):
-        yield origin
-        return
-    with open(origin, "rb") as file:
-        yield file
-
-
-def begun(sequence: str, header: ExportHeader, options: ImportOptions) -> Steps[ImportState]:
-    call = begin_import(sequence, header, share=options.share, idle_s=options.idle_s)
-    state: ImportState = yield "target", call
-    return state
+def begun(sequence: str, header: ExportHeader, options: ImportOptions) -> Call[ImportState]:
+    return transfer.begin_import(sequence, header, share=options.share, idle_s=options.idle_s)
 
 
 def sent_until_whole(sequence: str, part: ExportPart) -> Steps[None]:
     """Send a part, again where it was damaged in transit."""
     for _ in range(SENT_AGAIN):
         with suppress(DigestMismatch):
-            yield "target", import_part(sequence, part)
+            yield transfer.import_part(sequence, part)
             return
-    yield "target", import_part(sequence, part)
+    yield transfer.import_part(sequence, part)
 
 
 def ended(
     sequence: str, header: ExportHeader, digest: str, options: ImportOptions
 ) -> Steps[ImportState]:
     """End the import, and commit the pages under the export's names."""
-    state: ImportState = yield "target", end_import(sequence, digest)
+    state: ImportState = yield transfer.end_import(sequence, digest)
     if options.share and (prefix := header.prefix) is not None:
         with suppress(KeyMismatch):  # the cache has other pages under these names, which stay
-            yield "target", commit(sequence, prefix)
+            yield commit(sequence, prefix)
     return state
-
-
-def copying(
-    sequence: str, name: str, part_bytes: int | None, options: ImportOptions, progress: Progress
-) -> Steps[ImportState]:
-    """Copy a sequence from one service to another."""
-    header: ExportHeader = yield "source", export_header(sequence, part_bytes=part_bytes)
-    state: ImportState = yield from begun(name, header, options)
-    before = state.digest or header.digest
-    for number in range(state.next_part, state.num_parts):
-        part: ExportPart = yield "source", export_part(sequence, header, number, before=before)
-        yield from sent_until_whole(name, part)
-        before = part.digest
-        progress(number + 1, state.num_parts)
-    return (yield from ended(name, header, before, options))
-
-
-async def awaited(steps: Steps[T], send: Callable[[Call[Any]], Awaitable[Any]]) -> T:
-    """As `driven`, with awaited calls; files are read and written in a thread."""
-    advance: Callable[[Any], tuple[End, Call[Any]] | Finished] = partial(advanced, steps.send)
-    given: Any = None
-    try:
-        while True:
-            step = await asyncio.to_thread(advance, given)
-            if isinstance(step, Finished):
-                return cast(T, step.value)
-            try:
-                given = await send(step[1])
-                advance = partial(advanced, steps.send)
-            except AttndError as error:
-                given = error
-                advance = partial(advanced, steps.throw)
-    finally:
-        steps.close()
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """The result of steps, because a future must not raise StopIteration."""
-
-    value: Any
-
-
-def advanced(
-    go_on: Callable[[Any], tuple[End, Call[Any]]], given: Any
-) -> tuple[End, Call[Any]] | Finished:
-    """The next call, or the result of the steps."""
-    try:
-        return go_on(given)
-    except StopIteration as stop:
-        return Finished(stop.value)
-
-
-def export(
-    self: Sender,
-    sequence: str,
-    to: Place,
-    *,
-    part_bytes: int | None = None,
-    progress: Progress = silent,
-) -> ExportHeader:
-    """Write a sequence's KV to a file: a path, or a binary file that is open.
-
-    An interrupted export to the same path is resumed if the sequence has not changed since.
-    `progress(done, of)` is called after every part. Raises `SequenceChanged` when the sequence
-    changes meanwhile (export a fork of a growing one), OSError, and the errors of a call.
-    """
-    return driven(exporting(sequence, to, part_bytes, progress), lambda step: self.send(step[1]))
-
-
-def import_(
-    self: Sender,
-    sequence: str,
-    origin: Place,
-    *,
-    options: ImportOptions = DEFAULT,
-    progress: Progress = silent,
-) -> ImportState:
-    """Make a sequence from a file that `export` wrote; an interrupted import is resumed.
-
-    A part that is damaged in transit is sent again. Raises `ExportFileError` for a file that is not
-    an export or is incomplete, the errors of `begin_import`, and those of a call.
-    """
-    return driven(importing(sequence, origin, options, progress), lambda step: self.send(step[1]))
-
-
-async def export_async(
-    self: AsyncSender,
-    sequence: str,
-    to: Place,
-    *,
-    part_bytes: int | None = None,
-    progress: Progress = silent,
-) -> ExportHeader:
-    """As `Client.export`; the file is written, and `progress` called, in a thread."""
-    return await awaited(exporting(sequence, to, part_bytes, progress), self.send)
-
-
-async def import_async(
-    self: AsyncSender,
-    sequence: str,
-    origin: Place,
-    *,
-    options: ImportOptions = DEFAULT,
-    progress: Progress = silent,
-) -> ImportState:
-    """As `Client.import_`; the file is read, and `progress` called, in a thread."""
-    return await awaited(importing(sequence, origin, options, progress), self.send)
 
 
 def copy_sequence(
@@ -290,6 +158,16 @@ def copy_sequence(
     An interrupted copy is resumed if the sequence has not changed since. Raises the errors of
     `export` and `import_`.
     """
-    steps = copying(sequence, name or sequence, part_bytes, options, progress)
-    ends = {"source": source, "target": target}
-    return driven(steps, lambda step: ends[step[0]].send(step[1]))
+
+    def copying(name: str) -> Steps[ImportState]:
+        header = source.send(transfer.export_header(sequence, part_bytes=part_bytes))
+        state: ImportState = yield begun(name, header, options)
+        before = state.digest or header.digest
+        for number in range(state.next_part, state.num_parts):
+            part = source.send(transfer.export_part(sequence, header, number, before=before))
+            yield from sent_until_whole(name, part)
+            before = part.digest
+            progress(number + 1, state.num_parts)
+        return (yield from ended(name, header, before, options))
+
+    return driven(copying(name or sequence), target.send)

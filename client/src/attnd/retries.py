@@ -32,7 +32,6 @@ from attnd.errors import (
     TimedOut,
 )
 
-S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -97,40 +96,60 @@ class Pause:
     seconds: float
 
 
-def driven(steps: Generator[S, Any, T], act: Callable[[S], Any]) -> T:
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The result of steps."""
+
+    value: Any
+
+
+Steps = Generator[Call[Any] | Pause, Any, T]
+"""Calls to be executed one after another; each is sent its result, or thrown its `AttndError`."""
+
+
+def driven(steps: Generator[Any, Any, T], act: Callable[[Any], Any]) -> T:
     """The result of steps that `act` carries out one by one; its `AttndError` is raised in them."""
-    error: AttndError | None = None
+    go_on: Callable[[Any], Any] = steps.send
+    given: Any = None
     try:
-        step = next(steps)
         while True:
+            step = go_on(given)
             try:
-                answer, error = act(step), None
-            except AttndError as raised:
-                answer, error = None, raised
-            step = steps.send(answer) if error is None else steps.throw(error)
+                go_on, given = steps.send, act(step)
+            except AttndError as error:
+                go_on, given = steps.throw, error
     except StopIteration as stop:
         return cast(T, stop.value)
     finally:
         steps.close()
-        del error  # an error's traceback refers to this frame
+        del given  # an error's traceback refers to this frame
 
 
-async def driven_async(steps: Generator[S, Any, T], act: Callable[[S], Awaitable[Any]]) -> T:
-    """`driven`, awaited."""
-    error: AttndError | None = None
+async def driven_async(
+    steps: Generator[Any, Any, T], act: Callable[[Any], Awaitable[Any]], *, in_thread: bool = False
+) -> T:
+    """`driven`, awaited; `in_thread`: the steps themselves may block."""
+    go_on: Callable[[Any], Any] = steps.send
+    given: Any = None
+
+    def advance() -> Any:
+        try:
+            return go_on(given)
+        except StopIteration as stop:  # which a future must not raise
+            return Finished(stop.value)
+
     try:
-        step = next(steps)
         while True:
+            step = await asyncio.to_thread(advance) if in_thread else advance()
+            if isinstance(step, Finished):
+                return cast(T, step.value)
             try:
-                answer, error = await act(step), None
-            except AttndError as raised:
-                answer, error = None, raised
-            step = steps.send(answer) if error is None else steps.throw(error)
-    except StopIteration as stop:
-        return cast(T, stop.value)
+                go_on, given = steps.send, await act(step)
+            except AttndError as error:
+                go_on, given = steps.throw, error
     finally:
         steps.close()
-        del error
+        given = None
 
 
 def acting(send: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -18,9 +18,9 @@ from attnd.calls import attention
 from attnd.calls.call import Call, Reply
 from attnd.dependents import Dependents
 from attnd.errors import AttndError, NotFound, NotSupported
-from attnd.methods import Calls, documented, execute, options_of, retry
+from attnd.methods import Calls, blocking, documented, execute, options_of
 from attnd.results import Info, Meta
-from attnd.retries import Attempt, Retries
+from attnd.retries import Attempt, Retries, acting, driven, retrying
 from attnd.road.attempts import HEALTH, health, send_attempt
 from attnd.road.connection import Connection
 from attnd.road.replay import Replays
@@ -31,27 +31,30 @@ from attnd.steps.slots import Arena
 from attnd.steps.stepper import Stepper, stepping
 from attnd.wire.codes import CODES, code_of
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def replaying(build: Callable[P, Call[T]]) -> Callable[Concatenate[Session, P], T]:
-    """A method that builds a call and executes it; a repeated call is replayed."""
+REPLAYED: Final = (attention.append, attention.decode, attention.prefill)
+
+
+def replaying(build: Callable[..., Any]) -> Callable[..., Any]:
+    """A method as of `blocking`; a repeated call of those in `REPLAYED` is replayed."""
+    if build not in REPLAYED:
+        return blocking(build)
 
     @wraps(build)
-    def method(self: Session, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def method(self: Session, /, *args: Any, **kwargs: Any) -> Any:
         options, road = self._options, self._road
         key = road.replays.key_of(build, args, kwargs) if options.is_plain else None
         replay = road.replays.known.get(key) if key is not None else None
         if replay is not None and replay.connection.is_usable:
             request_id = os.urandom(16)
             try:
-                result: T | None = replay.send(
-                    args, kwargs, request_id, time.monotonic() + options.timeout_s
-                )
+                ends = time.monotonic() + options.timeout_s
+                result = replay.send(args, kwargs, request_id, ends)
             except AttndError as error:
                 failed = Attempt(build(*args, **kwargs), request_id.hex(), options.timeout_s)
-                return retry(failed, error, options, self._send_attempt)
+                return driven(retrying(failed, error, options), acting(self._send_attempt))
             if result is not None:
                 return result
         call = build(*args, **kwargs)
@@ -111,7 +114,7 @@ class Road:
                 self.replays.known.clear()
 
 
-class Session(Calls):
+class Session(Calls, make=replaying):
     """A blocking client over shared memory; threads may share it. Close it, or use it with `with`.
 
     `path` is the engine's socket (`server.socket`), by default that of the service on `port`.
@@ -136,10 +139,6 @@ class Session(Calls):
         self._options = options_of(timeout, retries)
         found = default_path(port) if path is None else os.fspath(path)
         self._road = Road(found, arena_bytes, path is None, api_key or "")
-
-    append = replaying(attention.append)
-    decode = replaying(attention.decode)
-    prefill = replaying(attention.prefill)
 
     def metrics(self) -> str:
         """Always raises `NotFound`: only `Client.metrics` has metrics, which HTTP serves."""
