@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, Self, TypeVar
 
-from attnd.calls.call import Call, Reply
+from attnd.calls.call import Call, Reply, parsed
 from attnd.dependents import Dependents
 from attnd.errors import AttndError
 from attnd.http.async_transport import AsyncTransport, LoopTransport
@@ -89,7 +89,7 @@ class AsyncClient(HttpClient[AsyncTransport], AsyncCalls):
         """As `Client.send`, awaited."""
         attempt = first_attempt(call, self._options)
         try:
-            return call.parse(await self._send_attempt(attempt))
+            return parsed(call.parse, await self._send_attempt(attempt))
         except AttndError as error:
             steps = retrying(attempt, error, self._options)
         return await driven_async(steps, acting_async(self._send_attempt))

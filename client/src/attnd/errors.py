@@ -52,6 +52,8 @@ or may not have been executed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from inspect import get_annotations
 from typing import Any, Final
 
 from attnd.results import Meta
@@ -94,42 +96,31 @@ class ProtocolError(AttndError):
     """The answer breaks the service's contract."""
 
 
-class Detail:
-    """A member of the problem document as an attribute; `default` where it is missing."""
-
-    def __init__(self, read: Callable[[Any], Any], default: object) -> None:
-        self._read, self._default = read, default
-        self._name = ""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, error: ServiceError | None, owner: type) -> Any:
-        if error is None:
-            return self
-        return self._read(error.problem.get(self._name, self._default))
-
-
-READ: Final[dict[type, tuple[Callable[[Any], Any], object]]] = {
-    int: (int, 0),
-    str: (str, ""),
-    tuple: (lambda given: tuple(map(str, given)), ()),
-    dict: (lambda given: {str(name): int(value) for name, value in given.items()}, {}),
-    object: (lambda given: given, None),
+READ: Final[dict[str, tuple[Callable[[Any], Any], object]]] = {
+    "int": (int, 0),
+    "str": (str, ""),
+    "tuple[str, ...]": (lambda given: tuple(map(str, given)), ()),
+    "dict[str, int]": (lambda given: {str(name): int(one) for name, one in given.items()}, {}),
+    "Any": (lambda given: given, None),
 }
-"""How a member of each kind is read, and its default."""
-
-
-def member(kind: type) -> Any:
-    return Detail(*READ[kind])
+"""How a member of the problem document is read, and its default, by its annotation."""
 
 
 class ServiceError(AttndError):
     """The service answered with a problem document (RFC 9457), kept whole in `problem`.
 
     `status` is the HTTP status, `code` the name of the error, `detail` the cause and the remedy,
-    `meta` the request id and the seconds per stage.
+    `meta` the request id and the seconds per stage. Members of the document that a subclass
+    annotates are its attributes.
     """
+
+    def __init_subclass__(cls) -> None:
+        for name, kind in get_annotations(cls).items():
+            setattr(cls, name, property(partial(cls._member, name, *READ[kind])))
+
+    @staticmethod
+    def _member(name: str, read: Callable[[Any], Any], default: object, error: ServiceError) -> Any:
+        return read(error.problem.get(name, default))
 
     def __init__(self, problem: Mapping[str, Any], meta: Meta) -> None:
         self.problem = dict(problem)
@@ -167,31 +158,31 @@ class Unauthorized(ServiceError):
 class Forbidden(ServiceError):
     """The key lacks `scope`."""
 
-    scope: str = member(str)
+    scope: str
 
 
 class UnknownSequence(ServiceError):
     """`sequences`: the ids that do not exist."""
 
-    sequences: tuple[str, ...] = member(tuple)
+    sequences: tuple[str, ...]
 
 
 class UnknownLease(ServiceError):
     """`lease` has ended or never existed."""
 
-    lease: str = member(str)
+    lease: str
 
 
 class UnknownPage(ServiceError):
     """No page with `page_key` is cached; for `unpin`: or it has no pin."""
 
-    page_key: str = member(str)
+    page_key: str
 
 
 class UnknownImport(ServiceError):
     """No import into `sequences` is under way: not begun, finished, cancelled or expired."""
 
-    sequences: tuple[str, ...] = member(tuple)
+    sequences: tuple[str, ...]
 
 
 class NotFound(ServiceError):
@@ -201,7 +192,7 @@ class NotFound(ServiceError):
 class MethodNotAllowed(ServiceError):
     """The route takes only the methods in `allow`: another version of attnd."""
 
-    allow: tuple[str, ...] = member(tuple)
+    allow: tuple[str, ...]
 
 
 class RequestTimeout(ServiceError):
@@ -211,31 +202,31 @@ class RequestTimeout(ServiceError):
 class SequenceExists(ServiceError):
     """`sequences`: the ids that exist already."""
 
-    sequences: tuple[str, ...] = member(tuple)
+    sequences: tuple[str, ...]
 
 
 class LengthMismatch(ServiceError):
     """`lengths`: the true kv_len of every sequence of the request, at its layer."""
 
-    lengths: dict[str, int] = member(dict)
+    lengths: dict[str, int]
 
 
 class SequenceTaken(ServiceError):
     """Another writer changes a sequence over several engines; `epochs` by sequence. Retry."""
 
-    epochs: dict[str, int] = member(dict)
+    epochs: dict[str, int]
 
 
 class SequenceMoving(ServiceError):
     """`sequences` are moving from one engine of a cluster to another. Retry."""
 
-    sequences: tuple[str, ...] = member(tuple)
+    sequences: tuple[str, ...]
 
 
 class KeyMismatch(ServiceError):
     """`page` of the sequence has another name, or the name belongs to another page."""
 
-    page: int = member(int)
+    page: int
 
 
 class SequenceChanged(ServiceError):
@@ -244,42 +235,42 @@ class SequenceChanged(ServiceError):
     Begin the export again, or export a fork.
     """
 
-    sequences: tuple[str, ...] = member(tuple)
-    generation: str = member(str)
+    sequences: tuple[str, ...]
+    generation: str
 
 
 class ImportExists(ServiceError):
     """Another export is being imported as one of `sequences`."""
 
-    sequences: tuple[str, ...] = member(tuple)
+    sequences: tuple[str, ...]
 
 
 class LostSequence(ServiceError):
     """`sequences` were lost with their engine of the cluster: create them again."""
 
-    sequences: tuple[str, ...] = member(tuple)
+    sequences: tuple[str, ...]
 
 
 class PartMismatch(ServiceError):
     """`part` of an import was sent; `next_part` of `num_parts` is expected."""
 
-    part: int = member(int)
-    next_part: int = member(int)
-    num_parts: int = member(int)
+    part: int
+    next_part: int
+    num_parts: int
 
 
 class BodyTooLarge(ServiceError):
     """The body has `size` bytes or more; the service reads at most `limit`."""
 
-    size: int = member(int)
-    limit: int = member(int)
+    size: int
+    limit: int
 
 
 class AnswerTooLarge(ServiceError):
     """The answer would have `size` bytes, at most `limit` are sent: request less per call."""
 
-    size: int = member(int)
-    limit: int = member(int)
+    size: int
+    limit: int
 
 
 class HeadersTooLarge(ServiceError):
@@ -289,24 +280,24 @@ class HeadersTooLarge(ServiceError):
 class UnsupportedMediaType(ServiceError):
     """The media type is not one of `supported`."""
 
-    supported: tuple[str, ...] = member(tuple)
+    supported: tuple[str, ...]
 
 
 class InvalidRequest(ServiceError):
     """`field` has `value`, which breaks `rule`."""
 
-    field: str = member(str)
-    value: Any = member(object)
-    rule: str = member(str)
+    field: str
+    value: Any
+    rule: str
 
 
 class DigestMismatch(ServiceError):
     """The data is not the exported data. `of` is the header, a part or the end; `given` its
     digest as sent, `found` as computed."""
 
-    of: str = member(str)
-    given: str = member(str)
-    found: str = member(str)
+    of: str
+    given: str
+    found: str
 
 
 class Overloaded(ServiceError):
@@ -332,11 +323,11 @@ class OutOfPages(ServiceError):
     a cluster `engines_with_room` have as many pages; new sequences go there.
     """
 
-    engines_with_room: tuple[str, ...] = member(tuple)
-    held: dict[str, int] = member(dict)
-    needed: int = member(int)
-    free: int = member(int)
-    total: int = member(int)
+    engines_with_room: tuple[str, ...]
+    held: dict[str, int]
+    needed: int
+    free: int
+    total: int
 
     @property
     def available(self) -> int:
@@ -347,9 +338,9 @@ class OutOfPages(ServiceError):
 class OutOfSequences(ServiceError):
     """`needed` sequences, of which `free` of `total` can be made: delete some and retry."""
 
-    needed: int = member(int)
-    free: int = member(int)
-    total: int = member(int)
+    needed: int
+    free: int
+    total: int
 
 
 class Cancelled(ServiceError):

@@ -17,7 +17,7 @@ from functools import wraps
 from typing import Any, Final, Generic, ParamSpec, Self, TypeVar, get_args, get_type_hints, overload
 
 from attnd.calls import attention, control, prefix, transfer
-from attnd.calls.call import Call, Reply
+from attnd.calls.call import Call, Reply, parsed
 from attnd.calls.prefix import FROM_NOW
 from attnd.errors import AttndError, NeverReady, TransportError
 from attnd.moving import export, import_
@@ -285,7 +285,7 @@ def execute(call: Call[T], options: CallOptions, send: Callable[[Attempt[Any]], 
     """Execute a call by attempts that block; raises `AttndError`."""
     attempt = first_attempt(call, options)
     try:
-        return call.parse(send(attempt))
+        return parsed(call.parse, send(attempt))
     except AttndError as error:
         return driven(retrying(attempt, error, options), acting(send))
 

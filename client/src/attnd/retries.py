@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
-from attnd.calls.call import Call, Settled
+from attnd.calls.call import Call, Settled, parsed
 from attnd.errors import (
     AttndError,
     ConnectionFailed,
@@ -220,7 +220,7 @@ def retrying(
                 yield Pause(wait)
             again = attempt_before(call, request_id, options, ends)
             try:
-                return call.parse((yield again))
+                return parsed(call.parse, (yield again))
             except AttndError as raised:
                 error = raised
     finally:

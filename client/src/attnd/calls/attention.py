@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from attnd.calls.arguments import Indices, sequence_ids, whole_numbers
-from attnd.calls.call import Call, Settled, no_recovery, reads
+from attnd.calls.call import Call, Reply, Settled, no_recovery
 from attnd.calls.control import indices
-from attnd.calls.tensors import (
-    attend,
-    landed,
-    lengths_after,
-    mask_tensor,
-    state_bytes,
-    tensor_call,
-)
+from attnd.calls.tensors import attend, landed, lengths_after, mask_tensor, state_bytes, tensor_call
 from attnd.errors import ServiceError
 from attnd.results import AppendResult, AttentionResult, GatherResult, MergeResult
 from attnd.wire.states import LseBase
@@ -60,20 +53,8 @@ class CascadeLevel:
     qo_indptr: Indices
 
 
-APPENDED: Final = reads(lambda reply: AppendResult(tuple(reply.fields["lengths"]), reply.meta))
-MERGED: Final = reads(
-    lambda reply: MergeResult(
-        reply.tensors["o"], reply.tensors["lse"], reply.fields["lse_base"], reply.meta
-    )
-)
-GATHERED: Final = reads(
-    lambda reply: GatherResult(
-        reply.tensors["k"],
-        reply.tensors["v"],
-        indices(reply.fields["kv_indptr"]),
-        reply.meta,
-    )
-)
+def appended(reply: Reply) -> AppendResult:
+    return AppendResult(tuple(reply.fields["lengths"]), reply.meta)
 
 
 def append(
@@ -109,14 +90,9 @@ def append(
             return None
         return Settled(AppendResult(tuple([after[name] for name in sequences]), error.meta))
 
-    return tensor_call(
-        "append",
-        fields,
-        {"k": k, "v": v},
-        APPENDED,
-        repeatable=offsets is not None,
-        recover=no_recovery if offsets is None else recover,
-    )
+    known, arrays = offsets is not None, {"k": k, "v": v}
+    recovery = recover if known else no_recovery
+    return tensor_call("append", fields, arrays, appended, repeatable=known, recover=recovery)
 
 
 def layer_fields(layer: int | Indices) -> dict[str, Any]:
@@ -147,11 +123,7 @@ def decode(
         "offsets": whole_numbers(offsets, "offsets"),
         **options,
     }
-    return attend(
-        "decode",
-        fields,
-        {"q": q, "k": k, "v": v},
-    )
+    return attend("decode", fields, {"q": q, "k": k, "v": v})
 
 
 def prefill(
@@ -182,11 +154,7 @@ def prefill(
         "causal": causal,
         **options,
     }
-    return attend(
-        "prefill",
-        fields,
-        {"q": q, "k": k, "v": v, **mask_tensor(mask)},
-    )
+    return attend("prefill", fields, {"q": q, "k": k, "v": v, **mask_tensor(mask)})
 
 
 def ragged_prefill(
@@ -254,14 +222,14 @@ def merge(
     `lse [nnz, H]` merge rows `indptr[t]:indptr[t+1]`. Answers `o [T, H, D]`, `lse [T, H]`.
     `sinks` float32 `[H]` enter each list once: for states that were computed without them.
     """
-    return tensor_call(
-        "merge",
-        {"indptr": whole_numbers(indptr, "indptr"), "lse_base": lse_base},
-        {"o": o, "lse": np.asarray(lse, dtype=np.float32), "sinks": sinks},
-        MERGED,
-        repeatable=True,
-        answer_bytes=state_bytes(o, "o"),
-    )
+
+    def parse(reply: Reply) -> MergeResult:
+        arrays, base = reply.tensors, reply.fields["lse_base"]
+        return MergeResult(arrays["o"], arrays["lse"], base, reply.meta)
+
+    fields = {"indptr": whole_numbers(indptr, "indptr"), "lse_base": lse_base}
+    arrays = {"o": o, "lse": np.asarray(lse, dtype=np.float32), "sinks": sinks}
+    return tensor_call("merge", fields, arrays, parse, answer_bytes=state_bytes(o, "o"))
 
 
 def gather(
@@ -276,16 +244,11 @@ def gather(
 
     Raises `UnknownSequence`, and `AnswerTooLarge` where less must be asked for at a time.
     """
-    return tensor_call(
-        "gather",
-        {
-            "layer": layer,
-            "sequences": sequence_ids(sequences),
-            "start": start,
-            "stop": stop,
-            "dtype": dtype,
-        },
-        {},
-        GATHERED,
-        repeatable=True,
-    )
+    ids = sequence_ids(sequences)
+    fields = {"layer": layer, "sequences": ids, "start": start, "stop": stop, "dtype": dtype}
+
+    def parse(reply: Reply) -> GatherResult:
+        arrays, indptr = reply.tensors, indices(reply.fields["kv_indptr"])
+        return GatherResult(arrays["k"], arrays["v"], indptr, reply.meta)
+
+    return tensor_call("gather", fields, {}, parse)

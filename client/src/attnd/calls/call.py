@@ -68,17 +68,13 @@ class Call(Generic[T]):
     recover: Callable[[ServiceError], Settled[T] | Call[T] | None] = no_recovery
 
 
-def reads(parse: Callable[[Reply], T]) -> Callable[[Reply], T]:
-    """A parser that raises `ProtocolError` for a missing member, or one of another type."""
-
-    def checked(reply: Reply) -> T:
-        try:
-            return parse(reply)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            detail = f"the answer breaks the service's contract: {error!r}"
-            raise ProtocolError(detail, reply.meta.request_id) from error
-
-    return checked
+def parsed(parse: Callable[[Reply], T], reply: Reply) -> T:
+    """The result; raises `ProtocolError` for a missing member, or one of another type."""
+    try:
+        return parse(reply)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        detail = f"the answer breaks the service's contract: {error!r}"
+        raise ProtocolError(detail, reply.meta.request_id) from error
 
 
 def result_of(kind: type[T], document: dict[str, Any], meta: Meta = NO_META) -> T:
@@ -106,7 +102,17 @@ def names_of(kind: type[Any]) -> frozenset[str]:
 
 def reads_into(kind: type[T]) -> Callable[[Reply], T]:
     """A parser of answers whose fields are those of the dataclass `kind`."""
-    return reads(lambda reply: result_of(kind, reply.fields, reply.meta))
+    return lambda reply: result_of(kind, reply.fields, reply.meta)
+
+
+def reads_many(kind: type[T], name: str) -> Callable[[Reply], tuple[T, ...]]:
+    """A parser of answers whose field `name` lists such dataclasses."""
+    return lambda reply: tuple([result_of(kind, one, reply.meta) for one in reply.fields[name]])
+
+
+def reads_number(name: str) -> Callable[[Reply], int]:
+    """A parser of answers with a number in the field `name`."""
+    return lambda reply: int(reply.fields[name])
 
 
 def nothing(_: Reply) -> None:

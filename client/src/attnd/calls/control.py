@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -17,7 +17,16 @@ from attnd.calls.arguments import (
     whole_number,
     whole_numbers,
 )
-from attnd.calls.call import Array, Call, Reply, nothing, reads, reads_into, result_of, settled_by
+from attnd.calls.call import (
+    Call,
+    Reply,
+    nothing,
+    reads_into,
+    reads_many,
+    reads_number,
+    result_of,
+    settled_by,
+)
 from attnd.calls.prefix import Prefix, indptr_of
 from attnd.errors import UnknownSequence
 from attnd.results import (
@@ -34,6 +43,8 @@ from attnd.results import (
     Snapshot,
     SnapshotTree,
 )
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +65,17 @@ class NewSequence:
     shard: tuple[int, int] | None = None
 
     def document(self) -> dict[str, Any]:
-        given = {
-            "id": self.id,
-            "parent": self.parent,
-            "length": self.length,
-            "prefix": None if self.prefix is None else self.prefix.fields(),
-            "ttl_s": None if self.ttl_s is None else float(self.ttl_s),
-            "ranks": self.ranks,
-            "shard": None
-            if self.shard is None
-            else dict(zip(("rank", "ranks"), self.shard, strict=True)),
-        }
+        given: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
+        if self.prefix is not None:
+            given["prefix"] = self.prefix.fields()
+        if self.ttl_s is not None:
+            given["ttl_s"] = float(self.ttl_s)
+        if self.shard is not None:
+            given["shard"] = dict(zip(("rank", "ranks"), self.shard, strict=True))
         return {name: plain(value, name) for name, value in given.items() if value is not None}
+
+
+SEQUENCES: Final = reads_many(SequenceInfo, "sequences")
 
 
 def create_sequences(sequences: Sequence[NewSequence]) -> Call[tuple[SequenceInfo, ...]]:
@@ -74,14 +84,7 @@ def create_sequences(sequences: Sequence[NewSequence]) -> Call[tuple[SequenceInf
     Prefixes are named all by token ids or all by page keys. Raises `SequenceExists`,
     `UnknownSequence` (a parent), `OutOfPages`, `InvalidRequest`.
     """
-    fields, arrays = new_sequences(sequences)
-    return Call(
-        "create_sequences",
-        reads(lambda reply: tuple(sequence_infos(reply))),
-        repeatable=False,  # a second time the ids exist, or more ids are made
-        fields=fields,
-        arrays=arrays,
-    )
+    return creating(sequences, SEQUENCES)
 
 
 def create_sequence(
@@ -96,29 +99,23 @@ def create_sequence(
     """`create_sequences` of one: empty, `parent` forked at `length` (None: all of it), or beginning
     with the cached part of `prefix` (`cached_len` of the result). In a cluster its pages may be
     sharded over `ranks` engines."""
-    fields, arrays = new_sequences([NewSequence(id, parent, length, prefix, ttl_s, ranks)])
-    return Call(
-        "create_sequences",
-        reads(lambda reply: sequence_infos(reply)[0]),
-        repeatable=False,
-        fields=fields,
-        arrays=arrays,
-    )
+    new = NewSequence(id, parent, length, prefix, ttl_s, ranks)
+    return creating([new], lambda reply: SEQUENCES(reply)[0])
 
 
-def new_sequences(sequences: Sequence[NewSequence]) -> tuple[dict[str, Any], dict[str, Array]]:
-    """The fields, and the tensor that names the pages of all prefixes."""
+def creating(sequences: Sequence[NewSequence], parse: Callable[[Reply], T]) -> Call[T]:
+    """With the tensor that names the pages of all prefixes."""
     fields: dict[str, Any] = {"sequences": [new.document() for new in sequences]}
     named = [{} if new.prefix is None else new.prefix.arrays() for new in sequences]
     kinds = {kind for arrays in named for kind in arrays}
-    if not kinds:
-        return fields, {}
     if len(kinds) > 1:
         raise ValueError("name the prefixes of one call all by token_ids or all by page_keys")
-    (kind,) = kinds
-    if len(sequences) > 1:
-        fields["prefix_indptr"] = indptr_of([arrays.get(kind, ()) for arrays in named])
-    return fields, {kind: np.concatenate([arrays[kind] for arrays in named if arrays])}
+    arrays = {kind: np.concatenate([one[kind] for one in named if one]) for kind in kinds}
+    if kinds and len(sequences) > 1:
+        (kind,) = kinds
+        fields["prefix_indptr"] = indptr_of([one.get(kind, ()) for one in named])
+    # Not repeatable: a second time the ids exist, or more ids are made.
+    return Call("create_sequences", parse, repeatable=False, fields=fields, arrays=arrays)
 
 
 def delete_sequences(ids: Sequence[str] | None = None, *, prefix: str | None = None) -> Call[int]:
@@ -128,24 +125,17 @@ def delete_sequences(ids: Sequence[str] | None = None, *, prefix: str | None = N
     if ids is None and prefix is None:
         raise ValueError('give ids, or prefix (prefix="" is every sequence)')
     named = None if ids is None else sequence_ids(ids, "ids")
-    return Call(
-        "delete_sequences",
-        reads(lambda reply: int(reply.fields["num_deleted"])),
-        fields=plain_fields({"prefix": prefix, "ids": named}),
-    )
+    fields = plain_fields({"prefix": prefix, "ids": named})
+    return Call("delete_sequences", reads_number("num_deleted"), fields=fields)
 
 
 def sequence_page(after: str | None = None, limit: int | None = None) -> Call[SequencePage]:
     """Up to `limit` sequences by id, those after `after` (None: from the start)."""
-    return Call(
-        "list_sequences",
-        reads(
-            lambda reply: SequencePage(
-                tuple(sequence_infos(reply)), reply.fields.get("next"), reply.meta
-            )
-        ),
-        fields=plain_fields({"after": after, "limit": limit}),
-    )
+
+    def parse(reply: Reply) -> SequencePage:
+        return SequencePage(SEQUENCES(reply), reply.fields.get("next"), reply.meta)
+
+    return Call("list_sequences", parse, fields=plain_fields({"after": after, "limit": limit}))
 
 
 def get_sequence(sequence: str) -> Call[SequenceInfo]:
@@ -156,12 +146,8 @@ def get_sequence(sequence: str) -> Call[SequenceInfo]:
 
 def delete_sequence(sequence: str) -> Call[None]:
     """Delete a sequence, its forks stay; raises `UnknownSequence`."""
-    return Call(
-        "delete_sequence",
-        nothing,
-        fields={"id": sequence_id(sequence)},
-        recover=settled_by(UnknownSequence),
-    )
+    fields = {"id": sequence_id(sequence)}
+    return Call("delete_sequence", nothing, fields=fields, recover=settled_by(UnknownSequence))
 
 
 def truncate(sequence: str, length: int, *, keep: Indices | None = None) -> Call[SequenceInfo]:
@@ -172,17 +158,10 @@ def truncate(sequence: str, length: int, *, keep: Indices | None = None) -> Call
     `UnknownSequence`, `InvalidRequest`, `OutOfPages`.
     """
     kept = whole_numbers(keep, "keep")
-    fields = {
-        "id": sequence_id(sequence, many="truncate_sequences"),
-        "length": whole_number(length, "length"),
-        "keep": kept,
-    }
-    return Call(
-        "truncate",
-        reads_into(SequenceInfo),
-        repeatable=not kept,  # cutting to the same length again changes nothing
-        fields=plain_fields(fields),
-    )
+    named = sequence_id(sequence, many="truncate_sequences")
+    fields = plain_fields({"id": named, "length": whole_number(length, "length"), "keep": kept})
+    # Without `keep`, cutting to the same length again changes nothing.
+    return Call("truncate", reads_into(SequenceInfo), repeatable=not kept, fields=fields)
 
 
 def truncate_sequences(
@@ -200,21 +179,13 @@ def truncate_sequences(
     if any(kept):
         fields["keep"] = [at for one in kept for at in one]
         fields["keep_indptr"] = indptr_of(kept)
-    return Call(
-        "truncate_sequences",
-        reads(lambda reply: tuple(sequence_infos(reply))),
-        repeatable="keep" not in fields,
-        fields=fields,
-    )
+    return Call("truncate_sequences", SEQUENCES, repeatable=not any(kept), fields=fields)
 
 
 def page_table(sequences: Sequence[str], layer: int = 0) -> Call[PageTable]:
     """The CSR page table at a layer, and the cascade levels; raises `UnknownSequence`."""
-    return Call(
-        "page_table",
-        reads(page_table_of),
-        fields=plain_fields({"sequences": sequence_ids(sequences), "layer": layer}),
-    )
+    fields = plain_fields({"sequences": sequence_ids(sequences), "layer": layer})
+    return Call("page_table", page_table_of, fields=fields)
 
 
 def info() -> Call[Info]:
@@ -229,23 +200,16 @@ def pool() -> Call[Pool]:
 
 def engines(*, counts: bool = False) -> Call[tuple[EngineInfo, ...]]:
     """The engines of the service with their pages and pace; with `counts` also their counters."""
-    given = {"counts": True} if counts else {}
-    return Call(
-        "engines",
-        reads(lambda reply: tuple(result_of(EngineInfo, one) for one in reply.fields["engines"])),
-        fields=given,
-    )
+    fields = {"counts": True} if counts else {}
+    return Call("engines", reads_many(EngineInfo, "engines"), fields=fields)
 
 
 def drain_engine(name: str, *, stop: bool = False) -> Call[int]:
     """Drain an engine of a cluster: it accepts no new sequences, and the others take over its own.
     `stop` ends the drain. Returns at once with the number of sequences left; `engines` shows the
     progress."""
-    return Call(
-        "drain_engine",
-        reads(lambda reply: int(reply.fields["sequences"])),
-        fields={"name": name, "stop": stop},
-    )
+    fields = {"name": name, "stop": stop}
+    return Call("drain_engine", reads_number("sequences"), fields=fields)
 
 
 def snapshot() -> Call[Snapshot]:
@@ -254,7 +218,7 @@ def snapshot() -> Call[Snapshot]:
     Needs the scope `admin`. It is at most a fifth of a second old, a very large tree a little
     more.
     """
-    return Call("snapshot", reads(snapshot_of))
+    return Call("snapshot", snapshot_of)
 
 
 def live() -> Call[Health]:
@@ -270,10 +234,6 @@ def ready() -> Call[Health]:
 def metrics() -> Call[str]:
     """The metrics in Prometheus' text format."""
     return Call("metrics", lambda reply: reply.text)
-
-
-def sequence_infos(reply: Reply) -> list[SequenceInfo]:
-    return [result_of(SequenceInfo, one, reply.meta) for one in reply.fields["sequences"]]
 
 
 def indices(values: Any) -> Int32:

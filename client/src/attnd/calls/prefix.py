@@ -18,7 +18,16 @@ from attnd.calls.arguments import (
     whole_number,
     whole_numbers,
 )
-from attnd.calls.call import Call, Reply, nothing, reads, reads_into, result_of, settled_by
+from attnd.calls.call import (
+    Call,
+    Reply,
+    nothing,
+    reads_into,
+    reads_many,
+    reads_number,
+    result_of,
+    settled_by,
+)
 from attnd.errors import UnknownLease, UnknownPage
 from attnd.results import CacheEvent, CommitResult, EventPage, Hold, Lease, Namespace, PrefixMatch
 
@@ -46,9 +55,9 @@ class Prefix:
         """The tensor that names the pages; raises ValueError unless exactly one is given."""
         if (self.token_ids is None) == (self.page_keys is None):
             raise ValueError("give either token_ids or page_keys")
-        if self.token_ids is not None:
-            return {"token_ids": token_array(self.token_ids)}
-        return {"page_keys": key_array(self.page_keys if self.page_keys is not None else ())}
+        if self.page_keys is not None:
+            return {"page_keys": key_array(self.page_keys)}
+        return {"token_ids": token_array(self.token_ids if self.token_ids is not None else ())}
 
     def fields(self) -> dict[str, Any]:
         return {"cache_salt": self.cache_salt} if self.cache_salt else {}
@@ -85,13 +94,15 @@ def key_array(keys: PageKeys) -> NDArray[np.uint8]:
 
 def match_prefix(prefix: Prefix, *, lease_s: float = DEFAULT_LEASE_S) -> Call[PrefixMatch]:
     """The longest cached beginning, held for `lease_s` seconds (0: not held)."""
-    return Call(
-        "match_prefix",
-        reads(match_of),
-        repeatable=True,  # a lease whose reply was lost ends by itself
-        fields={**prefix.fields(), "lease_s": float(lease_s)},
-        arrays=prefix.arrays(),
-    )
+
+    def parse(reply: Reply) -> PrefixMatch:
+        fields = reply.fields
+        lease = None if fields["lease"] is None else result_of(Lease, fields["lease"])
+        return PrefixMatch(fields["matched_len"], fields["num_pages"], lease, reply.meta)
+
+    # Repeatable: a lease whose reply was lost ends by itself.
+    fields = {**prefix.fields(), "lease_s": float(lease_s)}
+    return Call("match_prefix", parse, fields=fields, arrays=prefix.arrays())
 
 
 def commit(
@@ -116,9 +127,8 @@ def commit(
         "priority": priority,
         "duration_s": duration_s,
     }
-    return Call(
-        "commit", reads_into(CommitResult), fields=plain_fields(fields), arrays=prefix.arrays()
-    )
+    parse, arrays = reads_into(CommitResult), prefix.arrays()
+    return Call("commit", parse, fields=plain_fields(fields), arrays=arrays)
 
 
 def commit_sequences(
@@ -148,7 +158,13 @@ def commit_sequences(
         "priority": priority,
         "duration_s": duration_s,
     }
-    return Call("commit_sequences", reads(commits_of), fields=plain_fields(fields), arrays=arrays)
+
+    def parse(reply: Reply) -> tuple[CommitResult, ...]:
+        columns = [reply.fields[name] for name in ("committed_lens", "num_pages", "last_keys")]
+        rows = zip(*columns, strict=True)
+        return tuple([CommitResult(end, count, key, reply.meta) for end, count, key in rows])
+
+    return Call("commit_sequences", parse, fields=plain_fields(fields), arrays=arrays)
 
 
 def indptr_of(parts: Sequence[Sized]) -> list[int]:
@@ -176,40 +192,39 @@ def pin(
 ) -> Call[int]:
     """Keep a page and all before it: softly for `soft_ttl_s` seconds, or `hard`, until `unpin`.
 
-    Returns the number of pages kept.
-
-    Raises `UnknownPage`, `InvalidRequest`.
+    Returns the number of pages kept. Raises `UnknownPage`, `InvalidRequest`.
     """
-    fields: dict[str, Any] = {"page_key": hex_key(page_key)}
-    fields |= {"cache_salt": cache_salt} if cache_salt else {}
+    fields: dict[str, Any] = page_fields(page_key, cache_salt)
     fields |= {"hard": True} if hard else {}
     fields |= {} if soft_ttl_s is None else {"soft_ttl_s": float(soft_ttl_s)}
-    return Call("pin", reads(num_pages), fields=fields)
+    return Call("pin", reads_number("num_pages"), fields=fields)
 
 
 def unpin(page_key: str | bytes, *, cache_salt: str = "") -> Call[None]:
     """Remove the hard and soft pins of a page; raises `UnknownPage` where it has none."""
-    fields = {"page_key": hex_key(page_key)}
-    fields |= {"cache_salt": cache_salt} if cache_salt else {}
+    fields = page_fields(page_key, cache_salt)
     return Call("unpin", nothing, fields=fields, recover=settled_by(UnknownPage))
+
+
+def page_fields(key: str | bytes, cache_salt: str) -> dict[str, Any]:
+    named = {"page_key": key if isinstance(key, str) else key.hex()}
+    return {**named, "cache_salt": cache_salt} if cache_salt else named
 
 
 def holds() -> Call[tuple[Hold, ...]]:
     """The hard pins and leases, at most a thousand."""
-    return Call(
-        "holds", reads(lambda reply: tuple(result_of(Hold, one) for one in reply.fields["holds"]))
-    )
+    return Call("holds", reads_many(Hold, "holds"))
 
 
 def evict(num_pages_at_most: int) -> Call[int]:
     """Evict cached pages in the order of eviction; returns their number."""
     fields = {"num_pages": whole_number(num_pages_at_most, "num_pages_at_most")}
-    return Call("evict", reads(num_pages), repeatable=False, fields=fields)
+    return Call("evict", reads_number("num_pages"), repeatable=False, fields=fields)
 
 
 def clear() -> Call[int]:
     """Evict all pages that nothing holds; returns their number."""
-    return Call("clear", reads(num_pages))
+    return Call("clear", reads_number("num_pages"))
 
 
 def get_namespace(name: str) -> Call[Namespace]:
@@ -230,36 +245,16 @@ def set_namespace(
     return Call("set_namespace", reads_into(Namespace), fields=fields)
 
 
+EVENTS: Final = reads_many(CacheEvent, "events")
+
+
 def event_page(after: int = FROM_NOW, limit: int | None = None) -> Call[EventPage]:
     """Changes of cached pages since event `after` (0: all events kept; -1: none, only the number of
     the latest event), at most `limit`."""
     fields = plain_fields({"after": after, "limit": limit})
-    return Call("events", reads(event_page_of), fields=fields)
 
+    def parse(reply: Reply) -> EventPage:
+        events = EVENTS(reply)
+        return EventPage(events, reply.fields["next"], reply.fields["too_old"], reply.meta)
 
-def hex_key(key: str | bytes) -> str:
-    return key if isinstance(key, str) else key.hex()
-
-
-def num_pages(reply: Reply) -> int:
-    return int(reply.fields["num_pages"])
-
-
-def match_of(reply: Reply) -> PrefixMatch:
-    fields = reply.fields
-    lease = None if fields["lease"] is None else result_of(Lease, fields["lease"])
-    return PrefixMatch(fields["matched_len"], fields["num_pages"], lease, reply.meta)
-
-
-def commits_of(reply: Reply) -> tuple[CommitResult, ...]:
-    columns = [reply.fields[name] for name in ("committed_lens", "num_pages", "last_keys")]
-    return tuple(
-        CommitResult(length, pages, key, reply.meta)
-        for length, pages, key in zip(*columns, strict=True)
-    )
-
-
-def event_page_of(reply: Reply) -> EventPage:
-    fields = reply.fields
-    events = tuple(result_of(CacheEvent, one) for one in fields["events"])
-    return EventPage(events, fields["next"], fields["too_old"], reply.meta)
+    return Call("events", parse, fields=fields)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from math import prod
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from attnd.calls.arguments import Array, check_array, plain_fields
-from attnd.calls.call import Call, Reply, Settled, no_recovery, reads
+from attnd.calls.call import Call, Reply, Settled, no_recovery
 from attnd.errors import LengthMismatch, ServiceError
 from attnd.results import AttentionResult
 from attnd.wire.states import AttentionState, LseBase
@@ -20,10 +20,10 @@ T = TypeVar("T")
 def tensor_call(
     operation: str,
     fields: dict[str, Any],
-    arrays: dict[str, Array | None],
+    arrays: Mapping[str, Array | None],
     parse: Callable[[Reply], T],
     *,
-    repeatable: bool,
+    repeatable: bool = True,
     answer_bytes: int = 0,
     recover: Callable[[ServiceError], Settled[T] | Call[T] | None] = no_recovery,
 ) -> Call[T]:
@@ -32,55 +32,37 @@ def tensor_call(
     for name, array in given.items():
         if type(array) is not np.ndarray:
             check_array(name, array)
-    return Call(
-        operation,
-        parse,
-        repeatable,
-        plain_fields(fields),
-        given,
-        answer_bytes,
-        (),
-        recover,
-    )
+    fields = plain_fields(fields)
+    return Call(operation, parse, repeatable, fields, given, answer_bytes, (), recover)
 
 
 def attend(
-    operation: str,
-    fields: dict[str, Any],
-    arrays: dict[str, Array | None],
-    states: int = 1,
+    operation: str, fields: dict[str, Any], arrays: dict[str, Array | None], states: int = 1
 ) -> Call[AttentionResult]:
     """A call for attention, possibly with an append before it.
 
-    The answer has `states` pairs of an o like q and its lse. Sinks are among the `fields`.
+    The answer has `states` pairs of an o like q and its lse. Sinks are among the `fields`. A call
+    whose lost attempt appended k and v is recovered by a call for the attention alone.
     """
-    sinks = fields.pop("sinks", arrays.get("sinks"))
-    arrays = {**arrays, "sinks": sinks}
+    arrays = {**arrays, "sinks": fields.pop("sinks", arrays.get("sinks"))}
     appends = operation != "ragged_prefill" and arrays.get("k") is not None
     known = bool(fields.get("offsets"))
-    q = arrays["q"]
-    return tensor_call(
-        operation,
-        fields,
-        arrays,
-        read_attention,
-        repeatable=not appends or known,
-        answer_bytes=0 if q is None else states * state_bytes(q),
-        recover=attends_only(operation, fields, arrays) if known else no_recovery,
-    )
-
-
-def attends_only(
-    operation: str, fields: dict[str, Any], arrays: dict[str, Array | None]
-) -> Callable[[ServiceError], Call[AttentionResult] | None]:
-    """Recovers a call whose lost attempt appended k and v, by a call for the attention alone."""
 
     def recover(error: ServiceError) -> Call[AttentionResult] | None:
         if not landed(error, lengths_after(fields)):
             return None
         return attend(operation, {**fields, "offsets": None}, {**arrays, "k": None, "v": None})
 
-    return recover
+    q = arrays["q"]
+    return tensor_call(
+        operation,
+        fields,
+        arrays,
+        attention_of,
+        repeatable=not appends or known,
+        answer_bytes=0 if q is None else states * state_bytes(q),
+        recover=recover if known else no_recovery,
+    )
 
 
 def state_bytes(o: Array, name: str = "q") -> int:
@@ -92,22 +74,11 @@ def state_bytes(o: Array, name: str = "q") -> int:
 def attention_of(reply: Reply) -> AttentionResult:
     fields, arrays = reply.fields, reply.tensors
     base: LseBase = fields["lse_base"]
-    states = level_states(arrays, base) if "o.0" in arrays else ()
-    return AttentionResult(
-        arrays["o"], arrays["lse"], base, fields["levels"], fields["cascade"], states, reply.meta
-    )
-
-
-read_attention: Final = reads(attention_of)
-
-
-def level_states(arrays: Mapping[str, Array], base: LseBase) -> tuple[AttentionState, ...]:
-    """The state of each level, beside the merged one."""
     states: list[AttentionState] = []
-    while f"o.{len(states)}" in arrays:
-        i = len(states)
-        states.append(AttentionState(arrays[f"o.{i}"], arrays[f"lse.{i}"], base))
-    return tuple(states)
+    while (o := arrays.get(f"o.{len(states)}")) is not None:  # the state of each level
+        states.append(AttentionState(o, arrays[f"lse.{len(states)}"], base))
+    merged, levels = (arrays["o"], arrays["lse"], base), fields["levels"]
+    return AttentionResult(*merged, levels, fields["cascade"], tuple(states), reply.meta)
 
 
 def mask_tensor(mask: Array | None) -> dict[str, Array | None]:

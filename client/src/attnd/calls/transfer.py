@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnd.calls.arguments import plain_fields, sequence_id
-from attnd.calls.call import Call, Reply, Settled, nothing, reads, reads_into, settled_by
+from attnd.calls.call import Call, Reply, Settled, no_recovery, nothing, reads_into, settled_by
 from attnd.calls.prefix import Prefix
 from attnd.errors import PartMismatch, SequenceExists, ServiceError, UnknownImport
 from attnd.results import NO_META, Meta
@@ -83,7 +83,7 @@ def export_header(sequence: str, *, part_bytes: int | None = None) -> Call[Expor
     Raises `UnknownSequence`.
     """
     fields = plain_fields({"id": sequence_id(sequence), "part_bytes": part_bytes})
-    return Call("export_sequence", reads(header_of), fields=fields)
+    return Call("export_sequence", header_of, fields=fields)
 
 
 def export_part(
@@ -104,7 +104,7 @@ def export_part(
         return ExportPart(number, before, digest, arrays["k"], arrays["v"], reply.meta)
 
     room = int(header.fields["part_bytes"])
-    return Call("export_sequence", reads(part_of), fields=fields, answer_bytes=room)
+    return Call("export_sequence", part_of, fields=fields, answer_bytes=room)
 
 
 def begin_import(
@@ -118,13 +118,12 @@ def begin_import(
     `InvalidRequest` for an export of another pool, `DigestMismatch`.
     """
     fields = {
-        "id": sequence_id(sequence),
         "header": dict(header.fields),
         "digest": header.digest,
         "share": share,
         "idle_s": None if idle_s is None else float(idle_s),
     }
-    return import_call(plain_fields(fields), header.names)
+    return import_call(sequence, plain_fields(fields), header.names)
 
 
 def import_part(sequence: str, part: ExportPart) -> Call[ImportState]:
@@ -132,19 +131,14 @@ def import_part(sequence: str, part: ExportPart) -> Call[ImportState]:
 
     Raises `PartMismatch` for any other, `DigestMismatch`, `UnknownImport`.
     """
-    fields = {
-        "id": sequence_id(sequence),
-        "part": part.number,
-        "before": part.before,
-        "digest": part.digest,
-    }
+    fields = {"part": part.number, "before": part.before, "digest": part.digest}
 
     def landed(error: ServiceError) -> Call[ImportState] | None:
         if isinstance(error, PartMismatch) and error.next_part == part.number + 1:
             return get_import(sequence)
         return None
 
-    return import_call(fields, {"k": part.k, "v": part.v}, landed)
+    return import_call(sequence, fields, {"k": part.k, "v": part.v}, landed)
 
 
 def end_import(sequence: str, digest: str) -> Call[ImportState]:
@@ -158,7 +152,7 @@ def end_import(sequence: str, digest: str) -> Call[ImportState]:
             return Settled(ImportState(sequence, "done", 0, 0))
         return None
 
-    return import_call({"id": sequence_id(sequence), "digest": digest}, {}, landed)
+    return import_call(sequence, {"digest": digest}, {}, landed)
 
 
 def get_import(sequence: str) -> Call[ImportState]:
@@ -173,18 +167,16 @@ def cancel_import(sequence: str) -> Call[None]:
 
 
 def import_call(
+    sequence: str,
     fields: dict[str, Any],
     arrays: Mapping[str, Array],
-    recover: Callable[[ServiceError], Any] = lambda _: None,
+    recover: Callable[[ServiceError], Any] = no_recovery,
 ) -> Call[ImportState]:
-    return Call(
-        "import_sequence",
-        reads_into(ImportState),
-        repeatable=True,  # a second part or end is refused, which `recover` recognises
-        fields=fields,
-        arrays={name: np.ascontiguousarray(array) for name, array in arrays.items()},
-        recover=recover,
-    )
+    """Repeatable: a second part or end is refused, which `recover` recognises."""
+    fields = {"id": sequence_id(sequence), **fields}
+    arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    parse = reads_into(ImportState)
+    return Call("import_sequence", parse, fields=fields, arrays=arrays, recover=recover)
 
 
 def header_of(reply: Reply) -> ExportHeader:

@@ -19,7 +19,7 @@ from typing import Any, Final, Generic, Self, TypeVar
 import numpy as np
 
 from attnd.calls.arguments import whole_numbers
-from attnd.calls.call import Call, Reply
+from attnd.calls.call import Call, Reply, parsed
 from attnd.results import Meta
 from attnd.road.areas import Area, ArraysInPlace, PlacedCall
 from attnd.road.arena import Held
@@ -237,7 +237,7 @@ class Replay(Generic[T]):
         result = None
         if expected is not None:  # built while the engine works
             image = arena.hold(slot.offset, expected.length, slot)
-            result = self._parse(expected.reply(image, meta))
+            result = parsed(self._parse, expected.reply(image, meta))
         answer = connection.answer_to(number, pending, ends)
         times.seconds = answer.seconds
         if (
@@ -256,4 +256,4 @@ class Replay(Generic[T]):
         if answer.inline is None:
             seen = arena.array((answer.length,), np.dtype(np.uint8), slot.offset)
             self._expected = ExpectedAnswer.like(answer.status, seen)
-        return self._parse(reply)
+        return parsed(self._parse, reply)
