@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, Self, TypeVar
 
-from attnd.calls.call import Call, Reply, parsed
+from attnd.calls.call import Call, Reply
 from attnd.dependents import Dependents
-from attnd.errors import AttndError
 from attnd.http.async_transport import AsyncTransport, LoopTransport
 from attnd.http.blocking_transport import SocketTransport, Transport
 from attnd.http.messages import reply_of, request_of
 from attnd.http.origin import Certificate, Origin, Verify, origin_of
-from attnd.methods import AsyncCalls, Calls, execute, options_of
-from attnd.retries import Attempt, Retries, acting_async, driven_async, first_attempt, retrying
+from attnd.methods import AsyncCalls, Calls
+from attnd.retries import Attempt, Retries, execute, execute_async, options_of
 
 T = TypeVar("T")
 C = TypeVar("C")
@@ -87,12 +86,7 @@ class AsyncClient(HttpClient[AsyncTransport], AsyncCalls):
 
     async def send(self, call: Call[T]) -> T:
         """As `Client.send`, awaited."""
-        attempt = first_attempt(call, self._options)
-        try:
-            return parsed(call.parse, await self._send_attempt(attempt))
-        except AttndError as error:
-            steps = retrying(attempt, error, self._options)
-        return await driven_async(steps, acting_async(self._send_attempt))
+        return await execute_async(call, self._options, self._send_attempt)
 
     async def _send_attempt(self, attempt: Attempt[Any]) -> Reply:
         response = await self._transport.send(request_of(attempt))

@@ -17,24 +17,12 @@ from functools import wraps
 from typing import Any, Final, Generic, ParamSpec, Self, TypeVar, get_args, get_type_hints, overload
 
 from attnd.calls import attention, control, prefix, transfer
-from attnd.calls.call import Call, Reply, parsed
+from attnd.calls.call import Call
 from attnd.calls.prefix import FROM_NOW
-from attnd.errors import AttndError, NeverReady, TransportError
+from attnd.errors import NeverReady, TransportError
 from attnd.moving import export, import_
 from attnd.results import CacheEvent, Health, SequenceInfo
-from attnd.retries import (
-    Attempt,
-    CallOptions,
-    Pause,
-    Retries,
-    Steps,
-    acting,
-    acting_async,
-    driven,
-    driven_async,
-    first_attempt,
-    retrying,
-)
+from attnd.retries import CallOptions, Pause, Steps, driven, driven_async
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -93,7 +81,7 @@ def blocking(build: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(build)
     def drive(self: Calls, /, *args: Any, **kwargs: Any) -> Any:
-        return driven(build(*args, **kwargs), acting(self.send))
+        return driven(build(*args, **kwargs), self.send)
 
     return documented(drive if inspect.isgeneratorfunction(build) else send, build)
 
@@ -107,8 +95,7 @@ def awaiting(build: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(build)
     async def drive(self: AsyncCalls, /, *args: Any, **kwargs: Any) -> Any:
-        steps = build(*args, **kwargs)
-        return await driven_async(steps, acting_async(self.send), in_thread=True)
+        return await driven_async(build(*args, **kwargs), self.send, in_thread=True)
 
     return documented(drive if inspect.isgeneratorfunction(build) else send, build)
 
@@ -279,17 +266,3 @@ class AsyncCalls(Operations, make=awaiting):
                 yield event
             if not page.events:
                 await asyncio.sleep(poll_s)
-
-
-def execute(call: Call[T], options: CallOptions, send: Callable[[Attempt[Any]], Reply]) -> T:
-    """Execute a call by attempts that block; raises `AttndError`."""
-    attempt = first_attempt(call, options)
-    try:
-        return parsed(call.parse, send(attempt))
-    except AttndError as error:
-        return driven(retrying(attempt, error, options), acting(send))
-
-
-def options_of(timeout: float, retries: int | Retries) -> CallOptions:
-    """The options that a client's arguments ask for."""
-    return CallOptions(timeout, retries=Retries(retries) if isinstance(retries, int) else retries)

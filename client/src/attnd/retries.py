@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
-from attnd.calls.call import Call, Settled, parsed
+from attnd.calls.call import Call, Reply, Settled, parsed
 from attnd.errors import (
     AttndError,
     ConnectionFailed,
@@ -95,27 +95,25 @@ class Pause:
 
     seconds: float
 
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """The result of steps."""
-
-    value: Any
+    def sleep(self) -> Any:
+        time.sleep(self.seconds)
 
 
 Steps = Generator[Call[Any] | Pause, Any, T]
 """Calls to be executed one after another; each is sent its result, or thrown its `AttndError`."""
 
 
-def driven(steps: Generator[Any, Any, T], act: Callable[[Any], Any]) -> T:
-    """The result of steps that `act` carries out one by one; its `AttndError` is raised in them."""
+def driven(steps: Generator[Any, Any, T], send: Callable[[Any], Any]) -> T:
+    """The result of steps that `send` carries out one by one, but for pauses; its `AttndError` is
+    raised in them."""
     go_on: Callable[[Any], Any] = steps.send
     given: Any = None
     try:
         while True:
             step = go_on(given)
             try:
-                go_on, given = steps.send, act(step)
+                given = step.sleep() if isinstance(step, Pause) else send(step)
+                go_on = steps.send
             except AttndError as error:
                 go_on, given = steps.throw, error
     except StopIteration as stop:
@@ -126,25 +124,26 @@ def driven(steps: Generator[Any, Any, T], act: Callable[[Any], Any]) -> T:
 
 
 async def driven_async(
-    steps: Generator[Any, Any, T], act: Callable[[Any], Awaitable[Any]], *, in_thread: bool = False
+    steps: Generator[Any, Any, T], send: Callable[[Any], Awaitable[Any]], *, in_thread: bool = False
 ) -> T:
     """`driven`, awaited; `in_thread`: the steps themselves may block."""
     go_on: Callable[[Any], Any] = steps.send
     given: Any = None
 
-    def advance() -> Any:
+    def advance() -> tuple[Any, bool]:
         try:
-            return go_on(given)
+            return go_on(given), False
         except StopIteration as stop:  # which a future must not raise
-            return Finished(stop.value)
+            return stop.value, True
 
     try:
         while True:
-            step = await asyncio.to_thread(advance) if in_thread else advance()
-            if isinstance(step, Finished):
-                return cast(T, step.value)
+            step, is_over = await asyncio.to_thread(advance) if in_thread else advance()
+            if is_over:
+                return cast(T, step)
             try:
-                go_on, given = steps.send, await act(step)
+                acted = asyncio.sleep(step.seconds) if isinstance(step, Pause) else send(step)
+                go_on, given = steps.send, await acted
             except AttndError as error:
                 go_on, given = steps.throw, error
     finally:
@@ -152,22 +151,11 @@ async def driven_async(
         given = None
 
 
-def acting(send: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Carries out steps that are pauses, or else are sent."""
-    return lambda step: time.sleep(step.seconds) if isinstance(step, Pause) else send(step)
-
-
-def acting_async(send: Callable[[Any], Awaitable[Any]]) -> Callable[[Any], Awaitable[Any]]:
-    """`acting`, awaited."""
-    return lambda step: asyncio.sleep(step.seconds) if isinstance(step, Pause) else send(step)
-
-
 def first_attempt(call: Call[T], options: CallOptions) -> Attempt[T]:
     """The first attempt; raises `TimedOut` for a deadline that has passed already."""
     request_id = options.request_id or os.urandom(16).hex()
-    if options.deadline_s is None:
-        return Attempt(call, request_id, options.timeout_s)
-    return attempt_before(call, request_id, options, time.monotonic() + options.deadline_s)
+    ends = None if options.deadline_s is None else time.monotonic() + options.deadline_s
+    return attempt_before(call, request_id, options, ends)
 
 
 def attempt_before(
@@ -232,3 +220,29 @@ def may_repeat(call: Call[T], error: AttndError) -> bool:
     if isinstance(error, (ConnectionFailed, Overloaded, NotReady, SequenceMoving)):
         return True
     return isinstance(error, ReplyLost) and call.repeatable
+
+
+def execute(call: Call[T], options: CallOptions, send: Callable[[Attempt[Any]], Reply]) -> T:
+    """Execute a call by attempts that block; raises `AttndError`."""
+    attempt = first_attempt(call, options)
+    try:
+        return parsed(call.parse, send(attempt))
+    except AttndError as error:
+        return driven(retrying(attempt, error, options), send)
+
+
+async def execute_async(
+    call: Call[T], options: CallOptions, send: Callable[[Attempt[Any]], Awaitable[Reply]]
+) -> T:
+    """`execute`, awaited."""
+    attempt = first_attempt(call, options)
+    try:
+        return parsed(call.parse, await send(attempt))
+    except AttndError as error:
+        steps = retrying(attempt, error, options)
+    return await driven_async(steps, send)
+
+
+def options_of(timeout: float, retries: int | Retries) -> CallOptions:
+    """The options that a client's arguments ask for."""
+    return CallOptions(timeout, retries=Retries(retries) if isinstance(retries, int) else retries)

@@ -18,9 +18,9 @@ from attnd.calls import attention
 from attnd.calls.call import Call, Reply
 from attnd.dependents import Dependents
 from attnd.errors import AttndError, NotFound, NotSupported
-from attnd.methods import Calls, blocking, documented, execute, options_of
+from attnd.methods import Calls, blocking, documented
 from attnd.results import Info, Meta
-from attnd.retries import Attempt, Retries, acting, driven, retrying
+from attnd.retries import Attempt, Retries, driven, execute, options_of, retrying
 from attnd.road.attempts import HEALTH, health, send_attempt
 from attnd.road.connection import Connection
 from attnd.road.replay import Replays
@@ -54,7 +54,7 @@ def replaying(build: Callable[..., Any]) -> Callable[..., Any]:
                 result = replay.send(args, kwargs, request_id, ends)
             except AttndError as error:
                 failed = Attempt(build(*args, **kwargs), request_id.hex(), options.timeout_s)
-                return driven(retrying(failed, error, options), acting(self._send_attempt))
+                return driven(retrying(failed, error, options), self._send_attempt)
             if result is not None:
                 return result
         call = build(*args, **kwargs)

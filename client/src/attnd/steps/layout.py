@@ -28,6 +28,32 @@ class Tensors(NamedTuple, Generic[A]):
     lse: A
 
 
+class OfLayers(Generic[A]):
+    """The arrays of a step's layers, by the name of each."""
+
+    tensors: Callable[[int], Tensors[A]]
+
+    def q(self, layer: int) -> A:
+        """Queries, to be written before `attend`."""
+        return self.tensors(layer).q
+
+    def k(self, layer: int) -> A:
+        """Keys of the new tokens, to be written before `attend` in steps that append."""
+        return self.tensors(layer).k
+
+    def v(self, layer: int) -> A:
+        """Values of the new tokens."""
+        return self.tensors(layer).v
+
+    def o(self, layer: int) -> A:
+        """Output, valid after `attend` in the order of torch's current stream."""
+        return self.tensors(layer).o
+
+    def lse(self, layer: int) -> A:
+        """Log-sum-exp in the step's base."""
+        return self.tensors(layer).lse
+
+
 @dataclass(frozen=True, slots=True)
 class Dtypes:
     """The element types of an array library, by the names of the wire and of the pool."""

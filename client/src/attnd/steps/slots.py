@@ -8,7 +8,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 from attnd.road.arena import Slot
 from attnd.road.arena import Slots as FreeSlots
-from attnd.steps.layout import NAMES, A, Place, Shapes, Tensors
+from attnd.steps.layout import NAMES, A, OfLayers, Place, Shapes, Tensors
 from attnd.wire.slots import ALIGNMENT
 
 PAGE: Final = 4096
@@ -39,7 +39,7 @@ class Arena(Protocol[Made]):
         """Ends the threads of the arena."""
 
 
-class Slots(Generic[A]):
+class Slots(OfLayers[A]):
     """Made by `slots` of a session. Addresses are the same in every step, whatever its sequences:
     a CUDA graph may be captured over them. Layer l uses the arrays of layer `l % rotation`.
     """
@@ -54,6 +54,7 @@ class Slots(Generic[A]):
     ) -> None:
         self._place = place  # the arena's bytes are freed with this
         self._tensors = tensors
+        self._first: Any = tensors[0].q
         self.arena = arena
         self.places = at
         """Offsets in the arena, as the step's description has them."""
@@ -72,41 +73,19 @@ class Slots(Generic[A]):
 
     @property
     def rows(self) -> int:
-        return self._shape[0]
+        return int(self._first.shape[0])
 
     @property
     def num_qo_heads(self) -> int:
-        return self._shape[1]
+        return int(self._first.shape[1])
 
     @property
     def dtype(self) -> Any:
-        first: Any = self._tensors[0].q
-        return first.dtype
+        return self._first.dtype
 
-    @property
-    def _shape(self) -> tuple[int, ...]:
-        first: Any = self._tensors[0].q
-        return tuple(first.shape)
-
-    def q(self, layer: int) -> A:
-        """Queries, to be written before `attend`."""
-        return self._tensors[layer % len(self._tensors)].q
-
-    def k(self, layer: int) -> A:
-        """Keys of the new tokens, to be written before `attend` in steps that append."""
-        return self._tensors[layer % len(self._tensors)].k
-
-    def v(self, layer: int) -> A:
-        """Values of the new tokens."""
-        return self._tensors[layer % len(self._tensors)].v
-
-    def o(self, layer: int) -> A:
-        """Output, valid after `attend` in the order of torch's current stream."""
-        return self._tensors[layer % len(self._tensors)].o
-
-    def lse(self, layer: int) -> A:
-        """Log-sum-exp in the step's base."""
-        return self._tensors[layer % len(self._tensors)].lse
+    def tensors(self, layer: int) -> Tensors[A]:
+        """The arrays of a layer."""
+        return self._tensors[layer % len(self._tensors)]
 
     def attend(self, layer: int) -> A:
         """Release the layer to the engine. Later work of torch's current stream finds `o`; on CUDA

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, Self
+from typing import TYPE_CHECKING, Any, Generic, Self
 
 from attnd.errors import ServiceError
 from attnd.road.stepping import StepCall
-from attnd.steps.layout import A
+from attnd.steps.layout import A, OfLayers
 from attnd.steps.slots import Slots
+
+if TYPE_CHECKING:
+    from attnd.steps.lane import Lane
 
 
 @dataclass(slots=True, eq=False)
@@ -30,20 +33,7 @@ class Run(Generic[A]):
         return self.is_entered and bool(self.left) and not self.is_settled
 
 
-class Owner(Protocol[A]):
-    """The lane that a step runs on."""
-
-    def ends(self) -> float:
-        """End of the timeout for the engine, by `time.monotonic()`."""
-
-    def drop(self, run: Run[A]) -> None:
-        """Cancels a step and those behind it, without waiting."""
-
-    def recover(self) -> None:
-        """Waits until cancelled steps are over, and has the flags cleared."""
-
-
-class Step(Generic[A]):
+class Step(OfLayers[A]):
     """Made by `step` of a session; use it with `with`, in the order of making.
 
     Entering waits until the engine has accepted the step, and raises its refusal. Where entering
@@ -51,9 +41,10 @@ class Step(Generic[A]):
     or before every layer was released to the engine, it aborts the step.
     """
 
-    def __init__(self, owner: Owner[A], run: Run[A], layers: tuple[int, ...]) -> None:
+    def __init__(self, owner: Lane[A], run: Run[A], layers: tuple[int, ...]) -> None:
         self._owner, self._run = owner, run
         self.slots = run.slots
+        self.tensors = self.slots.tensors
         self.layers = layers
         self._opened: dict[str, Any] = {}
 
@@ -81,21 +72,6 @@ class Step(Generic[A]):
     @property
     def sinks(self) -> A:
         return self.slots.sinks
-
-    def q(self, layer: int) -> A:
-        return self.slots.q(layer)
-
-    def k(self, layer: int) -> A:
-        return self.slots.k(layer)
-
-    def v(self, layer: int) -> A:
-        return self.slots.v(layer)
-
-    def o(self, layer: int) -> A:
-        return self.slots.o(layer)
-
-    def lse(self, layer: int) -> A:
-        return self.slots.lse(layer)
 
     def attend(self, layer: int) -> A:
         """As `Slots.attend`, for a layer of this step."""

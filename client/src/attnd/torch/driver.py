@@ -41,7 +41,6 @@ def library() -> Any:
     cuda = c.CDLL("libcuda.so.1")
     cuda.cuIpcOpenMemHandle_v2.argtypes = (c.POINTER(c.c_uint64), IpcHandle, c.c_uint)
     cuda.cuStreamBatchMemOp_v2.argtypes = (c.c_void_p, c.c_uint, c.c_char_p, c.c_uint)
-    cuda.cuMemsetD8Async.argtypes = (c.c_uint64, c.c_ubyte, c.c_size_t, c.c_void_p)
     cuda.cuGetErrorName.argtypes = (c.c_int, c.POINTER(c.c_char_p))
     return cuda
 
@@ -84,11 +83,6 @@ def operations(kinds: Sequence[tuple[int, int, int]]) -> Callable[[int], None]:
                 check(status, "cuStreamBatchMemOp")
 
     return run
-
-
-def clear(address: int, size: int, stream: int) -> None:
-    """Zero bytes, in the order of a stream."""
-    check(library().cuMemsetD8Async(address, 0, size, stream), "cuMemsetD8Async")
 
 
 def device_of(index: int) -> int:

@@ -12,10 +12,11 @@ import torch
 from attnd import NewSequence
 from attnd.errors import AttndError
 from attnd.steps.host import HostArena
+from attnd.steps.layout import OfLayers, Tensors
 from attnd.steps.slots import Slots
 from attnd.steps.step import Step, layers_left
 from attnd.torch.arena import DeviceArena, together
-from attnd.torch.merging import State, merge
+from attnd.torch.merging import merge
 from attnd.torch.session import TorchSession
 
 
@@ -140,7 +141,7 @@ class RankedTorchSession:
         self.close()
 
 
-class RankedSlots:
+class RankedSlots(OfLayers[torch.Tensor]):
     """Made by `RankedTorchSession.slots`: the caller writes q, k and v once, and reads one o.
 
     Addresses are the same in every step.
@@ -150,12 +151,12 @@ class RankedSlots:
     def __init__(self, parts: tuple[Slots[torch.Tensor], ...]) -> None:
         self.parts = parts
         first = parts[0]
-        self._rotation = len(first.places)
-        self._merged: list[State] = [
-            (torch.zeros_like(first.o(layer)), torch.zeros_like(first.lse(layer)))
-            for layer in range(self._rotation)
+        turns = range(len(first.places))
+        self._tensors = [
+            one._replace(o=torch.zeros_like(one.o), lse=torch.zeros_like(one.lse))
+            for one in map(first.tensors, turns)
         ]
-        self._inputs = [[inputs(part, turn) for part in parts] for turn in range(self._rotation)]
+        self._inputs = [[inputs(part, turn) for part in parts] for turn in turns]
         self._turns: dict[int, Callable[[int], None]] = {}
         self._merge(0)  # compiles the kernels, which a capture cannot
 
@@ -168,29 +169,15 @@ class RankedSlots:
         """As `Slots.sinks`."""
         return self.parts[0].sinks
 
-    def q(self, layer: int) -> torch.Tensor:
-        """As `Slots.q`."""
-        return self.parts[0].q(layer)
-
-    def k(self, layer: int) -> torch.Tensor:
-        """Keys of all new tokens, whichever rank stores them."""
-        return self.parts[0].k(layer)
-
-    def v(self, layer: int) -> torch.Tensor:
-        return self.parts[0].v(layer)
-
-    def o(self, layer: int) -> torch.Tensor:
-        """Output over all ranks, there after `attend` in the order of the current stream."""
-        return self._merged[layer % self._rotation][0]
-
-    def lse(self, layer: int) -> torch.Tensor:
-        """Natural log-sum-exp over all ranks."""
-        return self._merged[layer % self._rotation][1]
+    def tensors(self, layer: int) -> Tensors[torch.Tensor]:
+        """Keys and values are those of all new tokens, whichever rank stores them; `o` and natural
+        `lse` are over all ranks."""
+        return self._tensors[layer % len(self._tensors)]
 
     def attend(self, layer: int) -> torch.Tensor:
         """As `Slots.attend`: q, k and v to the other ranks, all of them at once, and their states
         as one. Returns `o(layer)`."""
-        given, *others = self._inputs[layer % self._rotation]
+        given, *others = self._inputs[layer % len(self._inputs)]
         for other in others:
             # a kernel's stores: a copy between GPUs would wait for a copy engine
             torch.add(given, 0, out=other)
@@ -213,10 +200,10 @@ class RankedSlots:
 
     def _merge(self, layer: int) -> None:
         states = [(part.o(layer), part.lse(layer)) for part in self.parts]
-        merge(states, *self._merged[layer % self._rotation])
+        merge(states, self.o(layer), self.lse(layer))
 
 
-class RankedStep:
+class RankedStep(OfLayers[torch.Tensor]):
     """Made by `RankedTorchSession.step`; used like a `Step`.
 
     Entering waits until all engines have accepted the step; if one rejects it, all undo it. A step
@@ -230,22 +217,8 @@ class RankedStep:
         """`undo` truncates the sequences to their lengths before the step, at every engine."""
         self._steps, self._undo = tuple(steps), undo
         self.slots = slots
+        self.tensors = slots.tensors
         self._left = set(steps[0].layers)
-
-    def q(self, layer: int) -> torch.Tensor:
-        return self.slots.q(layer)
-
-    def k(self, layer: int) -> torch.Tensor:
-        return self.slots.k(layer)
-
-    def v(self, layer: int) -> torch.Tensor:
-        return self.slots.v(layer)
-
-    def o(self, layer: int) -> torch.Tensor:
-        return self.slots.o(layer)
-
-    def lse(self, layer: int) -> torch.Tensor:
-        return self.slots.lse(layer)
 
     def attend(self, layer: int) -> torch.Tensor:
         """As `RankedSlots.attend`, for a layer of this step."""
