@@ -7,18 +7,15 @@ import socket
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 from attnd.errors import ConnectionFailed, ReplyLost, TimedOut
 from attnd.http.messages import Request, Response
 from attnd.http.origin import KEEP_IDLE_S, MAX_CONNECTIONS, Origin, no_connection
 from attnd.http.responses import ResponseReader
 from attnd.retries import remaining
-
-if TYPE_CHECKING:
-    from ssl import SSLContext
 
 Part = bytes | memoryview
 
@@ -194,30 +191,22 @@ class Connection:
 
 def connect(origin: Origin, ends: float) -> socket.socket:
     """A connected socket; raises `ConnectionFailed`."""
-    try:
-        if origin.uds is not None:
-            made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            try:
+    with ExitStack() as undo:
+        try:
+            if origin.uds is not None:
+                made = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
                 made.settimeout(remaining(ends))
                 made.connect(origin.uds)
-            except BaseException:
-                made.close()
-                raise
-            return made
-        made = socket.create_connection((origin.host, origin.port), remaining(ends))
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return made if origin.context is None else with_tls(made, origin.host, origin.context)
-    except OSError as error:
-        raise no_connection(origin, error) from error
-
-
-def with_tls(plain: socket.socket, host: str, context: SSLContext) -> socket.socket:
-    """The connection under TLS."""
-    try:
-        return context.wrap_socket(plain, server_hostname=host)
-    except BaseException:
-        plain.close()
-        raise
+            else:
+                address = (origin.host, origin.port)
+                made = undo.enter_context(socket.create_connection(address, remaining(ends)))
+                made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if origin.context is not None:
+                made = origin.context.wrap_socket(made, server_hostname=origin.host)
+        except OSError as error:
+            raise no_connection(origin, error) from error
+        undo.pop_all()
+    return made
 
 
 def unsent(parts: Sequence[Part], count: int) -> Sequence[Part]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, TypeVar
@@ -12,7 +12,7 @@ from urllib.parse import quote, urlencode
 
 from attnd.calls.call import Call, Reply
 from attnd.errors import ProtocolError, ServiceError, service_error
-from attnd.results import Meta
+from attnd.results import Meta, Timings
 from attnd.retries import Attempt
 from attnd.wire import images
 from attnd.wire.dtypes import Array
@@ -126,7 +126,11 @@ def request_of(attempt: Attempt[Any]) -> Request:
         headers["content-type"] = "application/json"
         body = (dump_json(fields).encode(),)
     elif fields:
-        target = f"{target}?{urlencode({name: in_query(value) for name, value in fields.items()})}"
+        plain = {  # `true` and `false` as in JSON
+            name: str(value).lower() if isinstance(value, bool) else value
+            for name, value in fields.items()
+        }
+        target = f"{target}?{urlencode(plain)}"
     elif call.operation == "snapshot":
         headers["accept"] = images.MEDIA_TYPE
     if attempt.deadline_s is not None:
@@ -137,8 +141,11 @@ def request_of(attempt: Attempt[Any]) -> Request:
 
 def reply_of(response: Response, request_id: str, call: Call[T]) -> Reply:
     """Decode a response; raises the `ServiceError` it carries, or `ProtocolError`."""
-    meta = meta_of(response.headers, request_id)
-    media_type = plain_media_type(response.headers.get("content-type", ""))
+    headers = response.headers
+    timings = Timings(server_timing, headers.get("server-timing", ""))
+    retry_after_s = seconds(headers.get("retry-after"))
+    meta = Meta(headers.get("x-request-id", request_id), timings, retry_after_s)
+    media_type = plain_media_type(headers.get("content-type", ""))
     fields: Any = {}
     arrays: dict[str, Array] = {}
     try:
@@ -177,45 +184,11 @@ def plain_media_type(header: str) -> str:
     return header.partition(";")[0].strip().lower()
 
 
-def meta_of(headers: Mapping[str, str], request_id: str) -> Meta:
-    return Meta(
-        headers.get("x-request-id", request_id),
-        ServerTiming(headers.get("server-timing", "")),
-        seconds(headers.get("retry-after")),
-    )
-
-
-class ServerTiming(Mapping[str, float]):
-    """`queue;dur=0.05, kernel;dur=1.2` (milliseconds) as seconds by stage, parsed on first use."""
-
-    __slots__ = ("_header", "_seconds")
-
-    def __init__(self, header: str) -> None:
-        self._header = header
-        self._seconds: dict[str, float] | None = None
-
-    def _read(self) -> dict[str, float]:
-        if self._seconds is None:
-            self._seconds = server_timing(self._header)
-        return self._seconds
-
-    def __getitem__(self, stage: str) -> float:
-        return self._read()[stage]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._read())
-
-    def __len__(self) -> int:
-        return len(self._read())
-
-    def __repr__(self) -> str:
-        return repr(self._read())
-
-
 DURATION: Final = re.compile(r";\s*dur\s*=\s*([^;\s]+)")
 
 
 def server_timing(header: str) -> dict[str, float]:
+    """`queue;dur=0.05, kernel;dur=1.2` (milliseconds) as seconds by stage."""
     timings: dict[str, float] = {}
     for entry in header.split(","):
         found = DURATION.search(entry)
@@ -231,8 +204,3 @@ def seconds(text: str | None) -> float | None:
         return None if text is None else float(text)
     except ValueError:
         return None
-
-
-def in_query(value: Any) -> Any:
-    """A value in a URL's query, `true` and `false` as in JSON."""
-    return str(value).lower() if isinstance(value, bool) else value

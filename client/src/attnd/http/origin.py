@@ -102,6 +102,8 @@ def origin_of(
             f"base_url is {base_url!r}: it must be http:// or https://, a host, and at most a port "
             "and a path"
         )
+    if api_key is not None and not KEY.fullmatch(api_key):
+        raise ValueError("api_key must be visible ASCII characters, without spaces")
     return Origin(
         host=url.hostname,
         port=url.port or PORTS[url.scheme],
@@ -109,16 +111,9 @@ def origin_of(
         host_header=url.netloc,
         prefix=url.path.rstrip("/"),
         uds=uds,
-        secret="" if api_key is None else f"authorization: Bearer {checked_key(api_key)}\r\n",
+        secret="" if api_key is None else f"authorization: Bearer {api_key}\r\n",
         context=context_of(verify, cert) if url.scheme == "https" and uds is None else None,
     )
-
-
-def checked_key(api_key: str) -> str:
-    """The key, if a header can carry it. Raises ValueError, which does not show it."""
-    if not KEY.fullmatch(api_key):
-        raise ValueError("api_key must be visible ASCII characters, without spaces")
-    return api_key
 
 
 def context_of(verify: Verify, cert: Certificate) -> SSLContext:

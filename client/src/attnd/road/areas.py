@@ -89,16 +89,17 @@ class Areas:
         size = prod(shape) * dtype.itemsize
         with self._lock:
             area = None if self._last is None else self._last()
-            if area is None or area.last not in FOLLOWS.get(name, ()) or not self._fits(area, size):
+            if (
+                area is None
+                or area.last not in FOLLOWS.get(name, ())
+                or not self._arena.slots.extend(area.slot, area.end + size - area.slot.offset)
+            ):
                 area = Area(self._take(HEADER_ROOM + size), self._arena)
                 self._last = weakref.ref(area)
             offset = area.end
             area.end += size
             area.last = name
         return np.ndarray(shape, dtype, self._arena.hold(offset, size, area))
-
-    def _fits(self, area: Area, size: int) -> bool:
-        return self._arena.slots.extend(area.slot, area.end + size - area.slot.offset)
 
     def place(self, fields: dict[str, Any], arrays: Mapping[str, Array], room: int) -> PlacedCall:
         """The image of a request, and a slot of at least `room` bytes for its answer.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from attnd.calls.call import Call, Reply
 from attnd.errors import ProtocolError, service_error
-from attnd.results import Meta
+from attnd.results import Meta, Timings
 from attnd.retries import Attempt
 from attnd.road.areas import PlacedCall
 from attnd.road.arena import Arena
@@ -47,7 +46,7 @@ def send_attempt(connection: Connection, attempt: Attempt[Any], ends: float) -> 
         if answer.needed <= room:
             break
         room = answer.needed
-    meta = Meta(attempt.request_id, StageTimes(answer.seconds))
+    meta = Meta(attempt.request_id, Timings(by_stage, answer.seconds))
     return read_answer(connection.arena, place, answer, meta)
 
 
@@ -90,27 +89,8 @@ def image_of(arena: Arena, place: PlacedCall, length: int) -> images.Bytes:
     return np.array(image) if arena.is_short else image
 
 
-class StageTimes(Mapping[str, float]):
-    """`seconds` by stage, as an answer's frame has them."""
-
-    __slots__ = ("seconds",)
-
-    def __init__(self, seconds: tuple[float, ...] = ()) -> None:
-        self.seconds = seconds
-
-    def __getitem__(self, stage: str) -> float:
-        if stage not in STAGES:
-            raise KeyError(stage)
-        return self.seconds[STAGES.index(stage)]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(STAGES)
-
-    def __len__(self) -> int:
-        return len(STAGES)
-
-    def __repr__(self) -> str:
-        return repr(dict(self))
+def by_stage(seconds: tuple[float, ...]) -> dict[str, float]:
+    return dict(zip(STAGES, seconds, strict=False))
 
 
 def health(connection: Connection, attempt: Attempt[Any]) -> Reply:

@@ -140,7 +140,11 @@ class Connection:
                         return
                 except BlockingIOError:
                     pass
-                self._wait_writable(remaining(ends))
+                # Wait until the engine reads on, which is rare.
+                poll = select.poll()
+                poll.register(self._socket, select.POLLOUT)
+                if not poll.poll(remaining(ends) * 1e3):
+                    raise TimeoutError("the socket's buffer stayed full")
         except TimeoutError as error:
             if sent:  # the engine would take the next frame for the rest of this one
                 self._break("partial frame sent")
@@ -152,13 +156,6 @@ class Connection:
             self.abandon("the call was interrupted while its frame was sent")
             raise
 
-    def _wait_writable(self, timeout_s: float) -> None:
-        """Wait until the engine reads on, which is rare."""
-        poll = select.poll()
-        poll.register(self._socket, select.POLLOUT)
-        if not poll.poll(timeout_s * 1e3):
-            raise TimeoutError("the socket's buffer stayed full")
-
     def cancel(self, number: int) -> None:
         """Cancel a call or step. Its slots stay taken until the engine answers it."""
         if number in self._calls and not self.broken:
@@ -167,9 +164,7 @@ class Connection:
 
     def cancel_now(self, number: int) -> None:
         """`cancel` without waiting for a lock: safe inside the garbage collector."""
-        if not self.is_usable or number not in self._calls:
-            return
-        if self._sending.acquire(blocking=False):
+        if number in self._calls and self.is_usable and self._sending.acquire(blocking=False):
             try:
                 with suppress(AttndError):
                     self._send(f.cancel_frame(number), time.monotonic())

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import struct
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -40,35 +41,34 @@ def greet(
     The reader may hold frames that came after WELCOME. Raises `ConnectionFailed`, `ProtocolError`,
     or the `ServiceError` with which the engine refuses the session.
     """
-    connected = connect(path, ends, own)
     reader = f.Reader(f.FROM_ENGINE)
     descriptors: list[int] = []
-    try:
-        hello = {"version": f.VERSION, "name": NAME, "door": False, "arena_bytes": arena_bytes}
-        if key:
-            hello["key"] = key
-        connected.settimeout(remaining(ends))
-        connected.sendall(f.json_frame(f.HELLO, hello))
-        content = first_frame(connected, reader, descriptors, ends)
-        welcome = Welcome(**{name: content[name] for name in Welcome.__slots__})
-        if len(descriptors) != 1:
-            raise ProtocolError(f"WELCOME came with {len(descriptors)} descriptors, expected one")
-        return connected, reader, welcome, Arena(descriptors.pop(), welcome.arena_bytes)
-    except KeyError as error:
-        connected.close()
-        raise ProtocolError(f"the engine's WELCOME lacks {error}") from error
-    except (ValueError, f.FrameError) as error:
-        connected.close()
-        raise ProtocolError(f"not an engine of attnd: {error}") from error
-    except OSError as error:
-        connected.close()
-        raise ConnectionFailed(f"no welcome from the engine: {error}") from error
-    except BaseException:
-        connected.close()
-        raise
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
+    with ExitStack() as undo:
+        connected = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        connect(connected, path, ends, own)
+        try:
+            hello = {"version": f.VERSION, "name": NAME, "door": False, "arena_bytes": arena_bytes}
+            if key:
+                hello["key"] = key
+            connected.settimeout(remaining(ends))
+            connected.sendall(f.json_frame(f.HELLO, hello))
+            content = first_frame(connected, reader, descriptors, ends)
+            welcome = Welcome(**{name: content[name] for name in Welcome.__slots__})
+            if len(descriptors) != 1:
+                count = len(descriptors)
+                raise ProtocolError(f"WELCOME came with {count} descriptors, expected one")
+            arena = Arena(descriptors.pop(), welcome.arena_bytes)
+        except KeyError as error:
+            raise ProtocolError(f"the engine's WELCOME lacks {error}") from error
+        except (ValueError, f.FrameError) as error:
+            raise ProtocolError(f"not an engine of attnd: {error}") from error
+        except OSError as error:
+            raise ConnectionFailed(f"no welcome from the engine: {error}") from error
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        undo.pop_all()
+    return connected, reader, welcome, arena
 
 
 def first_frame(
@@ -97,9 +97,8 @@ def first_frame(
             return content
 
 
-def connect(path: str, ends: float, own: bool) -> socket.socket:
-    """A connected socket; raises `ConnectionFailed`."""
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+def connect(made: socket.socket, path: str, ends: float, own: bool) -> None:
+    """Connect a socket; raises `ConnectionFailed`."""
     try:
         made.settimeout(remaining(ends))
         made.connect(path)
@@ -108,12 +107,7 @@ def connect(path: str, ends: float, own: bool) -> socket.socket:
                 f"{path} is served by user {peer_uid(made)}, not by you: give the path to use it"
             )
     except OSError as error:
-        made.close()
         raise ConnectionFailed(f"no engine at {path}: {error}") from error
-    except BaseException:
-        made.close()
-        raise
-    return made
 
 
 def peer_uid(connected: socket.socket) -> int | None:

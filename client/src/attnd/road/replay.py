@@ -20,10 +20,10 @@ import numpy as np
 
 from attnd.calls.arguments import whole_numbers
 from attnd.calls.call import Call, Reply, parsed
-from attnd.results import Meta
+from attnd.results import Meta, Timings
 from attnd.road.areas import Area, ArraysInPlace, PlacedCall
 from attnd.road.arena import Held
-from attnd.road.attempts import StageTimes, answer_room, read_answer
+from attnd.road.attempts import answer_room, by_stage, read_answer
 from attnd.road.connection import Connection
 from attnd.wire import images
 from attnd.wire.dtypes import Array
@@ -232,14 +232,14 @@ class Replay(Generic[T]):
         if place is None:
             return None
         number, pending = connection.post(self._route, place, 0, request_id, ends)
-        meta = Meta(request_id.hex(), times := StageTimes())
+        meta = Meta(request_id.hex(), times := Timings(by_stage, ()))
         expected, slot, arena = self._expected, place.answer, connection.arena
         result = None
         if expected is not None:  # built while the engine works
             image = arena.hold(slot.offset, expected.length, slot)
             result = parsed(self._parse, expected.reply(image, meta))
         answer = connection.answer_to(number, pending, ends)
-        times.seconds = answer.seconds
+        times.given = answer.seconds
         if (
             expected is not None
             and answer.length == expected.length

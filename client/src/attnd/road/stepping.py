@@ -42,10 +42,6 @@ class StepCall:
         self.result(ends)
         return {}
 
-    def run_layer(self, layer: int, ends: float) -> None:
-        """Have the engine attend at a layer in host memory, and wait for it."""
-        self.wait_layer(layer, self.begin_layer(layer, ends), ends)
-
     def begin_layer(self, layer: int, ends: float) -> Pending | None:
         """Have the engine attend at a layer; for `wait_layer`. None when the step is over."""
         if self._over.reply is not None:
