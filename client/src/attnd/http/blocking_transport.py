@@ -163,15 +163,20 @@ class Connection:
 
     def read(self, ends: float) -> Response:
         """The whole answer."""
-        reader = self._reader
+        reader, is_waiting = self._reader, True
         try:
             while True:
                 left = remaining(ends)
                 if self._tls:
                     self._socket.settimeout(left)
-                elif not self._poll.poll(left * 1e3):
+                elif is_waiting and not self._poll.poll(left * 1e3):
                     raise TimeoutError("nothing came")
-                count = self._socket.recv_into(reader.buffer())
+                try:
+                    count = self._socket.recv_into(reader.buffer())
+                except BlockingIOError:
+                    is_waiting = True
+                    continue
+                is_waiting = False  # the rest has often come
                 response = reader.received(count) if count else reader.ended()
                 if response is not None:
                     return response
