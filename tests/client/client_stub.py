@@ -17,7 +17,6 @@ from attnd.wire import images
 from numpy.typing import NDArray
 
 Kind = Literal["sync", "async"]
-KINDS: tuple[Kind, ...] = ("sync", "async")
 QUICK = Retries(attempts=3, first_wait_s=0.001, max_wait_s=0.01)
 SEQUENCE = {
     "id": "a",
@@ -116,6 +115,39 @@ class Awaiting:
         """There is nothing to close."""
 
 
+class Awaited:
+    """An `AsyncClient` whose calls are run in a loop of its own, one after the other."""
+
+    def __init__(self, client: AsyncClient, runner: asyncio.Runner | None = None) -> None:
+        self.client, self.runner = client, runner or asyncio.Runner()
+
+    def with_options(self, **options: Any) -> Awaited:
+        return Awaited(self.client.with_options(**options), self.runner)
+
+    def __getattr__(self, name: str) -> Any:
+        async def awaited(*args: Any, **kwargs: Any) -> Any:
+            return await getattr(self.client, name)(*args, **kwargs)
+
+        return lambda *args, **kwargs: self.runner.run(awaited(*args, **kwargs))
+
+    def close(self) -> None:
+        self.runner.run(self.client.aclose())
+        self.runner.close()
+
+    def __enter__(self) -> Awaited:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def client_of(kind: Kind, *args: Any, script: Script | None = None, **options: Any) -> Any:
+    """A client of that kind; its methods block. Its transport plays a script where it has one."""
+    if kind == "sync":
+        return Client(*args, transport=script and Blocking(script), **options)
+    return Awaited(AsyncClient(*args, transport=script and Awaiting(script), **options))
+
+
 def ask(
     kind: Kind,
     script: Script,
@@ -126,15 +158,8 @@ def ask(
     **kwargs: Any,
 ) -> Any:
     """Call one method of a client of that kind against the script."""
-    if kind == "sync":
-        with Client(transport=Blocking(script), retries=retries) as client:
-            return getattr(client.with_options(deadline=deadline), name)(*args, **kwargs)
-
-    async def run() -> Any:
-        async with AsyncClient(transport=Awaiting(script), retries=retries) as client:
-            return await getattr(client.with_options(deadline=deadline), name)(*args, **kwargs)
-
-    return asyncio.run(run())
+    with client_of(kind, script=script, retries=retries) as client:
+        return getattr(client.with_options(deadline=deadline), name)(*args, **kwargs)
 
 
 def answer(fields: Any, status: int = 200, **headers: str) -> Scripted:
@@ -164,7 +189,13 @@ def problem(status: int, code: str, headers: Mapping[str, str] = {}, **numbers: 
     return Scripted(status, json.dumps(document).encode(), {**content_type, **headers})
 
 
-def attended(rows: int = 1) -> Scripted:
+def attended(
+    rows: int = 1, value: float = 1.0, dtype: Any = np.float16, lengths: Any = (), **headers: str
+) -> Scripted:
+    """An answer that attention may read, and with `lengths` an append too."""
     fields = {"lse_base": "e", "levels": 1, "cascade": False}
-    o = np.ones((rows, 4, 8), np.float16)
-    return tensor_answer(fields, {"o": o, "lse": np.zeros((rows, 4), np.float32)})
+    arrays = {
+        "o": np.full((rows, 4, 8), value, dtype),
+        "lse": np.full((rows, 4), value, np.float32),
+    }
+    return tensor_answer(fields | ({"lengths": lengths} if lengths else {}), arrays, **headers)

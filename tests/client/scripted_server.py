@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import socket
-import threading
 from collections.abc import Callable
-from contextlib import suppress
 
 from tests.client.client_stub import SEQUENCE
+from tests.harness.listener import Listener
 
 LENGTH = re.compile(rb"\r\ncontent-length: (\d+)", re.IGNORECASE)
 
@@ -51,54 +51,21 @@ class Peer:
 Script = Callable[[Peer], None]
 
 
-class ScriptedServer:
+class ScriptedServer(Listener):
     """Runs `script` for every connection; close it, or use `with`."""
 
     def __init__(self, script: Script, path: str | None = None) -> None:
         self.script = script
         self.peers: list[Peer] = []
-        if path is None:
-            self.listener = socket.create_server(("127.0.0.1", 0))
-            self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
-        else:
-            self.listener = socket.socket(socket.AF_UNIX)
-            self.listener.bind(path)
-            self.listener.listen()
-        self.threads = [threading.Thread(target=self.accept)]
-        self.threads[0].start()
+        super().__init__(path)
 
-    def accept(self) -> None:
-        while True:
-            try:
-                connected, _ = self.listener.accept()
-            except OSError:
-                return
-            self.peers.append(Peer(connected))
-            self.threads.append(threading.Thread(target=self.serve, args=(self.peers[-1],)))
-            self.threads[-1].start()
+    @property
+    def url(self) -> str:
+        return f"http://{self.address}"
 
-    def serve(self, peer: Peer) -> None:
-        with suppress(OSError):
-            self.script(peer)
-        with suppress(OSError):
-            peer.socket.shutdown(socket.SHUT_RDWR)
-        peer.socket.close()
-
-    def close(self) -> None:
-        with suppress(OSError):
-            self.listener.shutdown(socket.SHUT_RDWR)
-        self.listener.close()
-        for peer in self.peers:
-            with suppress(OSError):
-                peer.socket.shutdown(socket.SHUT_RDWR)
-        for thread in list(self.threads):
-            thread.join()
-
-    def __enter__(self) -> ScriptedServer:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def serve(self, connected: socket.socket) -> None:
+        self.peers.append(Peer(connected))
+        self.script(self.peers[-1])
 
 
 BODY = json.dumps(SEQUENCE).encode()
@@ -106,21 +73,18 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
 WHOLE = HEAD + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
 
 
-def answering(*pieces: bytes) -> Script:
-    """Answer every request with these pieces, one after the other."""
+def answering(*pieces: bytes, times: float = math.inf) -> Script:
+    """Answer requests with these pieces, one after the other; close after the last of `times`."""
 
     def script(peer: Peer) -> None:
-        while peer.request() is not None:
+        count = 0
+        while count < times and peer.request() is not None:
             peer.send(*pieces)
+            count += 1
 
     return script
 
 
 def once(*pieces: bytes) -> Script:
     """Answer one request with these pieces, and close."""
-
-    def script(peer: Peer) -> None:
-        if peer.request() is not None:
-            peer.send(*pieces)
-
-    return script
+    return answering(*pieces, times=1)

@@ -14,15 +14,14 @@ import torch
 from attnd import AsyncClient, Client, Prefix, Session
 
 from tests.client.client_stub import (
-    KINDS,
     QUICK,
     SEQUENCE,
     Blocking,
     Kind,
     Script,
-    Scripted,
     answer,
     ask,
+    attended,
     tensor_answer,
 )
 
@@ -30,20 +29,14 @@ Q = np.ones((2, 4, 8), np.float32)
 K = np.ones((2, 2, 8), np.float32)
 
 
-def attended() -> Scripted:
-    fields = {"lse_base": "e", "levels": 1, "cascade": False, "lengths": [1, 1]}
-    return tensor_answer(fields, {"o": Q, "lse": np.ones((2, 4), np.float32)})
+ATTENDED = attended(2, lengths=[1, 1])
 
 
-each_kind = pytest.mark.parametrize("kind", KINDS)
-
-
-@each_kind
 @pytest.mark.parametrize("number", [np.int64, np.int32, np.uint8, int, Fraction, torch.tensor])
 def test_integers_of_every_kind_are_sent_as_integers(
     kind: Kind, number: Callable[[int], Any]
 ) -> None:
-    script = Script(attended())
+    script = Script(ATTENDED)
     offsets = [number(3), number(4)]
     ask(kind, script, "append", number(1), ["a", "b"], K, K + 1, offsets=offsets)
     assert script.fields() == {"layer": 1, "sequences": ["a", "b"], "offsets": [3, 4]}
@@ -58,9 +51,8 @@ def test_integers_of_every_kind_are_sent_as_integers(
     assert script.fields()["sequences"] == [{"id": "a", "parent": "b", "length": 5, "ttl_s": 60.0}]
 
 
-@each_kind
 def test_floats_flags_and_strings_of_numpy_are_sent_as_they_are(kind: Kind) -> None:
-    script = Script(attended())
+    script = Script(ATTENDED)
     options: dict[str, Any] = {
         "sm_scale": np.float32(0.5),
         "logits_soft_cap": np.float64(30),
@@ -122,19 +114,18 @@ REFUSED: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
 ]
 
 
-@each_kind
 @pytest.mark.parametrize(("name", "args", "kwargs", "says"), REFUSED)
 def test_what_would_mean_something_else_is_refused_with_a_remedy(
     kind: Kind, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], says: str
 ) -> None:
-    script = Script(attended())
+    script = Script(ATTENDED)
     with pytest.raises((TypeError, ValueError), match=says):
         ask(kind, script, name, *args, **kwargs)
     assert not script.requests
 
 
 def test_a_wrong_argument_of_a_repeated_call_is_refused_too() -> None:
-    script = Script(attended())
+    script = Script(ATTENDED)
     with Client(transport=Blocking(script), retries=QUICK) as client:
         for _ in range(3):
             client.append(0, ["a", "b"], K, K + 1, offsets=[1, 2])
@@ -153,7 +144,6 @@ def test_signatures_name_the_result_and_every_option(made: type) -> None:
             assert "Call[" not in str(inspect.signature(method)), name
 
 
-@each_kind
 def test_cuts_and_commits_of_many_are_one_request(kind: Kind) -> None:
     script = Script(answer({"sequences": [SEQUENCE, SEQUENCE]}))
     reply = ask(kind, script, "truncate_sequences", ["a", "b"], [3, 4], keep=[[], np.array([6, 8])])
@@ -179,7 +169,6 @@ def test_cuts_and_commits_of_many_are_one_request(kind: Kind) -> None:
     assert message.tensors["token_ids"].tolist() == [1, 2, 3, 4, 5]
 
 
-@each_kind
 def test_an_append_for_many_layers_names_them(kind: Kind) -> None:
     k = np.ones((3, 2, 2, 8), np.float32)
     for layers in ([0, 1, 5], (0, 1, 5), np.array([0, 1, 5])):
@@ -188,7 +177,6 @@ def test_an_append_for_many_layers_names_them(kind: Kind) -> None:
         assert script.fields() == {"layers": [0, 1, 5], "sequences": ["a", "b"]}
 
 
-@each_kind
 def test_a_cut_that_keeps_tokens_is_not_sent_twice(kind: Kind) -> None:
     for args, kwargs in ((("a", 3), {"keep": [5]}), (("a", 3), {})):
         script = Script(attnd.ReplyLost("reset by peer"), answer(SEQUENCE))
@@ -200,7 +188,6 @@ def test_a_cut_that_keeps_tokens_is_not_sent_twice(kind: Kind) -> None:
         assert len(script.requests) == (1 if kwargs else 2)
 
 
-@each_kind
 def test_a_deadline_shorter_than_the_service_takes_passes_here(kind: Kind) -> None:
     script = Script(answer(SEQUENCE))
     ask(kind, script, "get_sequence", "a", deadline=0.0005)

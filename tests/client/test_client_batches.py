@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import attnd
@@ -12,52 +10,22 @@ import numpy as np
 import pytest
 from attnd import AsyncClient, Client, Prefix, Session
 
-from tests.client.running_service import POOL, service
+from tests.client.client_stub import Awaited
+from tests.client.conftest import Served
+from tests.client.running_service import POOL
 
 LAYERS, HEADS, DIM = (int(POOL[name]) for name in ("num-layers", "num-kv-heads", "head-dim"))
 PAGE = int(POOL["page-size"])
 
 
-class Awaited:
-    """An `AsyncClient`, one call after the other."""
-
-    def __init__(self, path: str) -> None:
-        self.runner = asyncio.Runner()
-        self.client = AsyncClient(uds=path)
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            async def awaited() -> Any:
-                return await getattr(self.client, name)(*args, **kwargs)
-
-            return self.runner.run(awaited())
-
-        return call
-
-    def close(self) -> None:
-        self.runner.run(self.client.aclose())
-        self.runner.close()
-
-
-@pytest.fixture(scope="module")
-def sockets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """Paths of the door's socket and of the engine's."""
-    directory: Path = tmp_path_factory.mktemp("service")
-    http, road = str(directory / "http.sock"), str(directory / "road.sock")
-    with service("--server.uds", http, "--server.socket", road):
-        with Client(uds=http) as client:
-            client.wait_ready(60)
-        yield http, road
-
-
 @pytest.fixture(params=["client", "async client", "session"])
-def client(request: pytest.FixtureRequest, sockets: tuple[str, str]) -> Iterator[Any]:
-    http, road = sockets
+def client(request: pytest.FixtureRequest, here: Served) -> Iterator[Any]:
     made: Any
     if request.param == "client":
-        made = Client(uds=http)
+        made = Client(uds=here.uds)
     else:
-        made = Awaited(http) if request.param == "async client" else Session(road)
+        asyncio = request.param == "async client"
+        made = Awaited(AsyncClient(uds=here.uds)) if asyncio else Session(here.road)
     yield made
     made.delete_sequences(prefix="")
     made.clear()

@@ -20,7 +20,7 @@ from attnd.http import async_transport as awaiting
 from attnd.http import blocking_transport as blocking
 from scripted_server import BODY, HEAD, WHOLE, Peer, ScriptedServer, answering, once
 
-from tests.client.client_stub import KINDS, SEQUENCE, Kind
+from tests.client.client_stub import SEQUENCE, Kind, client_of
 
 LENGTH = b"content-length: %d\r\n" % len(BODY)
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
@@ -38,16 +38,9 @@ def ask(
 ) -> list[Any]:
     """Make calls one after the other with one client of that kind; what each gives."""
     url = server if isinstance(server, str) else server.url
-    options: dict[str, Any] = {"timeout": timeout, "retries": Retries(retries, 0.001), "uds": uds}
-    if kind == "sync":
-        with Client(url, **options) as client:
-            return [step(client) for step in steps]
-
-    async def run() -> list[Any]:
-        async with AsyncClient(url, **options) as client:
-            return [await step(client) for step in steps]
-
-    return asyncio.run(run())
+    retry = Retries(retries, 0.001)
+    with client_of(kind, url, timeout=timeout, retries=retry, uds=uds) as client:
+        return [step(client) for step in steps]
 
 
 def get(client: Any) -> Any:
@@ -64,7 +57,6 @@ def append_much(client: Any) -> Any:
     return client.append(0, ["a"], k, k, append_indptr=[0, 1 << 12])
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_calls_one_after_the_other_share_a_connection(kind: Kind) -> None:
     with ScriptedServer(answering(WHOLE)) as server:
         view = [lambda client: get(client.with_options(deadline=5))]
@@ -72,7 +64,6 @@ def test_calls_one_after_the_other_share_a_connection(kind: Kind) -> None:
         assert len(server.peers) == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "pieces",
     [
@@ -99,7 +90,6 @@ def test_an_answer_is_read_however_it_is_cut_and_the_connection_stays(
         assert len(server.peers) == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "answer",
     [
@@ -118,7 +108,6 @@ def test_a_connection_that_the_server_ends_is_followed_by_another(
         assert len(server.peers) == 2
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_an_answer_without_a_body_leaves_the_connection_usable(kind: Kind) -> None:
     with ScriptedServer(answering(b"HTTP/1.1 204 No Content\r\n\r\n")) as server:
         delete = [lambda c: c.delete_sequence("a")] * 3
@@ -126,7 +115,6 @@ def test_an_answer_without_a_body_leaves_the_connection_usable(kind: Kind) -> No
         assert len(server.peers) == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "pieces",
     [(), (HEAD,), (HEAD + LENGTH + b"\r\n", BODY[:5]), (CHUNKED + b"5\r\nabcde\r\n",)],
@@ -141,7 +129,6 @@ def test_a_connection_that_breaks_within_an_answer_is_a_lost_reply(
         assert len(server.peers) == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "answer",
     [
@@ -164,7 +151,6 @@ def test_an_answer_that_is_not_http_is_a_protocol_error_and_ends_the_connection(
         assert len(server.peers) == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_an_idle_connection_that_was_closed_is_not_used_even_by_calls_that_must_not_repeat(
     kind: Kind,
 ) -> None:
@@ -190,7 +176,6 @@ def test_an_idle_connection_that_was_closed_is_not_used_even_by_calls_that_must_
         assert len(server.peers) == 2
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("module", [blocking, awaiting])
 def test_an_idle_connection_expires_before_the_service_closes_it(
     kind: Kind, module: Any, monkeypatch: pytest.MonkeyPatch
@@ -202,7 +187,6 @@ def test_an_idle_connection_expires_before_the_service_closes_it(
         assert len(server.peers) == (2 if (module is blocking) == (kind == "sync") else 1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_large_body_arrives_whole_and_a_large_answer_too(kind: Kind) -> None:
     bodies = []
     text = "x" * (5 << 20)
@@ -219,7 +203,6 @@ def test_a_large_body_arrives_whole_and_a_large_answer_too(kind: Kind) -> None:
     assert len(bodies[0]) == 8 + header + 2 * (1 << 12) * 8 * 64 * 4
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("close", [True, False])
 def test_a_refusal_that_comes_before_the_body_was_sent_is_read(kind: Kind, close: bool) -> None:
     document = {"code": "body_too_large", "status": 413, "size": 9, "limit": 8}
@@ -242,7 +225,6 @@ def test_a_refusal_that_comes_before_the_body_was_sent_is_read(kind: Kind, close
     assert (caught.value.size, caught.value.limit) == (9, 8)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pieces", [(), (HEAD,), (HEAD + LENGTH + b"\r\n" + BODY[:3],)])
 def test_a_server_that_stops_answering_is_timed_out(kind: Kind, pieces: tuple[bytes, ...]) -> None:
     done = threading.Event()
@@ -261,7 +243,6 @@ def test_a_server_that_stops_answering_is_timed_out(kind: Kind, pieces: tuple[by
         assert len(server.peers) == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_trickle_does_not_outlast_the_timeout(kind: Kind) -> None:
     done = threading.Event()
 
@@ -280,7 +261,6 @@ def test_a_trickle_does_not_outlast_the_timeout(kind: Kind) -> None:
         done.set()
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_server_that_does_not_read_is_timed_out(kind: Kind) -> None:
     done = threading.Event()
 
@@ -293,7 +273,6 @@ def test_a_server_that_does_not_read_is_timed_out(kind: Kind) -> None:
         done.set()
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_requests_are_plain_http(kind: Kind) -> None:
     heads = []
 
@@ -314,14 +293,12 @@ def test_requests_are_plain_http(kind: Kind) -> None:
     assert heads[1].startswith("GET /behind/a/proxy/v1/sequences/a HTTP/1.1")
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_request_id_cannot_smuggle_headers(kind: Kind) -> None:
     for bad in ("a\r\nx: y", "a\nb", "ü", "\x7f"):
         with pytest.raises(ValueError, match="request_id"):
             (Client if kind == "sync" else AsyncClient)().with_options(request_id=bad)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_unix_socket_serves_as_well(kind: Kind, tmp_path: Path) -> None:
     path = str(tmp_path / "s")
     with ScriptedServer(answering(WHOLE), path) as server:
@@ -329,7 +306,6 @@ def test_a_unix_socket_serves_as_well(kind: Kind, tmp_path: Path) -> None:
         assert len(server.peers) == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_nothing_listening_is_connection_failed(kind: Kind, tmp_path: Path) -> None:
     with pytest.raises(attnd.ConnectionFailed) as caught:
         ask(kind, "http://127.0.0.1:1", lambda c: c.create_sequence(), retries=1)
@@ -344,21 +320,14 @@ def test_a_base_url_of_another_kind_is_refused(base_url: str) -> None:
         Client(base_url)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_closed_client_says_so(kind: Kind) -> None:
-    with ScriptedServer(answering(WHOLE)) as server, pytest.raises(RuntimeError, match="closed"):
-        if kind == "sync":
-            client = Client(server.url)
-            client.close()
-            client.info()
-        else:
-
-            async def run() -> None:
-                client = AsyncClient(server.url)
-                await client.aclose()
-                await client.info()
-
-            asyncio.run(run())
+    with (
+        ScriptedServer(answering(WHOLE)) as server,
+        pytest.raises(RuntimeError, match="closed"),
+        client_of(kind, server.url) as client,
+    ):
+        client.aclose() if kind == "async" else client.close()
+        client.info()
 
 
 def echo_name(peer: Peer) -> None:

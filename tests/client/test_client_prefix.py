@@ -21,28 +21,21 @@ from attnd import (
     UnknownPage,
 )
 
-from tests.client.running_service import connect, service
+from tests.client.conftest import Served
+from tests.client.running_service import connect
 
 PAGE = 16
 IDS = list(range(1000, 1000 + 4 * PAGE))
 Caller = Client | Session
 
 
-@pytest.fixture(scope="module")
-def where(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """A service's address, and the path of its engine's socket."""
-    folder = tmp_path_factory.mktemp("s")
-    with service("--server.uds", f"{folder}/s", "--server.socket", f"{folder}/road") as address:
-        yield address, f"{folder}/road"
-
-
 @pytest.fixture(params=["client", "session"])
-def caller(where: tuple[str, str], request: pytest.FixtureRequest) -> Iterator[Caller]:
-    with connect(where[0]) as client:
+def caller(here: Served, request: pytest.FixtureRequest) -> Iterator[Caller]:
+    with connect(here.address) as client:
         if request.param == "client":
             yield client
         else:
-            with Session(where[1]) as session:
+            with Session(here.road) as session:
                 yield session
         client.delete_sequences(prefix="")
         client.clear()
@@ -168,9 +161,9 @@ def test_events_report_changes_of_pages(caller: Caller) -> None:
     assert next(caller.events(last + 99)).type == "too_old"
 
 
-def test_the_asyncio_client_does_the_same(where: tuple[str, str]) -> None:
+def test_the_asyncio_client_does_the_same(here: Served) -> None:
     async def scenario() -> None:
-        async with AsyncClient(uds=where[0].removeprefix("unix:")) as client:
+        async with AsyncClient(uds=here.uds) as client:
             name = (await client.create_sequence("async-1")).id
             rows = np.ones((32, 2, 64), np.float32)
             for layer in range(2):
@@ -184,9 +177,9 @@ def test_the_asyncio_client_does_the_same(where: tuple[str, str]) -> None:
     asyncio.run(scenario())
 
 
-def test_events_can_be_awaited(where: tuple[str, str]) -> None:
+def test_events_can_be_awaited(here: Served) -> None:
     async def first() -> str:
-        async with AsyncClient(uds=where[0].removeprefix("unix:")) as client:
+        async with AsyncClient(uds=here.uds) as client:
             last = (await client.event_page()).next
             reply = client.events(last + 99)
             assert (await anext(reply)).type == "too_old"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import ssl
 from collections.abc import Callable
 from pathlib import Path
@@ -14,23 +13,14 @@ import trustme
 from attnd import AsyncClient, Client, NeverReady, Session, TimedOut
 from scripted_server import Peer, ScriptedServer, answering, once
 
-from tests.client.client_stub import KINDS, Kind
+from tests.client.client_stub import Kind, client_of
 from tests.session.scripted_engine import Answers, ScriptedEngine
 
 
 def outcome(kind: Kind, url: str, call: Callable[[Any], Any], **options: Any) -> BaseException:
     """The exception of a call by a client of that kind."""
-
-    async def run() -> None:
-        async with AsyncClient(url, retries=0, **options) as client:
-            await call(client)
-
-    with pytest.raises(Exception) as raised:
-        if kind == "sync":
-            with Client(url, retries=0, **options) as client:
-                call(client)
-        else:
-            asyncio.run(run())
+    with pytest.raises(Exception) as raised, client_of(kind, url, retries=0, **options) as client:
+        call(client)
     return raised.value
 
 
@@ -61,7 +51,6 @@ def test_files_that_tls_cannot_use_are_named(made: Any, pem: tuple[str, str]) ->
             made("https://127.0.0.1:1", **options)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_connection_closed_without_an_answer_says_that_tls_may_be_spoken(kind: Kind) -> None:
     with ScriptedServer(once()) as server:
         error = outcome(kind, server.url, info)
@@ -69,7 +58,6 @@ def test_a_connection_closed_without_an_answer_says_that_tls_may_be_spoken(kind:
     assert "where 127.0.0.1:" in str(error) and "base_url must begin with https://" in str(error)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_tls_to_a_port_without_it_says_so(kind: Kind) -> None:
     def script(peer: Peer) -> None:
         peer.socket.recv(64)
@@ -82,7 +70,6 @@ def test_tls_to_a_port_without_it_says_so(kind: Kind) -> None:
     assert "base_url must begin with http://" in str(error)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_service_that_never_gets_ready_is_an_error_of_the_package(kind: Kind) -> None:
     error = outcome(kind, "http://127.0.0.1:1", lambda client: client.wait_ready(0.1))
     assert isinstance(error, NeverReady) and isinstance(error, TimeoutError)
@@ -95,7 +82,6 @@ def test_a_session_that_never_gets_ready_is_the_same_error(tmp_path: Path) -> No
         session.wait_ready(0.1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_deadline_that_is_too_short_to_send_is_timed_out(kind: Kind) -> None:
     def call(client: Any) -> Any:
         return client.with_options(deadline=0.0005).info()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import weakref
 from collections.abc import Iterator
@@ -11,16 +10,14 @@ from typing import Any
 import attnd
 import numpy as np
 import pytest
-from attnd import AsyncClient, Client
 
 from tests.client.client_stub import (
-    KINDS,
     QUICK,
-    Awaiting,
-    Blocking,
     Kind,
     Script,
     Scripted,
+    attended,
+    client_of,
     problem,
     tensor_answer,
 )
@@ -28,46 +25,26 @@ from tests.client.client_stub import (
 BROKEN = attnd.ReplyLost("reset by peer")
 
 
-def attended(value: float = 1.0, rows: int = 1, **headers: str) -> Scripted:
-    o = np.full((rows, 4, 8), value, np.float32)
-    lse = np.full((rows, 4), value, np.float32)
-    fields = {"lse_base": "e", "levels": 1, "cascade": False}
-    return tensor_answer(fields, {"o": o, "lse": lse}, **headers)
-
-
 class Bench:
     """One client of a kind for all calls of a test."""
 
     def __init__(self, kind: Kind) -> None:
         self.script = Script(attended())
-        self.runner = asyncio.Runner()
-        self.client: Any
-        if kind == "sync":
-            self.client = Client(transport=Blocking(self.script), retries=QUICK)
-        else:
-            self.client = AsyncClient(transport=Awaiting(self.script), retries=QUICK)
+        self.client = client_of(kind, script=self.script, retries=QUICK)
 
     def call(self, name: str, *args: Any, deadline: float | None = None, **kwargs: Any) -> Any:
-        client = self.client if deadline is None else self.client.with_options(deadline=deadline)
-        made = getattr(client, name)(*args, **kwargs)
-        if not asyncio.iscoroutine(made):
-            return made
-
-        async def awaited() -> Any:
-            return await made
-
-        return self.runner.run(awaited())
+        return getattr(self.client.with_options(deadline=deadline), name)(*args, **kwargs)
 
     def play(self, *steps: Scripted | Exception) -> None:
         """Set the service's next steps."""
         self.script.steps = list(steps)
 
 
-@pytest.fixture(params=KINDS)
-def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
-    bench = Bench(request.param)
-    yield bench
-    bench.runner.close()
+@pytest.fixture
+def bench(kind: Kind) -> Iterator[Bench]:
+    bench = Bench(kind)
+    with bench.client:
+        yield bench
 
 
 def rows(value: float, count: int = 1, heads: int = 4) -> Any:
@@ -120,11 +97,11 @@ def test_views_and_arrays_in_other_orders_are_sent_in_row_order(bench: Bench) ->
 def test_answers_of_other_sizes_values_and_kinds_are_read_correctly(bench: Bench) -> None:
     q = rows(1)
     for answer, value, shape in [
-        (attended(1.0), 1.0, (1, 4, 8)),
-        (attended(2.0), 2.0, (1, 4, 8)),
-        (attended(3.0, rows=2), 3.0, (2, 4, 8)),
-        (attended(4.0), 4.0, (1, 4, 8)),
-        (attended(5.0), 5.0, (1, 4, 8)),
+        (attended(1, 1.0), 1.0, (1, 4, 8)),
+        (attended(1, 2.0), 2.0, (1, 4, 8)),
+        (attended(2, 3.0), 3.0, (2, 4, 8)),
+        (attended(1, 4.0), 4.0, (1, 4, 8)),
+        (attended(1, 5.0), 5.0, (1, 4, 8)),
     ]:
         bench.play(answer)
         result = bench.call("decode", 0, ["a"], q)
@@ -137,7 +114,7 @@ def test_answers_of_other_sizes_values_and_kinds_are_read_correctly(bench: Bench
     bench.play(Scripted(200, b"<html>", {"content-type": "text/html"}))
     with pytest.raises(attnd.ProtocolError):
         bench.call("decode", 0, ["a"], q)
-    bench.play(attended(6.0))
+    bench.play(attended(1, 6.0))
     assert (bench.call("decode", 0, ["a"], q).o == 6.0).all()
 
 
@@ -160,7 +137,9 @@ def test_an_array_of_an_answer_may_be_written_to_and_is_the_callers_own(bench: B
 def test_a_repeated_call_is_retried(bench: Bench) -> None:
     q = rows(1)
     bench.call("decode", 0, ["a"], q)
-    bench.play(problem(503, "not_ready"), attnd.ConnectionFailed("refused"), BROKEN, attended(2.0))
+    bench.play(
+        problem(503, "not_ready"), attnd.ConnectionFailed("refused"), BROKEN, attended(1, 2.0)
+    )
     assert (bench.call("decode", 0, ["a"], q).o == 2.0).all()
     bodies = {bench.script.content(i) for i in range(1, 5)}
     names = {request.request_id for request in bench.script.requests[1:]}

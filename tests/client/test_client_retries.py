@@ -11,7 +11,6 @@ import pytest
 from attnd import Retries
 
 from tests.client.client_stub import (
-    KINDS,
     SEQUENCE,
     Kind,
     Script,
@@ -22,8 +21,6 @@ from tests.client.client_stub import (
     problem,
     tensor_answer,
 )
-
-pytestmark = pytest.mark.parametrize("kind", KINDS)
 
 K = np.zeros((1, 2, 8), np.float32)
 Q = np.zeros((1, 4, 8), np.float32)

@@ -14,7 +14,6 @@ import pytest
 from attnd import AsyncClient, CascadeLevel, Client, NewSequence, Session
 
 from tests.client.client_stub import (
-    KINDS,
     SEQUENCE,
     Awaiting,
     Blocking,
@@ -63,7 +62,6 @@ def sent(script: Script, i: int = -1) -> tuple[str, str]:
     return request.method, request.target
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_sequences_are_created_as_asked(kind: Kind) -> None:
     script = Script(answer({"sequences": [SEQUENCE, SEQUENCE]}, 201, x_request_id="r1"))
     new = [NewSequence(), NewSequence("b", parent="a", length=3)]
@@ -74,14 +72,12 @@ def test_sequences_are_created_as_asked(kind: Kind) -> None:
     assert first.meta.request_id == "r1"
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_one_sequence_is_created_or_forked(kind: Kind) -> None:
     script = Script(answer({"sequences": [SEQUENCE]}, 201))
     assert ask(kind, script, "create_sequence", parent="a", length=0).id == "a"
     assert script.fields() == {"sequences": [{"parent": "a", "length": 0}]}
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_one_sequence_is_got_truncated_and_deleted_by_its_path(kind: Kind) -> None:
     script = Script(answer(SEQUENCE))
     assert ask(kind, script, "get_sequence", "a:1/..").length == 5
@@ -123,7 +119,6 @@ def test_the_async_list_is_the_same() -> None:
     assert sent(script, 1)[1] == "/v1/sequences?after=b"
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_page_table_comes_as_int32_arrays(kind: Kind) -> None:
     level = {"qo_indptr": [0, 2], "kv_indptr": [0, 1], "kv_indices": [7], "kv_last_page_len": [4]}
     table = {"kv_indptr": [0, 1, 2], "kv_indices": [7, 7], "kv_last_page_len": [4, 4]}
@@ -135,7 +130,6 @@ def test_a_page_table_comes_as_int32_arrays(kind: Kind) -> None:
     assert result.levels[0].qo_indptr.tolist() == [0, 2]
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16])
 def test_append_sends_rows_and_gives_lengths(kind: Kind, dtype: np.dtype[Any]) -> None:
     k = np.arange(48).reshape(3, 2, 8).astype(dtype)
@@ -159,7 +153,6 @@ def test_append_sends_rows_and_gives_lengths(kind: Kind, dtype: np.dtype[Any]) -
     assert set(script.fields()) == {"layer", "sequences"}
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_decode_gives_the_state_and_how_it_was_made(kind: Kind) -> None:
     o, lse = np.ones((2, 4, 8)).astype(BF16), np.full((2, 4), -np.inf, np.float32)
     fields = {"lse_base": "2", "levels": 3, "cascade": True}
@@ -180,7 +173,6 @@ def test_decode_gives_the_state_and_how_it_was_made(kind: Kind) -> None:
     assert result.meta.timings == {"queue": 0.0005, "kernel": 0.002}
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_prefill_sends_a_mask_by_its_dtype(kind: Kind) -> None:
     q = np.zeros((2, 4, 8), np.float16)
     script = Script(attended(2))
@@ -198,7 +190,6 @@ def test_prefill_sends_a_mask_by_its_dtype(kind: Kind) -> None:
     assert set(script.message().tensors) == {"q", "packed_mask"}
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_ragged_prefill_sends_both_indptr(kind: Kind) -> None:
     q, k = np.zeros((2, 4, 8), np.float16), np.zeros((3, 2, 8), np.float16)
     script = Script(attended(2))
@@ -212,7 +203,6 @@ def test_ragged_prefill_sends_both_indptr(kind: Kind) -> None:
     }
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_cascade_gives_each_levels_state_when_asked(kind: Kind) -> None:
     q = np.zeros((2, 4, 8), np.float32)
     arrays: dict[str, Any] = {"o": q, "lse": q[..., 0]}
@@ -228,7 +218,6 @@ def test_cascade_gives_each_levels_state_when_asked(kind: Kind) -> None:
     assert [state.o.max() for state in result.level_states] == [0, 1]
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_merge_sends_states_and_their_base(kind: Kind) -> None:
     o = np.zeros((3, 4, 8), np.float16)
     script = Script(
@@ -240,7 +229,6 @@ def test_merge_sends_states_and_their_base(kind: Kind) -> None:
     assert result.state.lse_base == "2"
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_gather_gives_rows_and_their_indptr(kind: Kind) -> None:
     k = np.zeros((3, 2, 8), BF16)
     script = Script(tensor_answer({"kv_indptr": [0, 1, 3]}, {"k": k, "v": k}))
@@ -250,7 +238,6 @@ def test_gather_gives_rows_and_their_indptr(kind: Kind) -> None:
     assert result.v.dtype == BF16
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_pool_and_metrics_are_read(kind: Kind) -> None:
     pool = {
         "free": 5,
@@ -291,7 +278,6 @@ def test_pool_and_metrics_are_read(kind: Kind) -> None:
     assert ask(kind, Script(reply), "metrics") == text
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_info_is_typed_and_ignores_fields_of_a_later_service(kind: Kind) -> None:
     geometry = {"num_layers": 2, "num_pages": 8, "page_size": 16, "num_kv_heads": 2, "head_dim": 64}
     storage = {"layout": "NHD", "dtype": "fp8_e4m3", "k_scale": 1.0, "v_scale": 0.5}
@@ -303,7 +289,6 @@ def test_info_is_typed_and_ignores_fields_of_a_later_service(kind: Kind) -> None
     assert info.limits["queue_depth"] == 4
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_service_that_is_not_ready_is_an_answer_and_not_retried(kind: Kind) -> None:
     script = Script(problem(503, "not_ready"), answer({"status": "ready"}))
     health = ask(kind, script, "ready")
@@ -311,7 +296,6 @@ def test_a_service_that_is_not_ready_is_an_answer_and_not_retried(kind: Kind) ->
     assert ask(kind, script, "ready").ok
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_waiting_for_ready_outlasts_a_start_and_raises_the_reason(kind: Kind) -> None:
     script = Script(
         attnd.ConnectionFailed("refused"), problem(503, "not_ready"), answer({"status": "ready"})
@@ -335,7 +319,6 @@ def test_a_method_shows_the_signature_that_is_called() -> None:
         assert list(inspect.signature(client.decode).parameters)[:3] == ["layer", "sequences", "q"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "reply",
     [

@@ -28,6 +28,8 @@ from attnd.http.messages import Request, Response
 from attnd.http.origin import origin_of
 from numpy.typing import NDArray
 
+from tests.client.client_stub import Awaited
+from tests.client.conftest import Served
 from tests.client.running_service import connect, service
 
 Array = NDArray[Any]
@@ -36,29 +38,15 @@ BOUNDS: dict[Any, float] = {np.float32: 1e-5, np.float16: 1e-3, ml_dtypes.bfloat
 
 
 @pytest.fixture(scope="module")
-def road(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Where the engine of the service on a Unix socket is."""
-    return str(tmp_path_factory.mktemp("r") / "road")
-
-
-@pytest.fixture(scope="module")
-def socket(tmp_path_factory: pytest.TempPathFactory, road: str) -> Iterator[str]:
-    """A service on a Unix socket."""
-    path = str(tmp_path_factory.mktemp("s") / "s")
-    with service("--server.uds", path, "--server.socket", road) as where:
-        yield where
-
-
-@pytest.fixture(scope="module")
 def port() -> Iterator[str]:
-    """Another on a port that the system chose; it reads bodies of at most 1 MiB."""
+    """A second service, on a port that the system chose; it reads bodies of at most 1 MiB."""
     with service("--server.port", "0", "--server.max-body-bytes", str(2**20)) as where:
         yield where
 
 
 @pytest.fixture
-def client(socket: str) -> Iterator[Client]:
-    with connect(socket) as client:
+def client(here: Served) -> Iterator[Client]:
+    with connect(here.address) as client:
         yield client
         clear(client)
 
@@ -191,23 +179,14 @@ def tour(ask: Callable[..., Any]) -> dict[str, Any]:
 
 
 def test_every_route_gives_the_same_to_all_clients_over_tcp_unix_socket_and_road(
-    client: Client, port: str, road: str
+    client: Client, port: str, here: Served
 ) -> None:
-    def method(of: Client | Session) -> Callable[..., Any]:
+    def method(of: Any) -> Callable[..., Any]:
         return lambda name, *args, **kwargs: getattr(of, name)(*args, **kwargs)
 
-    with asyncio.Runner() as runner:
-        other = AsyncClient(port)
-
-        def awaiting(name: str, *args: Any, **kwargs: Any) -> Any:
-            async def ask() -> Any:
-                return await getattr(other, name)(*args, **kwargs)
-
-            return runner.run(ask())
-
-        first, second = tour(method(client)), tour(awaiting)
-        runner.run(other.aclose())
-    with Session(road) as session:
+    with Awaited(AsyncClient(port)) as other:
+        first, second = tour(method(client)), tour(method(other))
+    with Session(here.road) as session:
         third = tour(method(session))
     assert first == second == third
     assert first["forked"][1].length == 35
@@ -218,11 +197,11 @@ def test_every_route_gives_the_same_to_all_clients_over_tcp_unix_socket_and_road
 
 
 def test_arrays_made_in_the_arena_append_and_decode_as_any_others(
-    client: Client, road: str
+    client: Client, here: Served
 ) -> None:
     k, v, q = rows(1, 1, KV_HEADS), rows(2, 1, KV_HEADS), rows(3, 1, QUERY_HEADS)
     client.create_sequence("a")
-    with Session(road, arena_bytes=2**20) as session:
+    with Session(here.road, arena_bytes=2**20) as session:
         inputs = {
             name: session.empty(name, array.shape, array.dtype)
             for name, array in (("q", q), ("k", k), ("v", v))
@@ -240,10 +219,10 @@ def test_arrays_made_in_the_arena_append_and_decode_as_any_others(
 
 
 def test_a_session_grows_its_arena_and_gathers_more_than_it_thought(
-    client: Client, road: str
+    client: Client, here: Served
 ) -> None:
     k, v = rows(1, 1500, KV_HEADS), rows(2, 1500, KV_HEADS)
-    with Session(road, arena_bytes=2**20) as session:
+    with Session(here.road, arena_bytes=2**20) as session:
         session.create_sequence("a")
         session.append(0, ["a"], k, v, append_indptr=[0, 1500], offsets=[0])
         gathered = session.gather(0, ["a"])
@@ -254,13 +233,13 @@ def test_a_session_grows_its_arena_and_gathers_more_than_it_thought(
     assert some.kv_indptr.tolist() == [0, 7]
 
 
-def test_the_async_list_and_many_decodes_at_once_are_right(client: Client, socket: str) -> None:
+def test_the_async_list_and_many_decodes_at_once_are_right(client: Client, here: Served) -> None:
     k, v = rows(1, 50, KV_HEADS), rows(2, 50, KV_HEADS)
     names = [hold(client, f"s{i:02}", k[: i + 1], v[: i + 1]) for i in range(50)]
     q = rows(3, 1, QUERY_HEADS)
 
     async def run() -> tuple[list[str], list[attnd.AttentionResult]]:
-        async with AsyncClient(uds=socket.removeprefix("unix:")) as many:
+        async with AsyncClient(uds=here.uds) as many:
             listed = [sequence.id async for sequence in many.list_sequences(page_size=7)]
             return listed, await asyncio.gather(*(many.decode(0, [name], q) for name in names))
 
@@ -319,25 +298,25 @@ class Lossy:
         self.inner.close()
 
 
-def lossy(socket: str) -> Client:
-    return Client(transport=Lossy(socket.removeprefix("unix:")))
+def lossy(here: Served) -> Client:
+    return Client(transport=Lossy(here.uds))
 
 
-def test_an_append_whose_reply_was_lost_is_applied_once(client: Client, socket: str) -> None:
+def test_an_append_whose_reply_was_lost_is_applied_once(client: Client, here: Served) -> None:
     k = rows(1, 3, KV_HEADS)
     client.create_sequence("a")
-    with lossy(socket) as broken:
+    with lossy(here) as broken:
         result = broken.append(0, ["a"], k, k, append_indptr=[0, 3], offsets=[0])
     assert result.lengths == (3,)
     assert client.get_sequence("a").lengths == (3, 0)
 
 
 def test_a_decode_whose_reply_was_lost_appends_once_and_answers(
-    client: Client, socket: str
+    client: Client, here: Served
 ) -> None:
     k, v, q = rows(1, 4, KV_HEADS), rows(2, 4, KV_HEADS), rows(3, 1, QUERY_HEADS)
     hold(client, "a", k[:3], v[:3])
-    with lossy(socket) as broken:
+    with lossy(here) as broken:
         result = broken.decode(0, ["a"], q, k=k[3:], v=v[3:], offsets=[3])
     np.testing.assert_allclose(result.o, dense(q, k, v)[0], atol=1e-5)
     assert client.get_sequence("a").lengths == (4, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +19,13 @@ from attnd.http.messages import Request
 from attnd.http.origin import origin_of
 from numpy.typing import NDArray
 
+from tests.client.conftest import Served
 from tests.client.running_service import connect, service
 
 LAYERS, LENGTH = 2, 150
 PART_BYTES = 2**16
 TOKENS = list(range(LENGTH))
 Array = NDArray[Any]
-
-
-@pytest.fixture(scope="module")
-def road(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("r") / "road")
-
-
-@pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory, road: str) -> Iterator[str]:
-    path = str(tmp_path_factory.mktemp("s") / "s")
-    with service("--server.uds", path, "--server.socket", road) as where:
-        yield where
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +36,8 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture
-def source(here: str) -> Iterator[Client]:
-    with connect(here) as client:
+def source(here: Served) -> Iterator[Client]:
+    with connect(here.address) as client:
         yield client
         clear(client)
 
@@ -80,7 +70,7 @@ def held(client: Client | Session, name: str) -> Array:
 
 
 def test_every_client_exports_imports_and_copies_to_the_bit(
-    source: Client, target: Client, there: str, road: str, tmp_path: Path
+    source: Client, target: Client, there: str, here: Served, tmp_path: Path
 ) -> None:
     grow(source, "a")
     wanted, reply = held(source, "a"), []
@@ -90,7 +80,7 @@ def test_every_client_exports_imports_and_copies_to_the_bit(
     assert header.num_parts > 2
     assert target.import_("a", tmp_path / "one").state == "done"
     file = io.BytesIO()
-    with Session(road) as session:
+    with Session(here.road) as session:
         session.export("a", file, part_bytes=PART_BYTES)
         file.seek(0)
         session.import_("b", file)
@@ -177,14 +167,7 @@ class Troubled:
             *head, last = request.body
             raw = bytearray(last)
             raw[len(raw) // 2] ^= 1
-            request = Request(
-                request.method,
-                request.target,
-                request.request_id,
-                request.headers,
-                (*head, bytes(raw)),
-                request.timeout_s,
-            )
+            request = replace(request, body=(*head, bytes(raw)))
         response = self.inner.send(request)
         if self.count in self.lose:
             raise ReplyLost("the connection broke")

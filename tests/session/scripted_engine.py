@@ -8,15 +8,15 @@ import mmap
 import os
 import socket
 import struct
-import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
+
+from tests.harness.listener import Listener
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -97,7 +97,7 @@ Step = Answers | Problem | Drop | Never | Later
 Script = Callable[[Seen], Step]
 
 
-class ScriptedEngine:
+class ScriptedEngine(Listener):
     """Listens at `path`; every call is answered as `script` says. Close it, or use `with`."""
 
     def __init__(
@@ -110,54 +110,16 @@ class ScriptedEngine:
         self.cancelled: list[int] = []
         self.arena_sizes: list[int] = []
         self.refusal: dict[str, Any] | None = None
-        self.connections: list[socket.socket] = []
-        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.listener.bind(path)
-        self.listener.listen()
-        self.threads = [threading.Thread(target=self.accept)]
-        self.threads[0].start()
-
-    def accept(self) -> None:
-        while True:
-            try:
-                connected, _ = self.listener.accept()
-            except OSError:
-                return
-            self.connections.append(connected)
-            self.threads.append(threading.Thread(target=self.serve, args=(connected,)))
-            self.threads[-1].start()
+        super().__init__(path)
 
     def serve(self, connected: socket.socket) -> None:
-        try:
-            Serving(self, connected).run()
-        except OSError:
-            pass
-        finally:
-            connected.close()
+        Serving(self, connected).run()
 
     def send_state(self, state: str, reason: str = "") -> None:
         """Push a state to every session."""
         self.state = state
         for connected in self.connections:
             connected.sendall(json_frame(STATE, {"state": state, "reason": reason}))
-
-    def drop_all(self) -> None:
-        """Break every connection."""
-        for connected in self.connections:
-            shut(connected)
-
-    def close(self) -> None:
-        shut(self.listener)
-        self.listener.close()
-        self.drop_all()
-        for thread in list(self.threads):
-            thread.join()
-
-    def __enter__(self) -> ScriptedEngine:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 class Serving:
@@ -253,9 +215,8 @@ class Serving:
         return True
 
     def read(self, payload: bytes) -> Seen:
-        number, route, reserved, deadline, offset, length, place, capacity, name = (
-            CALL_PAYLOAD.unpack(payload)
-        )
+        number, route, reserved, *call, name = CALL_PAYLOAD.unpack(payload)
+        _, offset, length, place, capacity = call
         assert reserved == 0
         assert offset % 64 == place % 64 == 0
         assert offset + length <= len(self.memory)
@@ -276,20 +237,7 @@ class Serving:
             end = after
         assert start + end == offset + length
         arrays = {key: array.copy() for key, array in views.items()}
-        operation = NAMES[route - 1]
-        return Seen(
-            number,
-            operation,
-            deadline,
-            offset,
-            length,
-            place,
-            capacity,
-            name,
-            fields,
-            arrays,
-            views,
-        )
+        return Seen(number, NAMES[route - 1], *call, name, fields, arrays, views)
 
     def answer(self, seen: Seen, step: Answers) -> None:
         image = answer_image(step.fields, step.arrays)
@@ -336,8 +284,3 @@ def metadata_image(metadata: Mapping[str, str], table: Mapping[str, Any] = {}) -
     header = json.dumps({"__metadata__": metadata, **table}).encode()
     header += b" " * (-len(header) % 8)
     return len(header).to_bytes(8, "little") + header
-
-
-def shut(connected: socket.socket) -> None:
-    with suppress(OSError):
-        connected.shutdown(socket.SHUT_RDWR)

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import pytest
-from attnd import AsyncClient, Client, Session
+from attnd import Session
 
-from tests.client.client_stub import (
-    QUICK,
-    Awaiting,
-    Blocking,
-    Message,
-    Script,
-    Scripted,
-    tensor_answer,
-)
+from tests.client.client_stub import QUICK, Kind, Message, Script, attended, client_of
 from tests.session.scripted_engine import Answers, ScriptedEngine, Seen
 
 ROWS = 6
@@ -47,37 +39,22 @@ class Sent(Protocol):
 
 
 class OverHttp:
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: Kind) -> None:
         self.kind = kind
-        self.runner = asyncio.Runner()
-        self.script = Script(answered())
-        self.client = self.made(self.script)
-
-    def made(self, script: Script) -> Any:
-        if self.kind == "client":
-            return Client(transport=Blocking(script), retries=QUICK)
-        return AsyncClient(transport=Awaiting(script), retries=QUICK)
-
-    def send(self, client: Any, script: Script, call: Call) -> Message:
-        name, args, kwargs = call
-        made = getattr(client, name)(*args, **kwargs)
-        if asyncio.iscoroutine(made):
-
-            async def awaited() -> Any:
-                return await made
-
-            self.runner.run(awaited())
-        return script.message()
+        self.script = Script(ANSWER)
+        self.client = client_of(kind, script=self.script, retries=QUICK)
 
     def known(self, call: Call) -> Message:
-        return self.send(self.client, self.script, call)
+        name, args, kwargs = call
+        getattr(self.client, name)(*args, **kwargs)
+        return self.script.message()
 
     def fresh(self, call: Call) -> Message:
-        script = Script(answered())
-        return self.send(self.made(script), script, call)
+        with closing(OverHttp(self.kind)) as other:
+            return other.known(call)
 
     def close(self) -> None:
-        self.runner.close()
+        self.client.close()
 
 
 class OverTheRoad:
@@ -111,14 +88,11 @@ class OverTheRoad:
         self.engine.close()
 
 
-def answered() -> Scripted:
-    """An answer that every one of the calls may read."""
-    o = np.ones((ROWS, 4, 8), np.float32)
-    fields = {"lse_base": "e", "levels": 1, "cascade": False, "lengths": [1]}
-    return tensor_answer(fields, {"o": o, "lse": np.ones((ROWS, 4), np.float32)})
+ANSWER = attended(ROWS, dtype=np.float32, lengths=[1])
+"""Every one of the calls may read it."""
 
 
-@pytest.fixture(params=["client", "async client", "session"])
+@pytest.fixture(params=["sync", "async", "session"])
 def sent(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Sent]:
     kind = request.param
     made = OverTheRoad(str(tmp_path / "engine.sock")) if kind == "session" else OverHttp(kind)

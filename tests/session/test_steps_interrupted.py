@@ -229,13 +229,8 @@ def test_an_interrupted_entry_over_two_engines_frees_both(
                             step.attend(layer)
 
                 interrupted(connection, error, {at}, run)
-                assert [one.get_sequence("r").length for one in ranked.sessions] == [
-                    0,
-                    0,
-                ], (
-                    rank,
-                    at,
-                )
+                lengths = [one.get_sequence("r").length for one in ranked.sessions]
+                assert lengths == [0, 0], (rank, at)
         with ranked.step(["r"], slots, [0]) as step:
             for layer in range(LAYERS):
                 step.attend(layer)

@@ -40,58 +40,43 @@ def test_each_code_raises_its_class(code: str) -> None:
     assert info.value.detail == "what happened"
 
 
-def test_the_numbers_of_each_error_are_attributes() -> None:
-    unknown = caught(service.UnknownSequence(["a", "b"]))
-    assert isinstance(unknown, errors.UnknownSequence)
-    assert unknown.sequences == ("a", "b")
-    exists = caught(service.SequenceExists(["a"]))
-    assert isinstance(exists, errors.SequenceExists)
-    assert exists.sequences == ("a",)
-    mismatch = caught(service.LengthMismatch({"a": 3, "b": 0}))
-    assert isinstance(mismatch, errors.LengthMismatch)
-    assert mismatch.lengths == {"a": 3, "b": 0}
-    taken = caught(service.SequenceTaken({"a": 7}))
-    assert isinstance(taken, errors.SequenceTaken)
-    assert taken.epochs == {"a": 7}
-    moving = caught(service.SequenceMoving(["a"]))
-    assert isinstance(moving, errors.SequenceMoving)
-    assert moving.sequences == ("a",)
-    pages = caught(service.OutOfPages(12, 3, 64, {"referenced": 61}))
-    assert isinstance(pages, errors.OutOfPages)
-    assert (pages.needed, pages.free, pages.total) == (12, 3, 64)
-    assert pages.held == {"referenced": 61}
-    lease = caught(service.UnknownLease("lease-1"))
-    assert isinstance(lease, errors.UnknownLease)
-    assert lease.lease == "lease-1"
-    page = caught(service.UnknownPage("0" * 32))
-    assert isinstance(page, errors.UnknownPage)
-    assert page.page_key == "0" * 32
-    name = caught(service.KeyMismatch(3, "it is committed under another name"))
-    assert isinstance(name, errors.KeyMismatch)
-    assert name.page == 3
-    lost = caught(service.LostSequence(["a"]))
-    assert isinstance(lost, errors.LostSequence)
-    assert lost.sequences == ("a",)
-    sequences = caught(service.OutOfSequences(3, 1, 2))
-    assert isinstance(sequences, errors.OutOfSequences)
-    assert (sequences.needed, sequences.free, sequences.total) == (3, 1, 2)
-    answer = caught(service.AnswerTooLarge(9, 8, "ask for less"))
-    assert isinstance(answer, errors.AnswerTooLarge)
-    assert (answer.size, answer.limit) == (9, 8)
-    invalid = caught(service.InvalidRequest("q", [1, 2], "must have 3 dimensions"))
-    assert isinstance(invalid, errors.InvalidRequest)
-    assert (invalid.field, invalid.rule) == ("q", "must have 3 dimensions")
-    assert invalid.value == "[1, 2]"
-    assert "must have 3 dimensions" in str(invalid)
-    large = caught(service.BodyTooLarge("too large", size=10, limit=5))
-    assert isinstance(large, errors.BodyTooLarge)
-    assert (large.size, large.limit) == (10, 5)
-    media = caught(service.UnsupportedMediaType("text/plain", supported=["application/json"]))
-    assert isinstance(media, errors.UnsupportedMediaType)
-    assert media.supported == ("application/json",)
-    method = caught(service.MethodNotAllowed("GET", allow=["POST"]))
-    assert isinstance(method, errors.MethodNotAllowed)
-    assert method.allow == ("POST",)
+MEMBERS: list[tuple[service.AttndError, dict[str, object]]] = [
+    (service.UnknownSequence(["a", "b"]), {"sequences": ("a", "b")}),
+    (service.SequenceExists(["a"]), {"sequences": ("a",)}),
+    (service.LengthMismatch({"a": 3, "b": 0}), {"lengths": {"a": 3, "b": 0}}),
+    (service.SequenceTaken({"a": 7}), {"epochs": {"a": 7}}),
+    (service.SequenceMoving(["a"]), {"sequences": ("a",)}),
+    (
+        service.OutOfPages(12, 3, 64, {"referenced": 61}),
+        {"needed": 12, "free": 3, "total": 64, "held": {"referenced": 61}},
+    ),
+    (service.UnknownLease("lease-1"), {"lease": "lease-1"}),
+    (service.UnknownPage("0" * 32), {"page_key": "0" * 32}),
+    (service.KeyMismatch(3, "it is committed under another name"), {"page": 3}),
+    (service.LostSequence(["a"]), {"sequences": ("a",)}),
+    (service.OutOfSequences(3, 1, 2), {"needed": 3, "free": 1, "total": 2}),
+    (service.AnswerTooLarge(9, 8, "ask for less"), {"size": 9, "limit": 8}),
+    (
+        service.InvalidRequest("q", [1, 2], "must have 3 dimensions"),
+        {"field": "q", "value": "[1, 2]", "rule": "must have 3 dimensions"},
+    ),
+    (service.BodyTooLarge("too large", size=10, limit=5), {"size": 10, "limit": 5}),
+    (
+        service.UnsupportedMediaType("text/plain", supported=["application/json"]),
+        {"supported": ("application/json",)},
+    ),
+    (service.MethodNotAllowed("GET", allow=["POST"]), {"allow": ("POST",)}),
+]
+
+
+@pytest.mark.parametrize(("error", "members"), MEMBERS)
+def test_the_numbers_of_each_error_are_attributes(
+    error: service.AttndError, members: dict[str, object]
+) -> None:
+    found = caught(error)
+    assert type(found) is getattr(errors, type(error).__name__)
+    assert {name: getattr(found, name) for name in members} == members
+    assert str(members.get("rule", "")) in str(found)
 
 
 def test_the_request_id_and_the_timings_are_on_errors_too() -> None:
