@@ -27,7 +27,7 @@ class Listener(ABC):
 
     @abstractmethod
     def serve(self, connected: socket.socket) -> None:
-        """Talk to a client until the connection is to be closed. An OSError ends it as well."""
+        """Talk to a client; the connection closes on return, and on an OSError."""
 
     def accept(self) -> None:
         with suppress(OSError):
