@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import BinaryIO, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, Final
 
 from attnd.calls import transfer
 from attnd.calls.call import Call
@@ -16,7 +16,9 @@ from attnd.errors import DigestMismatch, KeyMismatch
 from attnd.export_file import ExportFileError, ExportReader, write_header, write_part
 from attnd.retries import Steps, driven
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from attnd.methods import Calls
+
 Progress = Callable[[int, int], None]
 """Called after each part with the number of parts done, and of all parts."""
 Place = str | os.PathLike[str] | BinaryIO
@@ -24,12 +26,6 @@ Place = str | os.PathLike[str] | BinaryIO
 
 SENT_AGAIN: Final = 2
 """Retries of a part that was damaged in transit."""
-
-
-class Sender(Protocol):
-    """A `Client` or a `Session`."""
-
-    def send(self, call: Call[T]) -> T: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +140,8 @@ def ended(
 
 
 def copy_sequence(
-    source: Sender,
-    target: Sender,
+    source: Calls,
+    target: Calls,
     sequence: str,
     name: str | None = None,
     *,

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Final, Self, TypeVar
 
 import numpy as np
@@ -166,7 +166,7 @@ class Session(Calls, make=replaying):
                 "slots are in device memory: use attnd.torch.TorchSession, or decode and "
                 "prefill layer by layer",
             )
-        return stepper_of(self, info, host_arena, NUMPY)
+        return stepper_of(self, info, partial(HostArena, view=numpy_view), NUMPY)
 
     def empty(self, name: str, shape: Sequence[int], dtype: DTypeLike = np.float32) -> NDArray[Any]:
         """An uninitialised array in the arena, for the input `name` of later calls.
@@ -233,10 +233,6 @@ def stepper_of(
 
     first = road.connected(time.monotonic() + timeout_s)
     return Stepper(first, connect, make_arena, dtypes, info, timeout_s, arena_bytes)
-
-
-def host_arena(lane: Lane[NDArray[Any]], size: int) -> HostArena[NDArray[Any]]:
-    return HostArena(lane, size, numpy_view)
 
 
 def default_path(port: int) -> str:

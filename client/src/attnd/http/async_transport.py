@@ -112,7 +112,7 @@ class Connection(asyncio.BufferedProtocol):
         self.loop = loop
         self.idle_since = 0.0
         self._reader = ResponseReader(unanswered)
-        self._transport: asyncio.Transport | None = None
+        self._transport: asyncio.Transport
         self._answer: asyncio.Future[Response] | None = None
         self._writable: asyncio.Future[None] | None = None
         self._poll = select.poll()
@@ -132,10 +132,13 @@ class Connection(asyncio.BufferedProtocol):
         """Send a request and await its answer; anything raised here leaves this closed."""
         answer: asyncio.Future[Response] = self.loop.create_future()
         self._answer = answer
-        timer = self.loop.call_later(ends - time.monotonic(), self._expire)
+        timer = self.loop.call_later(
+            ends - time.monotonic(),
+            lambda: self._fail(TimedOut("no whole answer within the timeout")),
+        )
         try:
             if sum([len(part) for part in parts]) <= JOINED_BYTES:
-                self._write(b"".join(parts))
+                self._transport.write(b"".join(parts))
             else:
                 await self._write_pieces(parts, answer)
             return await answer
@@ -162,15 +165,7 @@ class Connection(asyncio.BufferedProtocol):
                 if answer.done():
                     self._good = False
                     return
-                self._write(view[begin : begin + PIECE_BYTES])
-
-    def _write(self, piece: bytes | memoryview) -> None:
-        if self._transport is None:
-            raise RuntimeError("a write before the connection was made: this is a bug")
-        self._transport.write(piece)
-
-    def _expire(self) -> None:
-        self._fail(TimedOut("no whole answer within the timeout"))
+                self._transport.write(view[begin : begin + PIECE_BYTES])
 
     def _fail(self, error: BaseException) -> None:
         self._good = False
@@ -180,7 +175,7 @@ class Connection(asyncio.BufferedProtocol):
     def close(self) -> None:
         """Close at once without sending waiting bytes; safe in another loop's thread."""
         self._good = False
-        if self._transport is not None and not self.loop.is_closed():
+        if not self.loop.is_closed():
             self.loop.call_soon_threadsafe(self._transport.abort)
 
     # What asyncio calls.

@@ -118,8 +118,11 @@ class ResponseReader:
         parsing = Parsing()
         parsing.feed(self._scratch[:end])
         if 100 <= parsing.status < 200:
-            parsing.end()
-            return self._skip(end)
+            parsing.end()  # an interim answer: the real one follows it
+            left = self._scratch[end : self._have]
+            self._view[: len(left)] = left
+            self._have = len(left)
+            return self._read_head(0)
         self._parsing = parsing
         length = parsing.length
         if length is None:
@@ -134,13 +137,6 @@ class ResponseReader:
         self._body = body
         self._have = rest
         return None
-
-    def _skip(self, end: int) -> Response | None:
-        """An interim answer ends here: the real one follows it."""
-        rest = self._scratch[end : self._have]
-        self._view[: len(rest)] = rest
-        self._have = len(rest)
-        return self._read_head(0)
 
     def _stream(self, parsing: Parsing, begin: int) -> Response | None:
         """A body in chunks, or one that ends with the connection."""

@@ -99,7 +99,8 @@ class Room(Generic[A]):
 
     def __init__(self, arena: Arena[A], num_layers: int) -> None:
         self.arena = arena
-        self._begin = arena.flags + head_bytes(num_layers)
+        head = -(-(FLAG_BYTES * num_layers + ALIGNMENT) // PAGE) * PAGE
+        self._begin = arena.flags + head  # behind the flags and the spare number
         self.spare = self._begin - ALIGNMENT
         """Offset of an unused number, on which an echo works."""
         self._free = FreeSlots(arena.size - self._begin)
@@ -140,8 +141,3 @@ class Room(Generic[A]):
         made = Slots(taken, tensors, self.arena, at, sinks)
         self._made.add(made)
         return made
-
-
-def head_bytes(num_layers: int) -> int:
-    """Bytes of the flags and the spare number before the first slot."""
-    return -(-(FLAG_BYTES * num_layers + ALIGNMENT) // PAGE) * PAGE

@@ -53,15 +53,6 @@ def check(status: int, what: str) -> None:
         raise DriverError(f"{what}: {(name.value or b'unknown').decode()}")
 
 
-def open_memory(handle: bytes) -> int:
-    """Map another process's device memory into the current context; its address there."""
-    shared = IpcHandle.from_buffer_copy(handle)
-    address = c.c_uint64()
-    status = library().cuIpcOpenMemHandle_v2(c.byref(address), shared, LAZY_PEER_ACCESS)
-    check(status, "the engine's arena cannot be mapped (is its GPU visible here?)")
-    return address.value
-
-
 def operations(kinds: Sequence[tuple[int, int, int]]) -> Callable[[int], None]:
     """Waits and writes, (WAIT or WRITE, address, value), as a function that enqueues them all on a
     stream. A write becomes visible after everything before it; a wait blocks everything
@@ -184,7 +175,10 @@ def host_bytes(memory: mmap.mmap) -> torch.Tensor:
 
 
 def mapped(handle: bytes, device: torch.device) -> int:
-    """The engine's device memory in this process; its address."""
+    """Map the engine's device memory into this process; its address here."""
+    shared, address = IpcHandle.from_buffer_copy(handle), c.c_uint64()
     with torch.cuda.device(device):
         torch.zeros(1, device=device)  # so that torch's context is the current one
-        return open_memory(handle)
+        status = library().cuIpcOpenMemHandle_v2(c.byref(address), shared, LAZY_PEER_ACCESS)
+        check(status, "the engine's arena cannot be mapped (is its GPU visible here?)")
+    return address.value

@@ -36,7 +36,7 @@ template <typename T> T merged_lse(T a, T b) {
 
 def merge(states: Sequence[State], o: torch.Tensor, lse: torch.Tensor) -> None:
     """The states of the same rows over disjoint keys as one, into `o` and `lse`."""
-    merged_o, merged_lse = fused() if o.is_cuda else (plain_o, plain_lse)
+    merged_o, merged_lse = fused() if o.is_cuda else (plain_o, torch.logaddexp)
     held, held_lse = states[0]
     for part, part_lse in states[1:]:
         held = merged_o(held, held_lse[..., None], part, part_lse[..., None])
@@ -57,7 +57,3 @@ def plain_o(
 ) -> torch.Tensor:
     share = torch.sigmoid(lse_b - lse_a).nan_to_num_(0.0)
     return torch.lerp(a.float(), b.float(), share)
-
-
-def plain_lse(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return torch.logaddexp(a, b)

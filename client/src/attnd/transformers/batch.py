@@ -12,7 +12,7 @@ import torch
 
 from attnd.calls.control import NewSequence
 from attnd.errors import AttndError
-from attnd.transformers.columns import Bools, Columns, hide, mask_of, plan
+from attnd.transformers.columns import Columns, hide, mask_of, plan
 from attnd.transformers.roads import Road, Scoring, Step, delete, spread
 
 States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -77,7 +77,9 @@ class Batch:
         try:
             if self._step is None or layer in self._done:
                 self.begin(Shape(rows, count, heads, qkv[0].device), visible, scoring)
-            step = self._under_way(count)
+            step = self._step
+            if step is None or count != step.forward.count:
+                raise ValueError(f"a layer has {count} columns, those before it had others")
             if step.forward.tokens:
                 o = self.road.attend(self.handle, layer, qkv, scoring)
             else:
@@ -95,8 +97,10 @@ class Batch:
         self._undo()
         columns = self._columns_of(shape.rows)
         mask = mask_of(visible, columns, shape.count)
-        columns = self._hide(columns, mask)
-        forward = plan(columns, mask, shape.count)
+        hidden = hide(columns, mask)
+        if hidden is not columns:  # the mask hides the last tokens of rows now
+            self.cut(hidden)
+        forward = plan(hidden, mask, shape.count)
         if self.columns is None:
             self.start(shape.rows)
         sequences = [self.names[row] for row in forward.rows]
@@ -125,20 +129,6 @@ class Batch:
                 "batch_repeat_interleave(num_beams) makes a row for each beam"
             )
         return self.columns
-
-    def _hide(self, columns: Columns, mask: Bools) -> Columns:
-        """Cut off the last tokens of rows where the mask hides them now."""
-        hidden = hide(columns, mask)
-        if hidden is not columns:
-            self.cut(hidden)
-        return hidden
-
-    def _under_way(self, count: int) -> Step:
-        """The step that has begun; ValueError when a layer has other columns than the first."""
-        step = self._step
-        if step is None or count != step.forward.count:
-            raise ValueError(f"a layer has {count} columns, those before it had others")
-        return step
 
     def complete(self) -> None:
         """Every layer has attended: the forward counts."""

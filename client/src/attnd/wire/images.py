@@ -109,12 +109,8 @@ def in_order(arrays: Mapping[str, Array]) -> list[tuple[str, Array]]:
     """The arrays in the order of an image: wider dtypes first."""
     ordered = list(arrays.items())
     if len(ordered) > 1:
-        ordered.sort(key=_itemsize, reverse=True)
+        ordered.sort(key=lambda named: named[1].itemsize, reverse=True)
     return ordered
-
-
-def _itemsize(named: tuple[str, Array]) -> int:
-    return named[1].itemsize
 
 
 def flat(array: Array) -> memoryview:
