@@ -105,7 +105,7 @@ def import_(
         open(origin, "rb") if isinstance(origin, (str, os.PathLike)) else nullcontext(origin)
     ) as file:
         reader = ExportReader(file)
-        state: ImportState = yield begun(sequence, reader.header, options)
+        state: ImportState = yield begin(sequence, reader.header, options)
         digest = reader.header.digest
         for part in reader.parts():
             digest = part.digest
@@ -115,7 +115,7 @@ def import_(
     return (yield from ended(sequence, reader.header, digest, options))
 
 
-def begun(sequence: str, header: ExportHeader, options: ImportOptions) -> Call[ImportState]:
+def begin(sequence: str, header: ExportHeader, options: ImportOptions) -> Call[ImportState]:
     return transfer.begin_import(sequence, header, share=options.share, idle_s=options.idle_s)
 
 
@@ -157,7 +157,7 @@ def copy_sequence(
 
     def copying(name: str) -> Steps[ImportState]:
         header = source.send(transfer.export_header(sequence, part_bytes=part_bytes))
-        state: ImportState = yield begun(name, header, options)
+        state: ImportState = yield begin(name, header, options)
         before = state.digest or header.digest
         for number in range(state.next_part, state.num_parts):
             part = source.send(transfer.export_part(sequence, header, number, before=before))

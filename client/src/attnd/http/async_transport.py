@@ -6,8 +6,9 @@ import asyncio
 import select
 import time
 from collections import deque
-from contextlib import suppress
+from contextlib import nullcontext
 from typing import Final, Protocol, cast
+from weakref import WeakKeyDictionary
 
 from attnd.errors import ConnectionFailed, ProtocolError, ReplyLost, TimedOut
 from attnd.http.blocking_transport import Part
@@ -36,8 +37,8 @@ class LoopTransport:
     def __init__(self, origin: Origin) -> None:
         self._origin = origin
         self._idle: deque[Connection] = deque()
-        self._under_way = 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._rooms: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
+        self._rooms = WeakKeyDictionary()
         self._closed = False
 
     async def send(self, request: Request) -> Response:
@@ -45,35 +46,21 @@ class LoopTransport:
         if self._closed:
             raise RuntimeError("the client is closed")
         ends = time.monotonic() + request.timeout_s
-        if self._under_way >= MAX_CONNECTIONS:
-            await self._wait_for_room(request.timeout_s)
-        self._under_way += 1
+        loop = asyncio.get_running_loop()
+        room = self._rooms.get(loop)
+        if room is None:
+            room = self._rooms[loop] = asyncio.Semaphore(MAX_CONNECTIONS)
         try:
-            return await self._send(request, ends)
-        finally:
-            self._under_way -= 1
-            self._wake_one()
-
-    async def _wait_for_room(self, timeout_s: float) -> None:
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await turn
+            async with asyncio.timeout(request.timeout_s) if room.locked() else nullcontext():
+                await room.acquire()
         except TimeoutError as error:
             raise ConnectionFailed(
                 f"{MAX_CONNECTIONS} calls are in flight, and none ended in time"
             ) from error
+        try:
+            return await self._send(request, ends)
         finally:
-            with suppress(ValueError):
-                self._waiting.remove(turn)
-
-    def _wake_one(self) -> None:
-        while self._waiting:
-            turn = self._waiting.popleft()
-            if not turn.done():
-                turn.set_result(None)
-                return
+            room.release()
 
     async def _send(self, request: Request, ends: float) -> Response:
         connection = self._take()

@@ -17,9 +17,8 @@ from attnd.errors import AttndError
 from attnd.session import Session
 from attnd.torch.session import TorchSession
 from attnd.transformers.attention import LATEST, NAME, TAG
-from attnd.transformers.batch import Batch
+from attnd.transformers.batch import Batch, watch
 from attnd.transformers.device import DeviceRoad
-from attnd.transformers.forwards import watch
 from attnd.transformers.geometry import Geometry, check_pool, geometry_of
 from attnd.transformers.graphs import Decodes, replaying
 from attnd.transformers.host import HostRoad
