@@ -70,7 +70,15 @@ class ScriptedServer(Listener):
 
 BODY = json.dumps(SEQUENCE).encode()
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
-WHOLE = HEAD + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
+
+
+def answer_of(fields: object) -> bytes:
+    """A whole answer with JSON."""
+    body = json.dumps(fields).encode()
+    return HEAD + b"content-length: %d\r\n\r\n" % len(body) + body
+
+
+WHOLE = answer_of(SEQUENCE)
 
 
 def answering(*pieces: bytes, times: float = math.inf) -> Script:

@@ -7,8 +7,9 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 from attnd import AsyncClient, Client, Retries
 from attnd.http import async_transport as awaiting
 from attnd.http import blocking_transport as blocking
-from scripted_server import BODY, HEAD, WHOLE, Peer, ScriptedServer, answering, once
+from scripted_server import BODY, HEAD, WHOLE, Peer, ScriptedServer, answer_of, answering, once
 
 from tests.client.client_stub import SEQUENCE, Kind, client_of
 
@@ -41,6 +42,20 @@ def ask(
     retry = Retries(retries, 0.001)
     with client_of(kind, url, timeout=timeout, retries=retry, uds=uds) as client:
         return [step(client) for step in steps]
+
+
+@contextmanager
+def stalling(script: Callable[[Peer], Any]) -> Iterator[ScriptedServer]:
+    """A server whose connections stay open, and silent, after what the script does."""
+    done = threading.Event()
+
+    def stall(peer: Peer) -> None:
+        script(peer)
+        done.wait(10)
+
+    with ScriptedServer(stall) as server:
+        yield server
+        done.set()
 
 
 def get(client: Any) -> Any:
@@ -163,8 +178,7 @@ def test_an_idle_connection_that_was_closed_is_not_used_even_by_calls_that_must_
             peer.socket.close()
             closed.set()
 
-    body = json.dumps({"lengths": [4]}).encode()
-    appended = HEAD + b"content-length: %d\r\n\r\n" % len(body) + body
+    appended = answer_of({"lengths": [4]})
 
     def wait_and_append(client: Any) -> Any:
         closed.wait(10)
@@ -194,8 +208,7 @@ def test_a_large_body_arrives_whole_and_a_large_answer_too(kind: Kind) -> None:
     def script(peer: Peer) -> None:
         while (request := peer.request()) is not None:
             bodies.append(request[1])
-            body = json.dumps({"lengths": [1], "text": text}).encode()
-            peer.send(HEAD + b"content-length: %d\r\n\r\n" % len(body), body)
+            peer.send(answer_of({"lengths": [1], "text": text}))
 
     with ScriptedServer(script) as server:
         ask(kind, server, append_much)
@@ -209,68 +222,45 @@ def test_a_refusal_that_comes_before_the_body_was_sent_is_read(kind: Kind, close
     body = json.dumps(document).encode()
     refusal = b"HTTP/1.1 413 Too Large\r\ncontent-type: application/problem+json\r\n"
     refusal += b"content-length: %d\r\n\r\n" % len(body) + body
-    done = threading.Event()
 
-    def script(peer: Peer) -> None:
+    def refuse(peer: Peer) -> None:
         peer.head()
         peer.send(refusal)
         if close:
             peer.socket.shutdown(1)
-        done.wait(10)
 
-    with ScriptedServer(script) as server:
-        with pytest.raises(attnd.BodyTooLarge) as caught:
-            ask(kind, server, append_much)
-        done.set()
+    with stalling(refuse) as server, pytest.raises(attnd.BodyTooLarge) as caught:
+        ask(kind, server, append_much)
     assert (caught.value.size, caught.value.limit) == (9, 8)
 
 
 @pytest.mark.parametrize("pieces", [(), (HEAD,), (HEAD + LENGTH + b"\r\n" + BODY[:3],)])
 def test_a_server_that_stops_answering_is_timed_out(kind: Kind, pieces: tuple[bytes, ...]) -> None:
-    done = threading.Event()
-
-    def script(peer: Peer) -> None:
-        peer.request()
-        peer.send(*pieces)
-        done.wait(10)
-
-    with ScriptedServer(script) as server:
+    with stalling(lambda peer: (peer.request(), peer.send(*pieces))) as server:
         began = time.monotonic()
         with pytest.raises(attnd.TimedOut):
             ask(kind, server, get, timeout=0.2, retries=3)
         assert 0.2 <= time.monotonic() - began < 2
-        done.set()
-        assert len(server.peers) == 1
+    assert len(server.peers) == 1
 
 
 def test_a_trickle_does_not_outlast_the_timeout(kind: Kind) -> None:
-    done = threading.Event()
-
-    def script(peer: Peer) -> None:
+    def trickle(peer: Peer) -> None:
         peer.request()
         for byte in WHOLE:
             peer.send(bytes([byte]))
-            if done.wait(0.05):
-                return
+            time.sleep(0.05)
 
-    with ScriptedServer(script) as server:
+    with stalling(trickle) as server:
         began = time.monotonic()
         with pytest.raises(attnd.TimedOut):
             ask(kind, server, get, timeout=0.3)
         assert time.monotonic() - began < 2
-        done.set()
 
 
 def test_a_server_that_does_not_read_is_timed_out(kind: Kind) -> None:
-    done = threading.Event()
-
-    def script(peer: Peer) -> None:
-        done.wait(10)
-
-    with ScriptedServer(script) as server:
-        with pytest.raises(attnd.TimedOut):
-            ask(kind, server, append_much, timeout=0.3)
-        done.set()
+    with stalling(lambda peer: None) as server, pytest.raises(attnd.TimedOut):
+        ask(kind, server, append_much, timeout=0.3)
 
 
 def test_requests_are_plain_http(kind: Kind) -> None:
@@ -334,8 +324,7 @@ def echo_name(peer: Peer) -> None:
     """Answer with the id that was asked for."""
     while (request := peer.request()) is not None:
         name = request[0].split()[1].rpartition(b"/")[2].decode()
-        body = json.dumps({**SEQUENCE, "id": name}).encode()
-        peer.send(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
+        peer.send(answer_of({**SEQUENCE, "id": name}))
 
 
 def test_threads_may_share_a_client() -> None:
@@ -375,13 +364,9 @@ def test_more_threads_than_connections_wait_for_one(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_cancelled_call_takes_its_connection_with_it() -> None:
-    done = threading.Event()
-
     def script(peer: Peer) -> None:
         peer.request()
-        if peer is server.peers[0]:
-            done.wait(10)
-        else:
+        if peer is not server.peers[0]:
             peer.send(WHOLE)
 
     async def run() -> str:
@@ -394,10 +379,9 @@ def test_a_cancelled_call_takes_its_connection_with_it() -> None:
             found: str = (await client.get_sequence("a")).id
             return found
 
-    with ScriptedServer(script) as server:
+    with stalling(script) as server:
         assert asyncio.run(run()) == "a"
         assert len(server.peers) == 2
-        done.set()
 
 
 def test_an_async_client_may_be_used_by_one_loop_after_another() -> None:

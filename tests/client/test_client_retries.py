@@ -11,6 +11,7 @@ import pytest
 from attnd import Retries
 
 from tests.client.client_stub import (
+    QUICK,
     SEQUENCE,
     Kind,
     Script,
@@ -96,13 +97,6 @@ def test_an_append_after_a_lost_reply_that_someone_else_overtook_is_a_mismatch(k
     assert caught.value.lengths == {"a": 7}
 
 
-def test_a_mismatch_without_a_lost_reply_is_never_taken_for_success(kind: Kind) -> None:
-    script = Script(problem(409, "length_mismatch", lengths={"a": 6}))
-    with pytest.raises(attnd.LengthMismatch):
-        ask(kind, script, "append", 0, ["a"], K, K, offsets=[5])
-    assert len(script.requests) == 1
-
-
 def test_a_decode_whose_append_landed_asks_only_for_the_attention(kind: Kind) -> None:
     script = Script(BROKEN, problem(409, "length_mismatch", lengths={"a": 6}), attended())
     result = ask(
@@ -144,38 +138,32 @@ def test_the_fraction_in_the_document_goes_before_the_headers_whole_seconds(kind
     assert time.monotonic() - began < 10
 
 
-def test_a_retry_after_beyond_the_bound_gives_the_error_at_once(kind: Kind) -> None:
-    script = Script(problem(429, "overloaded", {"retry-after": "60"}))
-    with pytest.raises(attnd.Overloaded) as caught:
-        ask(kind, script, "append", 0, ["a"], K, K)
-    assert caught.value.retry_after_s == 60
+BUSY = problem(503, "not_ready")
+NOT_AGAIN: list[tuple[Scripted | Exception, type[attnd.AttndError], Retries]] = [
+    (BUSY, attnd.NotReady, Retries(0)),
+    (problem(429, "overloaded", {"retry-after": "60"}), attnd.Overloaded, QUICK),
+    (problem(400, "malformed_body"), attnd.MalformedBody, QUICK),
+    (problem(500, "internal"), attnd.Internal, QUICK),
+    (problem(504, "deadline_exceeded"), attnd.DeadlineExceeded, QUICK),
+    (problem(507, "out_of_pages"), attnd.OutOfPages, QUICK),
+    (problem(409, "length_mismatch", lengths={"a": 6}), attnd.LengthMismatch, QUICK),
+    (attnd.TimedOut("slow"), attnd.TimedOut, QUICK),
+]
+"""No retries left; a `Retry-After` beyond the bound; errors that a retry does not change."""
+
+
+@pytest.mark.parametrize(("step", "error", "retries"), NOT_AGAIN)
+def test_errors_that_are_not_tried_again_are_raised_at_once(
+    kind: Kind, step: Scripted | Exception, error: type[attnd.AttndError], retries: Retries
+) -> None:
+    script = Script(step, APPENDED)
+    with pytest.raises(error) as caught:
+        ask(kind, script, "append", 0, ["a"], K, K, offsets=[5], retries=retries)
+    assert type(caught.value) is error
     assert len(script.requests) == 1
-
-
-def test_no_retries_means_one_attempt(kind: Kind) -> None:
-    script = Script(problem(503, "not_ready"), APPENDED)
-    with pytest.raises(attnd.NotReady):
-        ask(kind, script, "info", retries=Retries(0))
-    assert len(script.requests) == 1
-
-
-@pytest.mark.parametrize(
-    ("status", "code"),
-    [(400, "malformed_body"), (500, "internal"), (504, "deadline_exceeded"), (507, "out_of_pages")],
-)
-def test_other_refusals_are_not_tried_again(kind: Kind, status: int, code: str) -> None:
-    script = Script(problem(status, code))
-    with pytest.raises(attnd.ServiceError) as caught:
-        ask(kind, script, "decode", 0, ["a"], Q)
-    assert (caught.value.status, caught.value.code) == (status, code)
-    assert len(script.requests) == 1
-
-
-def test_a_timeout_is_not_tried_again(kind: Kind) -> None:
-    script = Script(attnd.TimedOut("slow"))
-    with pytest.raises(attnd.TimedOut):
-        ask(kind, script, "decode", 0, ["a"], Q)
-    assert len(script.requests) == 1
+    if isinstance(caught.value, attnd.ServiceError) and isinstance(step, Scripted):
+        assert caught.value.status == step.status
+        assert caught.value.retry_after_s == (60 if error is attnd.Overloaded else None)
 
 
 def test_a_deadline_bounds_a_call_with_all_its_retries(kind: Kind) -> None:
