@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from pooled import Pooled, Run, expected, normal, positions, refusals
 
 from bench.bits import Shape, run, shapes
-from kernels.backend import Unsupported
+from kernels.backend import Attend, Plan, PoolGeometry, Scoring, Unsupported
 
 SHAPES = shapes(900, 1200, 2, fp32=True)
 IDS = [f"{s.geometry.dtype}-{s.geometry.page_size}-{s.geometry.head_dim}" for s in SHAPES]
@@ -28,6 +29,42 @@ def test_without_it_the_comparison_finds_rows_that_differ(backend, rng) -> None:
     shape: Shape = SHAPES[0]
     rows, different = run(backend(shape.geometry), shape, np.random.default_rng(7), 300)
     assert different, f"{rows} rows"
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("head_dim", [64, pytest.param(256, marks=pytest.mark.long)])
+@pytest.mark.parametrize("page_size", [5, 16])
+@pytest.mark.parametrize("dtype", ["fp16", "fp8_e4m3"])
+def test_rows_over_many_splits_are_right(
+    backend, rng, dtype, page_size, head_dim, num_rows
+) -> None:
+    geometry = PoolGeometry(1, 60000 // page_size, page_size, 2, head_dim, "NHD", dtype)
+    with refusals(backend.kind, geometry):
+        pooled = Pooled(backend(geometry, numerics="invariant"), rng, "fp16")
+    shared = pooled.add(7000 // page_size * page_size)
+    own = [pooled.add(int(count)) for count in rng.integers(num_rows, 2900, 9)]
+    lens = [shared.num_keys + run.num_keys for run in own]
+    rows = [num_rows] * len(own)
+    q = normal(rng, (sum(rows), 8, head_dim), "fp16")
+    levels = (
+        pooled.level([shared], [len(q)], [0], False),
+        pooled.level(own, rows, [shared.num_keys] * len(own), True),
+    )
+    whole = [
+        Run(shared.pages, *(np.concatenate(pair) for pair in ((shared.k, r.k), (shared.v, r.v))))
+        for r in own
+    ]
+    alone = pooled.add(9000)
+    plans = [Plan(levels, positions(lens, rows)), pooled.flat([alone], [num_rows], True)]
+    wanted = [(q, whole, rows), (q[:num_rows], [alone], [num_rows])]
+    scoring = Scoring(head_dim**-0.5)
+    calls = [Attend(0, one[0], plan, scoring) for one, plan in zip(wanted, plans, strict=True)]
+    for got, (given, runs, counts) in zip(
+        pooled.backend.attend(calls).result(), wanted, strict=True
+    ):
+        o, lse = expected(given, runs, counts, True, scoring)
+        assert np.abs(got.o.astype(np.float64) - o).max() < 2e-3
+        assert np.abs(got.lse - lse).max() < 1e-3
 
 
 @pytest.mark.parametrize("page_size", [5, 16, 300])

@@ -57,9 +57,6 @@ _write_lists: Final = writer(
 )
 
 
-_write_in_order: Final = writer(MERGE_PARAMS, "in_order")
-
-
 class _Places(NamedTuple):
     """Device addresses of a plan's arrays; the last three are its merge lists."""
 
@@ -74,8 +71,8 @@ class _Places(NamedTuple):
 class DevicePlanBuilder:
     """What all plans of one configuration share: kernels, structs half filled.
 
-    `schedule` is the wide kernel's counters on the device. Raises Unsupported for a head_dim that
-    has no kernels.
+    `schedule` is the wide kernel's counters on the device, `running` its running states. Raises
+    Unsupported for a head_dim that has no kernels.
     """
 
     def __init__(
@@ -85,13 +82,14 @@ class DevicePlanBuilder:
         multiprocessors: int,
         schedule: int,
         split_keys: int = 0,
+        running: int = 0,
     ) -> None:
         self._config, self._library = config, library
         self._multiprocessors, self._schedule = multiprocessors, schedule
         self._sets = kernel_sets(config, library.arch, multiprocessors, split_keys)
         self._usual = self._sets["usual"]
         self._struct = attend_struct(config)
-        self._in_order = bool(split_keys)
+        self._split_keys, self._running = split_keys, running
 
     def make(
         self,
@@ -144,6 +142,7 @@ class DevicePlanBuilder:
             merge=self._merge_step(merges, places, alone) if len(merges.chunks) else None,
             num_rows=work.num_rows,
             partial_rows=merges.num_partial_rows,
+            sums=any(launch.joins for launch in work.kernels),
         )
 
     def kernels_for(self, plans: Sequence[Plan]) -> KernelSet:
@@ -214,6 +213,7 @@ class DevicePlanBuilder:
     ) -> Step:
         kv, scoring = self._config.kv, self._config.scoring
         runs = len(np.unique(launch.items[:, PAGE]))
+        heads = wide.heads_together(kv.num_kv_heads, launch.num_items, runs)
         grid = min(launch.num_items * kv.num_kv_heads, self._multiprocessors * kernel.blocks)
         sm_scale, soft_cap = scoring.sm_scale * kv.k_scale, scoring.logits_soft_cap
         block = packed(
@@ -230,10 +230,13 @@ class DevicePlanBuilder:
             own_units=0 if beside else grid,
             num_kv_heads=kv.num_kv_heads,
             group_size=self._config.group_size,
-            head_block=wide.heads_together(kv.num_kv_heads, launch.num_items, runs),
+            head_block=kv.num_kv_heads if launch.all_heads else heads,
             num_pages=kv.num_pages,
             visible=table[0],
             visible_words=table[1],
+            running=self._running,
+            split_keys=self._split_keys,
+            page_size=kv.page_size,
         )
         function = self._library.function(kernel.spec, kernel.entry, kernel.shared_bytes)
         write: Write = write_stored_wide
@@ -259,14 +262,13 @@ class DevicePlanBuilder:
             units,
             merges.longest,
             self._multiprocessors,
-            self._in_order,
+            bool(self._split_keys),
         )
         function = self._library.function(how.spec, "merge_states")
         launcher = Launcher(function, how.grid, how.threads, 0, _NO_MERGE, overlaps=overlaps)
         lists = (places.indptr, places.members, places.chunks, places.order)
         sizes = (len(merges.chunks), kv.num_kv_heads, self._config.group_size, merges.chunk_rows)
         _write_lists(launcher.memory, *lists, *sizes, kv.head_dim, how.split)
-        _write_in_order(launcher.memory, int(self._in_order))
         return Step(launcher, write_merge)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from kernels.backend import Plan
@@ -36,15 +36,19 @@ BatchKind = Literal["usual", "short decode", "short prefill", "long prefill"]
 class KernelSet:
     """Kernels for increasing numbers of packed rows, with their costs for the planner.
 
-    `few_rows` has replacements of the first for few rows, by rows and `heads_first`.
+    `few_rows` has replacements of the first for few rows, by rows and `heads_first`; `joining` is
+    the one that joins the fixed splits of a run.
     """
 
     kernels: tuple[Kernel, ...]
     few_rows: dict[tuple[int, bool], Kernel]
     planner: PlannerConfig
+    joining: Kernel | None = None
 
     def kernel(self, launch: KernelWork) -> Kernel:
         """The launch's kernel, specialised for its rows where these are few."""
+        if launch.joins and self.joining is not None:
+            return self.joining
         if launch.index > 0 or not self.few_rows:
             return self.kernels[launch.index]
         return self.few_rows[greatest(launch.items[:, ROWS]), launch.heads_first]
@@ -63,7 +67,11 @@ def kernel_sets(
     variant = wide_variant(*options, page_size, config.scoring, config.masked)
     usual = attend_kernels(*options, config.general, variant)
     if split_keys:
-        return {"usual": _kernel_set(usual[-1:], {}, config, multiprocessors, split_keys)}
+        joining = None
+        if variant is not None and not config.masked:
+            joining = wide_kernel(replace(variant, splits=True))
+        only = usual[-1:]
+        return {"usual": _kernel_set(only, {}, config, multiprocessors, split_keys, joining)}
     few_rows = {} if config.general else few_rows_kernels(*options)
     made: dict[BatchKind, KernelSet]
     made = {"usual": _kernel_set(usual, few_rows, config, multiprocessors)}
@@ -88,6 +96,7 @@ def _kernel_set(
     config: AttentionConfig,
     multiprocessors: int,
     split_keys: int = 0,
+    joining: Kernel | None = None,
 ) -> KernelSet:
     kv = config.kv
     device = (kv.head_dim, kv.dtype, multiprocessors)
@@ -103,8 +112,9 @@ def _kernel_set(
         shapes=tuple(shapes),
         page_bytes=kv.page_bytes,
         split_keys=split_keys,
+        leads=joining is not None,
     )
-    return KernelSet(kernels, few_rows, planner)
+    return KernelSet(kernels, few_rows, planner, joining)
 
 
 def batch_kind(plans: Sequence[Plan], usual: PlannerConfig) -> BatchKind:

@@ -19,6 +19,7 @@ from kernels.cuda.attention.steps import CallAddresses, DevicePlan
 from kernels.cuda.device.launch import Library
 from kernels.cuda.device.transfer import Transfers
 from kernels.cuda.kv.view import KvView
+from kernels.cuda.wide import variants as wide
 
 DEVICE_PLANS: Final = 64
 MOST_BUILDERS: Final = 64
@@ -43,6 +44,8 @@ class AttentionRunner:
         self._partial_bytes = 0
         with transfers.compute:
             self._schedule = cupy.zeros(2, cupy.uint32)
+            running = multiprocessors * wide.MOST_RUNNING if split_keys else 0
+            self._running = cupy.zeros(running, cupy.uint32)
         # less urgent than the compute stream: narrow blocks take their multiprocessors first
         self._beside = cupy.cuda.Stream(non_blocking=True, priority=0)
         self._fork, self._join = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
@@ -83,6 +86,7 @@ class AttentionRunner:
                 self._multiprocessors,
                 self._schedule.data.ptr,
                 self._split_keys,
+                self._running.data.ptr,
             )
             if len(self._builders) == MOST_BUILDERS:
                 self._builders.clear()
@@ -124,17 +128,18 @@ class AttentionRunner:
         if device_plan.merge is not None:
             device_plan.merge.launch(call)
 
-    def partials(self, device_plan: DevicePlan, kv: KvView) -> tuple[int, int]:
+    def partials(self, device_plan: DevicePlan, kv: KvView) -> tuple[int, int, int]:
         """Device addresses for the batch's partial states, from one buffer that only grows."""
         if device_plan.partial_rows == 0:
-            return 0, 0
+            return 0, 0, 0
         rows = device_plan.partial_rows * kv.num_kv_heads
-        size = rows * (kv.head_dim + 1) * 4
+        size = rows * (kv.head_dim + 1 + device_plan.sums) * 4
         if size > self._partial_bytes:
             self._partial = self._transfers.scratch(size)
             self._partial_bytes = size
         base: int = self._partial.ptr
-        return base, base + rows * kv.head_dim * 4
+        lse = base + rows * kv.head_dim * 4
+        return base, lse, lse + rows * 4 if device_plan.sums else 0
 
 
 def _layered(requests: Sequence[tuple[int, Plan]]) -> Sequence[tuple[int, Plan]]:

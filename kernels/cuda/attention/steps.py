@@ -38,24 +38,25 @@ class CallAddresses(NamedTuple):
     mask_row_offsets: int
     partial_o: int
     partial_lse: int
+    partial_sum: int = 0
 
 
 _MASK: Final = ("mask_bits", "mask_row_offsets")
 _PARTIALS: Final = ("partial_o", "partial_lse")
 _write_tensors: Final = writer(ATTEND_PARAMS, "q", "o", "lse", "k", "v")
 _write_scratch: Final = writer(ATTEND_PARAMS, *_MASK, *_PARTIALS)
-_write_states: Final = writer(MERGE_PARAMS, "o_in", "lse_in", "o", "lse")
+_write_states: Final = writer(MERGE_PARAMS, "o_in", "lse_in", "sum_in", "o", "lse")
 _write_table_mask: Final = writer(VISIBLE_PARAMS, *_MASK)
 _wide_writer: Final = partial(writer, WIDE_PARAMS, base=wide.PARAMS_AT)
 _write_wide_rows: Final = _wide_writer("q", "o", "lse")
 _write_wide_mask: Final = _wide_writer(*_MASK)
-_write_wide_partials: Final = _wide_writer(*_PARTIALS)
+_write_wide_partials: Final = _wide_writer(*_PARTIALS, "partial_sum")
 _write_wide_heads: Final = _wide_writer("head_blocks", "head_groups")
 _stored_writer: Final = partial(writer, WIDE_PARAMS, base=STORED_KV.itemsize)
 _write_stored: Final = writer(STORED_KV, "k", "v")
 _write_stored_rows: Final = _stored_writer("q", "o", "lse")
 _write_stored_mask: Final = _stored_writer(*_MASK)
-_write_stored_partials: Final = _stored_writer(*_PARTIALS)
+_write_stored_partials: Final = _stored_writer(*_PARTIALS, "partial_sum")
 
 
 Write = Callable[[bytearray, CallAddresses], None]
@@ -88,7 +89,7 @@ class Step:
 def write_attend(memory: bytearray, call: CallAddresses) -> None:
     """Into `AttendParams`, of attend_narrow or attend_tile."""
     _write_tensors(memory, *call[1:6])
-    _write_scratch(memory, *call[6:])
+    _write_scratch(memory, *call[6:10])
 
 
 def write_wide(maps: Callable[[int | None], TensorMaps]) -> Write:
@@ -100,7 +101,7 @@ def write_wide(maps: Callable[[int | None], TensorMaps]) -> Write:
         _write_wide_heads(memory, found.head_blocks, found.head_groups)
         _write_wide_rows(memory, call.q, call.o, call.lse)
         _write_wide_mask(memory, call.mask_bits, call.mask_row_offsets)
-        _write_wide_partials(memory, call.partial_o, call.partial_lse)
+        _write_wide_partials(memory, *call[8:])
 
     return write
 
@@ -110,7 +111,7 @@ def write_stored_wide(memory: bytearray, call: CallAddresses) -> None:
     _write_stored(memory, call.k, call.v)
     _write_stored_rows(memory, call.q, call.o, call.lse)
     _write_stored_mask(memory, call.mask_bits, call.mask_row_offsets)
-    _write_stored_partials(memory, call.partial_o, call.partial_lse)
+    _write_stored_partials(memory, *call[8:])
 
 
 def write_visible(memory: bytearray, call: CallAddresses) -> None:
@@ -120,7 +121,7 @@ def write_visible(memory: bytearray, call: CallAddresses) -> None:
 
 def write_merge(memory: bytearray, call: CallAddresses) -> None:
     """Into `MergeParams`, of merge_states over the partial rows."""
-    _write_states(memory, call.partial_o, call.partial_lse, call.o, call.lse)
+    _write_states(memory, *call[8:], call.o, call.lse)
 
 
 @dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a plan
@@ -129,6 +130,7 @@ class DevicePlan:
 
     `beside` steps run beside `steps`, on another stream; `merge` comes after all of them. Without
     one, the wide kernel follows the narrow one: it begins when all of that has, and ends after it.
+    `sums`: partial states may be running ones, with the sums of their weights.
     """
 
     plans: tuple[Plan, ...]
@@ -138,6 +140,7 @@ class DevicePlan:
     merge: Step | None
     num_rows: int
     partial_rows: int
+    sums: bool = False
 
     @property
     def signature(self) -> tuple[object, ...]:

@@ -121,5 +121,22 @@ __device__ __forceinline__ float state_weight(float lse, float max_lse) {
 
 // lse of the merge of members whose weights sum to `sum`.
 __device__ __forceinline__ float state_merged_lse(float max_lse, float sum) {
-  return sum == 0.0f ? minus_infinity() : max_lse + log2_fast(sum) * kLn2;
+  return sum == 0.0f ? minus_infinity() : fmaf(log2_fast(sum), kLn2, max_lse);
 }
+
+// The state of members in order, one after another, their outputs weighed by what e^lse is relative to the highest
+// so far. The bits are those of the members in order alone: an empty one changes nothing, and a member can be the
+// running state that the ones before it have left.
+struct RunningState {
+  float max = minus_infinity();
+  float sum = 0.0f;
+
+  // Takes in a member; o of the members so far is multiplied by `keep`, the member's by `weight`.
+  __device__ __forceinline__ void add(float lse, float member_sum, float& keep, float& weight) {
+    const float higher = fmaxf(max, lse);
+    keep = state_weight(max, higher);
+    weight = state_weight(lse, higher);
+    sum = fmaf(sum, keep, weight * member_sum);
+    max = higher;
+  }
+};

@@ -24,5 +24,10 @@ constexpr int kFinal = -1;
 constexpr int kHideFuture = 1;  // hide keys whose position is greater than the row's position
 constexpr int kHideWindow = 2;  // hide keys whose position is less than the row's position - window_left
 
+// Where keys are split at multiples of `split_keys`, the wide kernel takes an item's splits one after another, as runs
+// of their own.
+constexpr int kFollows = 4;   // splits before this one have left a running state
+constexpr int kFollowed = 8;  // splits after this one take the running state up
+
 // Partial row j = partial + (packed row - row_begin) of kv head h is stored at j * num_kv_heads + h:
 // float o[head_dim] and float lse (natural log). The merge reads a plan row's list of partial rows.

@@ -8,12 +8,18 @@
 // PARTIALS 1: the attention kernels' float partial rows, lists of chunks of packed rows (work.cuh).
 // PARTIALS 0: the public merge, row t's members are rows indptr[t] : indptr[t + 1].
 // BATCH 2, 10: no list has more members than that, so one batch and no shares, blocks of 256 threads;
-// 4: lists of any length, blocks of up to 1024.
+// 4: lists of any length, blocks of up to 1024; 16: the same without shares, blocks of 256.
+// IN_ORDER 1: members one after another as a RunningState takes them, so that a member may be the running state of
+// others before it. The bits are those of the list alone. No shares.
 // HEAD_DIM 0: any head_dim, given at run time, one value per lane and step.
 #include "common/formats.cuh"
 #include "common/overlap.cuh"
 #include "common/rows.cuh"
 #include "common/state.cuh"
+
+#ifndef IN_ORDER
+#define IN_ORDER 0
+#endif
 
 constexpr int kHeadDim = HEAD_DIM;
 constexpr bool kPartials = PARTIALS != 0;
@@ -23,10 +29,11 @@ constexpr bool kAnyDim = kHeadDim == 0;
 constexpr int kVector = kAnyDim ? 1 : kIn == kFp32 ? 4 : 8;
 constexpr int kBatch = BATCH;
 constexpr bool kShort = BATCH == 2;
-constexpr bool kOnce = BATCH != 4;  // a batch is a list
+constexpr bool kOnce = BATCH == 2 || BATCH == 10;  // a batch is a list
 constexpr int kUnits = kShort && !kAnyDim ? 2 : 1;  // vectors of a member per lane and pass
 constexpr int kValues = kUnits * kVector;
-constexpr int kMostThreads = kOnce ? 256 : 1024;
+constexpr int kMostThreads = BATCH == 4 ? 1024 : 256;
+constexpr bool kInOrder = IN_ORDER != 0;
 
 constexpr int lanes_for(int values) {
   int lanes = 1;
@@ -42,6 +49,7 @@ constexpr int kMostGroups = kMostThreads / kLanes;
 struct MergeParams {
   const void* o_in;
   const float* lse_in;
+  const float* sum_in;  // in order: what a running state's weights sum to; null: 1, members are complete
   void* o;
   float* lse;
   const int* indptr;   // [num_rows + 1]
@@ -55,7 +63,6 @@ struct MergeParams {
   int head_dim;        // of o, when HEAD_DIM is 0
   int split;           // shares per list: a power of two, at most a block's groups
   int into;            // 1: row t of o, lse is one more member of list t
-  int in_order;        // 1: weights are relative to the list's highest lse, whatever its batches are
 };
 
 // kVector values as stored in memory, so that a batch of loads costs few registers.
@@ -149,6 +156,24 @@ __device__ __forceinline__ void raise(State& state, float max) {
   state.max = max;
 }
 
+// One more member, in order.
+template <int kFormat>
+__device__ __forceinline__ void add_in_order(State& state, float lse, float sum, const Raw<kFormat> (&raw)[kUnits]) {
+  RunningState running{state.max, state.sum};
+  float keep, weight;
+  running.add(lse, sum, keep, weight);
+  state.max = running.max;
+  state.sum = running.sum;
+#pragma unroll
+  for (int u = 0; u < kUnits; ++u) {
+    float x[kVector];
+    convert<kFormat>(x, raw[u], weight > 0.0f);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i)
+      state.o[u * kVector + i] = fmaf(x[i], weight, state.o[u * kVector + i] * keep);
+  }
+}
+
 // kCount more members at once; one without weight (lse -inf) adds nothing whatever its o holds.
 template <int kFormat, int kCount>
 __device__ __forceinline__ void add_members(State& state, const float (&lse)[kCount],
@@ -223,28 +248,21 @@ extern "C" __global__ void __launch_bounds__(kMostThreads)
   float into_lse = minus_infinity();
   if (active && p.into) into_lse = p.lse[out_row];
   __syncwarp();  // lane 0 overwrites it below
-  float highest = minus_infinity();
-  if (!kOnce && p.in_order) {
-    for (int e = begin + lane; e < end; e += kLanes)
-      highest = fmaxf(highest, p.lse_in[static_cast<int64>(row_of(e)) * p.num_kv_heads + head]);
-#pragma unroll
-    for (int step = kLanes / 2; step > 0; step /= 2)
-      highest = fmaxf(highest, __shfl_xor_sync(kAllLanes, highest, step));
-  }
   for (int pass = 0; pass < passes; ++pass) {
     const int d = pass * kSpan + lane * kVector;
     State state;
-    state.max = highest;
     int e = begin + share;
     do {
-      float lse[kBatch];
+      float lse[kBatch], sum[kBatch];
       Raw<kIn> raw[kBatch][kUnits];
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
         lse[b] = minus_infinity();
+        if (kInOrder) sum[b] = 1.0f;
         if (e + b * split < end) {
           const int64 at = static_cast<int64>(rows[b]) * p.num_kv_heads + head;
           lse[b] = p.lse_in[at];
+          if (kInOrder) sum[b] = p.sum_in == nullptr ? 1.0f : p.sum_in[at];
 #pragma unroll
           for (int u = 0; u < kUnits; ++u)
             if (d + u * kStep < head_dim)
@@ -257,7 +275,12 @@ extern "C" __global__ void __launch_bounds__(kMostThreads)
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) rows[b] = row_of(next + b * split);
       }
-      add_members<kIn>(state, lse, raw);
+      if constexpr (kInOrder) {
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) add_in_order<kIn>(state, lse[b], sum[b], raw[b]);
+      } else {
+        add_members<kIn>(state, lse, raw);
+      }
     } while (!kOnce && e < end);
     if constexpr (!kPartials) {
       if (p.into && share == 0 && active) {
@@ -266,7 +289,11 @@ extern "C" __global__ void __launch_bounds__(kMostThreads)
         for (int u = 0; u < kUnits; ++u)
           if (d + u * kStep < head_dim)
             raw[0][u] = read_raw<kOut>(p.o, out_row * head_dim + d + u * kStep);
-        add_members<kOut>(state, {into_lse}, raw);
+        if constexpr (kInOrder) {
+          add_in_order<kOut>(state, into_lse, 1.0f, raw[0]);
+        } else {
+          add_members<kOut>(state, {into_lse}, raw);
+        }
       }
     }
 

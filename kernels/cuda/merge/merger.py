@@ -114,7 +114,6 @@ class Merger:
             head_dim=head_dim,
             split=how.split,
             into=int(into),
-            in_order=int(self._in_order),
         )
         function = self._library.function(how.spec, "merge_states")
         function((how.grid,), (how.threads,), (block,))

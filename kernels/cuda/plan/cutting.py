@@ -7,9 +7,16 @@ from typing import Final
 import numpy as np
 
 from kernels.backend import Int32
-from kernels.cuda.common.extremes import least
+from kernels.cuda.common.extremes import greatest, least
 from kernels.cuda.common.scalars import int32, int64
-from kernels.cuda.plan.tiles import KEYS, PAGE, START, Int, TileShape
+from kernels.cuda.plan.tiles import (
+    KEYS,
+    PAGE,
+    START,
+    Int,
+    TileShape,
+    spread,
+)
 
 SNAP: Final = 0.03
 """A share ends with a tile when that is no further off than this part of the share."""
@@ -65,6 +72,28 @@ def equal_shares(
     pieces += int64(1)
     later = (begin[which], past[which])
     return runs_at(tiles, pieces, *later, granule, page_size), pieces, begin.astype(np.int32)
+
+
+def cut_at_splits(tiles: Int, split_keys: int, page_size: int, lead: int = 0) -> tuple[Int, bool]:
+    """Tiles as runs of a split each, in order; the first run of as many as `lead` keys hold.
+
+    With the runs, whether one of them is of several splits.
+
+    Splits end at multiples of `split_keys`, with the page of a tile in which they would end.
+    """
+    start, keys = tiles[:, START].astype(np.intp), tiles[:, KEYS].astype(np.intp)
+    first = start // split_keys
+    splits = (start + (keys - 1) // page_size * page_size) // split_keys + 1 - first
+    leads = np.where(keys <= lead, splits, (start + lead) // split_keys - first)
+    leads = np.clip(leads, 1, splits)
+    count = splits + 1 - leads
+    tile, inside = spread(count)
+    later = inside.nonzero()[0]
+    where = tile[later]
+    begins = ((first + leads - 1)[where] + inside[later]) * split_keys - start[where]
+    pages = -(begins // -page_size)
+    runs = runs_at(tiles, count, later, pages, page_size, page_size)
+    return runs, greatest(leads) > 1
 
 
 def _in_granules(keys: Int, granule: int) -> Int:

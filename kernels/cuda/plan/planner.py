@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 
 from kernels.backend import Int32, Level, Plan
+from kernels.cuda.plan.cutting import cut_at_splits
 from kernels.cuda.plan.merges import MergeLists, lists_of_pieces, merge_lists
 from kernels.cuda.plan.runs import KernelWork, cut, dearest_first
 from kernels.cuda.plan.tiles import (
@@ -117,8 +118,12 @@ def _tiles(
     made: list[tuple[int, Int]] = []
     row = page = 0
     for layer, plan in requests:
-        for level in plan.levels:
-            made += level_tiles(layer, plan.positions, level, row, page, config, fields)
+        for depth, level in enumerate(plan.levels):
+            mine = level_tiles(layer, plan.positions, level, row, page, config, fields)
+            if depth and config.split_keys:  # only a row's first run may be several splits
+                how = (config.split_keys, config.page_size)
+                mine = [(index, cut_at_splits(tiles, *how)[0]) for index, tiles in mine]
+            made += mine
             page += len(level.kv_indices)
         row += len(plan.positions)
     if len(made) == 1:

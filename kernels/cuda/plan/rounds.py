@@ -88,8 +88,14 @@ def seconds(queue: TileQueue, most: int) -> float:
         runs.append((-(size // -cut) * queue.granule_seconds + queue.item_seconds, count * cut))
         partial += queue.turns * count * cut if cut > 1 or queue.merged else 0
     runs.sort(reverse=True)
-    free, end = list(queue.free), 0.0
-    for cost, count in runs * queue.turns:
+    end = last_end(runs * queue.turns, queue.free)
+    return end + merge_seconds(partial * queue.rows)
+
+
+def last_end(runs: list[tuple[float, int]], free: list[tuple[float, int]]) -> float:
+    """When the last of runs is done that are taken in order: each one's cost, and how many."""
+    free, end = list(free), 0.0
+    for cost, count in runs:
         while count:
             start, workers = heappop(free)
             taken = min(workers, count)
@@ -98,4 +104,9 @@ def seconds(queue: TileQueue, most: int) -> float:
             heappush(free, (start + cost, taken))
             if taken < workers:
                 heappush(free, (start, workers - taken))
-    return end + partial * queue.rows * PARTIAL_SECONDS + (MERGE_SECONDS if partial else 0.0)
+    return end
+
+
+def merge_seconds(partial_rows: int) -> float:
+    """What partial states of so many rows cost, with their merge."""
+    return partial_rows * PARTIAL_SECONDS + (MERGE_SECONDS if partial_rows else 0.0)

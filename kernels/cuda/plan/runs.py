@@ -18,12 +18,19 @@ import numpy as np
 from kernels.backend import Int32
 from kernels.cuda.common.extremes import greatest, total
 from kernels.cuda.plan import rounds
-from kernels.cuda.plan.cutting import cut_alike, equal_shares, granule_of, runs_at
+from kernels.cuda.plan.cutting import (
+    cut_alike,
+    cut_at_splits,
+    equal_shares,
+    granule_of,
+    runs_at,
+)
 from kernels.cuda.plan.tiles import (
     KEYS,
     PAGE,
     ROW,
     ROWS,
+    START,
     Int,
     PlannerConfig,
     TileShape,
@@ -50,6 +57,12 @@ can take over what it leaves, it cannot take over theirs."""
 MORE: Final = 1.2
 MOST_SHARE: Final = 0.9
 """Maximum multiple of its share, and maximum part of the device."""
+LEADS: Final = (16384, 8192, 4096, 0)
+"""Keys of first runs, of several fixed splits, that are tried."""
+UNEVEN: Final = 2.2
+"""Runs of a causal prefill, the longest of which is twice the mean, are not."""
+JOINED_ROWS: Final = 8
+"""Rows of a tile from which joining its splits is cheaper than merging them."""
 SPARE: Final = 2
 """Workers assumed busy with earlier work."""
 
@@ -66,6 +79,8 @@ class KernelWork:
     `pieces[i]` of them, or None: one each. The rest is for persistent kernels: worker w, a team of
     `team` warps, owns items `worker_begin[w]:worker_begin[w + 1]`; `heads_first`: all items of a kv
     head come before those of the next, more teams than there are at once.
+
+    Of fixed splits, `joins`: some run is several. `all_heads`: the longest of all come first.
     """
 
     index: int
@@ -76,6 +91,8 @@ class KernelWork:
     team: int = 1
     pieces: Int | None = None
     heads_first: bool = False
+    joins: bool = False
+    all_heads: bool = False
 
     @property
     def num_items(self) -> int:
@@ -100,7 +117,8 @@ def cut(
     pages of others, mostly.
     """
     if config.split_keys:
-        return [_cut_fixed(i, mine, config) for i, mine in parts]
+        merged = sum(total(tiles[:, ROWS]) for _, tiles in parts) > num_packed
+        return [_cut_fixed(i, mine, config, merged) for i, mine in parts]
     if same_pages and len(parts) == 1 and (together := _together(*parts[0], config)):
         return [together]
     if not parts or config.shapes[parts[-1][0]].persistent:  # persistent ones come first
@@ -115,14 +133,45 @@ def cut(
     return made.cuts
 
 
-def _cut_fixed(index: int, tiles: Int, config: PlannerConfig) -> KernelWork:
-    """Runs of `split_keys` keys, those of a tile one after another."""
-    count = -(tiles[:, KEYS] // -config.split_keys)
-    inside = spread(count)[1]
-    later = inside.nonzero()[0]
-    runs = runs_at(tiles, count, later, inside[later], config.split_keys, config.page_size)
-    keys = total(tiles[:, KEYS])
-    return KernelWork(index, config.shapes[index], keys, runs, np.zeros(1, np.int32))
+def _cut_fixed(index: int, tiles: Int, config: PlannerConfig, merged: bool) -> KernelWork:
+    """Runs that end at fixed positions, those of a tile one after another.
+
+    The first of a tile is as long as leaves no worker idle at the end, where it may be.
+    """
+    shape, heads, keys = config.shapes[index], config.num_kv_heads, tiles[:, KEYS]
+    whole, longest, busy = total(keys), greatest(keys), ENOUGH * shape.workers
+    leads = [0]
+    if config.leads and total(tiles[:, ROWS]) >= JOINED_ROWS * len(tiles):
+        leads = [longest]
+        if longest * busy > whole * heads:
+            leads += [lead for lead in LEADS if lead < longest]
+    made = []
+    for lead in leads:
+        runs, joins = cut_at_splits(tiles, config.split_keys, config.page_size, lead)
+        top = greatest(runs[:, KEYS])
+        uneven = top * len(runs) > UNEVEN * whole and top * busy > whole * heads
+        seconds = _fixed_seconds(runs, uneven, len(runs) > len(tiles) or merged, config, shape)
+        made.append((seconds, runs, joins, uneven))
+    _, runs, joins, uneven = min(made, key=lambda one: one[0])
+    nobody = np.zeros(1, np.int32)
+    return KernelWork(index, shape, whole, runs, nobody, joins=joins, all_heads=uneven)
+
+
+def _fixed_seconds(
+    runs: Int, all_heads: bool, merged: bool, config: PlannerConfig, shape: TileShape
+) -> float:
+    """When runs of fixed splits are done, dearest first, and merged if `merged`."""
+    start, keys = runs[:, START].astype(np.intp), runs[:, KEYS].astype(np.intp)
+    splits = (start + keys - 1) // config.split_keys - start // config.split_keys + 1
+    granules = -(keys // -shape.granule)
+    kinds, counts = np.unique(np.stack((granules, splits)), axis=1, return_counts=True)
+    heads = config.num_kv_heads
+    together = heads if all_heads else shape.heads_together(heads)
+    costs = kinds[0] * (shape.granule * shape.key_seconds) + kinds[1] * shape.item_seconds
+    costed = sorted(zip(costs.tolist(), (counts * together).tolist(), strict=True), reverse=True)
+    free = [(0.0, shape.workers)]
+    end = rounds.last_end(costed * (heads // together), free)
+    return end + rounds.merge_seconds(total(runs[:, ROWS]) * heads * merged)
 
 
 def dearest_first(items: Int) -> Int:

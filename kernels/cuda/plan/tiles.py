@@ -73,6 +73,7 @@ class PlannerConfig:
     `chunk`: packed rows that always travel together, whichever kernel has them. `takes`: how many
     rows each shape takes at most; the last one any. `split_keys`: every tile is cut at multiples of
     so many keys, whole pages, and nowhere else, for the last shape alone; 0: where it pays.
+    `leads`: a row's first run may be several splits, which the kernel joins itself.
     """
 
     group_size: int
@@ -83,6 +84,7 @@ class PlannerConfig:
     team: int | None = None
     page_bytes: int = 0
     split_keys: int = 0
+    leads: bool = False
     chunk: int = field(init=False)
     takes: tuple[int, ...] = field(init=False)
 
@@ -215,8 +217,11 @@ def _clip(tiles: Int, positions: Int32, config: PlannerConfig) -> Int:
         np.minimum(tiles[:, KEYS], tiles[:, GREATEST] - tiles[:, START] + 1, out=tiles[:, KEYS])
     if window >= 0:
         start = tiles[:, START].astype(np.int64)
-        unit = config.split_keys or page_size
-        hidden = np.maximum(tiles[:, LEAST] - start - window, 0) // unit * (unit // page_size)
+        first = np.maximum(tiles[:, LEAST] - window, start)
+        if config.split_keys:
+            first -= first % config.split_keys
+            first += page_size - 1  # where that is within a page, the split begins with the next
+        hidden = np.maximum(first - start, 0) // page_size
         tiles[:, PAGE] += hidden
         hidden *= page_size
         tiles[:, START] += hidden

@@ -15,7 +15,8 @@
 //
 // Specialised by -D: HEAD_DIM (64, 128, 192, 256), BF16, TILE_KEYS, STAGES, QUERY_STAGES, PAGE_SIZE (a multiple
 // of 8 that divides TILE_KEYS; 0: ragged keys), HAS_MASK, HAS_SOFT_CAP, QUERIES_IN_REGISTERS (the scores'
-// products take Q from there; shared memory only passes it on), CONSUMERS (1, 2, 3 warpgroups that multiply).
+// products take Q from there; shared memory only passes it on), CONSUMERS (1, 2, 3 warpgroups that multiply),
+// SPLITS (1: items are split at fixed positions, and the splits' states joined in order).
 
 #include "common/overlap.cuh"
 #include "wide/params.cuh"
@@ -75,6 +76,13 @@ __device__ __forceinline__ bool softmax_tile(float (&s)[kScores], Rows& rows, co
   return raised;
 }
 
+// The state of a unit, to where it goes.
+__device__ __forceinline__ void write_unit(Finished& finished, float (&o)[kOutputs],
+                                           const WideParams& params, const Shared& shared) {
+  if (SPLITS && finished.join(o, params, shared, my_row())) return;
+  finished.write(o, params, shared, my_row());
+}
+
 // A consumer warpgroup's way through all units, as one sequence of key tiles: the scores of the next
 // tile, be it the next unit's first, are always under way with the values of the present one.
 __device__ __forceinline__ void attend_units(const Shared& shared, const WideParams& params,
@@ -98,7 +106,7 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WidePar
   wait_for_queries(shared, queries);
   if (kQueriesInRegisters) load_queries(q, shared, queries);
   Rows rows(unit.item, params, shared, slots.stage(), my_row());
-  bool final = unit.item.partial == kFinal;
+  int ends = ends_of(unit.item);
   KeyTile tile;
   tile.enter(unit.item);
   barrier_wait(shared.keys_full(keys.stage()), keys.parity());
@@ -119,7 +127,7 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WidePar
     const bool switching = tile.is_last();
     Finished finished;
     if (switching) {
-      finished = rows.finish(slots.stage(), final, params.scale, v_scale);
+      finished = rows.finish(slots.stage(), ends, params.scale, v_scale);
       if (!next_unit(shared, units, unit)) break;
       queries.advance();
       slots.advance();
@@ -127,7 +135,7 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WidePar
       if (kQueriesInRegisters) load_queries(q, shared, queries);
       rows = Rows(unit.item, params, shared, slots.stage(), my_row());
       tile.enter(unit.item);
-      final = unit.item.partial == kFinal;
+      ends = ends_of(unit.item);
     }
     barrier_wait(shared.keys_full(keys.stage()), keys.parity());
     visit_next(tile, shared, keys.stage());
@@ -155,16 +163,17 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WidePar
     pin(p);
     release(shared.values_empty(values.stage()));
     values.advance();
+    if (SPLITS) pack(s, p);  // its registers are free for a running state
     if (switching) {
       finished.clear_empty(o);
-      finished.write(o, params, shared, my_row());
+      write_unit(finished, o, params, shared);
       clear(o);
       // only now, because rows of the unit just written are still read above
       if (tile.is_last() && !kQueriesInRegisters) barrier_arrive(shared.query_empty(queries.stage()));
     } else if (raised) {
       rows.rescale(o, factor);
     }
-    pack(s, p);
+    if (!SPLITS) pack(s, p);
   }
 
   // the last unit's last values, alone
@@ -175,9 +184,9 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WidePar
   pass_turn(consumer);
   products_wait<0>();
   pin(o);
-  const Finished finished = rows.finish(slots.stage(), final, params.scale, v_scale);
+  Finished finished = rows.finish(slots.stage(), ends, params.scale, v_scale);
   finished.clear_empty(o);
-  finished.write(o, params, shared, my_row());
+  write_unit(finished, o, params, shared);
 }
 
 #if FP8

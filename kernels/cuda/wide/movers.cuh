@@ -81,12 +81,27 @@ __device__ __forceinline__ int first_unit(const WideParams& params) {
   return threadIdx.x % 32 == 0 ? atomicAdd(params.schedule, 1u) : 0;
 }
 
+// Leaves in `item` its split after `done` keys, and in `done` where the next one begins; false: it was the last.
+__device__ __forceinline__ bool take_split(WorkItem& item, int& done, const WideParams& params) {
+  const int first = item.kv_start + done;
+  const int keys = ceil_div(params.split_keys - first % params.split_keys, params.page_size) * params.page_size;
+  const int rest = item.num_keys - done;
+  const bool more = keys < rest;
+  item.rules |= (done > 0 ? kFollows : 0) | (more ? kFollowed : 0);
+  item.kv_begin += done / params.page_size;
+  item.num_keys = min(keys, rest);
+  item.kv_start = first;
+  done = more ? done + keys : 0;
+  return more;
+}
+
 // Publishes unit `number` of the list and returns the number of the next, which is in flight: lane 0 has both.
 // The list goes through all items for the first
 // `head_block` kv heads, then for the next ones: what is read together then fits the L2 cache. The last
-// CTA to finish puts the counter back to 0 for the next launch.
+// CTA to finish puts the counter back to 0 for the next launch. Of fixed splits a unit is one of its item's, after
+// `done` keys; the number stays until the last of them.
 __device__ __forceinline__ int publish_unit(const Shared& shared, const Ring<kUnitSlots>& ring,
-                                            int number, const WideParams& params) {
+                                            int number, int& done, const WideParams& params) {
   barrier_wait(shared.unit_empty(ring.stage()), ring.parity() ^ 1);
   int next = 0;
   if (threadIdx.x % 32 == 0) {
@@ -95,9 +110,11 @@ __device__ __forceinline__ int publish_unit(const Shared& shared, const Ring<kUn
       const int turn = number / (params.num_items * params.head_block);
       const int inner = number % (params.num_items * params.head_block);
       unit.index = inner / params.head_block;
-      unit.item = params.items[unit.index];
+      WorkItem item = params.items[unit.index];
+      const bool more = SPLITS && take_split(item, done, params);
+      unit.item = item;
       unit.head = turn * params.head_block + inner % params.head_block;
-      next = params.own_units + atomicAdd(params.schedule, 1u);
+      next = more ? number : params.own_units + atomicAdd(params.schedule, 1u);
     } else {
       unit.head = -1;
       const uint32 last = gridDim.x - 1;
@@ -199,14 +216,14 @@ __device__ __forceinline__ void gather_rows(const Shared& shared, const WidePara
 __device__ __forceinline__ void stream_queries(const Shared& shared, const WideParams& params) {
   constexpr int kRowsPerWarp = kTileRows / kGatherers;
   const int first_row = (threadIdx.x / 32 - 2) * kRowsPerWarp;
-  int number = first_row == 0 ? first_unit(params) : 0;
+  int number = first_row == 0 ? first_unit(params) : 0, done = 0;
   Ring<kUnitSlots> units;
   Ring<kQueryStages> ring;
   Ring<kRowSlots> slots;
   Unit unit;
   for (;;) {
     if (first_row == 0) {
-      number = publish_unit(shared, units, number, params);
+      number = publish_unit(shared, units, number, done, params);
     }
     if (!next_unit(shared, units, unit)) return;
     barrier_wait(shared.query_empty(ring.stage()), ring.parity() ^ 1);

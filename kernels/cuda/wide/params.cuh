@@ -18,6 +18,8 @@ struct WideParams {
   const VisibleTiles* visible;        // visible_words for each item
   float* partial_o;
   float* partial_lse;
+  float* partial_sum;                 // fixed splits: what the weights of a running state sum to
+  float* running;                     // fixed splits: running states, kRunningFloats for each consumer thread
   uint32* schedule;                 // two counters, zero between launches
   float scale;                        // of a product (of its tanh, if capped) to base 2
   float cap_scale;                    // of a product to what tanh is taken of; 0: no cap
@@ -31,6 +33,8 @@ struct WideParams {
   int head_blocks;                    // what a kv head adds to the map's third coordinate (NHD) ...
   int head_groups;                    // ... or to its fourth (HND); the other one is 0
   int visible_words;
+  int split_keys;                     // fixed splits: at multiples of so many keys
+  int page_size;                      // 1 for ragged keys
 };
 
 // Where the wide kernel finds K and V of an fp8 pool; of others it has tensor maps.

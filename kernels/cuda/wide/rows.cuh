@@ -16,11 +16,17 @@ __device__ __forceinline__ int my_row() {
   return (thread / 128 - 1) * 64 + thread / 32 % 4 * 16 + thread % 32 / 4;
 }
 
+// What becomes of a unit's state: the rows' only one, or one of their splits.
+constexpr int kFinalEnd = 1;
+__device__ __forceinline__ int ends_of(const WorkItem& item) {
+  return (item.partial == kFinal ? kFinalEnd : 0) | (SPLITS ? item.rules & (kFollows | kFollowed) : 0);
+}
+
 // A unit's two rows after their last key: only the write is left.
 struct Finished {
   float inverse[2], lse[2];
   int slot;
-  bool final;
+  int ends;  // kFinalEnd, kFollows, kFollowed
 
   // Clears the outputs of rows that have seen nothing: weights of 0 times a hidden inf or NaN may have left
   // anything there.
@@ -29,6 +35,10 @@ struct Finished {
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) o[i] = inverse[i / 2 % 2] == 0.0f ? 0.0f : o[i];
   }
+
+  // Of fixed splits: takes up the running state of those before, and leaves it where others follow: true.
+  __device__ __forceinline__ bool join(float (&o)[kOutputs], const WideParams& params,
+                                       const Shared& shared, int row);
 
   __device__ __forceinline__ void write(const float (&o)[kOutputs], const WideParams& params,
                                         const Shared& shared, int row) const;
@@ -137,7 +147,7 @@ struct Rows {
   }
 
   // Completes the sums over the four threads of a row; a stored value is worth `v_scale`.
-  __device__ __forceinline__ Finished finish(int slot, bool final, float scale, float v_scale) const {
+  __device__ __forceinline__ Finished finish(int slot, int ends, float scale, float v_scale) const {
     Finished finished;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -149,7 +159,7 @@ struct Rows {
       finished.lse[r] = state_lse(base, total);
     }
     finished.slot = slot;
-    finished.final = final;
+    finished.ends = ends;
     return finished;
   }
 
@@ -211,12 +221,61 @@ __device__ __forceinline__ uint4 transpose_quad(uint32 a, uint32 b, uint32 c, ui
   return make_uint4(high ? ac : a, high ? bd : b, high ? c : ac, high ? d : bd);
 }
 
+// A thread's own 16 bytes beside those of its neighbours: what it has left it reads itself, in the L2 cache.
+__device__ __forceinline__ bool Finished::join(float (&o)[kOutputs], const WideParams& params,
+                                               const Shared& shared, int row) {
+  const bool follows = ends & kFollows, followed = ends & kFollowed;
+  if (!follows && !followed) return false;
+  const int target[2] = {shared.row(slot, row).target, shared.row(slot, row + 8).target};
+  if (target[0] < 0 && target[1] < 0) return followed;  // no such rows
+  constexpr int kEach = 128 * kConsumers;
+  float4* mine = reinterpret_cast<float4*>(params.running) +
+                 static_cast<int64>(blockIdx.x) * (kEach * kRunningFloats / 4) + (threadIdx.x - 128);
+#pragma unroll
+  for (int i = 0; i < kOutputs; ++i) o[i] *= inverse[i / 2 % 2];
+  RunningState state[2];
+  if (follows) {
+    const float4 before = mine[kOutputs / 4 * kEach];
+    state[0] = {before.x, before.y};
+    state[1] = {before.z, before.w};
+  }
+  float keep[2], weight[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) state[r].add(lse[r], 1.0f, keep[r], weight[r]);
+  if (follows) {
+#pragma unroll
+    for (int i = 0; i < kOutputs; i += 4) {
+      const float4 before = mine[i / 4 * kEach];
+      o[i] = fmaf(o[i], weight[0], before.x * keep[0]);
+      o[i + 1] = fmaf(o[i + 1], weight[0], before.y * keep[0]);
+      o[i + 2] = fmaf(o[i + 2], weight[1], before.z * keep[1]);
+      o[i + 3] = fmaf(o[i + 3], weight[1], before.w * keep[1]);
+    }
+  }
+  if (followed) {
+#pragma unroll
+    for (int i = 0; i < kOutputs; i += 4)
+      mine[i / 4 * kEach] = make_float4(o[i], o[i + 1], o[i + 2], o[i + 3]);
+    mine[kOutputs / 4 * kEach] = make_float4(state[0].max, state[0].sum, state[1].max, state[1].sum);
+    return true;
+  }
+  const bool final = ends & kFinalEnd;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    inverse[r] = final ? state_inverse(state[r].sum) : 1.0f;
+    lse[r] = final ? state_merged_lse(state[r].max, state[r].sum) : state[r].max;
+    if (!final && target[r] >= 0) params.partial_sum[target[r]] = state[r].sum;
+  }
+  return false;
+}
+
 // Final rows in 16-byte chunks, a quad of threads 64 consecutive bytes at a time; partial rows in
 // float, a quad 32 bytes at a time.
 __device__ __forceinline__ void Finished::write(const float (&o)[kOutputs],
                                                 const WideParams& params,
                                                 const Shared& shared, int row) const {
   const int part = fresh_lane() % 4;
+  const bool final = ends & kFinalEnd;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int index = shared.row(slot, row + 8 * r).target;
@@ -243,6 +302,9 @@ __device__ __forceinline__ void Finished::write(const float (&o)[kOutputs],
             make_float2(o[i] * inverse[r], o[i + 1] * inverse[r]);
       }
     }
-    if (part == 0 && index >= 0) (final ? params.lse : params.partial_lse)[index] = lse[r];
+    if (part == 0 && index >= 0) {
+      (final ? params.lse : params.partial_lse)[index] = lse[r];
+      if (SPLITS && !final && !(ends & kFollows)) params.partial_sum[index] = 1.0f;
+    }
   }
 }

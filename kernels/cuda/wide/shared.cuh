@@ -9,6 +9,9 @@
 #ifndef TILE_KEYS
 #error "specialise with -DTILE_KEYS=... -DSTAGES=... -DQUERY_STAGES=... -DPAGE_SIZE=... -DQUERIES_IN_REGISTERS=0|1 -DCONSUMERS=... -DHAS_MASK=0|1 -DHAS_SOFT_CAP=0|1"
 #endif
+#ifndef SPLITS
+#define SPLITS 0
+#endif
 
 using Element = uint16;  // 16 bits of fp16 or bf16, as kBf16 says: only moved, never computed on
 
@@ -45,6 +48,7 @@ constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kIsFp8 || kConsumers 
 static_assert(128 * kCtas * (kProducerRegisters + kConsumers * kConsumerRegisters) <= 65536, "no more than there are");
 constexpr int kScores = kTileKeys / 2;   // per thread
 constexpr int kOutputs = kHeadDim / 2;  // per thread
+constexpr int kRunningFloats = kOutputs + 4;  // of a running state, per thread: o, then each row's max and sum
 
 // A K or V tile is made of groups of 8 keys x 64 dims (1024 bytes, swizzled). A page arrives in one box as
 // [group of 8 keys][block of 64 dims]; ragged keys arrive as [block of 64 dims][group of 8 keys].

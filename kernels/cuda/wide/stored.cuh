@@ -94,6 +94,7 @@ struct RowLookup {
   Ring<kUnitSlots> units;  // whose tile was looked up
   TileCursor cursor;
   int number;     // of the next unit to publish
+  int done = 0;   // keys of its item
   int page;       // of this lane's token of the tile looked up; the id is in flight
   uint32 within;  // its row but for the page; kNoRow: no such token
 
@@ -122,7 +123,7 @@ struct RowLookup {
  private:
   // A unit stays where it was published until its last tile has been converted.
   __device__ __forceinline__ void enter(const Shared& shared, const WideParams& params) {
-    if (threadIdx.x < 32) number = publish_unit(shared, units, number, params);
+    if (threadIdx.x < 32) number = publish_unit(shared, units, number, done, params);
     barrier_wait(shared.unit_full(units.stage()), units.parity());
     const Unit& unit = shared.unit(units.stage());
     cursor.tile = -1;  // no further unit

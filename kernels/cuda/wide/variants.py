@@ -51,6 +51,7 @@ class WideVariant:
     query_stages: int = 2
     query_registers: bool = False
     consumers: int = 2
+    splits: bool = False
 
     @property
     def tile_rows(self) -> int:
@@ -106,6 +107,7 @@ class WideVariant:
             CONSUMERS=self.consumers,
             HAS_MASK=int(self.has_mask),
             HAS_SOFT_CAP=int(self.has_soft_cap),
+            **({"SPLITS": 1} if self.splits else {}),
         )
 
 
@@ -115,6 +117,8 @@ _GENERAL: Final = {64: (128, 3, 2), 128: (128, 2, 2), 192: (64, 3, 1), 256: (64,
 _GENERAL_IN_REGISTERS: Final = 64
 _PLAIN: Final = {**_GENERAL, 64: (192, 2, 2)}
 _PLAIN_IN_REGISTERS: Final = 128
+MOST_RUNNING: Final = 256 * (256 // 2 + 4)
+"""Floats of the running states of a CTA: see kRunningFloats of shared.cuh."""
 LONG_KEYS: Final = 96
 """Key tile of `long_variant`; pages of 8 tokens leave its data movers no registers."""
 _LONG_PAGES: Final = (0, 16, 32)

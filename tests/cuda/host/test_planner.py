@@ -42,19 +42,26 @@ def config(
     return PlannerConfig(group, page_size, heads, window, shapes, team, page_bytes)
 
 
-def test_with_fixed_splits_runs_end_there_whatever_else_is_in_the_batch() -> None:
-    fixed = replace(config(shapes=(WIDE,)), split_keys=256)
-    alone = make_work([(0, decode_plan([700], 16))], fixed)
+@pytest.mark.parametrize("leads", [False, True])
+def test_with_fixed_splits_runs_end_there_whatever_else_is_in_the_batch(leads: bool) -> None:
+    fixed = replace(config(group=8, shapes=(WIDE,)), split_keys=256, leads=leads)
+    alone = make_work([(0, decode_plan([5000], 16))], fixed)
     batch = make_work([(0, decode_plan([5000, 700, 30] * 40, 16))], fixed)
-    assert sorted(alone.kernels[0].items[:, 4].tolist()) == [188, 256, 256]
+    places = range(0, 5000, 256)
     for work in (alone, batch):
-        items = work.kernels[0].items
-        assert (items[:, 5] % 256 == 0).all(), "runs begin at splits"
-        assert items[:, 4].max() <= 256
-        start_of = dict(zip(items[:, 7].tolist(), items[:, 5].tolist(), strict=True))
+        begins: dict[int, list[int]] = {}
+        for item in work.kernels[0].items.tolist():
+            assert item[5] in places, "runs begin at splits"
+            begins.setdefault(item[1], []).append(item[5])
+            crossed = [place for place in places if item[5] < place < item[5] + item[4]]
+            assert not crossed or (leads and item[5] == 0), "only a first run is several splits"
+        assert all(min(starts) == 0 for starts in begins.values())
+        start_of = {i[7]: i[5] for i in work.kernels[0].items.tolist()}
         for first, last in pairwise(work.merges.indptr.tolist()):
             starts = [start_of[member] for member in work.merges.members[first:last].tolist()]
             assert starts == sorted(starts), "states are merged in order of position"
+    many = make_work([(0, decode_plan([5000, 700, 30] * 400, 16))], fixed)
+    assert (len(many.kernels[0].items) == 1200) == leads, "whole where there are enough"
 
 
 def int32(*values: int) -> Int32:
