@@ -74,11 +74,11 @@ def state_bytes(o: Array, name: str = "q") -> int:
 def attention_of(reply: Reply) -> AttentionResult:
     fields, arrays = reply.fields, reply.tensors
     base: LseBase = fields["lse_base"]
-    states: list[AttentionState] = []
-    while (o := arrays.get(f"o.{len(states)}")) is not None:  # the state of each level
-        states.append(AttentionState(o, arrays[f"lse.{len(states)}"], base))
-    merged, levels = (arrays["o"], arrays["lse"], base), fields["levels"]
-    return AttentionResult(*merged, levels, fields["cascade"], tuple(states), reply.meta)
+    states: tuple[AttentionState, ...] = ()
+    while f"o.{(i := len(states))}" in arrays:  # the state of each level
+        states += (AttentionState(arrays[f"o.{i}"], arrays[f"lse.{i}"], base),)
+    o, lse, levels, cascade = arrays["o"], arrays["lse"], fields["levels"], fields["cascade"]
+    return AttentionResult(o, lse, base, levels, cascade, states, reply.meta)
 
 
 def mask_tensor(mask: Array | None) -> dict[str, Array | None]:
