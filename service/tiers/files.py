@@ -1,0 +1,80 @@
+"""The file operations of the record store: one seam through which tests inject faults."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+from typing import Final
+
+FILE_MODE: Final = 0o600
+DIRECTORY_MODE: Final = 0o700
+
+
+class Files:
+    """Reads and writes files of one directory; every method can raise `OSError`."""
+
+    def make_directory(self, path: Path) -> None:
+        """Make a directory, and those above it, that only its owner can read."""
+        path.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+        path.chmod(DIRECTORY_MODE)
+
+    def open(self, path: Path) -> int:
+        """The descriptor of a file that only its owner can read, made if it does not exist."""
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+        os.fchmod(fd, FILE_MODE)
+        return fd
+
+    def lock(self, fd: int) -> None:
+        """Lock a file until it is closed. Raises `BlockingIOError` where another process has."""
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def read(self, fd: int, into: memoryview, offset: int) -> int:
+        """Read up to `into`'s size; returns the number of bytes, fewer at the end of the file."""
+        return os.preadv(fd, [into], offset)
+
+    def write(self, fd: int, data: memoryview, offset: int) -> int:
+        """Write some of `data`; returns the number of bytes."""
+        return os.pwrite(fd, data, offset)
+
+    def sync(self, fd: int) -> None:
+        """Return when all that was written is on the device."""
+        os.fdatasync(fd)
+
+    def size(self, fd: int) -> int:
+        return os.fstat(fd).st_size
+
+    def truncate(self, fd: int, size: int) -> None:
+        os.ftruncate(fd, size)
+
+    def is_at(self, fd: int, path: Path) -> bool:
+        """Whether an open file is still the one at `path`."""
+        try:
+            return os.path.samestat(os.fstat(fd), path.stat())
+        except FileNotFoundError:
+            return False
+
+    def remove(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+
+def read_all(files: Files, fd: int, into: memoryview, offset: int) -> int:
+    """Read until `into` is full or the file ends; returns the number of bytes."""
+    done = 0
+    while done < len(into) and (count := files.read(fd, into[done:], offset + done)):
+        done += count
+    return done
+
+
+def write_all(files: Files, fd: int, data: memoryview, offset: int) -> None:
+    """Write all of `data`. Raises `OSError`."""
+    done = 0
+    while done < len(data):
+        count = files.write(fd, data[done:], offset + done)
+        if count <= 0:
+            raise OSError(errno.EIO, "the file took no more bytes")
+        done += count

@@ -1,0 +1,97 @@
+"""Records: a header, a label and a payload in one block, with a digest over all of it."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from xxhash import xxh3_128
+
+MAGIC: Final = b"atr1"
+HEADER: Final = struct.Struct("<4sHHQ16s16s16s")
+"""Magic; bytes of namespace, label and payload; key; stamp; digest of everything else."""
+DIGEST_BYTES: Final = 16
+KEY_BYTES: Final = 16
+STAMP_BYTES: Final = 16
+MAX_NAMESPACE: Final = 64
+ALIGNMENT: Final = 64
+
+Reason = Literal["torn", "foreign", "corrupt"]
+
+
+class InvalidRecord(Exception):
+    """A block is not the record it must be: cut short, another one, or changed."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(reason)
+        self.reason: Reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class RecordLayout:
+    """The size of blocks, and the stamp that all their records have.
+
+    A block is a head of `head_bytes` (header, namespace, label, zeros) and then the payload of up
+    to `payload_bytes`. `stamp` (16 bytes) identifies the payloads' format: records with
+    another stamp are never read.
+    """
+
+    label_bytes: int
+    payload_bytes: int
+    stamp: bytes
+
+    @property
+    def head_bytes(self) -> int:
+        used = HEADER.size + MAX_NAMESPACE + self.label_bytes
+        return -(-used // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def block_bytes(self) -> int:
+        return self.head_bytes + self.payload_bytes
+
+    def seal(
+        self, block: memoryview, key: bytes, namespace: str, label: bytes, length: int
+    ) -> None:
+        """Complete the block of a payload of `length` bytes, which is in its place already.
+
+        Raises ValueError for a namespace, label or payload that does not fit.
+        """
+        owner = namespace.encode()
+        fits = len(owner) <= MAX_NAMESPACE and len(label) <= self.label_bytes
+        if not fits or not 0 <= length <= self.payload_bytes or len(key) != KEY_BYTES:
+            sizes = f"{len(owner)}, {len(label)}, {len(key)} and {length} bytes"
+            raise ValueError(f"namespace, label, key and payload of {sizes} do not fit a record")
+        sizes_of = (len(owner), len(label), length)
+        HEADER.pack_into(block, 0, MAGIC, *sizes_of, key, self.stamp, bytes(DIGEST_BYTES))
+        text = owner + label
+        block[HEADER.size : self.head_bytes] = text.ljust(self.head_bytes - HEADER.size, b"\0")
+        block[self.head_bytes + length :] = bytes(self.payload_bytes - length)
+        block[HEADER.size - DIGEST_BYTES : HEADER.size] = self._digest(block)
+
+    def check(self, block: memoryview, key: bytes, namespace: str) -> tuple[bytes, int]:
+        """The label, and the length of the payload, of the record in a block.
+
+        Raises `InvalidRecord` unless it is the record of `key` in `namespace`, to the bit.
+        """
+        magic, owner_len, label_len, length, found, stamp, digest = HEADER.unpack_from(block)
+        text = HEADER.size + owner_len
+        sizes_fit = text + label_len <= self.head_bytes and length <= self.payload_bytes
+        if magic != MAGIC or not sizes_fit:
+            raise InvalidRecord("torn")
+        owner = bytes(block[HEADER.size : text])
+        if found != key or stamp != self.stamp or owner != namespace.encode():
+            raise InvalidRecord("foreign")
+        if self._digest(block) != digest:
+            raise InvalidRecord("corrupt")
+        return bytes(block[text : text + label_len]), length
+
+    def payload(self, block: memoryview) -> memoryview:
+        """The place of a block's payload."""
+        return block[self.head_bytes :]
+
+    def _digest(self, block: memoryview) -> bytes:
+        """XXH3-128 of the whole block but the digest's own place."""
+        digest = xxh3_128(block[: HEADER.size - DIGEST_BYTES])
+        digest.update(block[HEADER.size :])
+        return digest.digest()

@@ -1,0 +1,182 @@
+"""The records of one tier: where each one is, and the order in which they give way to others."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+PINNED: Final = 1000
+"""Records of this rank or above are not evicted."""
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One record, in place `slot`. Low ranks give way first; then the least recently used.
+
+    While `holds` is above 0 a thread reads or writes the place. `is_ready`: the record can be read.
+    `tag` is the caller's.
+    """
+
+    key: bytes
+    namespace: str
+    slot: int
+    rank: int
+    tag: bytes = b""
+    holds: int = 0
+    is_ready: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Owner:
+    """One namespace's records by rank, least recently used first, and their maximum number."""
+
+    limit: int | None = None
+    count: int = 0
+    ranks: dict[int, OrderedDict[bytes, Entry]] = field(default_factory=dict)
+
+    def first(self) -> Entry | None:
+        """The record to evict next."""
+        for rank in sorted(self.ranks):
+            if rank >= PINNED:
+                return None
+            for entry in self.ranks[rank].values():
+                if not entry.holds:
+                    return entry
+        return None
+
+    def put(self, entry: Entry) -> None:
+        """Add a record as the most recently used one of its rank."""
+        self.ranks.setdefault(entry.rank, OrderedDict())[entry.key] = entry
+
+    def take_out(self, entry: Entry) -> None:
+        queue = self.ranks[entry.rank]
+        del queue[entry.key]
+        if not queue:
+            del self.ranks[entry.rank]
+
+
+class Shelf:
+    """Up to `num_slots` records of all namespaces, each within its limit.
+
+    A namespace that has more than an equal share gives way to others first. `evicted` gets every
+    record that gives way. Not thread-safe.
+    """
+
+    def __init__(self, num_slots: int, evicted: Callable[[Entry], None]) -> None:
+        self.num_slots = num_slots
+        self._evicted = evicted
+        self._entries: dict[bytes, Entry] = {}
+        self._owners: dict[str, Owner] = {}
+        self._free: list[int] = []
+        self._end = 0
+        """Places from here on were never used."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries.values())
+
+    def find(self, key: bytes) -> Entry | None:
+        """The record of `key`, which can be read."""
+        entry = self._entries.get(key)
+        return entry if entry is not None and entry.is_ready else None
+
+    def has(self, key: bytes) -> bool:
+        """Whether `key` has a place, if only to be written to."""
+        return key in self._entries
+
+    def count(self, namespace: str) -> int:
+        owner = self._owners.get(namespace)
+        return 0 if owner is None else owner.count
+
+    def own(self, namespace: str) -> list[Entry]:
+        """The records of a namespace, first to be evicted first."""
+        owner = self._owners.get(namespace)
+        ranks = {} if owner is None else owner.ranks
+        return [entry for rank in sorted(ranks) for entry in ranks[rank].values()]
+
+    def set_limit(self, namespace: str, limit: int | None) -> None:
+        """Limit a namespace's records; those above a new limit give way as others are added."""
+        self._owner(namespace).limit = limit
+
+    def restore(self, entries: Iterable[Entry], end: int) -> list[int]:
+        """Add records that have their places, least recently used first, to an empty shelf.
+
+        Places from `end` on were never used. Returns the free ones below.
+        """
+        for entry in entries:
+            self._add(entry)
+        self._end = end
+        used = {entry.slot for entry in self}
+        self._free = [slot for slot in range(end - 1, -1, -1) if slot not in used]
+        return self._free.copy()
+
+    def place(self, key: bytes, namespace: str, rank: int, tag: bytes = b"") -> Entry | None:
+        """A place for a record, evicting others as needed; held, and not ready yet.
+
+        None where the namespace's limit or held records prevent it.
+        """
+        slot = self._take(self._owner(namespace))
+        if slot is None:
+            return None
+        entry = Entry(key, namespace, slot, rank, tag, holds=1)
+        self._add(entry)
+        return entry
+
+    def use(self, entry: Entry, rank: int | None = None) -> None:
+        """Make a record the most recently used one of `rank` (None: of its own)."""
+        owner = self._owners[entry.namespace]
+        owner.take_out(entry)
+        entry.rank = entry.rank if rank is None else rank
+        owner.put(entry)
+
+    def remove(self, entry: Entry) -> None:
+        """Remove a record; its place is free for others, so it must not be held."""
+        owner = self._owners[entry.namespace]
+        owner.take_out(entry)
+        owner.count -= 1
+        if not owner.count and owner.limit is None:
+            del self._owners[entry.namespace]
+        del self._entries[entry.key]
+        self._free.append(entry.slot)
+
+    def _owner(self, namespace: str) -> Owner:
+        return self._owners.setdefault(namespace, Owner())
+
+    def _add(self, entry: Entry) -> None:
+        owner = self._owner(entry.namespace)
+        owner.put(entry)
+        owner.count += 1
+        self._entries[entry.key] = entry
+
+    def _take(self, owner: Owner) -> int | None:
+        while owner.limit is not None and owner.count >= owner.limit:
+            if not self._evict(owner.first()):
+                return None
+        if not self._free and self._end < self.num_slots:
+            self._end += 1
+            return self._end - 1
+        if not self._free and not self._evict(self._victim(owner)):
+            return None
+        return self._free.pop()
+
+    def _evict(self, victim: Entry | None) -> bool:
+        if victim is None:
+            return False
+        self.remove(victim)
+        self._evicted(victim)
+        return True
+
+    def _victim(self, taker: Owner) -> Entry | None:
+        """The first record of `taker` if that has more than its share, else of the largest."""
+        share = self.num_slots // len(self._owners)
+        if taker.count > share and (own := taker.first()) is not None:
+            return own
+        largest = max(self._owners.values(), key=lambda one: one.count)
+        if (entry := largest.first()) is not None:
+            return entry
+        every = sorted(self._owners.values(), key=lambda one: -one.count)
+        return next((entry for owner in every if (entry := owner.first()) is not None), None)

@@ -1,0 +1,446 @@
+"""The record store: what is read is what was kept, or a miss; quotas, erasure, restarts, faults."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from faulty_files import FaultyFiles
+
+from service.tiers.record_store import NewRecord, RecordStore, StoreUnavailable
+from service.tiers.records import InvalidRecord, RecordLayout
+from service.tiers.shelf import PINNED
+
+LAYOUT: Final = RecordLayout(40, 1000, b"model and shape.")
+ROOM: Final = 8 * LAYOUT.block_bytes
+SECRET: Final = b"keys and values "
+
+
+@pytest.fixture
+def files() -> FaultyFiles:
+    return FaultyFiles()
+
+
+@pytest.fixture
+def store(tmp_path: Path, files: FaultyFiles) -> Iterator[RecordStore]:
+    opened = RecordStore(tmp_path / "tier", ROOM, LAYOUT, files)
+    yield opened
+    opened.close()
+
+
+def key_of(number: int) -> bytes:
+    return number.to_bytes(16, "little")
+
+
+def payload_of(number: int) -> bytes:
+    return SECRET + random.Random(number).randbytes(900)
+
+
+def record(number: int, namespace: str = "a", rank: int = 35, **changes: Any) -> NewRecord:
+    block = memoryview(bytearray(LAYOUT.block_bytes))
+    payload = payload_of(number)
+    LAYOUT.payload(block)[: len(payload)] = payload
+    LAYOUT.seal(block, key_of(number), namespace, b"label", len(payload))
+    return NewRecord(key_of(number), namespace, rank, b"tag", block)
+
+
+def put(store: RecordStore, *numbers: int, **how: Any) -> list[bool]:
+    return store.put([record(number, **how) for number in numbers])
+
+
+def get(store: RecordStore, number: int) -> bytes | None:
+    """The payload of a record; None where there is none."""
+    entry = store.find(key_of(number))
+    if entry is None:
+        return None
+    block = memoryview(bytearray(LAYOUT.block_bytes))
+    found = store.get(entry, block)
+    if found is None:
+        return None
+    label, length = found
+    assert label == b"label"
+    return bytes(LAYOUT.payload(block)[:length])
+
+
+def kept(store: RecordStore) -> list[int]:
+    return [number for number in range(64) if store.find(key_of(number)) is not None]
+
+
+def reopened(store: RecordStore, layout: RecordLayout = LAYOUT, room: int = ROOM) -> RecordStore:
+    store.close()
+    return RecordStore(store.path, room, layout)
+
+
+def data_of(store: RecordStore) -> bytes:
+    """All bytes of all files in the directory."""
+    return b"".join(one.read_bytes() for one in store.path.iterdir())
+
+
+def test_a_record_is_read_as_it_was_kept(store: RecordStore) -> None:
+    assert put(store, 1, 2) == [True, True]
+    assert (get(store, 1), get(store, 2), get(store, 3)) == (payload_of(1), payload_of(2), None)
+
+
+def test_a_record_is_kept_once(store: RecordStore) -> None:
+    assert put(store, 1) + put(store, 1, 1) == [True, True, True]
+    assert store.count() == 1
+
+
+def test_records_and_notes_survive_a_restart(store: RecordStore) -> None:
+    put(store, 1, 2)
+    store.note("quota", "3")
+    store.note("other", "4")
+    store.note("other", None)
+    again = reopened(store)
+    assert (get(again, 1), get(again, 2), again.notes()) == (
+        payload_of(1),
+        payload_of(2),
+        {"quota": "3"},
+    )
+    again.close()
+
+
+def test_the_least_recently_used_record_gives_way_also_after_a_restart(store: RecordStore) -> None:
+    put(store, *range(8))
+    get(store, 0)
+    again = reopened(store)
+    put(again, 8)
+    assert kept(again) == [0, 2, 3, 4, 5, 6, 7, 8]
+    again.close()
+
+
+def test_low_ranks_give_way_first_and_pinned_records_never(store: RecordStore) -> None:
+    put(store, 0, rank=PINNED)
+    put(store, *range(1, 7), rank=50)
+    put(store, 7, rank=10)
+    put(store, 8, 9, rank=50)
+    assert kept(store) == [0, 2, 3, 4, 5, 6, 8, 9]
+    for number in kept(store):
+        entry = store.find(key_of(number))
+        assert entry is not None
+        store.use(entry, PINNED)
+    assert put(store, 20) == [False]
+    again = reopened(store)
+    assert put(again, 20) == [False], "ranks survive a restart"
+    again.close()
+
+
+def test_a_namespace_stays_within_its_limit(store: RecordStore) -> None:
+    store.set_limit("a", 2 * LAYOUT.block_bytes)
+    put(store, 1, 2)
+    put(store, 3)
+    put(store, 4, 5, namespace="b")
+    assert kept(store) == [2, 3, 4, 5]
+    store.set_limit("a", 0)
+    assert put(store, 6) == [False]
+
+
+def test_the_namespace_above_its_share_gives_way(store: RecordStore) -> None:
+    put(store, 1, 2, namespace="b")
+    put(store, *range(10, 16))
+    put(store, *range(20, 26))
+    assert {1, 2} <= set(kept(store)), "b has less than its share"
+    for number in range(30, 36):
+        put(store, number, namespace="b")
+    assert store.count("a") == store.count("b") == 4
+
+
+def test_evictions_are_reported(tmp_path: Path) -> None:
+    gone: list[bytes] = []
+    store = RecordStore(tmp_path, ROOM, LAYOUT, evicted=lambda entry: gone.append(entry.key))
+    for first in range(0, 10, 2):
+        put(store, first, first + 1)
+    assert gone == [key_of(0), key_of(1)]
+    store.close()
+
+
+def test_cleared_records_leave_no_byte_behind(store: RecordStore) -> None:
+    put(store, *range(6))
+    put(store, 6, 7, namespace="b")
+    put(store, 8, 9, namespace="b")  # two of a's give way; what is left of them is b's
+    store.drop([entry for n in (2, 3) if (entry := store.find(key_of(n)))])
+    assert store.clear("a") == 2
+    data = data_of(store)
+    assert all(payload_of(number) not in data for number in range(6))
+    assert all(payload_of(number) in data for number in range(6, 10))
+    assert [get(store, n) for n in range(6, 10)] == [payload_of(n) for n in range(6, 10)]
+
+
+def test_places_of_unknown_content_are_erased_with_any_namespace(store: RecordStore) -> None:
+    put(store, 1, 2)
+    store.drop([entry for n in (1, 2) if (entry := store.find(key_of(n)))])
+    again = reopened(store)
+    again.clear("a")
+    assert SECRET not in data_of(again)
+    again.close()
+
+
+def test_only_the_owner_can_read_the_files(store: RecordStore) -> None:
+    put(store, 1)
+    assert stat.S_IMODE(store.path.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(one.stat().st_mode) for one in store.path.iterdir()} == {0o600}
+
+
+def test_a_second_service_is_refused_in_one_line(store: RecordStore) -> None:
+    with pytest.raises(StoreUnavailable, match="another service uses it: name another path") as no:
+        RecordStore(store.path, ROOM, LAYOUT)
+    assert "\n" not in str(no.value)
+    put(store, 1)
+    assert get(store, 1) == payload_of(1)
+
+
+def test_a_path_that_cannot_be_written_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreUnavailable, match=r"cannot be used.*name another path"):
+        RecordStore(tmp_path / "file" / "tier", ROOM, LAYOUT)
+
+
+def test_too_little_room_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    with pytest.raises(StoreUnavailable, match=f"one record takes {LAYOUT.block_bytes}"):
+        RecordStore(tmp_path, LAYOUT.block_bytes - 1, LAYOUT)
+
+
+def test_records_with_another_stamp_are_ignored_and_give_way(store: RecordStore) -> None:
+    put(store, *range(8))
+    other = reopened(store, RecordLayout(40, 1000, b"another model   "))
+    assert kept(other) == []
+    put(other, 1)
+    assert kept(other) == [1]
+    back = reopened(other)
+    assert len(kept(back)) == 7
+    assert all(get(back, number) == payload_of(number) for number in kept(back))
+    back.close()
+
+
+def test_files_of_another_geometry_stay_until_their_room_is_needed(store: RecordStore) -> None:
+    put(store, *range(6))
+    small = RecordLayout(40, 100, b"model and shape.")
+    other = reopened(store, small)
+    assert (store.path / f"{LAYOUT.block_bytes}.data").exists()
+    blocks = []
+    for number in range(ROOM // small.block_bytes):
+        block = memoryview(bytearray(small.block_bytes))
+        small.seal(block, key_of(number), "a", b"", 100)
+        blocks.append(NewRecord(key_of(number), "a", 35, b"", block))
+    other.put(blocks[:1])
+    assert (store.path / f"{LAYOUT.block_bytes}.data").exists()
+    other.put(blocks)
+    assert not (store.path / f"{LAYOUT.block_bytes}.data").exists()
+    other.close()
+
+
+def test_a_clear_reaches_files_of_another_geometry(store: RecordStore) -> None:
+    put(store, 1)
+    other = reopened(store, RecordLayout(40, 100, b"model and shape."))
+    other.clear("a")
+    assert SECRET not in data_of(other)
+    other.close()
+
+
+def test_a_smaller_size_drops_what_is_beyond_it(store: RecordStore) -> None:
+    put(store, *range(8))
+    again = reopened(store, room=4 * LAYOUT.block_bytes)
+    assert kept(again) == [0, 1, 2, 3]
+    assert (again.path / f"{LAYOUT.block_bytes}.data").stat().st_size == ROOM // 2
+    assert all(get(again, number) == payload_of(number) for number in range(4))
+    again.close()
+
+
+# Faults.
+
+
+def test_short_reads_and_writes_are_continued(store: RecordStore, files: FaultyFiles) -> None:
+    files.most = 7
+    put(store, 1)
+    assert get(store, 1) == payload_of(1)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("when", [0, 1])
+def test_a_write_that_fails_keeps_nothing(
+    store: RecordStore, files: FaultyFiles, code: int, when: int
+) -> None:
+    put(store, 1)
+    files.write_error, files.writes_until_error = code, when
+    with pytest.raises(OSError) as raised:
+        put(store, 2, 3)
+    assert raised.value.errno == code
+    assert (kept(store), get(store, 1)) == ([1], payload_of(1))
+    files.write_error = None
+    again = reopened(store)
+    assert kept(again) == [1]
+    again.close()
+
+
+def test_a_sync_that_fails_keeps_nothing(store: RecordStore, files: FaultyFiles) -> None:
+    files.sync_error = errno.EIO
+    with pytest.raises(OSError):
+        put(store, 1)
+    assert kept(store) == []
+
+
+def test_a_read_that_fails_is_an_error_of_that_record(
+    store: RecordStore, files: FaultyFiles
+) -> None:
+    put(store, 1)
+    files.read_error = errno.EIO
+    with pytest.raises(OSError):
+        get(store, 1)
+    files.read_error = None
+    assert get(store, 1) == payload_of(1)
+
+
+def test_a_torn_write_is_a_miss(store: RecordStore, files: FaultyFiles) -> None:
+    put(store, 1)
+    files.lost_bytes = 300
+    put(store, 2, 3)
+    for number, reason in ((2, "corrupt"), (3, "torn")):
+        with pytest.raises(InvalidRecord, match=reason):
+            get(store, number)
+    assert get(store, 1) == payload_of(1)
+
+
+def test_no_flipped_bit_is_served(store: RecordStore) -> None:
+    put(store, 1)
+    path = store.path / f"{LAYOUT.block_bytes}.data"
+    good = path.read_bytes()
+    chosen = random.Random(5)
+    for _ in range(2000):
+        bit = chosen.randrange(8 * len(good))
+        with path.open("r+b") as file:
+            file.seek(bit // 8)
+            file.write(bytes([good[bit // 8] ^ 1 << bit % 8]))
+            file.flush()
+            with pytest.raises(InvalidRecord):
+                get(store, 1)
+            file.seek(bit // 8)
+            file.write(good[bit // 8 : bit // 8 + 1])
+    assert get(store, 1) == payload_of(1)
+
+
+@pytest.mark.parametrize(
+    "stolen",
+    [("a", 2), ("b", 1)],
+    ids=["another record of the namespace", "the key in another namespace"],
+)
+def test_a_record_in_the_place_of_another_is_a_miss(
+    store: RecordStore, stolen: tuple[str, int]
+) -> None:
+    namespace, number = stolen
+    put(store, 1)
+    block = record(number, namespace).block
+    (store.path / f"{LAYOUT.block_bytes}.data").write_bytes(block)
+    with pytest.raises(InvalidRecord, match="foreign"):
+        get(store, 1)
+
+
+def test_a_directory_that_was_removed_is_an_error_of_writes(store: RecordStore) -> None:
+    put(store, 1)
+    shutil.rmtree(store.path)
+    for write in (lambda: put(store, 2), lambda: store.clear("a"), lambda: store.note("x", "y")):
+        with pytest.raises(OSError, match="was removed or replaced"):
+            write()
+    assert get(store, 1) == payload_of(1), "the open file has it still"
+
+
+def test_a_damaged_index_starts_anew(store: RecordStore) -> None:
+    put(store, *range(8))
+    store.close()
+    index = store.path / f"{LAYOUT.block_bytes}.index"
+    index.write_bytes(b"\xff" * index.stat().st_size)
+    again = RecordStore(store.path, ROOM, LAYOUT)
+    assert kept(again) == []
+    again.clear("whoever")
+    assert SECRET not in data_of(again)
+    put(again, 1)
+    assert get(again, 1) == payload_of(1)
+    again.close()
+
+
+WRITER: Final = """
+import sys
+sys.path[:0] = sys.argv[2:]
+from pathlib import Path
+from test_record_store import LAYOUT, record, RecordStore
+store = RecordStore(Path(sys.argv[1]), 200 * LAYOUT.block_bytes, LAYOUT)
+number = 0
+while True:
+    store.put([record(number), record(number + 1)])
+    number += 2
+    print(number, flush=True)
+"""
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_all_that_was_durable_survives_a_kill(tmp_path: Path, seed: int) -> None:
+    here = Path(__file__).resolve()
+    paths = [str(here.parent), str(here.parents[2]), str(here.parents[2] / "client/src")]
+    child = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path / "tier"), *paths],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    durable = int(child.stdout.readline())
+    ends = time.monotonic() + random.Random(seed).random() * 0.2
+    while time.monotonic() < ends:
+        durable = int(child.stdout.readline())
+    child.send_signal(signal.SIGKILL)
+    durable = max([durable, *map(int, child.stdout.read().split())])
+    child.wait()
+    child.stdout.close()
+    store = RecordStore(tmp_path / "tier", 200 * LAYOUT.block_bytes, LAYOUT)
+    for number in range(max(0, durable - 198), durable):
+        assert get(store, number) == payload_of(number)
+    store.close()
+
+
+@pytest.mark.timing
+def test_a_hundred_thousand_records_are_known_within_a_second(tmp_path: Path) -> None:
+    layout = RecordLayout(0, 1, b"model and shape.")
+    room = 100_000 * layout.block_bytes
+    store = RecordStore(tmp_path, room, layout)
+    block = memoryview(bytearray(layout.block_bytes))
+    for first in range(0, 100_000, 1000):
+        store.put(
+            [NewRecord(key_of(n), "a", 35, b"tag", block) for n in range(first, first + 1000)]
+        )
+    store.close()
+    began = time.monotonic()
+    again = RecordStore(tmp_path, room, layout)
+    spent = time.monotonic() - began
+    assert again.count() == 100_000
+    again.close()
+    assert spent < 1.0
+
+
+def test_the_labels_of_a_record_must_fit() -> None:
+    block = memoryview(bytearray(LAYOUT.block_bytes))
+    for key, namespace, label, length in (
+        (b"short", "a", b"", 0),
+        (key_of(1), "a" * 65, b"", 0),
+        (key_of(1), "a", b"l" * 41, 0),
+        (key_of(1), "a", b"", 1001),
+    ):
+        with pytest.raises(ValueError, match="do not fit a record"):
+            LAYOUT.seal(block, key, namespace, label, length)
+
+
+def test_the_umask_does_not_open_the_directory(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        RecordStore(tmp_path / "tier", ROOM, LAYOUT).close()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "tier").stat().st_mode) == 0o700
