@@ -28,9 +28,9 @@ GROUPS: Final[dict[str, tuple[str, ...]]] = {
         *("append", "gather", "decode", "prefill", "ragged_prefill", "cascade", "merge"),
     ),
     "The prefix cache": (
-        *("match_prefix", "commit", "commit_sequences", "renew_lease", "release_lease", "pin"),
-        *("unpin", "holds", "evict", "clear", "events", "event_page", "get_namespace"),
-        *("set_namespace",),
+        *("match_prefix", "prefetch", "commit", "commit_sequences", "renew_lease"),
+        *("release_lease", "pin", "unpin", "holds", "evict", "clear", "events", "event_page"),
+        *("get_namespace", "set_namespace"),
     ),
     "Moving sequences": (
         *("export", "import_", "export_header", "export_part", "begin_import", "import_part"),

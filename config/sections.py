@@ -25,6 +25,7 @@ PATHS: Final = {
     "server": ("uds", "socket", "tls_cert", "tls_key", "tls_client_ca"),
     "auth": ("keys_file",),
     "cluster": ("secret_file",),
+    "cache": ("disk_path",),
 }
 """Settings that name files, by section."""
 LOCAL = ("ipc://", "tcp://127.0.0.1:", "tcp://localhost:", "tcp://[::1]:")
@@ -163,6 +164,25 @@ class CacheSettings(Section):
     """Event history per namespace, in pages, for readers that reconnect. A page of 16 tokens takes
     about 100 bytes; 0: no events."""
 
+    host_bytes: Annotated[int, Field(ge=0)] = 0
+    """Host memory for pages that the pool evicts, in bytes; 0: none. Several times the pool's size
+    is useful."""
+
+    disk_path: Annotated[str | None, Field(min_length=1)] = None
+    """Directory for pages that the pool evicts, which survive a restart; absent: none. Requires
+    cache.disk_bytes and cache.model. One service uses a directory at a time."""
+
+    disk_bytes: Annotated[int, Field(ge=0)] = 0
+    """Size of the files in cache.disk_path, in bytes."""
+
+    write: Literal["evict", "commit"] = "evict"
+    """When pages are written down: when the pool evicts them, or when they are committed. With
+    `commit`, which needs cache.disk_path, a commit's reply waits until its pages are on disk."""
+
+    model: Annotated[str | None, Field(min_length=1, max_length=256)] = None
+    """Name and revision of the model, such as `org/model@5f0b02c`. Pages on disk carry it, because
+    page keys do not cover the weights; pages of other models are ignored."""
+
     zmq_endpoint: Endpoint | None = None
     """ZeroMQ endpoint where events are published in vLLM's format, such as `tcp://127.0.0.1:5557`
     or `ipc:///run/attnd/events`; absent: none. It has no authentication, so addresses that other
@@ -180,6 +200,28 @@ class CacheSettings(Section):
 
     zmq_namespace: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] = "default"
     """Namespace whose events are published, with keys."""
+
+    @model_validator(mode="after")
+    def check_disk(self) -> CacheSettings:
+        if self.disk_path is None:
+            for name, is_given in (
+                ("disk_bytes", self.disk_bytes > 0),
+                ("write", self.write == "commit"),
+            ):
+                if is_given:
+                    given = f"cache.{name} = {getattr(self, name)}"
+                    raise ValueError(f"{given}: there is no disk tier: set cache.disk_path too")
+            return self
+        if self.model is None:
+            raise ValueError(
+                f"cache.disk_path = {self.disk_path}: page keys do not cover the model's weights: "
+                "set cache.model to its name and revision"
+            )
+        if not self.disk_bytes:
+            raise ValueError(
+                f"cache.disk_path = {self.disk_path}: set cache.disk_bytes to the size of its files"
+            )
+        return self
 
     @model_validator(mode="after")
     def check_together(self) -> CacheSettings:

@@ -187,6 +187,23 @@ class AttentionState:
     lse: Tensor
 
 
+class PageCopies(Protocol):
+    """Copies of whole pages between pool and host memory, beside a backend's other calls.
+
+    Each returns when it is done and can be called from any thread, one call of a kind at a time.
+    Until then the caller neither writes to the pages nor frees them. A copy of a page is uint8
+    `[num_layers * page_bytes]`: K and V of every layer, as the pool stores them.
+    """
+
+    def read(self, pages: Int32, into: Sequence[UInt8]) -> None:
+        """Copy `pages[i]` to `into[i]`."""
+        ...
+
+    def write(self, pages: Int32, data: Sequence[UInt8]) -> None:
+        """Copy `data[i]` to `pages[i]`; later calls see it."""
+        ...
+
+
 class Backend(Protocol):
     """One device's pool and kernels, used by one thread; calls take effect in call order."""
 
@@ -287,6 +304,11 @@ class Backend(Protocol):
 
     def write_stored(self, layer: int, k: Tensor, v: Tensor, slots: Int32) -> Pending[None]:
         """As `append`, for rows that `read_stored` gave: stored to the bit."""
+        ...
+
+    @property
+    def page_copies(self) -> PageCopies | None:
+        """None where the backend cannot copy pages beside its other calls."""
         ...
 
     def close(self) -> None:

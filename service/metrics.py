@@ -40,6 +40,7 @@ STAGES: Final = ("plan", "copy_in", "kernel", "copy_out", "encode")
 Mode = Literal["flat", "cascade", "explicit"]
 REASONS: Final = ("overloaded", "not_ready", "deadline_exceeded", "cancelled")
 STATES: Final = ("free", "referenced", "cached", "pinned")
+TIERS: Final = ("host", "disk")
 MOST_ENGINES: Final = 512
 """A process's cells have room for the series of this many engines."""
 
@@ -103,6 +104,21 @@ SPECS: Final[dict[str, Spec]] = {
         values=("hit", "miss"),
     ),
     "pages_evicted": Spec("counter", "Cached pages evicted."),
+    "tier_records": Spec("gauge", "Pages in the tiers below the pool.", ("tier",), values=TIERS),
+    "tier_up": Spec("gauge", "1 while a tier below the pool is in use.", ("tier",), values=TIERS),
+    "tier_pages_moved": Spec(
+        "counter", "Pages moved to (in) or from (out) a tier.", ("tier", "way")
+    ),
+    "tier_bytes_moved": Spec(
+        "counter", "Bytes of pages moved to (in) or from (out) a tier.", ("tier", "way")
+    ),
+    "tier_seconds": Spec("counter", "Time of these moves.", ("tier", "way")),
+    "tier_misses": Spec(
+        "counter",
+        "Pages found in a tier and not loaded: corrupt, unreadable, or evicted meanwhile.",
+        ("reason",),
+        values=("corrupt", "unreadable", "evicted"),
+    ),
     "leases": Spec("gauge", "Leases that hold cached pages."),
     "sequences": Spec("gauge", "Sequences alive."),
     "prefix_nodes": Spec("gauge", "Nodes of the prefix tree."),

@@ -81,6 +81,23 @@ ARROWS: Final = (
         lambda name: under("attnd")(name) and not under("attnd.wire")(name),
     ),
     Arrow(
+        "the record store knows nothing of pages: the standard library and xxhash",
+        ("service/tiers/*",),
+        beyond("xxhash", "service.tiers"),
+    ),
+    Arrow(
+        "xxhash only in records",
+        PRODUCT,
+        under("xxhash"),
+        but=("service/tiers/records.py",),
+    ),
+    Arrow(
+        "SQLite only in the record store",
+        PRODUCT,
+        under("sqlite3"),
+        but=("service/tiers/record_store.py",),
+    ),
+    Arrow(
         "images know numpy, JSON, the errors and nothing else",
         ("service/image/*",),
         beyond("numpy", "pydantic_core", "attnd.wire", "service.image", "service.errors"),

@@ -31,7 +31,7 @@ from kernels.backend import (
 )
 from kernels.cpu import invariant, state
 from kernels.cpu.attention import attention
-from kernels.cpu.pool import Pool, allocate, pair
+from kernels.cpu.pool import HostPageCopies, Pool, allocate, pair
 from kernels.cpu.prepared import Order, Preparer, prepare
 from kernels.cpu.steps import Step
 from kernels.cpu.tensors import dtype_name, on_host, to_numpy, to_torch, write
@@ -217,6 +217,10 @@ class CpuBackend:
         for pages, part in zip((self._pool.k, self._pool.v), rows, strict=True):
             pages.write_bits(layer, page, offset, to_torch(part))
         return Done(None)
+
+    @property
+    def page_copies(self) -> HostPageCopies:
+        return HostPageCopies(self._pool.storage[0])
 
     def close(self) -> None:
         self._pool = allocate(PoolGeometry(1, 0, 1, 1, 1))

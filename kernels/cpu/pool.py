@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
 
-from kernels.backend import NUMPY_DTYPES, Array, DType, Layout, PoolGeometry
+from kernels.backend import NUMPY_DTYPES, Array, DType, Int32, Layout, PoolGeometry, UInt8
 from kernels.cpu.tensors import BITS, TORCH_DTYPES, narrow, to_torch, widen
 
 JOINT_ELEMENTS: Final = 64 * 1024
@@ -124,6 +126,22 @@ class Pool:
         """Set every byte to 0xFF, a NaN in all five formats."""
         for tensor in self.storage:
             tensor.view(torch.uint8).fill_(0xFF)
+
+
+class HostPageCopies:
+    """`PageCopies` of a pool in host memory. numpy copies without the interpreter's lock."""
+
+    def __init__(self, storage: torch.Tensor) -> None:
+        """`storage [layers, pages, ...]`."""
+        self._pages: UInt8 = storage.flatten(2).numpy().view(np.uint8)
+
+    def read(self, pages: Int32, into: Sequence[UInt8]) -> None:
+        for page, place in zip(pages.tolist(), into, strict=True):
+            np.copyto(place.reshape(len(self._pages), -1), self._pages[:, page])
+
+    def write(self, pages: Int32, data: Sequence[UInt8]) -> None:
+        for page, rows in zip(pages.tolist(), data, strict=True):
+            np.copyto(self._pages[:, page], rows.reshape(len(self._pages), -1))
 
 
 def allocate(geometry: PoolGeometry) -> Pool:

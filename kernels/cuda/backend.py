@@ -295,6 +295,10 @@ class CudaBackend:
             seconds.plan = perf_counter() - start - seconds.copy_in
             return First(self._launch(device_plan, config, 0, [request], uploaded, seconds))
 
+    @property
+    def page_copies(self) -> None:
+        return None
+
     def close(self) -> None:
         if self._lost is None:
             self.transfers.close()

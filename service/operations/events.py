@@ -37,6 +37,8 @@ class EventAnswer(Fields):
     """Stored: token ids of the pages, if they were committed with ids."""
     page_size: Count | None = None
     """Stored: tokens per page."""
+    medium: Literal["GPU", "CPU", "DISK"] | None = None
+    """Stored, removed: where the pages are or were: `GPU` is the pool, `CPU` host memory."""
     is_high: bool | None = None
     """Pressure: whether the part of the pool that cannot be evicted exceeds
     `cache.high_watermark`."""

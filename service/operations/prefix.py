@@ -31,6 +31,8 @@ from service.operations.schema.page_names import (
     PageKey,
     PageNames,
     Seconds,
+    SoughtPages,
+    TierTokens,
     check_names_given,
 )
 from service.operations.schema.spec import Operation
@@ -47,12 +49,14 @@ NAMESPACE_PATTERN: Final = r"^[A-Za-z0-9._-]{1,64}$"
 LeaseId = Annotated[str, Field(pattern=LEASE_PATTERN)]
 LeaseSeconds = Annotated[float, Field(ge=0.0, le=MAX_LEASE_S)]
 Priority = Annotated[int, Field(ge=1, le=100)]
+Bytes = Annotated[int, Field(ge=0, lt=2**63)]
 NamespaceName = Annotated[str, Field(pattern=NAMESPACE_PATTERN)]
 
 
-class MatchFields(PageNames):
+class MatchFields(SoughtPages):
     lease_s: LeaseSeconds = DEFAULT_LEASE_S
-    """Duration of the lease on the matched pages, in seconds; 0: no lease."""
+    """Duration of the lease on the matched pages, in seconds; 0: no lease, and pages in other tiers
+    than the pool are counted and not loaded."""
 
     def check(self, entries: Entries, info: InfoAnswer) -> None:
         check_names_given(self, entries)
@@ -70,6 +74,22 @@ class MatchAnswer(Fields):
     num_pages: Count
     lease: LeaseAnswer | None
     """Null without a match, with `lease_s` = 0, or while the engine is draining."""
+    cached: TierTokens | None = None
+    """The matched tokens by the tier that had them, if the service has other tiers than the
+    pool."""
+
+
+class PrefetchFields(SoughtPages):
+    def check(self, entries: Entries, info: InfoAnswer) -> None:
+        check_names_given(self, entries)
+
+
+class PrefetchAnswer(Fields):
+    matched_len: Count
+    """Tokens in the pool now, in full pages."""
+    num_pages: Count
+    cached: TierTokens | None = None
+    """These tokens by the tier that had them, if the service has other tiers than the pool."""
 
 
 class CommitFields(PageNames):
@@ -94,6 +114,8 @@ class CommitAnswer(Fields):
     num_pages: Count
     last_key: PageKey | None
     """Key of the last of these pages, as used by pins."""
+    durable: bool | None = None
+    """Whether all these pages are on disk, with `cache.write` = `commit`."""
 
 
 class CommitSequencesFields(BatchFields, PageNames):
@@ -134,6 +156,8 @@ class CommittedAnswer(Fields):
     num_pages: Counts
     last_keys: list[PageKey | None]
     """Key of the last of each sequence's pages."""
+    durable: bool | None = None
+    """Whether all these pages are on disk, with `cache.write` = `commit`."""
 
 
 class RenewFields(Fields):
@@ -217,6 +241,10 @@ class QuotaFields(Fields):
     """Maximum pages of the namespace, cached ones included; null: no limit."""
     reserved_pages: Count = 0
     """Pages reserved for the namespace."""
+    max_host_bytes: Bytes | None = None
+    """Maximum bytes of the namespace's pages in host memory; null: no limit."""
+    max_disk_bytes: Bytes | None = None
+    """Maximum bytes of the namespace's pages on disk; null: no limit."""
 
 
 class NamespacesAnswer(Fields):
@@ -234,6 +262,8 @@ class NamespaceAnswer(Fields):
     pinned: Count
     leases: Count
     sequences: Count
+    max_host_bytes: Bytes | None = None
+    max_disk_bytes: Bytes | None = None
 
 
 def check_offset(field: str, offset: int, info: InfoAnswer) -> None:
@@ -258,6 +288,21 @@ MATCH: Final = operation(
     answer=MatchAnswer,
     scope="read",
     example={"token_ids": [11, 12, 13, 14]},
+    routing="everywhere",
+)
+
+PREFETCH: Final = operation(
+    name="prefetch",
+    number=41,
+    route="POST /v1/prefix/prefetch",
+    summary="Load the longest cached beginning of a prompt into the pool",
+    description="Pages in host memory or on disk are verified and loaded until shortly before the "
+    "deadline. They are cached then, and can be evicted.",
+    fields=PrefetchFields,
+    takes=NAMES,
+    answer=PrefetchAnswer,
+    scope="read",
+    example={"token_ids": [11, 12, 13, 14], "max_load_pages": 64},
     routing="everywhere",
 )
 

@@ -30,8 +30,9 @@ from service.operations.schema.page_names import (
     NAMES,
     CacheSalt,
     PageKey,
-    PageNames,
     Seconds,
+    SoughtPages,
+    TierTokens,
     check_names_given,
     given_names,
 )
@@ -80,7 +81,7 @@ class NewSequenceFields(Fields):
     """Sequence to fork: its full pages are shared, the rows of a partial last page copied."""
     length: Count | None = None
     """Tokens of the parent to keep; absent: all."""
-    prefix: PageNames | None = None
+    prefix: SoughtPages | None = None
     """Prompt whose longest cached beginning the sequence starts with. Empty if the tensor
     `token_ids` or `page_keys` names the pages."""
     held: HeldFields | None = None
@@ -252,6 +253,8 @@ class TruncatedAnswer(Fields):
 class CreatedSequenceAnswer(SequenceAnswer):
     cached_len: Count
     """Tokens found in the prefix cache; the caller appends the rest of the prompt."""
+    cached: TierTokens | None = None
+    """These tokens by the tier that had them, if the service has other tiers than the pool."""
 
 
 class CreatedAnswer(Fields):

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from config.cluster import ClusterSettings
-from config.sections import PATHS, AuthSettings
+from config.sections import PATHS, AuthSettings, CacheSettings
 from config.server import ServerSettings
 from config.settings import DEFAULTS, SECTIONS, Settings, SettingsError, load_settings
 
@@ -195,13 +195,20 @@ def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def names_a_file(name: str) -> bool:
-    return name in ("uds", "socket") or name.endswith("_file") or name.startswith("tls_")
+    return (
+        name in ("uds", "socket", "disk_path") or name.endswith("_file") or name.startswith("tls_")
+    )
 
 
 def test_every_setting_that_names_a_file_can_be_made_absolute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sections = {"server": ServerSettings, "auth": AuthSettings, "cluster": ClusterSettings}
+    sections = {
+        "server": ServerSettings,
+        "auth": AuthSettings,
+        "cluster": ClusterSettings,
+        "cache": CacheSettings,
+    }
     for section, names in PATHS.items():
         assert set(names) == {one for one in sections[section].model_fields if names_a_file(one)}
     monkeypatch.chdir(tmp_path)

@@ -28,6 +28,7 @@ import numpy as np
 import pytest
 from images import read_image, write_image
 
+from config.sections import CacheSettings
 from config.settings import AuthSettings, EngineSettings, ServerSettings, Settings
 from kernels.backend import PoolGeometry
 from service.engine.loop.engine import Engine
@@ -246,6 +247,7 @@ def with_engine(
     arena_bytes: int = ARENA_BYTES,
     keys: Keys | None = None,
     key: str = "",
+    cache: CacheSettings | None = None,
     **settings: Any,
 ) -> T:
     """Run a scenario with a caller of a ready engine, and drain it; it is to end with `ends`.
@@ -275,6 +277,7 @@ def with_engine(
             server=ServerSettings(**given),
             engine=EngineSettings(**engine),
             auth=AuthSettings(keys_file=file),
+            cache=cache or CacheSettings(),
         )
         with running_engine(backend, every, ends) as running:
             return asyncio.run(run(running))

@@ -26,6 +26,7 @@ TENSORS = {
     "gather": (set(), {"k", "v"}),
     "create_sequences": ({"token_ids", "page_keys"}, set()),
     "match_prefix": ({"token_ids", "page_keys"}, set()),
+    "prefetch": ({"token_ids", "page_keys"}, set()),
     "commit": ({"token_ids", "page_keys"}, set()),
     "commit_sequences": ({"token_ids", "page_keys"}, set()),
     "export_sequence": (set(), {"token_ids", "page_keys", "k", "v"}),

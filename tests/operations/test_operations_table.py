@@ -53,6 +53,7 @@ NUMBERS = {
     "holds": 38,
     "truncate_sequences": 39,
     "commit_sequences": 40,
+    "prefetch": 41,
 }
 
 

@@ -31,6 +31,12 @@ LABELS = {
     "attnd_sequences": set(),
     "attnd_sessions": set(),
     "attnd_prefix_tokens": {"result"},
+    "attnd_tier_records": {"tier"},
+    "attnd_tier_up": {"tier"},
+    "attnd_tier_pages_moved": {"tier", "way"},
+    "attnd_tier_bytes_moved": {"tier", "way"},
+    "attnd_tier_seconds": {"tier", "way"},
+    "attnd_tier_misses": {"reason"},
     "attnd_pages_evicted": set(),
     "attnd_leases": set(),
     "attnd_prefix_nodes": set(),
@@ -132,6 +138,8 @@ def filled() -> Metrics:
     metrics.set(2, "prefix_nodes")
     metrics.add(48, "prefix_tokens", "hit")
     metrics.add(16, "prefix_tokens", "miss")
+    for name in ("tier_pages_moved", "tier_bytes_moved", "tier_seconds"):
+        metrics.add(1, name, "disk", "out")
     return metrics
 
 

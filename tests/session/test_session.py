@@ -67,10 +67,6 @@ class Bench:
         self.engine = ScriptedEngine(self.path, Scripted(*steps), **options)
         return self.engine
 
-    def open(self, *steps: Any, **options: Any) -> tuple[ScriptedEngine, Session]:
-        """An engine as of `start`, and a session with it."""
-        return self.start(*steps, **options), self.session()
-
     def stop(self) -> None:
         if self.engine is not None:
             self.engine.close()
@@ -97,7 +93,8 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16])
 def test_a_decode_sends_its_fields_and_arrays_and_gives_the_state(bench: Bench, dtype: Any) -> None:
-    engine, session = bench.open(attended)
+    engine = bench.start(attended)
+    session = bench.session()
     q = Q.astype(dtype)
     result = session.decode(3, ["a", "ü"], q, offsets=[1, 2], sm_scale=0.5)
     seen = engine.seen[0]
@@ -156,7 +153,8 @@ def test_control_operations_are_images_without_arrays(bench: Bench) -> None:
 
 
 def test_request_ids_and_deadlines_are_sent(bench: Bench) -> None:
-    engine, session = bench.open(attended)
+    engine = bench.start(attended)
+    session = bench.session()
     hexadecimal = "0123456789abcdef" * 2
     plain = session.decode(0, ["a"], Q)
     named = session.with_options(request_id=hexadecimal, deadline=1.5).decode(0, ["a"], Q)
@@ -188,7 +186,8 @@ def test_metrics_are_not_on_the_road(bench: Bench) -> None:
 
 
 def test_arrays_made_in_turn_are_sent_in_place(bench: Bench) -> None:
-    engine, session = bench.open(attended)
+    engine = bench.start(attended)
+    session = bench.session()
     q, k, v = (session.empty(name, (2, 4, 8), np.float16) for name in "qkv")
     for turn in range(3):
         q[...], k[...], v[...] = turn, turn + 10, turn + 20
@@ -203,7 +202,8 @@ def test_arrays_made_in_turn_are_sent_in_place(bench: Bench) -> None:
 
 
 def test_the_first_array_of_an_area_is_sent_alone_and_its_first_rows_too(bench: Bench) -> None:
-    engine, session = bench.open(attended)
+    engine = bench.start(attended)
+    session = bench.session()
     q = session.empty("q", (8, 4, 8))
     session.empty("k", (8, 4, 8))
     for rows in (8, 3, 0):
@@ -215,7 +215,8 @@ def test_the_first_array_of_an_area_is_sent_alone_and_its_first_rows_too(bench: 
 
 
 def test_arrays_that_do_not_begin_an_area_or_do_not_adjoin_are_copied(bench: Bench) -> None:
-    engine, session = bench.open(Answers({"lengths": [0]}))
+    engine = bench.start(Answers({"lengths": [0]}))
+    session = bench.session()
     q, k, v = (session.empty(name, (2, 4, 8)) for name in "qkv")
     q[...], k[...], v[...] = 1, 2, 3
     elsewhere = np.full((2, 4, 8), 4, np.float32)
@@ -231,7 +232,8 @@ def test_arrays_that_do_not_begin_an_area_or_do_not_adjoin_are_copied(bench: Ben
 
 
 def test_a_name_begins_a_new_area_where_no_call_would_follow_on(bench: Bench) -> None:
-    engine, session = bench.open(Answers({"lengths": [0]}))
+    engine = bench.start(Answers({"lengths": [0]}))
+    session = bench.session()
     session.empty("q", (2, 4, 8))
     session.empty("q", (2, 4, 8))
     o, lse = session.empty("o", (2, 4, 8)), session.empty("lse", (2, 4))
@@ -243,7 +245,8 @@ def test_a_name_begins_a_new_area_where_no_call_would_follow_on(bench: Bench) ->
 
 
 def test_a_header_longer_than_its_room_is_no_error(bench: Bench) -> None:
-    engine, session = bench.open(attended)
+    engine = bench.start(attended)
+    session = bench.session()
     q = session.empty("q", (2, 4, 8))
     q[...] = 3
     names = [f"a-long-name-of-a-sequence-{i}" for i in range(2000)]
@@ -252,7 +255,8 @@ def test_a_header_longer_than_its_room_is_no_error(bench: Bench) -> None:
 
 
 def test_the_memory_of_deleted_arrays_is_reused(bench: Bench) -> None:
-    engine, session = bench.open(attended)
+    engine = bench.start(attended)
+    session = bench.session()
     for _ in range(50):
         q, k = session.empty("q", (64, 4, 64)), session.empty("k", (64, 4, 64))
         result = session.decode(0, ["a"], q)
@@ -277,7 +281,8 @@ def test_a_call_reuses_the_place_of_a_deleted_result_and_no_other(bench: Bench) 
 
 
 def test_a_kept_view_of_a_result_keeps_its_memory(bench: Bench) -> None:
-    _, session = bench.open(attended)
+    bench.start(attended)
+    session = bench.session()
     kept = []
     for turn in range(200):
         o = session.decode(0, ["a"], np.full((16, 4, 8), turn, np.float32)).o
@@ -289,7 +294,8 @@ def test_a_kept_view_of_a_result_keeps_its_memory(bench: Bench) -> None:
 
 
 def test_results_are_copied_out_when_the_arena_is_short(bench: Bench) -> None:
-    engine, session = bench.open(attended, limit=MIB)
+    engine = bench.start(attended, limit=MIB)
+    session = bench.session()
     q = np.zeros((64, 4, 64), np.float32)
     kept = [session.decode(0, ["a"], q + turn) for turn in range(100)]
     for turn, result in enumerate(kept):
@@ -298,7 +304,8 @@ def test_results_are_copied_out_when_the_arena_is_short(bench: Bench) -> None:
 
 
 def test_the_arena_grows_for_a_call_that_needs_more(bench: Bench) -> None:
-    engine, session = bench.open(attended)
+    engine = bench.start(attended)
+    session = bench.session()
     small = session.empty("q", (2, 4, 8))
     small[...] = 5
     before = session.decode(0, ["a"], Q)
@@ -313,7 +320,8 @@ def test_the_arena_grows_for_a_call_that_needs_more(bench: Bench) -> None:
 
 
 def test_an_arena_that_may_not_grow_is_full_and_nothing_is_sent(bench: Bench) -> None:
-    engine, session = bench.open(attended, limit=MIB)
+    engine = bench.start(attended, limit=MIB)
+    session = bench.session()
     with pytest.raises(attnd.ArenaFull, match="1048576"):
         session.decode(0, ["a"], np.ones((2048, 8, 64), np.float32))
     assert engine.seen == []
@@ -362,7 +370,8 @@ def test_a_reply_lost_is_asked_for_again_over_a_new_connection(bench: Bench) -> 
 
 
 def test_a_lost_reply_is_raised_where_a_retry_would_do_harm(bench: Bench) -> None:
-    engine, session = bench.open(Drop(), Answers({"lengths": [1]}))
+    engine = bench.start(Drop(), Answers({"lengths": [1]}))
+    session = bench.session()
     with pytest.raises(attnd.ReplyLost):
         session.append(0, ["a"], K, K)
     assert len(engine.seen) == 1
@@ -376,7 +385,8 @@ def test_an_append_whose_reply_was_lost_but_landed_gives_its_lengths(bench: Benc
 
 
 def test_a_new_engine_is_found_and_arrays_of_the_old_arena_still_serve(bench: Bench) -> None:
-    _, session = bench.open(attended)
+    bench.start(attended)
+    session = bench.session()
     q = session.empty("q", (2, 4, 8))
     q[...] = 1
     result = session.decode(0, ["a"], q)
@@ -434,7 +444,8 @@ def test_slots_of_a_call_given_up_stay_taken_until_its_answer(bench: Bench) -> N
 
 
 def test_a_session_that_was_closed_says_so(bench: Bench) -> None:
-    _, session = bench.open(attended)
+    bench.start(attended)
+    session = bench.session()
     result = session.decode(0, ["a"], Q)
     session.close()
     with pytest.raises(RuntimeError, match="closed"):
@@ -446,7 +457,8 @@ def test_a_session_that_was_closed_says_so(bench: Bench) -> None:
 
 
 def test_health_is_the_engines_last_state(bench: Bench) -> None:
-    engine, session = bench.open(attended, state="starting")
+    engine = bench.start(attended, state="starting")
+    session = bench.session()
     assert (session.ready().ok, session.ready().reason) == (False, "starting")
     assert session.live().ok
     with pytest.raises(TimeoutError, match="starting"):
@@ -474,7 +486,8 @@ def test_waiting_for_ready_outlasts_an_engine_that_is_not_there_yet(bench: Bench
 
 
 def test_threads_share_a_session_and_their_calls_are_pipelined(bench: Bench) -> None:
-    engine, session = bench.open(attended)
+    engine = bench.start(attended)
+    session = bench.session()
 
     def work(worker: int) -> None:
         for turn in range(100):
@@ -493,7 +506,8 @@ def test_answers_out_of_order_reach_their_callers(bench: Bench) -> None:
         assert isinstance(step, Answers)
         return Later(step) if seen.fields["layer"] == 0 else step
 
-    _, session = bench.open(script)
+    bench.start(script)
+    session = bench.session()
     with ThreadPoolExecutor(1) as threads:
         first = threads.submit(session.decode, 0, ["a"], Q)
         time.sleep(0.1)
@@ -511,7 +525,8 @@ def test_a_thread_that_gives_up_leaves_reading_to_the_others(bench: Bench) -> No
         released.wait(5)
         return attended(seen)
 
-    _, session = bench.open(script)
+    bench.start(script)
+    session = bench.session()
     with ThreadPoolExecutor(4) as threads:
         reads = threads.submit(session.with_options(deadline=0.3).decode, 0, ["a"], Q)
         time.sleep(0.05)
@@ -537,7 +552,8 @@ def test_a_broken_connection_fails_the_calls_of_every_thread(bench: Bench) -> No
 
 
 def test_one_area_used_by_two_threads_at_once_is_right(bench: Bench) -> None:
-    _, session = bench.open(attended)
+    bench.start(attended)
+    session = bench.session()
     q = session.empty("q", (4, 4, 8))
     q[...] = 6
 
@@ -549,7 +565,8 @@ def test_one_area_used_by_two_threads_at_once_is_right(bench: Bench) -> None:
 
 
 def test_threads_make_the_arena_grow_together(bench: Bench) -> None:
-    _, session = bench.open(attended)
+    bench.start(attended)
+    session = bench.session()
 
     def work(worker: int) -> bool:
         q = np.full((512, 8, 64), worker, np.float32)
@@ -561,7 +578,8 @@ def test_threads_make_the_arena_grow_together(bench: Bench) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_process_makes_its_own_connection(bench: Bench) -> None:
-    engine, session = bench.open(attended)
+    engine = bench.start(attended)
+    session = bench.session()
     session.decode(0, ["a"], Q)
     child = os.fork()
     if child == 0:

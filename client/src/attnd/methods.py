@@ -177,6 +177,7 @@ class Operations(ABC):
     merge = Operation(attention.merge)
     gather = Operation(attention.gather)
     match_prefix = Operation(prefix.match_prefix)
+    prefetch = Operation(prefix.prefetch)
     commit = Operation(prefix.commit)
     commit_sequences = Operation(prefix.commit_sequences)
     renew_lease = Operation(prefix.renew_lease)

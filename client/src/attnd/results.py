@@ -56,8 +56,9 @@ class SequenceInfo:
     """`length` is the least of `lengths`, one per layer; `parent` is the id of the
     sequence it was forked from.
 
-    `cached_len` is the number of tokens found in the prefix cache at its creation; `ttl_s` the idle
-    seconds before its deletion (None: never).
+    `cached_len` is the number of tokens found in the prefix cache at its creation, `cached` the
+    same by the tier that had them (None: the service has the pool alone); `ttl_s` the idle seconds
+    before its deletion (None: never).
     """
 
     id: str
@@ -68,6 +69,7 @@ class SequenceInfo:
     parent: str | None
     cached_len: int = 0
     ttl_s: float | None = None
+    cached: Mapping[str, int] | None = None
     meta: Meta = field(default=NO_META, compare=False, repr=False)
 
 
@@ -183,27 +185,36 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """Cached tokens, in whole pages; `lease` None: not requested, or nothing matched."""
+    """Cached tokens, in whole pages; `lease` None: not requested, or nothing matched.
+
+    `cached` has the tokens by the tier that had them (`pool`, `host`, `disk`); None: the service
+    has the pool alone.
+    """
 
     matched_len: int
     num_pages: int
-    lease: Lease | None
+    lease: Lease | None = None
+    cached: Mapping[str, int] | None = None
     meta: Meta = field(default=NO_META, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class CommitResult:
-    """The committed tokens and pages; `last_key` is the last page's key in hex."""
+    """The committed tokens and pages; `last_key` is the last page's key in hex.
+
+    `durable`: whether all these pages are on disk (None: commits are not written there).
+    """
 
     committed_len: int
     num_pages: int
     last_key: str | None
+    durable: bool | None = None
     meta: Meta = field(default=NO_META, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """A tenant's quota (`max_pages` None: no limit), and its pages by state."""
+    """A tenant's quotas (None: no limit), and its pages by state."""
 
     name: str
     max_pages: int | None
@@ -214,6 +225,8 @@ class Namespace:
     pinned: int
     leases: int
     sequences: int
+    max_host_bytes: int | None = None
+    max_disk_bytes: int | None = None
     meta: Meta = field(default=NO_META, compare=False, repr=False)
 
 
@@ -326,7 +339,8 @@ class Info:
     """The service: its pool's geometry, backend, dtypes and limits.
 
     `instance_id` changes with every start of the engine, which begins with an empty pool.
-    `numerics` is "fast", or "invariant" if a row's bits do not depend on its batch.
+    `numerics` is "fast", or "invariant" if a row's bits do not depend on its batch. `tiers` has
+    size and measured seconds of each tier below the pool.
     """
 
     instance_id: str
@@ -346,6 +360,7 @@ class Info:
     unsupported: tuple[str, ...]
     limits: Mapping[str, float]
     numerics: str = "fast"
+    tiers: tuple[Mapping[str, Any], ...] | None = None
     meta: Meta = field(default=NO_META, compare=False, repr=False)
 
     @property
@@ -358,10 +373,10 @@ class Info:
 class CacheEvent:
     """A change of cached pages of the caller's namespace.
 
-    `type` is `stored` (with `page_keys`, the `parent_key` before them, `page_size`, and `token_ids`
-    where they are known), `removed` (`page_keys`), `cleared`, `pressure` (`is_high`, pages `free`
-    and `available`), or `too_old`: earlier events were not kept, so a copy built
-    from them may be wrong.
+    `type` is `stored` (with `page_keys`, the `parent_key` before them, `page_size`, `medium`, and
+    `token_ids` where they are known), `removed` (`page_keys`, `medium`), `cleared`, `pressure`
+    (`is_high`, pages `free` and `available`), or `too_old`: earlier events were not kept, so a copy
+    built from them may be wrong. `medium` is `GPU` for the pool, `CPU` for host memory, or `DISK`.
     """
 
     id: int
@@ -371,6 +386,7 @@ class CacheEvent:
     parent_key: str | None = None
     token_ids: tuple[int, ...] | None = None
     page_size: int | None = None
+    medium: str | None = None
     is_high: bool | None = None
     free: int | None = None
     available: int | None = None

@@ -15,6 +15,7 @@ from attnd.wire.dtypes import Array
 
 from service.cluster.placement.inflight_prompts import InflightPrompt
 from service.core.prefix.keys import Prefix, as_keys, root_key
+from service.core.prefix.named_pages import POOL
 
 MAX_EVENTS: Final = 16_384
 PAGES_PER_EVENT: Final = 128
@@ -43,8 +44,10 @@ class Prefixes:
         self.log = EventLog()
 
     def add(self, tag: str, event: Event) -> None:
-        """Adds an event of an engine. The cluster has an event of its own where no engine had a
-        page before, or none has it any more."""
+        """Adds an event of an engine's pool. The cluster has an event of its own where no engine
+        had a page before, or none has it any more."""
+        if event.get("medium", POOL) != POOL:
+            return
         match event["type"]:
             case "stored":
                 keys = event["page_keys"]
@@ -76,7 +79,8 @@ class Prefixes:
                 removed.append(key)
         for first in range(0, len(removed), PAGES_PER_EVENT):
             some = removed[first : first + PAGES_PER_EVENT]
-            self.log.add({"type": "removed", "namespace": namespace, "page_keys": some})
+            event = {"type": "removed", "namespace": namespace, "page_keys": some}
+            self.log.add(event | {"medium": POOL})
 
     def expect(
         self, tag: str, keys: Iterable[bytes], now: float, prompt: InflightPrompt | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from attnd.wire.dtypes import Array
@@ -16,7 +16,7 @@ from service.cluster.routing.replies import longest, reply, results_of
 from service.cluster.routing.tags import tag_in
 from service.doors.kit.problems import ProblemText
 from service.errors import InvalidRequest, NotReady, UnknownLease
-from service.operations.prefix import MAX_HOLDS
+from service.operations.prefix import MATCH, MAX_HOLDS
 from service.operations.schema.spec import Prepared
 
 Fields = dict[str, Any]
@@ -61,6 +61,14 @@ async def ask_all(
     return replies
 
 
+def arrays_of(call: Call, prepared: Prepared) -> dict[str, Array]:
+    """The names of pages; token ids are sent as a tensor, which is faster than JSON."""
+    arrays = call.arrays(prepared.layout)
+    if prepared.fields.ids_array is not None:
+        arrays["token_ids"] = prepared.fields.ids_array
+    return arrays
+
+
 @dataclass(frozen=True, slots=True)
 class Broadcast:
     """Sends calls to all engines and joins their replies, for one router."""
@@ -73,6 +81,8 @@ class Broadcast:
         match call.operation.name:
             case "match_prefix":
                 return await self.match(call, prepared, fields)
+            case "prefetch":
+                return await self.prefetch(call, prepared, fields)
             case "evict":
                 return await self.evict(call, fields)
             case "events":
@@ -97,19 +107,29 @@ class Broadcast:
 
     async def match(self, call: Call, prepared: Prepared, fields: Fields) -> RawReply:
         """The longest match of the engines that take new sequences, or of all where none does; only
-        that engine gives a lease. Token ids are sent as a tensor, which is faster than JSON."""
-        arrays = call.arrays(prepared.layout)
-        if prepared.fields.ids_array is not None:
-            arrays["token_ids"] = prepared.fields.ids_array
-        replies = await ask_all(self.members, call, fields | {"lease_s": 0.0}, arrays)
-        among = [one for one in replies if one[0].takes_new] or replies
-        engine, best = max(among, key=lambda one: one[1].fields["num_pages"])
+        that engine gives a lease, and loads from its other tiers."""
+        arrays = arrays_of(call, prepared)
+        engine, best = await self.longest_match(call, fields, arrays)
         match = best.fields
         if prepared.fields.lease_s and match["num_pages"]:
             match = (await engine.ask(call, fields, arrays)).fields
             if match["lease"] is not None:
                 match["lease"]["id"] += f".{engine.tag}"
         return self.reply(call, match, [(engine, best)])
+
+    async def prefetch(self, call: Call, prepared: Prepared, fields: Fields) -> RawReply:
+        """The reply of the engine with the longest match in all its tiers."""
+        arrays = arrays_of(call, prepared)
+        engine, _ = await self.longest_match(replace(call, operation=MATCH), fields, arrays)
+        reply = await engine.ask(call, fields, arrays)
+        return self.reply(call, reply.fields, [(engine, reply)])
+
+    async def longest_match(
+        self, call: Call, fields: Fields, arrays: dict[str, Array]
+    ) -> tuple[Engine, EngineReply]:
+        replies = await ask_all(self.members, call, fields | {"lease_s": 0.0}, arrays)
+        among = [one for one in replies if one[0].takes_new] or replies
+        return max(among, key=lambda one: one[1].fields["num_pages"])
 
     async def holds(self, call: Call) -> RawReply:
         """All leases; a pin that several engines have is listed once."""

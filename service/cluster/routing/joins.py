@@ -94,7 +94,7 @@ def shares(name: str, request: Fields, count: int) -> list[Fields]:
     """The fields for each of `count` engines: quotas are divided, all else is the same."""
     parts = [dict(request) for _ in range(count)]
     if name == "set_namespace":
-        for field in ("max_pages", "reserved_pages"):
+        for field in ("max_pages", "reserved_pages", "max_host_bytes", "max_disk_bytes"):
             if (total := request.get(field)) is not None:
                 for index, part in enumerate(parts):
                     part[field] = total // count + (index < total % count)

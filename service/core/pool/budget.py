@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal, Protocol
 
 from service.core.errors import InvalidRequest, OutOfPages
 from service.core.pool.allocator import PageAllocator
@@ -17,15 +17,36 @@ class EvictionPaused(Exception):
     """A turn's limit of evictions is reached and more are needed: retry in a later turn."""
 
 
+Urgency = Literal["now", "wait", "ahead"]
+"""How pages are evicted: at once; at once or in a later turn; only pages that have copies."""
+
+
+class Keeper(Protocol):
+    """Keeps copies of pages beyond the pool."""
+
+    def num_ready(self, node: Node, size: int, urgency: Urgency) -> int:
+        """How many of a node's last `size` pages to evict now; 0: those must be copied first."""
+        ...
+
+
 class Budget:
     """Allocates pages for namespaces: free pages first, then by evicting cached ones."""
 
-    __slots__ = ("_links", "_named", "allocator", "most_evicted", "namespaces", "num_evicted")
+    __slots__ = (
+        "_links",
+        "_named",
+        "allocator",
+        "keeper",
+        "most_evicted",
+        "namespaces",
+        "num_evicted",
+    )
 
     def __init__(self, allocator: PageAllocator, named: NamedPages, links: Links) -> None:
         self.allocator = allocator
         self.namespaces: dict[str, Namespace] = {}
         self.num_evicted = 0
+        self.keeper: Keeper | None = None
         self.most_evicted = NO_LIMIT
         """Maximum pages that one `take` evicts; then it raises `EvictionPaused`, without a change
         beyond the evictions."""
@@ -94,11 +115,15 @@ class Budget:
             most = min(most, owner.max_pages - owner.used + owner.cached)
         return max(0, most)
 
-    def evict(self, namespace: Namespace, count: int) -> int:
+    def evict(self, namespace: Namespace, count: int, urgency: Urgency = "now") -> int:
         """Evict up to `count` of a namespace's pages; returns how many."""
         evicted = 0
         while evicted < count and (node := namespace.order.first()) is not None:
             size = min(node.pages.size, count - evicted)
+            if self.keeper is not None:
+                size = self.keeper.num_ready(node, size, urgency)
+                if not size:
+                    break
             is_whole = size == node.pages.size
             pages = self._named.shorten(node, size)
             if is_whole:
@@ -111,8 +136,12 @@ class Budget:
     def evict_ahead(self, count: int) -> int:
         """Evict up to `count` pages, from the namespaces furthest above their share."""
         evicted = 0
-        while evicted < count and (victim := self._victim(None)) is not None:
-            evicted += self.evict(victim, min(count - evicted, self._spare(victim, None)))
+        while evicted < count and (victim := self.victim(None)) is not None:
+            some = min(count - evicted, self._spare(victim, None))
+            done = self.evict(victim, some, "ahead")
+            evicted += done
+            if done < some:
+                break
         return evicted
 
     def _remove(self, namespace: Namespace, node: Node) -> None:
@@ -127,21 +156,29 @@ class Budget:
     def _evict_for(self, owner: Namespace, count: int) -> None:
         """Evict until `count` pages are available; raises `OutOfPages` before the first eviction.
 
-        Raises `EvictionPaused` after `most_evicted` evictions where more are needed.
+        Raises `EvictionPaused` after `most_evicted` evictions where more are needed, and, with such
+        a limit, while pages are copied first.
         """
         own = 0 if owner.max_pages is None else owner.used + count - owner.max_pages
         if count > self.obtainable(owner):
             raise self._refusal(owner, count)
         left = self.most_evicted
+        urgency: Urgency = "now" if left == NO_LIMIT else "wait"
         if own > 0:
-            left -= self.evict(owner, min(own, left))
+            done = self.evict(owner, min(own, left), urgency)
+            if self.keeper is not None and done < min(own, left):
+                raise EvictionPaused
+            left -= done
         while (missing := count - self.available(owner)) > 0:
             if left <= 0:
                 raise EvictionPaused
-            victim = self._victim(owner)
+            victim = self.victim(owner)
             if victim is None:
                 raise self._refusal(owner, count)
-            left -= self.evict(victim, min(missing, self._spare(victim, owner), left))
+            done = self.evict(victim, min(missing, self._spare(victim, owner), left), urgency)
+            if self.keeper is not None and not done:
+                raise EvictionPaused
+            left -= done
 
     def _spare(self, victim: Namespace, taker: Namespace | None) -> int:
         """Cached pages of `victim` that can be evicted for `taker`: all of the taker's own, and of
@@ -150,7 +187,7 @@ class Budget:
             return victim.cached
         return min(victim.cached, max(0, victim.used - victim.reserved_pages))
 
-    def _victim(self, taker: Namespace | None) -> Namespace | None:
+    def victim(self, taker: Namespace | None) -> Namespace | None:
         """The namespace to evict from: `taker` if above its share, else the one furthest above."""
         able = [one for one in self.namespaces.values() if self._spare(one, taker) > 0]
         if not able:

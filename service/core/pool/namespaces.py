@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Final
@@ -80,6 +81,12 @@ class EvictionOrder:
             if node is not None:
                 return node
         return None
+
+    def upcoming(self) -> Iterator[Node]:
+        """All nodes, in about the order of their eviction, with or without children."""
+        for rank in sorted(self._queues.keys() | self._aside.keys()):
+            yield from (one[2] for one in self._aside.get(rank, ()) if is_aside(one, rank))
+            yield from self._queues.get(rank, ())
 
     def _set_aside(self, node: Node, name: Name) -> None:
         name.place = ASIDE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,27 +23,32 @@ from service.core.prefix.nodes import (
 )
 from service.core.prefix.retention import RetentionTimers
 
+POOL: Final = "GPU"
+"""The medium of the pool, on the CPU too."""
+
 
 @dataclass(slots=True, eq=False)
 class Stored:
     """Pages were stored: `keys` in the order of their prompt.
 
     `parent_key` is the key of the page before them (the root's, for a prompt's first pages).
-    `token_ids` are uint32, None where unknown.
+    `token_ids` are uint32, None where unknown. `medium`: where they are, in vLLM's words.
     """
 
     namespace: str
     keys: bytes
     parent_key: bytes
     token_ids: bytes | None
+    medium: str = POOL
 
 
 @dataclass(slots=True, eq=False)
 class Removed:
-    """Pages were evicted."""
+    """Pages were evicted from `medium`."""
 
     namespace: str
     keys: bytes
+    medium: str = POOL
 
 
 @dataclass(slots=True, eq=False)
@@ -57,12 +63,25 @@ Listener = Callable[[Change], None]
 """Called during a change of the tree: it may keep the record and must not read the tree."""
 
 
+class Watcher(Protocol):
+    """Follows which pages have names, for copies of them elsewhere."""
+
+    def named(self, node: Node, root: Root, keys: bytes) -> None:
+        """A node's pages were committed, with their concatenated `keys`."""
+        ...
+
+    def unnamed(self, pages: Int32, name: Name) -> None:
+        """Pages lost their names and are about to be free."""
+        ...
+
+
 class NamedPages:
     """One row per page of the pool, valid while the page has a name; named `nodes` by number.
 
     `retention` keeps their priorities, `num_pages` counts pages with names, `num_changes` increases
     whenever nodes or their holders change. `states` repeats each node's state by its number, for
-    queries over all pages at once. `listener`, if set, receives stored and removed pages.
+    queries over all pages at once. `listener` and `watcher`, if set, receive stored and removed
+    pages.
     """
 
     __slots__ = (
@@ -79,6 +98,7 @@ class NamedPages:
         "retention",
         "states",
         "token_ids",
+        "watcher",
     )
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -89,6 +109,7 @@ class NamedPages:
         self.nodes: list[Node | None] = []
         self.states = bytearray()
         self.listener: Listener | None = None
+        self.watcher: Watcher | None = None
         self.retention = RetentionTimers()
         self.num_pages = self.num_cached = self.num_changes = 0
         self.page_size = page_size
@@ -112,6 +133,8 @@ class NamedPages:
         root.namespace.num_nodes += 1
         self._kids_above(node, root)[keys[:KEY_BYTES]] = node
         self.retention.watch(node, name)
+        if self.watcher is not None:
+            self.watcher.named(node, root, keys)
         if self.listener is not None:
             before = root.key if node.parent is None else self.last_key(node.parent)
             token_ids = None if ids is None else ids.tobytes()
@@ -164,6 +187,8 @@ class NamedPages:
         self._count(name, -count)
         self.node_of[removed] = -1
         self.num_pages -= count
+        if self.watcher is not None:
+            self.watcher.unnamed(removed, name)
         if self.listener is not None:
             keys = self.key_of(removed.item()) if count == 1 else self.keys[removed].tobytes()
             self.listener(Removed(name.root.namespace.name, keys))

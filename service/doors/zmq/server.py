@@ -22,8 +22,8 @@ from service.tenants import OPEN, tenant_of
 
 Layout = Literal["map", "array"]
 """An event's layout: named fields, or fields by position after the type's name."""
-MEDIUM: Final = "GPU"
-"""vLLM's name of the memory that attention reads."""
+POOL: Final = "GPU"
+"""vLLM's name of the memory that attention reads, and so of events without a medium."""
 GROUP: Final = 0
 """vLLM's number of a KV cache group. A pool is one group: all layers store every token."""
 KIND: Final = "full_attention"
@@ -58,7 +58,7 @@ def fields_of(event: dict[str, Any]) -> dict[str, Any] | None:
                 "token_ids": event.get("token_ids", []),
                 "block_size": event["page_size"],
                 "lora_id": None,
-                "medium": MEDIUM,
+                "medium": event.get("medium", POOL),
                 "lora_name": None,
                 "extra_keys": None,
                 "group_idx": GROUP,
@@ -68,7 +68,7 @@ def fields_of(event: dict[str, Any]) -> dict[str, Any] | None:
             return {
                 "type": "BlockRemoved",
                 "block_hashes": hashes(event),
-                "medium": MEDIUM,
+                "medium": event.get("medium", POOL),
                 "group_idx": GROUP,
             }
         case "cleared":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Generator, Mapping
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -12,7 +14,9 @@ import numpy as np
 from service.core.prefix.keys import Prefix, as_keys
 from service.core.prefix.nodes import FOREVER, Retention
 from service.engine.handlers.drain import refuse_new
+from service.engine.handlers.tiers import after_loading, cached_by_tier, until_durable
 from service.engine.loop.job import (
+    NOTHING,
     Completed,
     Counts,
     Fields,
@@ -24,6 +28,7 @@ from service.engine.loop.job import (
 )
 from service.engine.loop.request import Request
 from service.engine.store.store import Store
+from service.engine.tiers.loading import Origin
 from service.operations.prefix import MAX_HOLDS
 from service.operations.schema.page_names import PageNames
 
@@ -44,19 +49,41 @@ def match_prefix(store: Store, request: Request, _: Seconds) -> Work:
     """The cached part of a prompt, with a lease on it on request."""
     fields, namespace = request.fields, request.tenant.namespace
     prefix = prefix_of(fields, request.tensors, most_tokens(store))
-    cache = store.tree.cache
-    lease = None
-    if fields.lease_s and not store.is_draining:
+    cache, size = store.tree.cache, store.geometry.page_size
+    leases = bool(fields.lease_s) and not store.is_draining
+    if leases:
         store.limits.refuse_lease(store.tree, namespace)
-        lease_id = f"lease-{secrets.token_hex(10)}"
-        num_pages = cache.lease(namespace, prefix, lease_id, fields.lease_s)
-        if num_pages:
-            lease = {"id": lease_id, "expires_at": time.time() + fields.lease_s}
-    else:
-        num_pages = cache.use(namespace, prefix)
-    size = store.geometry.page_size
-    request.place.lay({"matched_len": num_pages * size, "num_pages": num_pages, "lease": lease})
-    return Completed(counts=looked_up(prefix, num_pages, size))
+
+    def finish(origin: Origin | None) -> Counts:
+        lease = None
+        if leases:
+            store.limits.refuse_lease(store.tree, namespace)
+            lease_id = f"lease-{secrets.token_hex(10)}"
+            num_pages = cache.lease(namespace, prefix, lease_id, fields.lease_s)
+            if num_pages:
+                lease = {"id": lease_id, "expires_at": time.time() + fields.lease_s}
+        else:
+            num_pages = cache.use(namespace, prefix)
+            num_pages = max(num_pages, origin.total if origin else 0)
+        matched = {"matched_len": num_pages * size, "num_pages": num_pages, "lease": lease}
+        request.place.lay(matched | cached_by_tier(store, num_pages, origin))
+        return looked_up(prefix, num_pages, size)
+
+    return after_loading(store, request, prefix, finish, loads=leases)
+
+
+def prefetch(store: Store, request: Request, _: Seconds) -> Work:
+    """Load the cached part of a prompt into the pool."""
+    namespace, size = request.tenant.namespace, store.geometry.page_size
+    prefix = prefix_of(request.fields, request.tensors, most_tokens(store))
+
+    def finish(origin: Origin | None) -> Counts:
+        num_pages = store.tree.cache.use(namespace, prefix)
+        matched = {"matched_len": num_pages * size, "num_pages": num_pages}
+        request.place.lay(matched | cached_by_tier(store, num_pages, origin))
+        return NOTHING
+
+    return after_loading(store, request, prefix, finish, loads=not store.is_draining)
 
 
 def commit(store: Store, request: Request, _: Seconds) -> Work:
@@ -65,26 +92,34 @@ def commit(store: Store, request: Request, _: Seconds) -> Work:
     prefix = prefix_of(fields, request.tensors, most_tokens(store), skipped)
     commits = store.tree.commits
 
-    def finish(prefix: Prefix) -> None:
+    def finish(prefix: Prefix) -> Work:
         num_pages = commits.commit(fields.id, prefix, *retention(store, fields))
-        request.place.lay(
-            {
-                "committed_len": num_pages * store.geometry.page_size,
-                "num_pages": num_pages,
-                "last_key": last_key(store, fields.id, num_pages),
-            }
-        )
+        committed = {
+            "committed_len": num_pages * store.geometry.page_size,
+            "num_pages": num_pages,
+            "last_key": last_key(store, fields.id, num_pages),
+        }
+        lay = partial(lay_committed, request, committed)
+        return until_durable(store, [fields.id], [num_pages], lay)
 
     def slices(first: int, before: bytes) -> Slices:
-        finish((yield from in_slices(prefix.hashed(first, before, store.geometry.page_size))))
+        work = finish(
+            (yield from in_slices(prefix.hashed(first, before, store.geometry.page_size)))
+        )
+        if isinstance(work, SlicedWork):
+            yield from work.slices
 
     if prefix.token_ids is not None and prefix.token_ids.size > HASHED_AT_ONCE:
         done, before = commits.committed(fields.id, prefix)
         size = store.geometry.page_size
         if prefix.skipped <= done < prefix.num_pages(size) - HASHED_AT_ONCE // size:
             return SlicedWork(slices(done, before))
-    finish(prefix)
-    return Completed()
+    return finish(prefix)
+
+
+def lay_committed(request: Request, committed: Fields, durable: bool | None) -> None:
+    """The answer to a commit; `durable` None: commits are not written to disk."""
+    request.place.lay(committed if durable is None else committed | {"durable": durable})
 
 
 def commit_sequences(store: Store, request: Request, _: Seconds) -> Work:
@@ -101,8 +136,8 @@ def commit_sequences(store: Store, request: Request, _: Seconds) -> Work:
     pages = store.tree.commits.commit_all(ids, prefixes, *retention(store, fields))
     keys = [last_key(store, name, count) for name, count in zip(ids, pages, strict=True)]
     lens = [count * size for count in pages]
-    request.place.lay({"committed_lens": lens, "num_pages": pages, "last_keys": keys})
-    return Completed()
+    committed = {"committed_lens": lens, "num_pages": pages, "last_keys": keys}
+    return until_durable(store, ids, pages, partial(lay_committed, request, committed))
 
 
 def part_of(prefix: Prefix, first: int, last: int, skipped: int) -> Prefix:
@@ -193,34 +228,39 @@ def clear(store: Store, request: Request, _: Seconds) -> Work:
 
 
 def evicting(store: Store, request: Request, count: int, is_clear: bool = False) -> Work:
-    """Evict up to `count` pages of the caller's, some at a time."""
+    """Evict up to `count` pages of the caller's from all tiers, some at a time."""
     cache, namespace = store.tree.cache, request.tenant.namespace
-    evicted = cache.evict(namespace, min(count, EVICTED_AT_ONCE))
-    if evicted < EVICTED_AT_ONCE or evicted == count:
-        finish(store, request, evicted, is_clear)
+    tiers = None if store.loading is None else store.loading.tiers
+
+    def some(count: int) -> int:
+        with nullcontext() if tiers is None else tiers.discarding():
+            return cache.evict(namespace, min(count, EVICTED_AT_ONCE))
+
+    def finish(evicted: int) -> None:
+        if is_clear:
+            cache.cleared(namespace)
+        request.place.lay({"num_pages": evicted})
+
+    evicted = some(count)
+    is_over = evicted < EVICTED_AT_ONCE or evicted == count
+    if is_over and not (is_clear and store.loading is not None):
+        finish(evicted)
         return Completed()
 
     def pieces() -> Generator[None, None, int]:
         done = evicted
-        while done < count:
-            some = cache.evict(namespace, min(count - done, EVICTED_AT_ONCE))
-            if some == 0:
-                break
-            done += some
+        while not is_over and done < count and (more := some(count - done)):
+            done += more
             yield
         return done
 
     def slices() -> Slices:
         done = yield from in_slices(pieces())
-        finish(store, request, done, is_clear)
+        if is_clear and store.loading is not None:
+            yield from store.loading.clear(namespace)
+        finish(done)
 
     return SlicedWork(slices())
-
-
-def finish(store: Store, request: Request, evicted: int, is_clear: bool) -> None:
-    if is_clear:
-        store.tree.cache.cleared(request.tenant.namespace)
-    request.place.lay({"num_pages": evicted})
 
 
 def most_tokens(store: Store) -> int:

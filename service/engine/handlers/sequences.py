@@ -13,6 +13,7 @@ from service.core.values import NewSpec, RowCopies, SequenceView
 from service.engine.handlers.drain import refuse_new
 from service.engine.handlers.prefix import most_tokens, prefix_of
 from service.engine.handlers.rows import NUMBER_BYTES
+from service.engine.handlers.tiers import cached_by_tier, limits_of
 from service.engine.loop.job import (
     Completed,
     Counts,
@@ -27,6 +28,7 @@ from service.engine.loop.job import (
 from service.engine.loop.request import Request
 from service.engine.store.moves import HIDDEN
 from service.engine.store.store import Store
+from service.engine.tiers.loading import Loading, LoadLimits, Origin
 from service.image.json_text import dump_json
 from service.tenants import Tenant
 
@@ -34,7 +36,7 @@ MADE_AT_ONCE: Final = 32
 """Sequences made or deleted between two reads of the clock: about a millisecond."""
 NAMED_AT_ONCE: Final = 4096
 """Token ids or keys of prefixes looked up between two reads of the clock, likewise."""
-VIEW_BYTES: Final = 320
+VIEW_BYTES: Final = 416
 """Room for one sequence in an answer, beside its ids and lengths."""
 LONGEST_ID: Final = 128
 
@@ -62,6 +64,11 @@ def create_sequences(
     text = sum(map(len, ids)) + sum(len(one.parent or "") for one in new)
     request.place.require(view_bytes(store) * len(new) + text)
     made = SequenceBatch(store, request, ids, as_shards)
+    if store.loading is not None and as_shards is None:
+        made.find_loads(store.loading)
+    if made.loads:
+        loaded = made.slices()
+        return SlicedWork(loaded, made.undo, made=tuple(fresh), undo_slices=made.undo_slices)
     if len(new) <= MADE_AT_ONCE and made.is_short:
         made.some(0, len(new))
         return Completed(counts=made.lay())
@@ -85,6 +92,9 @@ class SequenceBatch:
         self._made: list[str] = []
         self._views: list[str] = []
         self._looked_up = self._found = 0
+        self.loads: dict[int, LoadLimits] = {}
+        """Sequences for which lower tiers have pages to load."""
+        self._origins: dict[str, Origin] = {}
 
     @property
     def is_short(self) -> bool:
@@ -94,6 +104,24 @@ class SequenceBatch:
         named = [one.prefix for one in fields.sequences if one.prefix is not None]
         tokens += sum(len(one.token_ids or one.page_keys or ()) for one in named)
         return tokens <= NAMED_AT_ONCE and not any(one.held for one in fields.sequences)
+
+    def find_loads(self, loading: Loading) -> None:
+        """Find the sequences with pages of their prefixes in lower tiers."""
+        for index, one in enumerate(self._request.fields.sequences):
+            prefix = prefix_at(self._request, index, self._most)
+            if prefix is not None:
+                limits = limits_of(self._store, one.prefix)
+                if loading.has_more(self._request.tenant.namespace, prefix, limits):
+                    self.loads[index] = limits
+
+    def _load(self) -> Slices:
+        """Load pages of prefixes from lower tiers."""
+        loading, namespace = self._store.loading, self._request.tenant.namespace
+        for index, limits in self.loads.items():
+            prefix = prefix_at(self._request, index, self._most)
+            if loading is not None and prefix is not None:
+                origin = yield from loading.load(namespace, prefix, limits)
+                self._origins[self._ids[index]] = origin
 
     def some(self, first: int, last: int) -> None:
         """Make sequences `first:last`, all or none."""
@@ -133,7 +161,11 @@ class SequenceBatch:
         cached = view["length"] if spec.prefix is not None else 0
         self._found += cached
         self._looked_up += 0 if spec.prefix is None else spec.prefix.num_pages(size) * size
-        self._views.append(dump_json(view | {"cached_len": cached}))
+        view["cached_len"] = cached
+        if spec.prefix is not None:
+            origin = self._origins.get(spec.id)
+            view |= cached_by_tier(self._store, cached // size, origin)
+        self._views.append(dump_json(view))
 
     def lay(self) -> Counts:
         """The answer, and how many tokens of prefixes were looked up and found."""
@@ -141,6 +173,7 @@ class SequenceBatch:
         return Counts(looked_up=self._looked_up, found=self._found)
 
     def slices(self) -> Slices:
+        yield from self._load()
         yield from in_slices(self._pieces())
         self.lay()
         yield empty_slice()  # the end of a long answer is a turn of its own

@@ -18,6 +18,7 @@ from service.engine.loop.job import (
 )
 from service.engine.loop.request import Request
 from service.engine.store.store import Store
+from service.engine.tiers.setup import keep_quota
 from service.operations.schema.fields import refuse
 
 LOG: Final = logging.getLogger("attnd.engine")
@@ -25,11 +26,15 @@ TEXT_BYTES: Final = 1024
 """Room for the numbers, and for the verdict of an integrity check."""
 NO_SNAPSHOTS: Final = "the service takes no snapshots: set it to true"
 NO_EVENTS: Final = "the service keeps no events: set it to the number of pages to keep events of"
+NO_TIERS: Final = "the service has the pool alone: set cache.host_bytes or cache.disk_path first"
 BROKEN: Final = "broken: the service's log has the numbers"
 
 
 def info(store: Store, request: Request, _: Seconds) -> Fields:
-    return store.info.model_dump()
+    fields = store.info.model_dump()
+    if store.loading is not None:
+        fields["tiers"] = store.loading.tiers.describe()
+    return fields
 
 
 def engines(store: Store, request: Request, _: Seconds) -> Fields:
@@ -111,13 +116,24 @@ def get_namespace(store: Store, request: Request, _: Seconds) -> Fields:
 def namespace_fields(store: Store, name: str) -> dict[str, Any]:
     """A namespace's quota and use; an unknown namespace has none."""
     held = store.tree.budget.look(name)
-    return {
-        "name": name,
-        "max_pages": held.max_pages,
-        "reserved_pages": held.reserved_pages,
-        "used": held.used,
-        "sequences": held.num_sequences - store.imports.count(name),
-    } | held.held
+    return (
+        {
+            "name": name,
+            "max_pages": held.max_pages,
+            "reserved_pages": held.reserved_pages,
+            "used": held.used,
+            "sequences": held.num_sequences - store.imports.count(name) - store.num_hidden(name),
+        }
+        | held.held
+        | tier_limits(store, name)
+    )
+
+
+def tier_limits(store: Store, name: str) -> dict[str, Any]:
+    if store.loading is None:
+        return {}
+    host, disk = store.loading.tiers.limits.get(name, (None, None))
+    return {"max_host_bytes": host, "max_disk_bytes": disk}
 
 
 def list_namespaces(store: Store, request: Request, _: Seconds) -> Fields:
@@ -127,5 +143,12 @@ def list_namespaces(store: Store, request: Request, _: Seconds) -> Fields:
 
 def set_namespace(store: Store, request: Request, _: Seconds) -> Fields:
     fields = request.fields
+    limits = fields.max_host_bytes, fields.max_disk_bytes
+    if store.loading is None and limits != (None, None):
+        name = "max_disk_bytes" if limits[0] is None else "max_host_bytes"
+        refuse(name, getattr(fields, name), NO_TIERS)
     store.tree.budget.set_quota(fields.name, fields.max_pages, fields.reserved_pages)
+    if store.loading is not None:
+        store.loading.tiers.set_limits(fields.name, *limits)
+        keep_quota(store, fields.name)
     return namespace_fields(store, fields.name)

@@ -32,6 +32,7 @@ from service.engine.loop.stats import MOST_REPLIES, QUIET_S, Stats
 from service.engine.selftest import self_test
 from service.engine.store.pace import DevicePace
 from service.engine.store.store import FATAL, Limits, Store
+from service.engine.tiers.setup import open_tiers
 from service.errors import AttndError, NotReady, Overloaded, kind_of
 from service.keys import keys_of, read_again
 from service.metrics import REASONS, Metrics
@@ -159,6 +160,7 @@ class Engine:
         os.set_blocking(self._wake_writer, False)
         empty_pipe = partial(os.read, self._wake_reader, 4096)
         self._selector.register(self._wake_reader, selectors.EVENT_READ, empty_pipe)
+        self.store.loading = open_tiers(self.store, cache, metrics, self._wake)
         self._beat_due = 0.0
         self._drain_ends: float | None = None
         self._must_drain = self._must_read_keys = False
@@ -195,6 +197,8 @@ class Engine:
         """Send the last answers, and close all sessions."""
         self._stats.record()
         self.callers.close(LAST_ANSWERS_S)
+        if self.store.loading is not None:
+            self.store.loading.close(writes_pool=self.state.state != "lost")
         self._selector.close()
         os.close(self._wake_reader)
         os.close(self._wake_writer)
@@ -210,6 +214,8 @@ class Engine:
                 self._admit(call)  # it waits in its namespace's line
             received = time.monotonic()
             scheduler.launches.reply()  # to launches that are done
+            if self.store.loading is not None:
+                self.store.loading.advance()  # pages that came from other tiers, or went there
             if scheduler.expire():  # idle sequences, leases and pins
                 scheduler.take_turns()  # handlers prepare work; attention of one kind is grouped
             scheduler.launches.submit()  # the group, to the device

@@ -195,6 +195,10 @@ def in_slices(pieces: Generator[None, None, T]) -> Generator[Slice, Any, T]:
             ends = time.monotonic() + TURN_S
 
 
+WAIT: Final = "wait"
+"""The kind of slices that wait for other threads: the next operation's slice follows at once."""
+
+
 def empty_slice() -> Slice:
     """A slice without device work: others have their turns, then the operation continues."""
     return Slice(lambda: Done(None), "turn", NO_COST)

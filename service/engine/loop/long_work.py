@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from kernels.backend import Pending
 from service.engine.loop.fair import FairQueue
-from service.engine.loop.job import Job, Slice, SlicedWork
+from service.engine.loop.job import WAIT, Job, Slice, SlicedWork
 from service.engine.store.store import FATAL, Store
 from service.errors import Cancelled, DeadlineExceeded, Internal
 from service.metrics import Metrics
@@ -57,13 +57,19 @@ class LongWork:
         self._wait(job, None)
 
     def run_slice(self) -> None:
-        """Take the result of a finished slice, and start the next one."""
+        """Take the result of a finished slice, and start the next one; any number that wait."""
         if self.running is not None and self.running.pending.done:
             self._finish_slice(self.running)
-        if self._queue.count and self.running is None:
+        for _ in range(self._queue.count):
+            if self.running is not None:
+                return
             self._start_slice(*self._queue.pop())
-            if self.running is not None and self.running.pending.done:
-                self._finish_slice(self.running)  # where the device is the processor
+            if (current := self.running) is None:
+                return
+            if current.pending.done:
+                self._finish_slice(current)  # where the device is the processor
+            if current.slice.kind != WAIT:
+                return
 
     def stop_all(self, error: Exception) -> None:
         """End every operation with `error`, undone."""

@@ -240,6 +240,7 @@ class Scheduler:
                 self.steps.check(job.request.step.lane)
             if self._store.move_marks.marks:
                 refuse_moving(self._store, job.request)
+            self._store.deadline = job.deadline
             job.work = handle(self._store, job.request, job.seconds)
         except (*FATAL, EvictionPaused):
             raise

@@ -140,10 +140,10 @@ def parts_of(change: Change, pages: int) -> Iterator[Change]:
             if change.token_ids is not None:
                 ids = cut(change.token_ids, pages * len(change.token_ids) // weight_of(change))
             for part, parent, some in zip(keys, before, ids, strict=True):
-                yield Stored(change.namespace, part, parent, some)
+                yield Stored(change.namespace, part, parent, some, change.medium)
         case Removed():
             for part in cut(change.keys, pages * KEY_BYTES):
-                yield Removed(change.namespace, part)
+                yield Removed(change.namespace, part, change.medium)
         case Cleared():
             yield change
 
@@ -159,9 +159,13 @@ def fields(event: Event, page_size: int) -> dict[str, Any]:
             pages = {"page_keys": hex_keys(event.keys), "parent_key": event.parent_key.hex()}
             if event.token_ids is not None:
                 pages["token_ids"] = np.frombuffer(event.token_ids, np.uint32).tolist()
-            return {"type": "stored"} | pages | {"page_size": page_size}
+            return {"type": "stored"} | pages | {"page_size": page_size, "medium": event.medium}
         case Removed():
-            return {"type": "removed", "page_keys": hex_keys(event.keys)}
+            return {
+                "type": "removed",
+                "page_keys": hex_keys(event.keys),
+                "medium": event.medium,
+            }
         case Cleared():
             return {"type": "cleared"}
         case Pressure():

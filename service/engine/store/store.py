@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -72,6 +73,7 @@ EVICTED_AHEAD: Final = 32
 
 if TYPE_CHECKING:
     from service.engine.handlers.shards.batch import ShardBatch
+    from service.engine.tiers.loading import Loading
 
 
 class StoreLost(RuntimeError):
@@ -111,6 +113,10 @@ class Store:
             self.tree.cache.named.listener = self.history.hear
         self.imports = UnfinishedImports(self.tree.books)
         self.move_marks = MoveMarks(self.tree)
+        self.loading: Loading | None = None
+        """Loads from the tiers below the pool, if there are any."""
+        self.deadline = math.inf
+        """By `time.monotonic()`, of the operation whose turn it is."""
         self.is_draining = False
         self.has_shards = False
         """Whether this engine has ever held a shard of a sequence."""
@@ -226,8 +232,12 @@ class Store:
             "cached": cached,
             "pinned": pinned,
             "leases": leases,
-            "sequences": sequences - imports,
+            "sequences": sequences - imports - self.num_hidden(namespace),
         }
+
+    def num_hidden(self, namespace: str | None) -> int:
+        """Hidden sequences of loads, of a namespace or of all (None)."""
+        return 0 if self.loading is None else self.loading.num_hidden(namespace)
 
     def emit_pressure_event(self, numbers: Mapping[str, int]) -> None:
         """Emit an event to all namespaces when the pages that cannot be evicted rise above the

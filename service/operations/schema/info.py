@@ -20,6 +20,18 @@ class LimitsAnswer(Fields):
     """Maximum relative error of a score, also of a soft-capped one near its cap."""
 
 
+class TierAnswer(Fields):
+    name: Literal["host", "disk"]
+    total_bytes: int
+    """Size of the tier; 0: it is off since a failure, see the log."""
+    page_bytes: int
+    """Bytes that one page takes."""
+    store_s: float | None
+    """Measured seconds to write one page to the tier; null: not measured yet."""
+    load_s: float | None
+    """Measured seconds to load one page from the tier."""
+
+
 class InfoAnswer(Fields):
     version: str
     instance_id: str
@@ -42,3 +54,5 @@ class InfoAnswer(Fields):
     numerics: Literal["fast", "invariant"] = "fast"
     """`invariant`: the bits of a row's result do not depend on the rest of its batch."""
     limits: LimitsAnswer
+    tiers: list[TierAnswer] | None = None
+    """Tiers below the pool. Their seconds change while the process runs."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,26 @@ class PageNames(Fields):
             return None
         raw = bytes.fromhex("".join(self.page_keys))
         return np.frombuffer(raw, np.uint8).reshape(-1, KEY_BYTES)
+
+
+Tier = Literal["pool", "host", "disk"]
+
+
+class SoughtPages(PageNames):
+    """The beginning of a prompt to look up, in all tiers that the service has."""
+
+    tiers: list[Tier] | None = None
+    """Tiers to use; absent: all. The pool is always used."""
+    max_load_pages: Annotated[int, Field(ge=0)] | None = None
+    """Maximum number of pages to load from other tiers; absent: no limit."""
+
+
+class TierTokens(Fields):
+    """Tokens by the tier that had them."""
+
+    pool: Annotated[int, Field(ge=0)]
+    host: Annotated[int, Field(ge=0)]
+    disk: Annotated[int, Field(ge=0)]
 
 
 NAMES: Final = (

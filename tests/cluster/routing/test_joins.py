@@ -8,7 +8,10 @@ from service.cluster.routing.joins import JOINS, shares
 from service.operations.status import PoolAnswer
 from service.operations.table import OPERATIONS
 
-BY_HAND = {"delete_sequences", "match_prefix", "evict", "events", "engines", "snapshot", "holds"}
+BY_HAND = {
+    *("delete_sequences", "match_prefix", "prefetch", "evict"),
+    *("events", "engines", "snapshot", "holds"),
+}
 """Joined by code of their own in `broadcast.py` and `deletes.py`."""
 
 

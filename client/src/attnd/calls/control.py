@@ -67,7 +67,7 @@ class NewSequence:
     def document(self) -> dict[str, Any]:
         given: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
         if self.prefix is not None:
-            given["prefix"] = self.prefix.fields()
+            given["prefix"] = self.prefix.sought()
         if self.ttl_s is not None:
             given["ttl_s"] = float(self.ttl_s)
         if self.shard is not None:

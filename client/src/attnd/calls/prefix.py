@@ -45,11 +45,16 @@ class Prefix:
 
     `token_ids` are ints or an integer array; `page_keys` uint8 [n, 16], or the keys as bytes or
     hex. Pages are found again under the `cache_salt` that they were committed with.
+
+    Lookups use all tiers of the service (`pool`, `host`, `disk`), or the given `tiers`, and
+    load at most `max_load_pages` from tiers below the pool; commits ignore both.
     """
 
     token_ids: TokenIds | None = None
     page_keys: PageKeys | None = None
     cache_salt: str = ""
+    tiers: Sequence[str] | None = None
+    max_load_pages: int | None = None
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """The tensor that names the pages; raises ValueError unless exactly one is given."""
@@ -61,6 +66,12 @@ class Prefix:
 
     def fields(self) -> dict[str, Any]:
         return {"cache_salt": self.cache_salt} if self.cache_salt else {}
+
+    def sought(self) -> dict[str, Any]:
+        """The fields of a lookup."""
+        tiers = None if self.tiers is None else list(self.tiers)
+        limits = {"tiers": tiers, "max_load_pages": self.max_load_pages}
+        return self.fields() | plain_fields(limits)
 
 
 def token_array(ids: TokenIds) -> NDArray[np.uint32]:
@@ -98,11 +109,18 @@ def match_prefix(prefix: Prefix, *, lease_s: float = DEFAULT_LEASE_S) -> Call[Pr
     def parse(reply: Reply) -> PrefixMatch:
         fields = reply.fields
         lease = None if fields["lease"] is None else result_of(Lease, fields["lease"])
-        return PrefixMatch(fields["matched_len"], fields["num_pages"], lease, reply.meta)
+        cached = fields.get("cached")
+        return PrefixMatch(fields["matched_len"], fields["num_pages"], lease, cached, reply.meta)
 
     # Repeatable: a lease whose reply was lost ends by itself.
-    fields = {**prefix.fields(), "lease_s": float(lease_s)}
+    fields = {**prefix.sought(), "lease_s": float(lease_s)}
     return Call("match_prefix", parse, fields=fields, arrays=prefix.arrays())
+
+
+def prefetch(prefix: Prefix) -> Call[PrefixMatch]:
+    """Load the longest cached beginning into the pool; where it was before. Loads as much as it can
+    until shortly before the deadline."""
+    return Call("prefetch", reads_into(PrefixMatch), fields=prefix.sought(), arrays=prefix.arrays())
 
 
 def commit(
@@ -161,8 +179,8 @@ def commit_sequences(
 
     def parse(reply: Reply) -> tuple[CommitResult, ...]:
         columns = [reply.fields[name] for name in ("committed_lens", "num_pages", "last_keys")]
-        rows = zip(*columns, strict=True)
-        return tuple([CommitResult(end, count, key, reply.meta) for end, count, key in rows])
+        rows, durable = zip(*columns, strict=True), reply.fields.get("durable")
+        return tuple([CommitResult(end, n, key, durable, reply.meta) for end, n, key in rows])
 
     return Call("commit_sequences", parse, fields=plain_fields(fields), arrays=arrays)
 
@@ -233,14 +251,20 @@ def get_namespace(name: str) -> Call[Namespace]:
 
 
 def set_namespace(
-    name: str, *, max_pages: int | None = None, reserved_pages: int = 0
+    name: str,
+    *,
+    max_pages: int | None = None,
+    reserved_pages: int = 0,
+    max_host_bytes: int | None = None,
+    max_disk_bytes: int | None = None,
 ) -> Call[Namespace]:
-    """Set a namespace's quota in pages: `max_pages` (None: no limit), and `reserved_pages` that
-    other namespaces cannot use. Needs the scope `admin`."""
+    """Set a namespace's quota: `max_pages` of the pool, `reserved_pages` that other namespaces
+    cannot use, and bytes in the tiers below the pool (None: no limit). Needs the scope `admin`."""
     fields = {
         "name": name,
         "max_pages": None if max_pages is None else whole_number(max_pages, "max_pages"),
         "reserved_pages": whole_number(reserved_pages, "reserved_pages"),
+        **plain_fields({"max_host_bytes": max_host_bytes, "max_disk_bytes": max_disk_bytes}),
     }
     return Call("set_namespace", reads_into(Namespace), fields=fields)
 

@@ -43,7 +43,8 @@ class ExportHeader:
         """The names of its pages, for a commit at the importer."""
         if not self.names:
             return None
-        return Prefix(**self.names, cache_salt=str(self.fields["cache_salt"]))
+        ids, keys = self.names.get("token_ids"), self.names.get("page_keys")
+        return Prefix(ids, keys, str(self.fields["cache_salt"]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

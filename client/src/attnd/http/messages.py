@@ -42,6 +42,7 @@ ROUTES: Final[Mapping[str, tuple[str, str]]] = {
     "drain_engine": ("POST", "/v1/engines/{name}/drain"),
     "delete_sequences": ("POST", "/v1/sequences/delete"),
     "match_prefix": ("POST", "/v1/prefix/match"),
+    "prefetch": ("POST", "/v1/prefix/prefetch"),
     "commit": ("POST", "/v1/sequences/{id}/commit"),
     "commit_sequences": ("POST", "/v1/sequences/commit"),
     "renew_lease": ("POST", "/v1/leases/{id}"),

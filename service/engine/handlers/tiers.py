@@ -1,0 +1,91 @@
+"""What operations on the prefix cache do with the tiers below the pool, where there are any."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from service.core.prefix.keys import Prefix
+from service.engine.loop.job import Completed, Counts, SlicedWork, Slices, Work
+from service.engine.loop.request import Request
+from service.engine.store.store import Store
+from service.engine.tiers.loading import ALL_TIERS, LoadLimits, Origin, waiting
+from service.operations.schema.page_names import SoughtPages
+
+RESERVE: Final = 0.1
+"""Share of the time until an operation's deadline that is left for all but its loads."""
+
+
+def limits_of(store: Store, fields: SoughtPages) -> LoadLimits:
+    tiers = ALL_TIERS if fields.tiers is None else frozenset(fields.tiers)
+    return LoadLimits(tiers, fields.max_load_pages, end_of_waits(store))
+
+
+def end_of_waits(store: Store) -> float:
+    """When the operation whose turn it is must go on, by `time.monotonic()`."""
+    now = time.monotonic()
+    return now + (1.0 - RESERVE) * (store.deadline - now)
+
+
+def after_loading(
+    store: Store,
+    request: Request,
+    prefix: Prefix,
+    finish: Callable[[Origin | None], Counts],
+    *,
+    loads: bool,
+) -> Work:
+    """Load what lower tiers have of `prefix`, or with `loads` False find it there; then `finish`,
+    which gets the origin of the pages, or None where lower tiers have none of them."""
+    loading, namespace = store.loading, request.tenant.namespace
+    if loading is None:
+        return Completed(counts=finish(None))
+    limits = limits_of(store, request.fields)
+    if not loading.has_more(namespace, prefix, limits):
+        return Completed(counts=finish(None))
+
+    def slices() -> Slices:
+        how = loading.load if loads else loading.look_up
+        origin = yield from how(namespace, prefix, limits)
+        loading.count(finish(origin))
+
+    return SlicedWork(slices())
+
+
+def cached_by_tier(store: Store, num_pages: int, origin: Origin | None) -> dict[str, Any]:
+    """The field `cached` for `num_pages` found pages, on an engine with tiers."""
+    if store.loading is None:
+        return {}
+    origin = origin or Origin(num_pages)
+    pool = Origin(max(0, num_pages - origin.host - origin.disk), origin.host, origin.disk)
+    return {"cached": pool.tokens(store.geometry.page_size)}
+
+
+def until_durable(
+    store: Store, names: Sequence[str], pages: Sequence[int], lay: Callable[[bool | None], None]
+) -> Work:
+    """`lay` the answer to a commit of the first `pages[i]` pages of each sequence: at once, or when
+    they are on disk, where commits are written there."""
+    loading = store.loading
+    if loading is None or not loading.tiers.writes_commits:
+        lay(None)
+        return Completed()
+    books, tiers = store.tree.books, loading.tiers
+    tables = [books.leaf(name).table[:num] for name, num in zip(names, pages, strict=True)]
+    numbers = [page for table in tables for page in table.tolist()]
+    ids = [tiers.id_of(page) for page in numbers]
+    ends = end_of_waits(store)
+    if tiers.request_copies(ids, numbers):
+        lay(True)
+        return Completed()
+
+    def slices() -> Slices:
+        left = ids
+        while left and tiers.is_copying and time.monotonic() < ends:
+            yield waiting()
+            while left and tiers.on_disk(left[-1]):
+                left.pop()
+        lay(all(map(tiers.on_disk, ids)))
+
+    return SlicedWork(slices(), must_finish=lambda: True)

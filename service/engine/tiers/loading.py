@@ -1,0 +1,449 @@
+"""Loads: pages of a prefix that are in host memory or on disk come back to the pool, verified.
+
+A load takes pages like an import: a hidden sequence holds the pages of the prefix that the pool has
+and fresh ones for the rest. The loader's thread verifies each record and writes it to its page.
+Then the pages are committed under the names they had, and the hidden sequence is deleted.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count, groupby
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from kernels.backend import Done
+from service.core.errors import CoreError, OutOfPages
+from service.core.pool.budget import NO_LIMIT, EvictionPaused
+from service.core.prefix.commits import DEFAULT
+from service.core.prefix.keys import KEY_BYTES, Prefix, as_keys, root_key
+from service.core.prefix.nodes import DEFAULT_PRIORITY, Retention
+from service.core.sequences.transfer import fill
+from service.core.values import Int32, NewSpec
+from service.engine.loop.job import NO_COST, WAIT, Counts, Slice, Slices, in_slices
+from service.engine.tiers.page_records import PageTag, next_id
+from service.engine.tiers.tiers import CLOSE_S, COPIED_AT_ONCE, TASKS, Tiers
+from service.errors import Internal
+from service.operations.schema.page_names import Tier
+from service.tiers.records import InvalidRecord
+from service.tiers.shelf import Entry
+from service.tiers.worker import Worker
+
+LOG: Final = logging.getLogger("attnd.tiers")
+HIDDEN: Final = "~~"
+"""First characters of the names of hidden sequences; no caller's begin so."""
+BATCHES: Final = 2
+"""Batches of one load that wait for the loader: others have their turns between them."""
+LOOKED_UP: Final = 64
+"""Pages looked up between two reads of the clock."""
+EVICTED_AT_ONCE: Final = 1024
+ALL_TIERS: Final[frozenset[Tier]] = frozenset(("pool", "host", "disk"))
+Steps = Generator[Slice, Any, "Origin"]
+Miss = Literal["corrupt", "evicted", "unreadable"]
+
+
+@dataclass(slots=True)
+class Origin:
+    """Where the pages of a prefix are, or were before they were loaded."""
+
+    pool: int = 0
+    host: int = 0
+    disk: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.pool + self.host + self.disk
+
+    def tokens(self, page_size: int) -> dict[str, int]:
+        return {tier: page_size * getattr(self, tier) for tier in ("pool", "host", "disk")}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadLimits:
+    """The tiers that may be used, the most pages to load, and when to stop (monotonic)."""
+
+    tiers: frozenset[Tier]
+    max_pages: int | None
+    ends: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Record:
+    """A page that a lower tier has."""
+
+    id: bytes
+    tag: PageTag
+    entry: Entry
+    tier: Literal["host", "disk"]
+
+    @property
+    def priority(self) -> int:
+        """Its priority, as it was when the page left the pool."""
+        return self.entry.rank if self.tier == "disk" and self.entry.rank > 0 else self.tag.priority
+
+
+@dataclass(slots=True, eq=False)
+class Found:
+    """Pages of a prefix: `num_cached` in the pool, and `records` of the next ones.
+
+    `is_loading`: the next page is being loaded for another operation.
+    """
+
+    num_cached: int = 0
+    records: list[Record] = field(default_factory=list)
+    is_loading: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """The load of one run of records to `pages` of the hidden sequence `name`."""
+
+    name: str
+    namespace: str
+    records: list[Record]
+    pages: Int32
+    asked: int = 0
+    """Records handed to the loader, ..."""
+    in_flight: int = 0
+    """... in batches that are not back."""
+    labels: list[bytes] = field(default_factory=list)
+    """Labels of the pages that are loaded, in order."""
+    has_failed: bool = False
+    is_stopped: bool = False
+    """The loader passes over its records."""
+    is_abandoned: bool = False
+    """No operation waits for it any more: it ends with its last batch."""
+
+
+class Loading:
+    """All loads of an engine; belongs to its thread."""
+
+    def __init__(self, tiers: Tiers, wake: Callable[[], None]) -> None:
+        self.tiers = tiers
+        self._tree = tiers.tree
+        self._loads: set[Load] = set()
+        self._by_id: dict[bytes, Load] = {}
+        self._numbers = count()
+        self._staging = np.zeros(tiers.layout.block_bytes, np.uint8)
+        self._loader = Worker("tiers-loader", TASKS, wake)
+
+    def num_hidden(self, namespace: str | None) -> int:
+        """Hidden sequences of a namespace, or of all (None)."""
+        return sum(namespace in (None, one.namespace) for one in self._loads)
+
+    def advance(self) -> None:
+        """Take the ends of all tasks, and start copies that are due."""
+        self._loader.take_done()
+        self.tiers.advance()
+
+    def close(self, writes_pool: bool) -> None:
+        """End all loads, finish copies under way, with `writes_pool` also copy pages that only the
+        pool has, and stop the threads."""
+        for load in self._loads:
+            load.is_stopped = True
+        self._loader.close(CLOSE_S)
+        self.tiers.close(writes_pool)
+
+    def clear(self, namespace: str) -> Slices:
+        """Delete all of a namespace from the lower tiers; ends when nothing of it is left there.
+
+        Raises `Internal` where the disk fails: then its files may still have some of it.
+        """
+        for load in self._loads:
+            if load.namespace == namespace:
+                load.has_failed = load.is_stopped = True
+                load.labels.clear()
+        ends: list[OSError | None] = []
+        yield from in_slices(self.tiers.clear_host(namespace))
+        self.tiers.clear_disk(namespace, ends.append)
+        while not ends:
+            yield waiting()
+        if ends[0] is not None:
+            raise Internal(f"not all could be erased: {ends[0]}: delete cache.disk_path yourself")
+
+    def count(self, found: Counts) -> None:
+        """Count the tokens that an operation in slices looked up and found."""
+        self.tiers.metrics.add(found.found, "prefix_tokens", "hit")
+        self.tiers.metrics.add(found.looked_up - found.found, "prefix_tokens", "miss")
+
+    # Lookup.
+
+    def has_more(self, namespace: str, prefix: Prefix, limits: LoadLimits) -> bool:
+        """Whether a lower tier has the page that the pool lacks first."""
+        if limits.max_pages == 0:
+            return False
+        found = Found()
+        next(self._look_up(namespace, prefix, limits, found, 1), None)
+        return bool(found.records) or found.is_loading
+
+    def look_up(self, namespace: str, prefix: Prefix, limits: LoadLimits) -> Steps:
+        """Where the pages of a prefix are; loads nothing."""
+        found = Found()
+        yield from in_slices(self._look_up(namespace, prefix, limits, found))
+        origin = Origin(found.num_cached)
+        for record in found.records:
+            add_to(origin, record)
+        return origin
+
+    def _look_up(
+        self,
+        namespace: str,
+        prefix: Prefix,
+        limits: LoadLimits,
+        found: Found,
+        most: int | None = None,
+    ) -> Generator[None, None, None]:
+        """Fill `found`, some pages a step."""
+        tree, names = self._tree, self._tree.cache.named
+        match = tree.cache.match(namespace, prefix)
+        found.num_cached = match.num_pages
+        key = record_id = root_key(namespace, prefix.cache_salt)
+        if match.node is not None:
+            page = match.node.pages.item(match.num_pages - 1 - match.node.start)
+            key, record_id = names.key_of(page), self.tiers.id_of(page)
+        most = limits.max_pages if most is None else most
+        stop = prefix.num_pages(names.page_size)
+        stop = stop if most is None else min(stop, match.num_pages + most)
+        if match.is_cut:
+            return
+        for at in range(match.num_pages, stop):
+            key = prefix.key_at(at, key, names.page_size)
+            record_id = next_id(record_id, key)
+            if record_id in self._by_id:
+                found.is_loading = not found.records
+                return
+            record = self._find(record_id, limits)
+            if record is None or (prefix.token_ids is not None and not record.tag.with_ids):
+                return
+            found.records.append(record)
+            if not at % LOOKED_UP:
+                yield
+
+    def _find(self, record_id: bytes, limits: LoadLimits) -> Record | None:
+        tiers = self.tiers
+        if "host" in limits.tiers and (entry := tiers.host.find(record_id)) is not None:
+            return Record(record_id, PageTag.read(entry.tag), entry, "host")
+        if "disk" in limits.tiers and tiers.disk is not None:
+            found = tiers.disk.find(record_id)
+            if found is not None:
+                return Record(record_id, PageTag.read(found.tag), found, "disk")
+        return None
+
+    # Loads.
+
+    def load(self, namespace: str, prefix: Prefix, limits: LoadLimits) -> Steps:
+        """Load what lower tiers have of a prefix; where its pages were. Stops at `limits.ends`."""
+        origin, left = Origin(), limits.max_pages
+        while True:
+            now = LoadLimits(limits.tiers, left, limits.ends)
+            found = Found()
+            yield from in_slices(self._look_up(namespace, prefix, now, found))
+            origin.pool = found.num_cached - origin.host - origin.disk
+            if time.monotonic() >= limits.ends:
+                return origin
+            if found.is_loading:
+                yield waiting()
+                continue
+            if not found.records:
+                return origin
+            load = yield from self._begin(namespace, prefix, found, limits.ends)
+            if load is None:
+                return origin
+            try:
+                while load.in_flight or self._feed(load):
+                    if load.has_failed or time.monotonic() >= limits.ends:
+                        break
+                    yield waiting()
+            finally:
+                num_loaded = self._finish(load, prefix, found.num_cached)
+            for record in load.records[:num_loaded]:
+                add_to(origin, record)
+            left = None if left is None else left - num_loaded
+            if num_loaded < len(found.records):
+                return origin
+
+    def _begin(
+        self, namespace: str, prefix: Prefix, found: Found, ends: float
+    ) -> Generator[Slice, Any, Load | None]:
+        """Take the pages of a load; None where there is no room for one."""
+        tree, budget, size = self._tree, self._tree.budget, self._tree.page_size
+        name = f"{HIDDEN}{next(self._numbers)}"
+        tree.create((NewSpec(name, prefix=prefix, namespace=namespace),))
+        load = Load(name, namespace, [], np.empty(0, np.int32))
+        self._loads.add(load)
+        room = budget.obtainable(budget.namespace(namespace))
+        load.records = records = found.records[:room]
+        for record in records:
+            self._by_id[record.id] = load
+            if record.tier == "host":
+                record.entry.holds += 1
+        try:
+            while records:
+                budget.most_evicted = EVICTED_AT_ONCE
+                try:
+                    length = (found.num_cached + len(records)) * size
+                    fill(tree, name, [length] * tree.num_layers)
+                    leaf = tree.books.leaf(name)
+                    load.pages = leaf.table[found.num_cached : found.num_cached + len(records)]
+                    load.pages = load.pages.copy()
+                    return load
+                except EvictionPaused:
+                    if time.monotonic() >= ends:
+                        break
+                finally:
+                    budget.most_evicted = NO_LIMIT
+                yield waiting()
+        except OutOfPages:
+            pass
+        finally:
+            if not load.pages.size:
+                self._end(load)
+        return None
+
+    def _feed(self, load: Load) -> bool:
+        """Hand records to the loader; whether any are left or on their way."""
+        while (
+            load.asked < len(load.records)
+            and load.in_flight < BATCHES
+            and not self._loader.is_full
+            and not load.has_failed
+        ):
+            batch = slice(load.asked, load.asked + COPIED_AT_ONCE)
+            load.asked = min(batch.stop, len(load.records))
+            load.in_flight += 1
+            self._loader.add(partial(self._run, load, load.records[batch], load.pages[batch]))
+        return bool(load.in_flight) or (load.asked < len(load.records) and not load.has_failed)
+
+    def _run(self, load: Load, records: Sequence[Record], pages: Int32) -> Callable[[], None]:
+        """In the loader's thread: verify records and write them to their pages."""
+        began = time.monotonic()
+        labels: list[bytes] = []
+        miss: Miss | None = None
+        for record, page in zip(records, pages, strict=True):
+            if load.is_stopped:
+                break
+            block, label = self._staging, None
+            try:
+                if record.tier == "host":
+                    block = self.tiers.block(record.entry)
+                label = self._read(record, block.data)
+                miss = "evicted" if label is None else None
+            except InvalidRecord:
+                miss = "corrupt"
+            except OSError:
+                miss = "unreadable"
+            if label is None:
+                break
+            payload = block[self.tiers.layout.head_bytes :]
+            self.tiers.copies.write(np.array([page], np.int32), [payload])
+            labels.append(label)
+        return partial(self._loaded, load, records, labels, miss, time.monotonic() - began)
+
+    def _read(self, record: Record, block: memoryview) -> bytes | None:
+        """The label of a record that is read to `block`, or is there. Raises `InvalidRecord`."""
+        layout, disk = self.tiers.layout, self.tiers.disk
+        if record.tier == "host":
+            label, length = layout.check(block, record.id, record.entry.namespace)
+        else:
+            read = None if disk is None else disk.get(record.entry, block)
+            if read is None:
+                return None
+            label, length = read
+        if length != layout.payload_bytes or PageTag.read(label).key != record.tag.key:
+            raise InvalidRecord("foreign")
+        return label
+
+    def _loaded(
+        self,
+        load: Load,
+        records: Sequence[Record],
+        labels: list[bytes],
+        miss: Miss | None,
+        seconds: float,
+    ) -> None:
+        load.in_flight -= 1
+        tiers = self.tiers
+        for tier, same in groupby(records[: len(labels)], key=lambda one: one.tier):
+            number = len(list(same))
+            tiers.count(tier, "out", number, seconds * number / len(labels))
+        if not load.has_failed:
+            load.labels += labels
+        if miss is not None:
+            load.has_failed = True
+            self._report(records[len(labels)], miss)
+        if load.is_abandoned and not load.in_flight:
+            self._end(load)
+
+    def _report(self, record: Record, miss: Miss) -> None:
+        """A record could not be loaded: unless it gave way to others, it is deleted."""
+        self.tiers.metrics.add(1, "tier_misses", miss)
+        if miss == "evicted":
+            return
+        LOG.warning("a record in the %s tier is %s: it is deleted", record.tier, miss)
+        if record.tier == "disk":
+            self.tiers.drop_from_disk([record.entry])
+        elif record.entry.is_ready:
+            self.tiers.drop_from_host(record.entry)
+
+    def _finish(self, load: Load, prefix: Prefix, num_cached: int) -> int:
+        """Commit the pages that are loaded; returns their number. The others are freed when the
+        loader is done with them."""
+        load.is_stopped = True
+        num_loaded = 0
+        try:
+            for names, keep in runs_of(load, prefix.cache_salt, num_cached, self._tree.page_size):
+                done = self._tree.commits.commit(load.name, names, keep) - num_cached
+                num_loaded = max(num_loaded, done)
+        except CoreError as error:
+            LOG.debug("loaded pages are not committed: %s", error)
+        load.is_abandoned = bool(load.in_flight)
+        if not load.is_abandoned:
+            self._end(load)
+        return num_loaded
+
+    def _end(self, load: Load) -> None:
+        """Free the hidden sequence: its committed pages stay cached."""
+        self._loads.discard(load)
+        self._tree.free((load.name,))
+        for at, record in enumerate(load.records):
+            del self._by_id[record.id]
+            if record.tier == "host":
+                self.tiers.loaded(record.entry, is_in_pool=at < len(load.labels))
+
+
+def runs_of(
+    load: Load, cache_salt: str, first: int, page_size: int
+) -> Iterator[tuple[Prefix, Retention]]:
+    """The names of loaded pages, which follow `first` others, as commits of equal priority."""
+    labels = [PageTag.read(label) for label in load.labels]
+    many = zip(load.records, labels, load.labels, strict=False)
+    for (priority, with_ids), run in groupby(
+        many, key=lambda one: (one[0].priority, one[1].with_ids)
+    ):
+        pages = list(run)
+        keys = b"".join(tag.key for _, tag, _ in pages)
+        if with_ids:
+            width = 4 * page_size
+            ids = np.frombuffer(b"".join(label[-width:] for _, _, label in pages), np.uint32)
+            names = Prefix(ids, None, cache_salt, first, keys, first)
+        else:
+            names = Prefix(None, as_keys(keys), cache_salt, first)
+        first += len(keys) // KEY_BYTES
+        yield names, DEFAULT if priority == DEFAULT_PRIORITY else Retention(priority)
+
+
+def add_to(origin: Origin, record: Record) -> None:
+    if record.tier == "host":
+        origin.host += 1
+    else:
+        origin.disk += 1
+
+
+def waiting() -> Slice:
+    """A slice without work, while other threads work."""
+    return Slice(lambda: Done(None), WAIT, NO_COST)

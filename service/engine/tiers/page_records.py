@@ -1,0 +1,52 @@
+"""Pages as records: their identity in the tiers, their labels, and the stamp of a pool."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Final
+
+from kernels.backend import PoolGeometry
+from service.core.prefix.keys import KEY_BYTES
+from service.tiers.records import STAMP_BYTES, RecordLayout
+
+TAG: Final = struct.Struct(f"<{KEY_BYTES}sH?")
+"""A page's key, its priority, and whether its token ids follow in the label."""
+
+
+def next_id(before: bytes, key: bytes) -> bytes:
+    """The identity of a page: a digest of the keys of its whole path.
+
+    `before` is the identity of the page before it; before the first it is the key of the root,
+    which covers namespace and salt. A page of equal key on another path is another page.
+    """
+    return blake2b(before + key, digest_size=KEY_BYTES).digest()
+
+
+def layout_of(geometry: PoolGeometry, model: str) -> RecordLayout:
+    """Records of a pool's pages. The stamp covers model, shape and format."""
+    shape = (
+        *(geometry.num_layers, geometry.page_size, geometry.num_kv_heads, geometry.head_dim),
+        *(geometry.layout, geometry.dtype, *geometry.scales),
+    )
+    stamp = blake2b(repr((model, shape)).encode(), digest_size=STAMP_BYTES).digest()
+    label_bytes = TAG.size + 4 * geometry.page_size
+    return RecordLayout(label_bytes, geometry.num_layers * geometry.page_bytes, stamp)
+
+
+@dataclass(frozen=True, slots=True)
+class PageTag:
+    """A page's columns in the index of a tier."""
+
+    key: bytes
+    priority: int
+    with_ids: bool
+
+    @classmethod
+    def read(cls, tag: bytes) -> PageTag:
+        """From a tag or the beginning of a label."""
+        return cls(*TAG.unpack_from(tag))
+
+    def pack(self) -> bytes:
+        return TAG.pack(self.key, self.priority, self.with_ids)

@@ -1,0 +1,113 @@
+"""Opens the tiers that the settings ask for."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from config.sections import CacheSettings
+from kernels.memory import free_bytes
+from service.core.errors import CoreError
+from service.engine.store.store import Store
+from service.engine.tiers.loading import Loading
+from service.engine.tiers.page_records import layout_of
+from service.engine.tiers.tiers import Tiers
+from service.metrics import Metrics
+from service.tiers.record_store import RecordStore, sizes_of
+
+LOG: Final = logging.getLogger("attnd.tiers")
+STAGING_BYTES: Final = 64 * 2**20
+LEAST_STAGING: Final = 16
+"""Without a tier in host memory, pages on their way to the disk take `STAGING_BYTES` there, and
+the bytes of `LEAST_STAGING` pages at least."""
+QUOTA: Final = "quota/"
+"""Notes of quotas begin so, followed by the namespace."""
+
+
+class TiersUnavailable(RuntimeError):
+    """The settings of the tiers cannot be met; the message is one line."""
+
+
+def open_tiers(
+    store: Store, cache: CacheSettings, metrics: Metrics, wake: Callable[[], None]
+) -> Loading | None:
+    """The tiers of a store, or None without any. Raises `TiersUnavailable`, `StoreUnavailable`."""
+    if not cache.host_bytes and cache.disk_path is None:
+        return None
+    copies = store.backend.page_copies
+    if copies is None:
+        reason = f"the {store.backend.name} backend has no tiers below the pool yet: leave it out"
+        setting = "host_bytes" if cache.host_bytes else "disk_path"
+        raise TiersUnavailable(f"cache.{setting} = {getattr(cache, setting)}: {reason}")
+    layout = layout_of(store.geometry, cache.model or "")
+    host_slots = cache.host_bytes // layout.block_bytes
+    if not cache.host_bytes:
+        host_slots = max(LEAST_STAGING, STAGING_BYTES // layout.block_bytes)
+    check_sizes(cache, layout.block_bytes)
+    tiers = Tiers(
+        store.tree,
+        copies,
+        layout,
+        host_slots,
+        wake,
+        metrics,
+        keeps_host=bool(cache.host_bytes),
+        writes_commits=cache.write == "commit",
+    )
+    if store.history.is_kept:
+        tiers.history = store.history
+    if cache.disk_path is not None:
+        path = Path(cache.disk_path)
+        disk = RecordStore(path, cache.disk_bytes, layout, evicted=tiers.disk_evicted)
+        tiers.use_disk(disk)
+        restore_quotas(store, tiers, disk)
+    return Loading(tiers, wake)
+
+
+def check_sizes(cache: CacheSettings, block_bytes: int) -> None:
+    """Raises `TiersUnavailable` for sizes that hold no page, or more than the machine has."""
+    for name, size in (("host_bytes", cache.host_bytes), ("disk_bytes", cache.disk_bytes)):
+        if 0 < size < block_bytes:
+            reason = f"one page with its header takes {block_bytes}: raise it"
+            raise TiersUnavailable(f"cache.{name} = {size}: {reason}")
+    if cache.host_bytes > (free := free_bytes("cpu")):
+        raise TiersUnavailable(f"cache.host_bytes = {cache.host_bytes}: {free} are free: lower it")
+    if cache.disk_path is not None:
+        path = Path(cache.disk_path)
+        above = next((one for one in (path, *path.parents) if one.is_dir()), Path("/"))
+        free = shutil.disk_usage(above).free + sizes_of(path)
+        if cache.disk_bytes > free:
+            reason = f"{free} are free at {path}: lower it, or name another path"
+            raise TiersUnavailable(f"cache.disk_bytes = {cache.disk_bytes}: {reason}")
+
+
+def restore_quotas(store: Store, tiers: Tiers, disk: RecordStore) -> None:
+    """Set the quotas that were set before the restart."""
+    for name, value in disk.notes().items():
+        if name.startswith(QUOTA):
+            namespace, quota = name.removeprefix(QUOTA), json.loads(value)
+            tiers.set_limits(namespace, quota["max_host_bytes"], quota["max_disk_bytes"])
+            try:
+                numbers = quota["max_pages"], quota["reserved_pages"]
+                store.tree.budget.set_quota(namespace, *numbers)
+            except CoreError as error:
+                LOG.warning("the quota of namespace %s does not fit the pool: %s", namespace, error)
+
+
+def keep_quota(store: Store, namespace: str) -> None:
+    """Keep a namespace's quotas for the next start."""
+    if store.loading is None:
+        return
+    held, tiers = store.tree.budget.look(namespace), store.loading.tiers
+    host, disk = tiers.limits.get(namespace, (None, None))
+    quota = {
+        "max_pages": held.max_pages,
+        "reserved_pages": held.reserved_pages,
+        "max_host_bytes": host,
+        "max_disk_bytes": disk,
+    }
+    tiers.note(QUOTA + namespace, json.dumps(quota) if any(quota.values()) else None)

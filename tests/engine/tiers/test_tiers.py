@@ -1,0 +1,365 @@
+"""Tiers through the engine: pages leave the pool and come back to the bit, or are a miss."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import pytest
+
+from config.sections import CacheSettings
+from kernels import make_backend
+from service.engine.tiers.page_records import layout_of
+from tests.engine.handlers.test_engine_prefix import PAGE, begin, check, keep
+from tests.engine.harness import Caller, Refused, creation, with_engine
+from tests.engine.pool_model import CPU_GEOMETRY
+
+T = TypeVar("T")
+GEOMETRY: Final = replace(CPU_GEOMETRY, num_pages=12)
+BLOCK: Final = layout_of(GEOMETRY, "m").block_bytes
+HOST: Final = CacheSettings(host_bytes=64 * BLOCK)
+PROMPTS: Final = [[1000 * number + at for at in range(4 * PAGE)] for number in range(1, 20)]
+
+
+def on_disk(path: Path, **settings: Any) -> CacheSettings:
+    given = {"disk_path": str(path), "disk_bytes": 64 * BLOCK, "model": "m"} | settings
+    return CacheSettings(**given)
+
+
+def run(
+    scenario: Callable[[Caller], Coroutine[Any, Any, T]], cache: CacheSettings, **how: Any
+) -> T:
+    """A scenario on an engine of its own with a pool of 12 pages: three prompts."""
+    backend = make_backend("cpu", GEOMETRY, poison=True)
+    return with_engine(backend, scenario, cache=cache, **how)
+
+
+async def create(caller: Caller, name: str, prompt: list[int], **prefix: Any) -> dict[str, Any]:
+    """A new sequence with a prompt's cached beginning, as the answer describes it."""
+    new = {"id": name, "prefix": {"token_ids": prompt} | prefix}
+    reply = await caller.submit(creation(new))
+    found: dict[str, Any] = reply.fields["sequences"][0]
+    return found
+
+
+async def fill(caller: Caller, prompts: list[list[int]] = PROMPTS[:6]) -> None:
+    """Compute and cache prompts, more than the pool has pages for."""
+    for number, prompt in enumerate(prompts):
+        assert await keep(caller, f"fill-{number}", prompt) == 0
+
+
+async def check_all(caller: Caller, prompts: list[list[int]] = PROMPTS[:6]) -> list[int]:
+    """Begin each prompt from the cache and check their rows; the cached tokens of each."""
+    lens = []
+    for number, prompt in enumerate(prompts):
+        found = await create(caller, f"check-{number}", prompt)
+        lens.append(found["cached_len"])
+        assert sum(found["cached"].values()) == found["cached_len"]
+        if found["cached_len"]:
+            await check(caller, f"check-{number}", prompt[: found["cached_len"]])
+        await caller.call("delete_sequence", {"id": f"check-{number}"})
+    pool = await caller.pool()
+    assert (pool["integrity"], pool["sequences"]) == ("ok", 0)
+    return lens
+
+
+def test_pages_that_the_pool_evicted_come_back_from_host_memory() -> None:
+    async def scenario(caller: Caller) -> None:
+        await fill(caller)
+        assert await check_all(caller) == [4 * PAGE] * 6
+        assert await check_all(caller) == [4 * PAGE] * 6
+
+    run(scenario, HOST)
+
+
+def test_pages_that_the_pool_evicted_come_back_from_disk(tmp_path: Path) -> None:
+    async def scenario(caller: Caller) -> None:
+        await fill(caller)
+        assert await check_all(caller) == [4 * PAGE] * 6
+
+    run(scenario, on_disk(tmp_path))
+
+
+def test_a_reply_says_where_its_tokens_were(tmp_path: Path) -> None:
+    async def scenario(caller: Caller) -> None:
+        await fill(caller, PROMPTS[:1])
+        found = await create(caller, "a", PROMPTS[0])
+        assert found["cached"] == {"pool": 4 * PAGE, "host": 0, "disk": 0}
+        await caller.call("delete_sequence", {"id": "a"})
+        await fill(caller, PROMPTS[1:6])
+        found = await create(caller, "a", PROMPTS[0])
+        assert found["cached"] == {"pool": 0, "host": 4 * PAGE, "disk": 0}
+
+    run(scenario, HOST)
+
+
+def test_a_match_with_a_lease_loads_and_one_without_counts(tmp_path: Path) -> None:
+    async def scenario(caller: Caller) -> None:
+        await fill(caller)
+        named = {"token_ids": PROMPTS[0]}
+        reply = await caller.call("match_prefix", named | {"lease_s": 0.0})
+        where = {"pool": 0, "host": 4 * PAGE, "disk": 0}
+        assert (reply.fields["matched_len"], reply.fields["cached"]) == (4 * PAGE, where)
+        assert caller.metric('attnd_tier_pages_moved_total{tier="host",way="in"}') > 0
+        reply = await caller.call("match_prefix", named)
+        assert (reply.fields["matched_len"], reply.fields["cached"]) == (4 * PAGE, where)
+        assert reply.fields["lease"] is not None
+        reply = await caller.call("match_prefix", named | {"lease_s": 0.0})
+        assert reply.fields["cached"] == {"pool": 4 * PAGE, "host": 0, "disk": 0}
+
+    run(scenario, HOST)
+
+
+def test_a_prefetch_stays_within_its_limits(tmp_path: Path) -> None:
+    async def scenario(caller: Caller) -> None:
+        await fill(caller)
+        named = {"token_ids": PROMPTS[0]}
+        reply = await caller.call("prefetch", named | {"tiers": ["pool", "disk"]})
+        assert reply.fields["num_pages"] == 0
+        reply = await caller.call("prefetch", named | {"max_load_pages": 3})
+        assert (reply.fields["num_pages"], reply.fields["matched_len"]) == (3, 3 * PAGE)
+        assert reply.fields["cached"] == {"pool": 0, "host": 3 * PAGE, "disk": 0}
+        reply = await caller.call("prefetch", named)
+        assert reply.fields["cached"] == {"pool": 3 * PAGE, "host": PAGE, "disk": 0}
+
+    run(scenario, HOST)
+
+
+def test_what_was_written_down_survives_a_restart(tmp_path: Path) -> None:
+    async def before(caller: Caller) -> None:
+        await fill(caller)
+
+    async def after(caller: Caller) -> list[int]:
+        return await check_all(caller)
+
+    run(before, on_disk(tmp_path))
+    assert run(after, on_disk(tmp_path)) == [4 * PAGE] * 6, "a graceful stop writes all down"
+
+
+def test_commits_are_durable_when_they_say_so(tmp_path: Path) -> None:
+    cache = on_disk(tmp_path, write="commit")
+
+    async def before(caller: Caller) -> None:
+        for number, prompt in enumerate(PROMPTS[:3]):
+            await begin(caller, f"a{number}", prompt)
+        fields = {"id": "a0", "token_ids": PROMPTS[0]}
+        assert (await caller.call("commit", fields)).fields["durable"] is True
+        both = {"sequences": ["a1", "a2"], "token_ids": PROMPTS[1] + PROMPTS[2]}
+        both["names_indptr"] = [0, 4 * PAGE, 8 * PAGE]  # type: ignore[assignment]
+        assert (await caller.call("commit_sequences", both)).fields["durable"] is True
+
+    async def after(caller: Caller) -> list[int]:
+        return await check_all(caller, PROMPTS[:3])
+
+    run(before, cache)
+    assert run(after, cache) == [4 * PAGE] * 3
+
+
+def test_pages_named_by_keys_come_back_too(tmp_path: Path) -> None:
+    keys = [bytes([number] * 16).hex() for number in range(4)]
+
+    async def scenario(caller: Caller) -> None:
+        await begin(caller, "a", PROMPTS[10])
+        await caller.call("commit", {"id": "a", "page_keys": keys})
+        await caller.call("delete_sequence", {"id": "a"})
+        await fill(caller)
+        reply = await caller.submit(creation({"id": "b", "prefix": {"page_keys": keys}}))
+        assert reply.fields["sequences"][0]["cached_len"] == 4 * PAGE
+        await check(caller, "b", PROMPTS[10])
+        await caller.call("delete_sequence", {"id": "b"})
+        await fill(caller, PROMPTS[11:16])
+        swapped = [keys[1], keys[0], *keys[2:]]
+        reply = await caller.submit(creation({"id": "b", "prefix": {"page_keys": swapped}}))
+        assert reply.fields["sequences"][0]["cached_len"] == 0
+        other = {"prefix": {"page_keys": [keys[0], *keys[2:]]}, "id": "c"}
+        reply = await caller.submit(creation(other))
+        assert reply.fields["sequences"][0]["cached_len"] == PAGE, "on another path it is another"
+
+    run(scenario, HOST)
+
+
+def test_a_page_is_found_only_under_its_salt_and_namespace(tmp_path: Path) -> None:
+    keys = {"key-a": ("a", ["read", "append"]), "key-b": ("b", ["read", "append"])}
+
+    async def scenario(caller: Caller) -> None:
+        await fill(caller)
+        assert (await create(caller, "salted", PROMPTS[0], cache_salt="x"))["cached_len"] == 0
+        async with caller.another("key-b") as other:
+            assert (await create(other, "x", PROMPTS[0]))["cached_len"] == 0
+            reply = await other.call("match_prefix", {"token_ids": PROMPTS[0], "lease_s": 0.0})
+            assert reply.fields["matched_len"] == 0
+        assert (await create(caller, "own", PROMPTS[0]))["cached_len"] == 4 * PAGE
+
+    run(scenario, HOST, keys=keys, key="key-a")
+
+
+def test_a_clear_reaches_all_tiers(tmp_path: Path) -> None:
+    keys = {"key-a": ("a", ["read", "append"]), "key-b": ("b", ["read", "append"])}
+
+    async def before(caller: Caller) -> None:
+        await fill(caller)
+        async with caller.another("key-b") as other:
+            await fill(other, PROMPTS[:3])
+            await fill(caller, PROMPTS[6:9])
+            await caller.call("clear")
+            assert await check_all(caller) == [0] * 6
+            assert await check_all(other, PROMPTS[:3]) == [4 * PAGE] * 3
+
+    async def after(caller: Caller) -> None:
+        assert await check_all(caller) == [0] * 6
+
+    cache = on_disk(tmp_path, host_bytes=32 * BLOCK)
+    run(before, cache, keys=keys, key="key-a")
+    run(after, cache, keys=keys, key="key-a")
+
+
+def test_an_eviction_by_a_caller_reaches_all_tiers(tmp_path: Path) -> None:
+    async def scenario(caller: Caller) -> None:
+        await fill(caller, PROMPTS[:2])
+        assert (await caller.call("evict", {"num_pages": 5})).fields["num_pages"] == 5
+        await fill(caller, PROMPTS[6:9])
+        assert await check_all(caller, PROMPTS[:2]) == [0, 3 * PAGE]
+
+    run(scenario, on_disk(tmp_path, write="commit"))
+
+
+def test_another_model_finds_nothing(tmp_path: Path) -> None:
+    async def before(caller: Caller) -> None:
+        await fill(caller)
+
+    async def after(caller: Caller) -> None:
+        assert await check_all(caller) == [0] * 6
+
+    run(before, on_disk(tmp_path))
+    run(after, on_disk(tmp_path, model="other"))
+
+
+def test_flipped_bits_are_misses_and_are_counted(tmp_path: Path) -> None:
+    async def before(caller: Caller) -> None:
+        await fill(caller)
+
+    async def after(caller: Caller) -> None:
+        data = next(tmp_path.glob("*.data"))
+        blocks = bytearray(data.read_bytes())
+        chosen = random.Random(3)
+        for at in range(0, len(blocks), BLOCK):
+            bit = chosen.randrange(8 * BLOCK)
+            blocks[at + bit // 8] ^= 1 << bit % 8
+        data.write_bytes(blocks)
+        assert await check_all(caller) == [0] * 6
+        assert caller.metric('attnd_tier_misses_total{reason="corrupt"}') >= 3
+        await fill(caller, PROMPTS[10:14])
+        assert await check_all(caller, PROMPTS[10:12]) == [4 * PAGE] * 2
+
+    run(before, on_disk(tmp_path))
+    run(after, on_disk(tmp_path))
+
+
+def test_a_removed_directory_turns_the_disk_off_and_the_service_continues(tmp_path: Path) -> None:
+    path = tmp_path / "tier"
+
+    async def scenario(caller: Caller) -> None:
+        await fill(caller, PROMPTS[:4])
+        for one in path.iterdir():
+            one.unlink()
+        path.rmdir()
+        await fill(caller, PROMPTS[4:12])
+        assert caller.metric('attnd_tier_up{tier="disk"}') == 0
+        await fill(caller, PROMPTS[12:16])
+        assert (await caller.pool())["integrity"] == "ok"
+
+    run(scenario, on_disk(path))
+
+
+def test_concurrent_requests_load_a_record_once(tmp_path: Path) -> None:
+    async def scenario(caller: Caller) -> None:
+        await fill(caller)
+        both = [
+            caller.start(creation({"id": f"s{n}", "prefix": {"token_ids": PROMPTS[0]}}))
+            for n in range(5)
+        ]
+        replies = await asyncio.gather(*both)
+        assert {one.fields["sequences"][0]["cached_len"] for one in replies} == {4 * PAGE}
+        assert caller.metric('attnd_tier_pages_moved_total{tier="host",way="out"}') == 4
+        for number in range(5):
+            await check(caller, f"s{number}", PROMPTS[0])
+
+    run(scenario, HOST)
+
+
+def test_a_quota_holds_in_every_tier_and_survives_a_restart(tmp_path: Path) -> None:
+    cache = on_disk(tmp_path, host_bytes=32 * BLOCK)
+    quota = {"name": "default", "max_host_bytes": 8 * BLOCK, "max_disk_bytes": 10 * BLOCK}
+
+    async def before(caller: Caller) -> None:
+        reply = await caller.call("set_namespace", quota | {"max_pages": 11})
+        assert reply.fields["max_disk_bytes"] == 10 * BLOCK
+        await fill(caller, PROMPTS[:10])
+        assert caller.metric('attnd_tier_records{tier="host"}') <= 8
+        assert caller.metric('attnd_tier_records{tier="disk"}') <= 10
+
+    async def after(caller: Caller) -> None:
+        reply = await caller.call("get_namespace", {"name": "default"})
+        assert quota.items() <= reply.fields.items()
+        assert reply.fields["max_pages"] == 11
+
+    run(before, cache)
+    run(after, cache)
+
+
+def test_info_describes_the_tiers(tmp_path: Path) -> None:
+    async def scenario(caller: Caller) -> None:
+        await fill(caller)
+        await check_all(caller)
+        host, disk = (await caller.call("info")).fields["tiers"]
+        assert (host["name"], host["total_bytes"]) == ("host", 64 * BLOCK)
+        assert (disk["name"], disk["total_bytes"]) == ("disk", 64 * BLOCK)
+        assert host["store_s"] > 0 and host["load_s"] > 0 and disk["store_s"] > 0
+
+    run(scenario, on_disk(tmp_path, host_bytes=64 * BLOCK))
+
+
+def test_events_name_the_medium(tmp_path: Path) -> None:
+    async def scenario(caller: Caller) -> None:
+        await fill(caller)
+        await check_all(caller)
+        events = (await caller.call("events", {"after": 0})).fields["events"]
+        media = {(one["type"], one["medium"]) for one in events if "medium" in one}
+        assert {
+            ("stored", "GPU"),
+            ("removed", "GPU"),
+            ("stored", "CPU"),
+            ("stored", "DISK"),
+        } <= media
+
+    run(scenario, on_disk(tmp_path, host_bytes=64 * BLOCK))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"host_bytes": BLOCK - 1}, "one page with its header takes"),
+        ({"host_bytes": 2**60}, "are free: lower it"),
+        ({"disk_bytes": 2**60}, "are free at"),
+    ],
+)
+def test_sizes_that_cannot_be_met_stop_the_start(
+    tmp_path: Path, settings: dict[str, int], message: str
+) -> None:
+    async def scenario(caller: Caller) -> None: ...
+
+    with pytest.raises(RuntimeError, match=message) as raised:
+        run(scenario, on_disk(tmp_path, **settings))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_quota_for_a_tier_that_is_not_there_is_refused() -> None:
+    async def scenario(caller: Caller) -> None:
+        with pytest.raises(Refused, match=r"set cache\.host_bytes"):
+            await caller.call("set_namespace", {"name": "a", "max_host_bytes": 1})
+
+    run(scenario, CacheSettings())

@@ -1,0 +1,79 @@
+"""Tiers of a service that is killed: what a commit called durable is there again, to the bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from http_messages import LAYERS, PAGE_SIZE, append, create, rows
+from http_process import listening
+
+from tests.harness.waiting import WAIT_S
+
+pytestmark = pytest.mark.long
+ROUNDS = 3
+
+
+def tokens(number: int) -> list[int]:
+    return list(range(1000 * number, 1000 * number + 2 * PAGE_SIZE))
+
+
+def content(number: int, layer: int) -> Any:
+    return rows(np.random.default_rng(100 * number + layer), 2 * PAGE_SIZE)
+
+
+def keep(client: httpx.Client, number: int) -> bool:
+    """Compute, commit and delete a prompt; whether it is durable."""
+    name = f"s-{number}"
+    create(client, name)
+    for layer in range(LAYERS - 1, -1, -1):
+        k = content(number, layer)
+        append(client, layer, name, k, -k)
+    names = {"token_ids": tokens(number)}
+    reply = client.post(f"/v1/sequences/{name}/commit", json=names).json()
+    client.delete(f"/v1/sequences/{name}")
+    return reply["durable"] is True
+
+
+def check(client: httpx.Client, number: int) -> None:
+    """The prompt is cached, as it was computed."""
+    new = {"sequences": [{"id": "check", "prefix": {"token_ids": tokens(number)}}]}
+    made = client.post("/v1/sequences", json=new).json()["sequences"][0]
+    assert made["cached_len"] == 2 * PAGE_SIZE, made
+    for layer in range(LAYERS):
+        wanted = {"layer": layer, "sequences": ["check"], "dtype": "fp32"}
+        found = client.post("/v1/gather", json=wanted).json()["tensors"]["k"]
+        values = np.array(found["data"], np.float32).reshape(found["shape"])
+        np.testing.assert_array_equal(values, content(number, layer).astype(np.float32))
+    client.delete("/v1/sequences/check")
+
+
+def test_durable_commits_survive_kills_under_load(tmp_path: Path) -> None:
+    given = ("--cache.disk-path", str(tmp_path), "--cache.disk-bytes", str(2**24))
+    given += ("--cache.model", "m@1", "--cache.write", "commit")
+    durable: list[int] = []
+    number = 0
+    for _ in range(ROUNDS):
+        with listening(*given) as (running, url), httpx.Client(base_url=url, timeout=WAIT_S) as one:
+            for old in durable:
+                check(one, old)
+            engine = running.pid("engine")
+            timer = threading.Timer(1.0, os.kill, (engine, signal.SIGKILL))
+            timer.start()
+            with suppress(httpx.HTTPError, AssertionError, KeyError):
+                while True:
+                    number += 1
+                    if keep(one, number):
+                        durable.append(number)
+                    time.sleep(0.001)
+            timer.join()
+            assert running.child.wait(WAIT_S) == 1
+        assert durable
