@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from bench import cache, cascade_cpu, cluster, core, fairness, gpu_steps, model, service
+from bench import cache, cascade_cpu, cluster, core, fairness, gpu_steps, model, service, tiers
 from bench.report.kernel_results import H100_RESULTS, KERNEL_RESULTS, kernels_table
 from bench.report.provenance import RESULTS, Results, read_results
 from bench.report.serving_results import SERVING_RESULTS
@@ -125,6 +125,14 @@ SECTIONS: Final = (
         RESULTS / "cache-cpu.json",
         cache.table,
         svg("cache-cpu", "Hit rate by pool size, beside exact LRU and an unbounded cache"),
+    ),
+    Section(
+        "Tiers on a published trace",
+        "python -m bench.tiers --trace FILE",
+        "Token hit rate of the pool alone, with host memory and with a disk behind it; then moves "
+        "of 2 MiB pages on the CPU, by one thread.",
+        RESULTS / "tiers-cpu.json",
+        tiers.table,
     ),
     Section(
         "A cluster on a published trace",

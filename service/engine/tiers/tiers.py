@@ -40,7 +40,7 @@ IN_POOL: Final = 0
 """Rank of a record in host memory whose page is in the pool, too: it gives way first."""
 COPIED_AT_ONCE: Final = 16
 """Pages that one task of a worker moves."""
-LOOKED_AT: Final = 256
+LOOKED_AT: Final = 64
 """Pages at the front of the eviction order that are looked at for ones to copy."""
 TASKS: Final = 4
 """Tasks that wait for one worker."""

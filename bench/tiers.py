@@ -1,0 +1,284 @@
+"""Tiers: hit rates of a trace with and without them, and the time of moves on the CPU.
+
+    python -m bench.tiers [--trace FILE] [--page-size 512] [--quick]
+
+The trace is replayed as `bench.cache` does, on a pool of 5 % of the distinct pages, alone, with
+host memory for 20 %, and with a disk for all. Pages are numbers here, so every hit is checked and
+the moves cost nothing. Then pages of a model's size are stored and loaded, with their digests.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.cache import Blocks, Requests, endless, exact_lru, pages_of, token_ids
+from bench.cases.trace import BLOCK_TOKENS, generated_trace, read_trace
+from bench.report.provenance import RESULTS, Results, command_line, provenance, publish
+from bench.report.tables import table as markdown
+from bench.report.tables import with_stamp
+from kernels import make_backend
+from kernels.backend import Int32, PoolGeometry
+from service.core.pool.budget import NO_LIMIT, EvictionPaused
+from service.core.prefix.keys import Prefix
+from service.core.tree import PrefixTree
+from service.core.values import NewSpec
+from service.engine.tiers.loading import ALL_TIERS, Loading, LoadLimits, Origin
+from service.engine.tiers.page_records import layout_of
+from service.engine.tiers.tiers import Tiers
+from service.metrics import Metrics
+from service.tiers.record_store import NewRecord, RecordStore
+from service.tiers.records import RecordLayout
+
+TIERS_RESULTS: Final = RESULTS / "tiers-cpu.json"
+POOL_SHARE: Final = 0.05
+HOST_SHARE: Final = 0.20
+MOST_EVICTED: Final = 2**20
+LIMITS: Final = LoadLimits(ALL_TIERS, None, float("inf"))
+MOVED: Final = 64
+"""Pages that are stored and loaded: 16 tokens, 32 layers, 8 heads of 128, fp16; 2 MiB each."""
+RECORDS: Final = 100_000
+UInt8 = NDArray[np.uint8]
+
+
+class Numbers:
+    """Copies of pages whose content is a number: `held[p]` is that of page p."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.held = np.full(num_pages, -1, np.int64)
+
+    def read(self, pages: Int32, into: Sequence[UInt8]) -> None:
+        for page, place in zip(pages.tolist(), into, strict=True):
+            place[:] = self.held[page : page + 1].view(np.uint8)
+
+    def write(self, pages: Int32, data: Sequence[UInt8]) -> None:
+        for page, place in zip(pages.tolist(), data, strict=True):
+            self.held[page] = place.view(np.int64)[0]
+
+
+class TieredReplay:
+    """Replays requests on a tree with tiers; moves are finished before the next request."""
+
+    def __init__(self, num_pages: int, host_pages: int, disk: Path | None, page_size: int) -> None:
+        self.tree = PrefixTree(num_pages, page_size, 1)
+        self.page_size = page_size
+        self.content = Numbers(num_pages)
+        layout = RecordLayout(19 + 4 * page_size, 8, bytes(16))
+        self.loading: Loading | None = None
+        if host_pages:
+            args = (self.tree, self.content, layout, host_pages, lambda: None, Metrics())
+            tiers = Tiers(*args)
+            if disk is not None:
+                store = RecordStore(disk, 2**40, layout, evicted=tiers.disk_evicted)
+                tiers.use_disk(store)
+            self.loading = Loading(tiers, lambda: None)
+        self.hits = self.total = 0
+        self.found = Origin()
+
+    def close(self) -> None:
+        if self.loading is not None:
+            self.loading.close(writes_pool=False)
+
+    def request(self, pages: Blocks) -> None:
+        """One prompt, from its loads to its end."""
+        tree, ids = self.tree, token_ids(pages, self.page_size)
+        if self.loading is not None:
+            self.load(Prefix(ids))
+        tree.create([NewSpec("r", prefix=Prefix(ids))])
+        leaf = tree.books.leaf("r")
+        cached = int(tree.books.num_pages[leaf.index])
+        if (self.content.held[leaf.table[:cached]] != pages[:cached]).any():
+            raise RuntimeError("a hit with another page's content: this is a bug")
+        self.hits += cached
+        self.total += pages.size
+        room = tree.allocator.num_free + tree.budget.namespace("default").cached
+        stop = min(pages.size, cached + room)
+        self.extend((stop - cached) * self.page_size)
+        leaf = tree.books.leaf("r")
+        self.content.held[leaf.table[cached:stop]] = pages[cached:stop]
+        tree.commits.commit("r", Prefix(ids[: stop * self.page_size]))
+        tree.free(["r"])
+        while self.loading is not None and self.loading.tiers.is_copying:
+            self.advance()
+
+    def load(self, prefix: Prefix) -> None:
+        assert self.loading is not None
+        steps = self.loading.load("default", prefix, LIMITS)
+        try:
+            while True:
+                next(steps)
+                self.advance()
+        except StopIteration as end:
+            for tier in ("pool", "host", "disk"):
+                found = getattr(self.found, tier) + getattr(end.value, tier)
+                setattr(self.found, tier, found)
+
+    def extend(self, tokens: int) -> None:
+        budget = self.tree.budget
+        while True:
+            budget.most_evicted = NO_LIMIT if self.loading is None else MOST_EVICTED
+            try:
+                self.tree.extend(0, ["r"], np.array([tokens], np.int32))
+                return
+            except EvictionPaused:
+                self.advance()
+            finally:
+                budget.most_evicted = NO_LIMIT
+
+    def advance(self) -> None:
+        if self.loading is not None:
+            self.loading.advance()
+            time.sleep(0)
+
+
+def hit_rates(requests: Requests, page_size: int) -> list[dict[str, Any]]:
+    """The trace on the pool alone, with host memory, and with a disk behind it."""
+    per_block = BLOCK_TOKENS // page_size
+    distinct = len({one for blocks in requests for one in blocks.tolist()}) * per_block
+    pool, host = int(POOL_SHARE * distinct), int(HOST_SHARE * distinct)
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="attnd-bench-") as folder:
+        for name, host_pages, disk, capacity in (
+            ("pool", 0, None, pool),
+            ("pool, host", host, None, pool + host),
+            ("pool, host, disk", host, Path(folder) / "tier", distinct),
+        ):
+            run = TieredReplay(pool, host_pages, disk, page_size)
+            began = time.monotonic()
+            for blocks in requests:
+                run.request(pages_of(blocks, per_block))
+            run.tree.check_integrity()
+            run.close()
+            row = {
+                "tiers": name,
+                "hit_rate": round(run.hits / run.total, 4),
+                "lru_hit_rate": round(exact_lru(requests, per_block, capacity), 4),
+                "hits_checked": run.hits,
+                "from_host": run.found.host,
+                "from_disk": run.found.disk,
+                "seconds": round(time.monotonic() - began, 1),
+            }
+            print(row, flush=True)
+            rows.append(row)
+    return rows
+
+
+@contextmanager
+def opened(path: Path, layout: RecordLayout, count: int) -> Iterator[RecordStore]:
+    store = RecordStore(path, count * layout.block_bytes, layout)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def moves(folder: Path) -> dict[str, float]:
+    """GB/s of pages to host memory, to the disk, and back, by one thread, with their digests."""
+    geometry = PoolGeometry(32, MOVED, 16, 8, 128)
+    layout = layout_of(geometry, "model")
+    backend = make_backend("cpu", geometry)
+    copies = backend.page_copies
+    if copies is None:
+        raise RuntimeError("the cpu backend copies pages: this is a bug")
+    pages = np.arange(MOVED, dtype=np.int32)
+    memory = np.zeros((MOVED, layout.block_bytes), np.uint8)
+    payloads = [block[layout.head_bytes :] for block in memory]
+    keys = [number.to_bytes(16, "little") for number in range(MOVED)]
+    copies.write(pages, payloads)
+    gigabytes, rates = MOVED * layout.payload_bytes / 1e9, {}
+
+    def timed(name: str, began: float) -> None:
+        rates[name] = round(gigabytes / (time.perf_counter() - began), 2)
+
+    copies.read(pages, payloads)
+    began = time.perf_counter()
+    copies.read(pages, payloads)
+    timed("pool to host memory, without digests", began)
+    began = time.perf_counter()
+    for key, block in zip(keys, memory, strict=True):
+        layout.seal(block.data, key, "a", b"", layout.payload_bytes)
+    timed("digests", began)
+    with opened(folder / "moves", layout, MOVED) as store:
+        began = time.perf_counter()
+        for first in range(0, MOVED, 16):
+            some = zip(keys[first : first + 16], memory[first : first + 16], strict=True)
+            store.put([NewRecord(key, "a", 35, b"", block.data) for key, block in some])
+        timed("host memory to disk, synced", began)
+        began = time.perf_counter()
+        for key, block in zip(keys, memory, strict=True):
+            entry = store.find(key)
+            if entry is None or store.get(entry, block.data) is None:
+                raise RuntimeError("a record is missing: this is a bug")
+        timed("disk (cached by the system) to host memory, verified", began)
+    began = time.perf_counter()
+    for key, block in zip(keys, memory, strict=True):
+        layout.check(block.data, key, "a")
+    copies.write(pages, payloads)
+    timed("host memory to pool, verified", began)
+    backend.close()
+    return rates
+
+
+def start(folder: Path) -> float:
+    """Seconds to open a store of `RECORDS` records."""
+    layout = RecordLayout(0, 8, bytes(16))
+    block = memoryview(bytearray(layout.block_bytes))
+    with opened(folder / "start", layout, RECORDS) as store:
+        for first in range(0, RECORDS, 1000):
+            numbers = range(first, first + 1000)
+            store.put([NewRecord(n.to_bytes(16, "little"), "a", 35, b"", block) for n in numbers])
+    began = time.perf_counter()
+    with opened(folder / "start", layout, RECORDS):
+        return round(time.perf_counter() - began, 3)
+
+
+def table(results: Results) -> str:
+    rows = [
+        (
+            row["tiers"],
+            f"{row['hit_rate']:.3f}",
+            f"{row['lru_hit_rate']:.3f}",
+            f"{row['hits_checked']:,}",
+            f"{row['from_host']:,}",
+            f"{row['from_disk']:,}",
+        )
+        for row in results["rows"]
+    ]
+    head = ["tiers", "hit rate", "exact LRU", "hits checked", "from host", "from disk"]
+    moved = [(name, f"{rate:.2f}") for name, rate in results["gb_per_s"].items()]
+    moved.append((f"start with {RECORDS:,} records, s", f"{results['start_s']:.3f}"))
+    text = f"{markdown(head, rows)}\n\n{markdown(('move', 'GB/s'), moved)}"
+    shares = f"pool {POOL_SHARE:.0%}, host memory {HOST_SHARE:.0%} of the distinct pages"
+    of = f"{results['trace']}, pages of {results['page_size']} tokens, {shares}"
+    return with_stamp(text, results, of)
+
+
+def main() -> None:
+    parser = command_line(__doc__ or "")
+    parser.add_argument("--trace", type=Path, help="without it a trace is generated")
+    parser.add_argument("--page-size", type=int, default=512, choices=(16, 32, 64, 128, 256, 512))
+    chosen = parser.parse_args()
+    trace = read_trace(chosen.trace) if chosen.trace else generated_trace(3000)
+    requests = [np.array(request.blocks, np.int64) for request in trace]
+    requests = requests[:300] if chosen.quick else requests
+    print(f"{len(requests)} requests, unbounded cache {endless(requests):.4f}")
+    with tempfile.TemporaryDirectory(prefix="attnd-bench-") as folder:
+        results = provenance(["numpy"]) | {
+            "trace": chosen.trace.name if chosen.trace else "a generated trace",
+            "page_size": chosen.page_size,
+            "rows": hit_rates(requests, chosen.page_size),
+            "gb_per_s": moves(Path(folder)),
+            "start_s": start(Path(folder)),
+        }
+    publish(results, table(results), TIERS_RESULTS, chosen)
+
+
+if __name__ == "__main__":
+    main()
