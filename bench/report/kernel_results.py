@@ -20,7 +20,7 @@ RUN: Final = (
 """The fields of a run: stored once for the file, or by a row that another run measured."""
 HEAD: Final = (
     *("workload", "ms", "TB/s", "TFLOP/s", "roofline", "required", "flat ms"),
-    *("FlashInfer 0.7.2 ms", "H100: ms", "roofline"),
+    *("invariant ms", "of the speed", "FlashInfer 0.7.2 ms", "H100: ms", "roofline"),
 )
 
 
@@ -40,6 +40,11 @@ def replaced(
     return old | {"cpu_us": old["cpu_us"] | times, "rows": [*kept, *new.values()]}
 
 
+def speed_of_invariant(row: dict[str, Any]) -> float | None:
+    """With `engine.numerics: invariant`, as a part of the speed without."""
+    return row["ms"] / row["invariant_ms"] if "invariant_ms" in row else None
+
+
 def kernels_table(results: Results, h100: Results) -> str:
     """Every workload beside its required fraction, FlashInfer's time and an H100's."""
     rows = {row["name"]: row for row in results["rows"]}
@@ -57,6 +62,8 @@ def kernels_table(results: Results, h100: Results) -> str:
                 number(row.get("roofline"), ".3f"),
                 number(workload.get("at_least"), ""),
                 number(row.get("flat_ms"), ".4f"),
+                number(row.get("invariant_ms"), ".4f"),
+                number(speed_of_invariant(row), ".2f"),
                 number(workload.get("flashinfer_ms"), ".4f"),
                 number(other.get("ms"), ".4f"),
                 number(other.get("roofline"), ".3f"),

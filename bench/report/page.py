@@ -111,6 +111,13 @@ SECTIONS: Final = (
         svg("serving-cpu", "Tokens a second and the first token's wait, by way of serving"),
     ),
     Section(
+        "A serving engine on a GPU",
+        "python -m bench.serving --backend cuda",
+        "The same with a Llama of 1.2 B parameters with random weights, in bf16, on one GPU.",
+        SERVING_RESULTS.with_stem("serving-cuda"),
+        serving_table,
+    ),
+    Section(
         "Shared prefixes on the CPU",
         "python -m bench.cascade_cpu",
         "Decode of sequences with a common prefix: as a cascade, which reads the prefix once, and "
