@@ -63,30 +63,29 @@ def answer_room(call: Call[Any]) -> int:
 
 
 def read_answer(arena: Arena, place: PlacedCall, answer: Answer, meta: Meta) -> Reply:
-    """The reply in an answer; raises the `ServiceError` in it, or `ProtocolError`."""
+    """The reply in an answer; raises the `ServiceError` in it, or `ProtocolError`.
+
+    Its arrays are views of the arena, and copies when that is short.
+    """
+    image: images.Bytes
     if answer.inline is None:
-        return read_reply(answer.status, image_of(arena, place, answer.length), meta)
-    place.answer.free()
-    if not 200 <= answer.status < 300:
-        raise service_error(problem_of(answer), meta)
-    return read_reply(answer.status, np.frombuffer(bytearray(answer.inline), np.uint8), meta)
-
-
-def read_reply(status: int, image: images.Bytes, meta: Meta) -> Reply:
+        length, slot = answer.length, place.answer
+        if length > place.capacity:
+            raise ProtocolError(f"an answer of {length} bytes in a place of {place.capacity}")
+        slot.trim(length)  # this frees the request too, where it is in the same slot
+        image = arena.hold(slot.offset, length, slot)
+        if arena.is_short:
+            image = np.array(image)
+    else:
+        place.answer.free()
+        if not 200 <= answer.status < 300:
+            raise service_error(problem_of(answer), meta)
+        image = np.frombuffer(bytearray(answer.inline), np.uint8)
     try:
         fields, arrays = images.decode(image)
     except ValueError as error:
         raise ProtocolError(f"the answer cannot be read: {error}", meta.request_id) from error
-    return Reply(status, fields, arrays, "", meta)
-
-
-def image_of(arena: Arena, place: PlacedCall, length: int) -> images.Bytes:
-    """The answer as a view of the arena, a copy when that is short. Raises `ProtocolError`."""
-    if length > place.capacity:
-        raise ProtocolError(f"an answer of {length} bytes in a place of {place.capacity}")
-    place.answer.trim(length)  # this frees the request too, where it is in the same slot
-    image = arena.hold(place.answer.offset, length, place.answer)
-    return np.array(image) if arena.is_short else image
+    return Reply(answer.status, fields, arrays, "", meta)
 
 
 def by_stage(seconds: tuple[float, ...]) -> dict[str, float]:
