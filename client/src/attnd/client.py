@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any, Generic, Self, TypeVar
 
 from attnd.calls.call import Call, Reply
@@ -84,9 +84,9 @@ class AsyncClient(HttpClient[AsyncTransport], AsyncCalls):
 
     _connections = LoopTransport
 
-    def send(self, call: Call[T]) -> Coroutine[Any, Any, T]:
+    async def send(self, call: Call[T]) -> T:
         """As `Client.send`, awaited."""
-        return execute_async(call, self._options, self._send_attempt)
+        return await execute_async(call, self._options, self._send_attempt)
 
     async def _send_attempt(self, attempt: Attempt[Any]) -> Reply:
         response = await self._transport.send(request_of(attempt))
