@@ -42,24 +42,12 @@ class Files:
         """Return when all that was written is on the device."""
         os.fdatasync(fd)
 
-    def size(self, fd: int) -> int:
-        return os.fstat(fd).st_size
-
-    def truncate(self, fd: int, size: int) -> None:
-        os.ftruncate(fd, size)
-
     def is_at(self, fd: int, path: Path) -> bool:
         """Whether an open file is still the one at `path`."""
         try:
             return os.path.samestat(os.fstat(fd), path.stat())
         except FileNotFoundError:
             return False
-
-    def remove(self, path: Path) -> None:
-        path.unlink(missing_ok=True)
-
-    def close(self, fd: int) -> None:
-        os.close(fd)
 
 
 def read_all(files: Files, fd: int, into: memoryview, offset: int) -> int:

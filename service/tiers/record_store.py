@@ -126,9 +126,9 @@ class RecordStore:
         with self._lock:
             self._shelf.set_limit(namespace, limit)
 
-    def count(self, namespace: str | None = None) -> int:
+    def count(self) -> int:
         with self._lock:
-            return len(self._shelf) if namespace is None else self._shelf.count(namespace)
+            return len(self._shelf)
 
     # One thread.
 
@@ -215,7 +215,7 @@ class RecordStore:
                 index.close()
         for fd in (self._data_fd, self._lock_fd):
             if fd >= 0:
-                self._files.close(fd)
+                os.close(fd)
         self._lock_fd = self._data_fd = -1
 
     # Start.
@@ -237,13 +237,13 @@ class RecordStore:
             LOG.warning("the index of %s is damaged (%s): its records are ignored", path, error)
             self._index.close()
             for one in path.glob(f"{size}.index*"):
-                files.remove(one)
+                one.unlink()
             entries = self._read_index()
-        end = min(-(-files.size(self._data_fd) // size), self._shelf.num_slots)
+        end = min(-(-os.fstat(self._data_fd).st_size // size), self._shelf.num_slots)
         beyond = [entry.slot for entry in entries if entry.slot >= end]
         if beyond:
             self._forget(beyond)
-            files.truncate(self._data_fd, end * size)
+            os.ftruncate(self._data_fd, end * size)
         free = self._shelf.restore([one for one in entries if one.slot < end], end)
         self._dirty = dict.fromkeys(free)
         num_foreign = sum(len(one.key) < len(self.layout.stamp) for one in entries)
@@ -254,7 +254,7 @@ class RecordStore:
     def _read_index(self) -> list[Entry]:
         """Open the index; its records, least recently used first."""
         path = self.path / f"{self.layout.block_bytes}.index"
-        self._files.close(self._files.open(path))  # with the right mode
+        os.close(self._files.open(path))  # with the right mode
         index = self._index = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         index.executescript(
             f"pragma journal_mode = wal; pragma secure_delete = on; {SCHEMA}"
@@ -356,7 +356,7 @@ class RecordStore:
     def _remove_others(self) -> None:
         for data in self._others:
             for one in (data, *self.path.glob(f"{data.stem}.index*")):
-                self._files.remove(one)
+                one.unlink(missing_ok=True)
         self._others = []
 
 

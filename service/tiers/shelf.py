@@ -88,10 +88,6 @@ class Shelf:
         """Whether `key` has a place, if only to be written to."""
         return key in self._entries
 
-    def count(self, namespace: str) -> int:
-        owner = self._owners.get(namespace)
-        return 0 if owner is None else owner.count
-
     def own(self, namespace: str) -> list[Entry]:
         """The records of a namespace, first to be evicted first."""
         owner = self._owners.get(namespace)

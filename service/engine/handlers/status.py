@@ -125,15 +125,8 @@ def namespace_fields(store: Store, name: str) -> dict[str, Any]:
             "sequences": held.num_sequences - store.imports.count(name) - store.num_hidden(name),
         }
         | held.held
-        | tier_limits(store, name)
+        | ({} if store.loading is None else store.loading.tiers.limits_of(name))
     )
-
-
-def tier_limits(store: Store, name: str) -> dict[str, Any]:
-    if store.loading is None:
-        return {}
-    host, disk = store.loading.tiers.limits.get(name, (None, None))
-    return {"max_host_bytes": host, "max_disk_bytes": disk}
 
 
 def list_namespaces(store: Store, request: Request, _: Seconds) -> Fields:

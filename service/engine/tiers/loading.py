@@ -255,7 +255,7 @@ class Loading:
             if load is None:
                 return origin
             try:
-                while load.in_flight or self._feed(load):
+                while self._feed(load):
                     if load.has_failed or time.monotonic() >= limits.ends:
                         break
                     yield waiting()

@@ -103,11 +103,6 @@ def keep_quota(store: Store, namespace: str) -> None:
     if store.loading is None:
         return
     held, tiers = store.tree.budget.look(namespace), store.loading.tiers
-    host, disk = tiers.limits.get(namespace, (None, None))
-    quota = {
-        "max_pages": held.max_pages,
-        "reserved_pages": held.reserved_pages,
-        "max_host_bytes": host,
-        "max_disk_bytes": disk,
-    }
+    quota = {"max_pages": held.max_pages, "reserved_pages": held.reserved_pages}
+    quota |= tiers.limits_of(namespace)
     tiers.note(QUOTA + namespace, json.dumps(quota) if any(quota.values()) else None)

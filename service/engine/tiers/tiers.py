@@ -62,22 +62,6 @@ class PageCopy:
     is_void: bool = False
 
 
-@dataclass(slots=True)
-class Pace:
-    """Measured seconds of moving pages to or from a tier."""
-
-    pages: int = 0
-    seconds: float = 0.0
-
-    def add(self, pages: int, seconds: float) -> None:
-        self.pages += pages
-        self.seconds += seconds
-
-    @property
-    def page_s(self) -> float | None:
-        return self.seconds / self.pages if self.pages else None
-
-
 class Tiers:
     """Belongs to the engine's thread; the `watcher` and the `keeper` of its tree.
 
@@ -108,9 +92,10 @@ class Tiers:
         self.disk_bytes: int | None = None
         """Size of the disk tier, also of one that is off; None: there is none."""
         self.history: EventHistory | None = None
-        self.paces = {(tier, way): Pace() for tier in ("host", "disk") for way in ("in", "out")}
+        self._moved: dict[tuple[str, str], tuple[int, float]] = {}
+        """Pages moved to (in) and from (out) each tier, and their seconds."""
         self.writes_commits = writes_commits
-        self.limits: dict[str, tuple[int | None, int | None]] = {}
+        self._limits: dict[str, tuple[int | None, int | None]] = {}
         """Maximum bytes of namespaces in host memory and on disk."""
         self._wake = wake
         self._memory: NDArray[np.uint8] = np.zeros((host_slots, layout.block_bytes), np.uint8)
@@ -183,7 +168,7 @@ class Tiers:
     def _has_copy(self, record_id: bytes) -> bool:
         if self.host.find(record_id) is not None:
             return True
-        return not self.keeps_host and self.disk is not None and self.on_disk(record_id)
+        return not self.keeps_host and self.on_disk(record_id)
 
     def on_disk(self, record_id: bytes) -> bool:
         return self.disk is not None and self.disk.find(record_id) is not None
@@ -250,11 +235,8 @@ class Tiers:
         """Start the copies of some pages; whether there was room for all."""
         copies: list[PageCopy] = []
         for page in pages:
-            copy = self._place(page)
-            if copy is None:
+            if (copy := self._place(page)) is None:
                 break
-            if copy.page in self._copying:
-                continue
             self._copying[page] = copy
             copies.append(copy)
         if copies:
@@ -265,7 +247,7 @@ class Tiers:
         """A place in host memory for a page that has a name; None where there is none."""
         names, record_id = self.named_pages, self.id_of(page)
         node = names.nodes[int(names.node_of[page])]
-        if node is None or self.host.has(record_id):
+        if node is None or page in self._copying or self.host.has(record_id):
             return None
         name, at = named(node), int(np.flatnonzero(node.pages == page)[0])
         tag = PageTag(names.key_of(page), name.keep.priority, name.with_ids).pack()
@@ -439,11 +421,15 @@ class Tiers:
 
     def set_limits(self, namespace: str, host_bytes: int | None, disk_bytes: int | None) -> None:
         """Limit a namespace's bytes in each tier; None: no limit."""
-        self.limits[namespace] = host_bytes, disk_bytes
+        self._limits[namespace] = host_bytes, disk_bytes
         size = self.layout.block_bytes
         self.host.set_limit(namespace, None if host_bytes is None else host_bytes // size)
         if self.disk is not None:
             self.disk.set_limit(namespace, disk_bytes)
+
+    def limits_of(self, namespace: str) -> dict[str, int | None]:
+        host, disk = self._limits.get(namespace, (None, None))
+        return {"max_host_bytes": host, "max_disk_bytes": disk}
 
     def note(self, name: str, value: str | None) -> None:
         """Keep a text on the disk, if there is one, for the next start."""
@@ -503,11 +489,15 @@ class Tiers:
                         "name": name,
                         "total_bytes": total,
                         "page_bytes": size,
-                        "store_s": self.paces[name, "in"].page_s,
-                        "load_s": self.paces[name, "out"].page_s,
+                        "store_s": self._page_s(name, "in"),
+                        "load_s": self._page_s(name, "out"),
                     }
                 )
         return described
+
+    def _page_s(self, tier: str, way: str) -> float | None:
+        pages, seconds = self._moved.get((tier, way), (0, 0.0))
+        return seconds / pages if pages else None
 
     def _host_evicted(self, entry: Entry) -> None:
         if self.keeps_host:
@@ -528,7 +518,8 @@ class Tiers:
             self.history.hear(Removed(entry.namespace, PageTag.read(entry.tag).key, medium))
 
     def count(self, tier: TierName, way: str, pages: int, seconds: float) -> None:
-        self.paces[tier, way].add(pages, seconds)
+        moved, spent = self._moved.get((tier, way), (0, 0.0))
+        self._moved[tier, way] = moved + pages, spent + seconds
         self.metrics.add(pages, "tier_pages_moved", tier, way)
         self.metrics.add(pages * self.layout.payload_bytes, "tier_bytes_moved", tier, way)
         self.metrics.add(seconds, "tier_seconds", tier, way)
