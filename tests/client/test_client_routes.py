@@ -28,33 +28,7 @@ from tests.client.client_stub import (
 )
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-METHODS = [
-    "create_sequences",
-    "create_sequence",
-    "get_sequence",
-    "sequence_page",
-    "list_sequences",
-    "delete_sequence",
-    "truncate",
-    "page_table",
-    "append",
-    "decode",
-    "prefill",
-    "ragged_prefill",
-    "cascade",
-    "merge",
-    "gather",
-    "info",
-    "pool",
-    "engines",
-    "drain_engine",
-    "snapshot",
-    "live",
-    "ready",
-    "metrics",
-    "wait_ready",
-    "with_options",
-]
+METHODS = [name for name in dir(Client) if not name.startswith("_") and name != "close"]
 
 
 def sent(script: Script, i: int = -1) -> tuple[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, Generic, Self, TypeVar
 
 from attnd.calls.call import Call, Reply
@@ -84,9 +84,9 @@ class AsyncClient(HttpClient[AsyncTransport], AsyncCalls):
 
     _connections = LoopTransport
 
-    async def send(self, call: Call[T]) -> T:
+    def send(self, call: Call[T]) -> Coroutine[Any, Any, T]:
         """As `Client.send`, awaited."""
-        return await execute_async(call, self._options, self._send_attempt)
+        return execute_async(call, self._options, self._send_attempt)
 
     async def _send_attempt(self, attempt: Attempt[Any]) -> Reply:
         response = await self._transport.send(request_of(attempt))

@@ -74,30 +74,28 @@ def option_parameters(build: Callable[..., Any]) -> list[inspect.Parameter]:
 
 def blocking(build: Callable[..., Any]) -> Callable[..., Any]:
     """A method that builds a call or steps, and executes them."""
+    has_steps = inspect.isgeneratorfunction(build)
 
     @wraps(build)
-    def send(self: Calls, /, *args: Any, **kwargs: Any) -> Any:
-        return self.send(build(*args, **kwargs))
+    def method(self: Calls, /, *args: Any, **kwargs: Any) -> Any:
+        made = build(*args, **kwargs)
+        return driven(made, self.send) if has_steps else self.send(made)
 
-    @wraps(build)
-    def drive(self: Calls, /, *args: Any, **kwargs: Any) -> Any:
-        return driven(build(*args, **kwargs), self.send)
-
-    return documented(drive if inspect.isgeneratorfunction(build) else send, build)
+    return documented(method, build)
 
 
 def awaiting(build: Callable[..., Any]) -> Callable[..., Any]:
     """As `blocking`, awaited. Steps read and write their files in a thread."""
+    has_steps = inspect.isgeneratorfunction(build)
 
     @wraps(build)
-    async def send(self: AsyncCalls, /, *args: Any, **kwargs: Any) -> Any:
-        return await self.send(build(*args, **kwargs))
+    async def method(self: AsyncCalls, /, *args: Any, **kwargs: Any) -> Any:
+        made = build(*args, **kwargs)
+        if has_steps:
+            return await driven_async(made, self.send, in_thread=True)
+        return await self.send(made)
 
-    @wraps(build)
-    async def drive(self: AsyncCalls, /, *args: Any, **kwargs: Any) -> Any:
-        return await driven_async(build(*args, **kwargs), self.send, in_thread=True)
-
-    return documented(drive if inspect.isgeneratorfunction(build) else send, build)
+    return documented(method, build)
 
 
 class Operation(Generic[P, T]):

@@ -154,8 +154,9 @@ async def driven_async(
 def first_attempt(call: Call[T], options: CallOptions) -> Attempt[T]:
     """The first attempt; raises `TimedOut` for a deadline that has passed already."""
     request_id = options.request_id or os.urandom(16).hex()
-    ends = None if options.deadline_s is None else time.monotonic() + options.deadline_s
-    return attempt_before(call, request_id, options, ends)
+    if options.deadline_s is None:
+        return Attempt(call, request_id, options.timeout_s)
+    return attempt_before(call, request_id, options, time.monotonic() + options.deadline_s)
 
 
 def attempt_before(

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from service.core.errors import UnknownPage
 from service.core.prefix.keys import Prefix, as_keys
 from service.core.prefix.nodes import FOREVER, Retention
 from service.engine.handlers.drain import refuse_new
@@ -188,6 +189,8 @@ def pin(store: Store, request: Request, _: Seconds) -> Fields:
     if fields.hard:
         refuse_holding(store, namespace, key, fields.cache_salt)
     pages = store.tree.cache.pin(namespace, key, fields.cache_salt, fields.soft_ttl_s)
+    if fields.hard and store.loading is not None:
+        store.loading.pins.keep(namespace, key, fields.cache_salt)
     return {"num_pages": pages}
 
 
@@ -200,7 +203,13 @@ def refuse_holding(store: Store, namespace: str, key: bytes, cache_salt: str) ->
 
 def unpin(store: Store, request: Request, _: Seconds) -> Fields:
     fields, key = request.fields, bytes.fromhex(request.fields.page_key)
-    store.tree.cache.unpin(request.tenant.namespace, key, fields.cache_salt)
+    namespace, loading = request.tenant.namespace, store.loading
+    is_kept = loading is not None and loading.pins.drop(namespace, key, fields.cache_salt)
+    try:
+        store.tree.cache.unpin(namespace, key, fields.cache_salt)
+    except UnknownPage:
+        if not is_kept:  # a pin from before a restart has no pages in the pool yet
+            raise
     return {}
 
 

@@ -8,6 +8,7 @@ Then the pages are committed under the names they had, and the hidden sequence i
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,11 +28,12 @@ from service.core.sequences.transfer import fill
 from service.core.values import Int32, NewSpec
 from service.engine.loop.job import NO_COST, WAIT, Counts, Slice, Slices, in_slices
 from service.engine.tiers.page_records import PageTag, next_id
+from service.engine.tiers.pins import Pins
 from service.engine.tiers.tiers import CLOSE_S, COPIED_AT_ONCE, TASKS, Tiers
 from service.errors import Internal
 from service.operations.schema.page_names import Tier
 from service.tiers.records import InvalidRecord
-from service.tiers.shelf import Entry
+from service.tiers.shelf import PINNED, Entry
 from service.tiers.worker import Worker
 
 LOG: Final = logging.getLogger("attnd.tiers")
@@ -84,7 +86,8 @@ class Record:
     @property
     def priority(self) -> int:
         """Its priority, as it was when the page left the pool."""
-        return self.entry.rank if self.tier == "disk" and self.entry.rank > 0 else self.tag.priority
+        is_known = self.tier == "disk" and 0 < self.entry.rank < PINNED
+        return self.entry.rank if is_known else self.tag.priority
 
 
 @dataclass(slots=True, eq=False)
@@ -130,6 +133,11 @@ class Loading:
         self._by_id: dict[bytes, Load] = {}
         self._numbers = count()
         self._staging = np.zeros(tiers.layout.block_bytes, np.uint8)
+        self.pins = Pins(tiers)
+        self._wake = wake
+        self._restoring: Generator[Slice, Any, None] | None = None
+        if tiers.disk is not None:
+            self._restoring = self.pins.restore(tiers.disk.notes(), self)
         self._loader = Worker("tiers-loader", TASKS, wake)
 
     def num_hidden(self, namespace: str | None) -> int:
@@ -140,6 +148,12 @@ class Loading:
         """Take the ends of all tasks, and start copies that are due."""
         self._loader.take_done()
         self.tiers.advance()
+        if self._restoring is not None:
+            step = next(self._restoring, None)
+            if step is None:
+                self._restoring = None
+            elif step.kind != WAIT:
+                self._wake()
 
     def close(self, writes_pool: bool) -> None:
         """End all loads, finish copies under way, with `writes_pool` also copy pages that only the
@@ -266,6 +280,10 @@ class Loading:
             left = None if left is None else left - num_loaded
             if num_loaded < len(found.records):
                 return origin
+
+    def load_all(self, namespace: str, prefix: Prefix) -> Steps:
+        """`load` without limits."""
+        return self.load(namespace, prefix, LoadLimits(ALL_TIERS, None, math.inf))
 
     def _begin(
         self, namespace: str, prefix: Prefix, found: Found, ends: float

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,14 +24,14 @@ from service.core.pool.budget import Urgency
 from service.core.pool.namespaces import Root
 from service.core.prefix.keys import KEY_BYTES
 from service.core.prefix.named_pages import Removed, Stored
-from service.core.prefix.nodes import Int32, Name, Node, named
+from service.core.prefix.nodes import DEFAULT_PRIORITY, Int32, Name, Node, named
 from service.core.tree import PrefixTree
 from service.engine.store.event_history import EventHistory
 from service.engine.tiers.page_records import PageTag, next_id
 from service.metrics import Metrics
 from service.tiers.record_store import NewRecord, RecordStore
 from service.tiers.records import RecordLayout
-from service.tiers.shelf import Entry, Shelf
+from service.tiers.shelf import PINNED, Entry, Shelf
 from service.tiers.worker import Worker, nothing
 
 LOG: Final = logging.getLogger("attnd.tiers")
@@ -105,6 +105,8 @@ class Tiers:
         """Held records of host memory that are removed once they are not held."""
         self._to_copy: deque[tuple[int, bytes]] = deque()
         """Committed pages, with their identities."""
+        self._pins: Counter[bytes] = Counter()
+        """Pins of each page that stays on disk, by its identity."""
         self._evicted_from_disk: deque[Entry] = deque()
         self._discarded: list[bytes] | None = None
         """Identities of pages that are being evicted from all tiers; None: from the pool alone."""
@@ -150,7 +152,7 @@ class Tiers:
             if (entry := self.host.find(record_id)) is not None:
                 self.host.use(entry, name.keep.priority)
             if self.disk is not None and (entry := self.disk.find(record_id)) is not None:
-                self.disk.use(entry, name.keep.priority)
+                self.disk.use(entry, self._disk_rank(record_id, name.keep.priority))
 
     def num_ready(self, node: Node, size: int, urgency: Urgency) -> int:
         """`Keeper`: pages with copies can be evicted; others are copied first where that can wait.
@@ -164,6 +166,19 @@ class Tiers:
             return count or size
         self.copy_next(named(node).root.namespace.order.upcoming())
         return 0 if urgency == "ahead" or pages[-1] in self._copying else size
+
+    def pin(self, record_ids: Sequence[bytes], by: int) -> None:
+        """Add (`by` 1) or remove (-1) a pin of records on disk, now and when they are written."""
+        for record_id in record_ids:
+            self._pins[record_id] += by
+            rank = PINNED if self._pins[record_id] else DEFAULT_PRIORITY
+            if rank == DEFAULT_PRIORITY:
+                del self._pins[record_id]
+            if self.disk is not None and (entry := self.disk.find(record_id)) is not None:
+                self.disk.use(entry, rank)
+
+    def _disk_rank(self, record_id: bytes, priority: int) -> int:
+        return PINNED if record_id in self._pins else priority
 
     def _has_copy(self, record_id: bytes) -> bool:
         if self.host.find(record_id) is not None:
@@ -304,7 +319,7 @@ class Tiers:
                 NewRecord(
                     one.entry.key,
                     one.entry.namespace,
-                    PageTag.read(one.label).priority,
+                    self._disk_rank(one.entry.key, PageTag.read(one.label).priority),
                     one.entry.tag,
                     memoryview(self._memory[one.entry.slot]),
                 )

@@ -15,7 +15,7 @@ from config.sections import CacheSettings
 from kernels import make_backend
 from service.engine.tiers.page_records import layout_of
 from tests.engine.handlers.test_engine_prefix import PAGE, begin, check, keep
-from tests.engine.harness import Caller, Refused, creation, with_engine
+from tests.engine.harness import Caller, Refused, creation, until, with_engine
 from tests.engine.pool_model import CPU_GEOMETRY
 
 T = TypeVar("T")
@@ -268,7 +268,7 @@ def test_a_removed_directory_turns_the_disk_off_and_the_service_continues(tmp_pa
             one.unlink()
         path.rmdir()
         await fill(caller, PROMPTS[4:12])
-        assert caller.metric('attnd_tier_up{tier="disk"}') == 0
+        await until(lambda: caller.metric('attnd_tier_up{tier="disk"}') == 0)
         await fill(caller, PROMPTS[12:16])
         assert (await caller.pool())["integrity"] == "ok"
 
@@ -363,3 +363,59 @@ def test_a_quota_for_a_tier_that_is_not_there_is_refused() -> None:
             await caller.call("set_namespace", {"name": "a", "max_host_bytes": 1})
 
     run(scenario, CacheSettings())
+
+
+def test_hard_pins_survive_a_restart(tmp_path: Path) -> None:
+    cache = on_disk(tmp_path, disk_bytes=16 * BLOCK)
+
+    async def before(caller: Caller) -> str:
+        await begin(caller, "a", PROMPTS[0])
+        reply = await caller.call("commit", {"id": "a", "token_ids": PROMPTS[0]})
+        key: str = reply.fields["last_key"]
+        await caller.call("delete_sequence", {"id": "a"})
+        assert (await caller.call("pin", {"page_key": key, "hard": True})).fields["num_pages"] == 4
+        await fill(caller, PROMPTS[1:10])
+        return key
+
+    async def after(caller: Caller, key: str) -> None:
+        async with asyncio.timeout(5):
+            while not (held := (await caller.call("holds")).fields["holds"]):
+                await asyncio.sleep(0.01)
+        assert [(one["page_key"], one["num_pages"]) for one in held] == [(key, 4)]
+        await fill(caller, PROMPTS[10:18])
+        assert (await create(caller, "a", PROMPTS[0]))["cached"]["pool"] == 4 * PAGE
+        await check(caller, "a", PROMPTS[0])
+        await caller.call("delete_sequence", {"id": "a"})
+        assert (await caller.pool())["integrity"] == "ok"
+
+    async def last(caller: Caller, key: str) -> None:
+        await after(caller, key)
+        await caller.call("unpin", {"page_key": key})
+        assert (await caller.call("holds")).fields["holds"] == []
+
+    async def without(caller: Caller) -> None:
+        await asyncio.sleep(0.2)
+        assert (await caller.call("holds")).fields["holds"] == []
+
+    key = run(before, cache)
+    run(lambda caller: after(caller, key), cache)
+    run(lambda caller: last(caller, key), cache)
+    run(without, cache)
+
+
+def test_a_pin_whose_records_are_missing_ends_with_the_restart(tmp_path: Path) -> None:
+    async def before(caller: Caller) -> None:
+        await begin(caller, "a", PROMPTS[0])
+        reply = await caller.call("commit", {"id": "a", "token_ids": PROMPTS[0]})
+        await caller.call("pin", {"page_key": reply.fields["last_key"], "hard": True})
+        await asyncio.sleep(0.1)
+
+    async def after(caller: Caller) -> None:
+        await asyncio.sleep(0.2)
+        assert (await caller.call("holds")).fields["holds"] == []
+        assert (await caller.pool())["integrity"] == "ok"
+
+    run(before, on_disk(tmp_path))
+    for data in tmp_path.glob("*.data"):
+        data.write_bytes(bytes(data.stat().st_size))
+    run(after, on_disk(tmp_path))

@@ -6,9 +6,7 @@ import asyncio
 import select
 import time
 from collections import deque
-from contextlib import nullcontext
 from typing import Final, Protocol, cast
-from weakref import WeakKeyDictionary
 
 from attnd.errors import ConnectionFailed, ProtocolError, ReplyLost, TimedOut
 from attnd.http.blocking_transport import Part
@@ -37,8 +35,8 @@ class LoopTransport:
     def __init__(self, origin: Origin) -> None:
         self._origin = origin
         self._idle: deque[Connection] = deque()
-        self._rooms: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
-        self._rooms = WeakKeyDictionary()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._in_loop = asyncio.Semaphore(MAX_CONNECTIONS)
         self._closed = False
 
     async def send(self, request: Request) -> Response:
@@ -46,21 +44,28 @@ class LoopTransport:
         if self._closed:
             raise RuntimeError("the client is closed")
         ends = time.monotonic() + request.timeout_s
-        loop = asyncio.get_running_loop()
-        room = self._rooms.get(loop)
-        if room is None:
-            room = self._rooms[loop] = asyncio.Semaphore(MAX_CONNECTIONS)
-        try:
-            async with asyncio.timeout(request.timeout_s) if room.locked() else nullcontext():
-                await room.acquire()
-        except TimeoutError as error:
-            raise ConnectionFailed(
-                f"{MAX_CONNECTIONS} calls are in flight, and none ended in time"
-            ) from error
+        room = self._room()
+        if room.locked():
+            try:
+                async with asyncio.timeout(request.timeout_s):
+                    await room.acquire()
+            except TimeoutError as error:
+                raise ConnectionFailed(
+                    f"{MAX_CONNECTIONS} calls are in flight, and none ended in time"
+                ) from error
+        else:
+            await room.acquire()
         try:
             return await self._send(request, ends)
         finally:
             room.release()
+
+    def _room(self) -> asyncio.Semaphore:
+        """Of the running loop, which may be another than before."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop, self._in_loop = loop, asyncio.Semaphore(MAX_CONNECTIONS)
+        return self._in_loop
 
     async def _send(self, request: Request, ends: float) -> Response:
         connection = self._take()

@@ -1,0 +1,118 @@
+"""Disks that fail, fill up or hang below a running engine: a miss or less, never a wrong row."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from service.tiers.record_store import RecordStore
+from tests.engine.handlers.test_engine_prefix import PAGE, check
+from tests.engine.harness import Caller, NewCall, creation, until
+from tests.engine.tiers.test_tiers import BLOCK, PROMPTS, check_all, create, fill, on_disk, run
+from tests.tiers.faulty_files import FaultyFiles
+
+
+def make_faulty(caller: Caller, files: FaultyFiles) -> FaultyFiles:
+    """Put `files` below the engine's disk tier."""
+    loading = caller.engine.store.loading
+    assert loading is not None and isinstance(loading.tiers.disk, RecordStore)
+    loading.tiers.disk._files = files
+    return files
+
+
+@dataclass
+class HungFiles(FaultyFiles):
+    """Reads that wait until `ended`."""
+
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def read(self, fd: int, into: memoryview, offset: int) -> int:
+        self.ended.wait(30.0)
+        return super().read(fd, into, offset)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_disk_that_takes_no_more_is_off_and_host_memory_serves_on(
+    tmp_path: Path, code: int
+) -> None:
+    async def scenario(caller: Caller) -> None:
+        await fill(caller, PROMPTS[:2])
+        files = make_faulty(caller, FaultyFiles())
+        files.write_error = code
+        await fill(caller, PROMPTS[2:8])
+        await until(lambda: caller.metric('attnd_tier_up{tier="disk"}') == 0)
+        assert await check_all(caller, PROMPTS[:6]) == [4 * PAGE] * 6
+        info = (await caller.call("info")).fields["tiers"]
+        assert [one["total_bytes"] for one in info] == [64 * BLOCK, 0]
+
+    run(scenario, on_disk(tmp_path, host_bytes=64 * BLOCK))
+
+
+def test_reads_that_fail_are_misses(tmp_path: Path) -> None:
+    async def scenario(caller: Caller) -> None:
+        await fill(caller)
+        files = make_faulty(caller, FaultyFiles())
+        files.read_error = errno.EIO
+        found = await create(caller, "a", PROMPTS[0])
+        assert found["cached_len"] == 0
+        assert caller.metric('attnd_tier_misses_total{reason="unreadable"}') == 1
+        files.read_error = None
+        assert (await create(caller, "b", PROMPTS[1]))["cached_len"] == 4 * PAGE
+        await check(caller, "b", PROMPTS[1])
+
+    run(scenario, on_disk(tmp_path))
+
+
+def test_torn_writes_are_misses(tmp_path: Path) -> None:
+    async def scenario(caller: Caller) -> None:
+        make_faulty(caller, FaultyFiles(lost_bytes=BLOCK // 3))
+        await fill(caller)
+        assert set(await check_all(caller, PROMPTS[:3])) <= {0, PAGE, 2 * PAGE, 3 * PAGE}
+
+    run(scenario, on_disk(tmp_path))
+
+
+def test_a_load_from_a_disk_that_hangs_ends_before_the_deadline(tmp_path: Path) -> None:
+    async def scenario(caller: Caller) -> None:
+        await fill(caller)
+        files = make_faulty(caller, HungFiles())
+        began = time.monotonic()
+        new = creation({"id": "a", "prefix": {"token_ids": PROMPTS[0]}})
+        reply = await caller.submit(new, deadline_s=0.5)
+        assert reply.fields["sequences"][0]["cached_len"] == 0
+        assert time.monotonic() - began < 0.5
+        other = NewCall("prefetch", {"token_ids": PROMPTS[1]})
+        waiting = caller.start(other, deadline_s=20.0)
+        await asyncio.sleep(0.05)
+        assert (await create(caller, "b", PROMPTS[10]))["cached_len"] == 0, "others do not wait"
+        pool = await caller.pool()
+        assert (pool["integrity"], pool["sequences"]) == ("ok", 2)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await caller.call("delete_sequences", {"prefix": ""})
+        assert isinstance(files, HungFiles)
+        files.ended.set()
+        tree = caller.engine.store.tree
+        await until(lambda: tree.num_sequences == 0)
+        assert (await create(caller, "c", PROMPTS[2]))["cached_len"] == 4 * PAGE
+        await check(caller, "c", PROMPTS[2])
+        assert (await caller.pool())["integrity"] == "ok"
+
+    run(scenario, on_disk(tmp_path))
+
+
+def test_a_clear_that_cannot_erase_says_so(tmp_path: Path) -> None:
+    async def scenario(caller: Caller) -> None:
+        await fill(caller)
+        make_faulty(caller, FaultyFiles(write_error=errno.EIO))
+        refused = await caller.refused(NewCall("clear"), "internal")
+        assert "not all could be erased" in str(refused)
+        assert await check_all(caller) == [0] * 6
+
+    run(scenario, on_disk(tmp_path))
