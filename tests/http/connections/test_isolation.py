@@ -111,6 +111,7 @@ REQUESTS: Mapping[str, Callable[[Ids], list[Body]]] = {
         fields(token_ids=TOKENS, lease_s=1),
         fields(page_keys=[ids.page_key], lease_s=1),
     ],
+    "prefetch": lambda ids: [fields(token_ids=TOKENS), fields(page_keys=[ids.page_key])],
     "commit": lambda ids: [fields(id=ids.sequence, token_ids=TOKENS)],
     "renew_lease": lambda ids: [
         fields(id=ids.lease, lease_s=1),
@@ -310,7 +311,7 @@ def masked(reply: Reply, ids: Ids) -> tuple[int, bytes, dict[str, bytes]]:
 
 VOLATILE: Final = {"pool", "info", "engines", "snapshot", "holds", "list_namespaces", "events"}
 """Operations whose replies change by themselves; their requests name nothing."""
-NAMELESS: Final = {"list_sequences", "match_prefix"}
+NAMELESS: Final = {"list_sequences", "match_prefix", "prefetch"}
 """Operations that succeed whatever ids the request has."""
 
 
