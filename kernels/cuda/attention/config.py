@@ -13,10 +13,15 @@ from kernels.cuda.kv.view import KvView
 LOG2E: Final = 1 / np.log(2)
 
 
-class AttentionConfig(NamedTuple):
-    """What, besides the plans, decides the work and the kernels of a batch: a key of caches."""
+class AttentionShape(NamedTuple):
+    """What of a configuration decides its kernels: all but where K and V are, and how many."""
 
-    kv: KvView
+    num_kv_heads: int
+    head_dim: int
+    dtype: DType
+    page_size: int
+    page_bytes: int
+    contiguous: bool
     num_qo_heads: int
     compute: DType
     scoring: Scoring
@@ -27,6 +32,36 @@ class AttentionConfig(NamedTuple):
         """Whether scoring is of the general kind: see kGeneral in params.cuh."""
         scoring = self.scoring
         return self.masked or scoring.logits_soft_cap > 0 or scoring.sm_scale <= 0
+
+    @property
+    def group_size(self) -> int:
+        return self.num_qo_heads // self.num_kv_heads
+
+
+class AttentionConfig(NamedTuple):
+    """What, besides the plans, decides the work and the kernels of a batch: a key of caches."""
+
+    kv: KvView
+    num_qo_heads: int
+    compute: DType
+    scoring: Scoring
+    masked: bool
+
+    @property
+    def shape(self) -> AttentionShape:
+        kv = self.kv
+        return AttentionShape(
+            num_kv_heads=kv.num_kv_heads,
+            head_dim=kv.head_dim,
+            dtype=kv.dtype,
+            page_size=kv.page_size,
+            page_bytes=kv.page_bytes,
+            contiguous=kv.contiguous,
+            num_qo_heads=self.num_qo_heads,
+            compute=self.compute,
+            scoring=self.scoring,
+            masked=self.masked,
+        )
 
     @property
     def group_size(self) -> int:

@@ -86,7 +86,7 @@ class DevicePlanBuilder:
     ) -> None:
         self._config, self._library = config, library
         self._multiprocessors, self._schedule = multiprocessors, schedule
-        self._sets = kernel_sets(config, library.arch, multiprocessors, split_keys)
+        self._sets = kernel_sets(config.shape, library.arch, multiprocessors, split_keys)
         self._usual = self._sets["usual"]
         self._struct = attend_struct(config)
         self._split_keys, self._running = split_keys, running

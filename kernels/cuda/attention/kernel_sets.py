@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Final, Literal
 
 from kernels.backend import Plan
-from kernels.cuda.attention.config import AttentionConfig
+from kernels.cuda.attention.config import AttentionShape
 from kernels.cuda.attention.kernels import (
     attend_kernels,
     planner_shape,
@@ -21,6 +22,7 @@ from kernels.cuda.plan.runs import KernelWork
 from kernels.cuda.plan.tiles import ROWS, PlannerConfig
 from kernels.cuda.wide import variants as wide
 
+MOST_SHAPES: Final = 64
 SHORT_DECODE: Final = 128
 """Keys a narrow warp, of a device full of them, up to which a decode is short."""
 SHORT_PREFILL: Final = 512
@@ -54,16 +56,16 @@ class KernelSet:
         return self.few_rows[greatest(launch.items[:, ROWS]), launch.heads_first]
 
 
+@lru_cache(MOST_SHAPES)
 def kernel_sets(
-    config: AttentionConfig, arch: str, multiprocessors: int, split_keys: int = 0
-) -> dict[BatchKind, KernelSet]:
+    config: AttentionShape, arch: str, multiprocessors: int, split_keys: int = 0
+) -> Mapping[BatchKind, KernelSet]:
     """The sets that there are for a configuration; always the usual one.
 
     With `split_keys` one kernel serves all rows, so that all have the same arithmetic.
     """
-    kv = config.kv
-    options = (arch, kv.head_dim, config.compute, kv.dtype)
-    page_size = 0 if kv.contiguous else kv.page_size
+    options = (arch, config.head_dim, config.compute, config.dtype)
+    page_size = 0 if config.contiguous else config.page_size
     variant = wide_variant(*options, page_size, config.scoring, config.masked)
     usual = attend_kernels(*options, config.general, variant)
     if split_keys:
@@ -93,24 +95,23 @@ def kernel_sets(
 def _kernel_set(
     kernels: tuple[Kernel, ...],
     few_rows: dict[tuple[int, bool], Kernel],
-    config: AttentionConfig,
+    config: AttentionShape,
     multiprocessors: int,
     split_keys: int = 0,
     joining: Kernel | None = None,
 ) -> KernelSet:
-    kv = config.kv
-    device = (kv.head_dim, kv.dtype, multiprocessors)
-    parts = 1 if config.general else parts_of(kv.head_dim, kv.dtype, config.group_size)
+    device = (config.head_dim, config.dtype, multiprocessors)
+    parts = 1 if config.general else parts_of(*device[:2], config.group_size)
     shapes = [
         planner_shape(k, *device, k is kernels[-1], parts > 1 and k is kernels[0]) for k in kernels
     ]
     planner = PlannerConfig(
         group_size=config.group_size,
-        page_size=kv.page_size,
-        num_kv_heads=kv.num_kv_heads,
+        page_size=config.page_size,
+        num_kv_heads=config.num_kv_heads,
         window_left=config.scoring.window_left,
         shapes=tuple(shapes),
-        page_bytes=kv.page_bytes,
+        page_bytes=config.page_bytes,
         split_keys=split_keys,
         leads=joining is not None,
     )

@@ -9,6 +9,7 @@ from kernels.backend import DType, Level, Plan, PoolGeometry, Scoring
 from kernels.cuda.attention.config import AttentionConfig
 from kernels.cuda.attention.kernel_sets import BatchKind, batch_kind, kernel_sets
 from kernels.cuda.kv.pool import pool_view
+from kernels.cuda.kv.ragged import ragged_view
 
 MULTIPROCESSORS = 132
 
@@ -36,7 +37,7 @@ def plan_of(rows: list[int], keys: list[int]) -> Plan:
 
 
 def kind_of(*plans: Plan) -> BatchKind:
-    usual = kernel_sets(config_of(), "sm_90a", MULTIPROCESSORS)["usual"]
+    usual = kernel_sets(config_of().shape, "sm_90a", MULTIPROCESSORS)["usual"]
     return batch_kind(plans, usual.planner)
 
 
@@ -65,9 +66,18 @@ def test_several_plans_are_one_batch() -> None:
     assert kind_of(short, plan_of([1], [300])) == "usual"
 
 
+def test_ragged_keys_anywhere_and_of_any_length_share_their_kernels() -> None:
+    configs = [
+        AttentionConfig(ragged_view(8, 128, "fp16", at, at, at), 32, "fp16", Scoring(1.0), False)
+        for at in (1024, 4096)
+    ]
+    one, other = (kernel_sets(config.shape, "sm_90a", MULTIPROCESSORS) for config in configs)
+    assert one is other
+
+
 def test_only_measured_kernels_replace_the_usual_ones() -> None:
     def kinds(config: AttentionConfig, arch: str = "sm_90a") -> set[BatchKind]:
-        return set(kernel_sets(config, arch, MULTIPROCESSORS)) - {"usual"}
+        return set(kernel_sets(config.shape, arch, MULTIPROCESSORS)) - {"usual"}
 
     assert kinds(config_of()) == {"short decode", "short prefill"}
     assert kinds(config_of("fp8_e4m3")) == set()
