@@ -164,6 +164,10 @@ class SnapshotAnswer(Fields):
     nodes: Count
     evicted: Annotated[int, Field(ge=0)]
     """Pages evicted since the start."""
+    host: Count = 0
+    """Pages in host memory, behind the pool."""
+    disk: Count = 0
+    """Pages on disk."""
     page_step: Count
     """Distance between the pages in `page_states`; above 1 for very large pools."""
     namespaces: list[str]

@@ -68,10 +68,14 @@ class Snapshots:
             "total": store.geometry.num_pages,
             "nodes": store.tree.links.count,
             "evicted": store.tree.budget.num_evicted,
+            "host": 0,
+            "disk": 0,
             "page_step": step,
             "namespaces": tree.namespaces,
             "engines": [],
         }
+        if store.loading is not None:
+            fields |= store.loading.tiers.num_records
         arrays: dict[str, NDArray[Any]] = {
             "page_states": states,
             "tree_parents": tree.parents,

@@ -542,8 +542,13 @@ class Tiers:
 
     def report(self) -> None:
         """Update the gauges."""
-        metrics, disk = self.metrics, self.disk
-        metrics.set(len(self.host) if self.keeps_host else 0, "tier_records", "host")
-        metrics.set(0 if disk is None else disk.count(), "tier_records", "disk")
-        metrics.set(float(self.keeps_host), "tier_up", "host")
-        metrics.set(float(disk is not None), "tier_up", "disk")
+        for tier, number in self.num_records.items():
+            self.metrics.set(number, "tier_records", tier)
+        self.metrics.set(float(self.keeps_host), "tier_up", "host")
+        self.metrics.set(float(self.disk is not None), "tier_up", "disk")
+
+    @property
+    def num_records(self) -> dict[str, int]:
+        """Pages in each tier."""
+        host = len(self.host) if self.keeps_host else 0
+        return {"host": host, "disk": 0 if self.disk is None else self.disk.count()}

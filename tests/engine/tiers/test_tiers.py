@@ -419,3 +419,12 @@ def test_a_pin_whose_records_are_missing_ends_with_the_restart(tmp_path: Path) -
     for data in tmp_path.glob("*.data"):
         data.write_bytes(bytes(data.stat().st_size))
     run(after, on_disk(tmp_path))
+
+
+def test_a_snapshot_counts_the_pages_of_each_tier(tmp_path: Path) -> None:
+    async def scenario(caller: Caller) -> None:
+        await fill(caller, PROMPTS[:5])
+        fields = (await caller.call("snapshot")).fields
+        assert fields["host"] >= 8 and fields["disk"] <= fields["host"]
+
+    run(scenario, on_disk(tmp_path, host_bytes=64 * BLOCK))

@@ -58,6 +58,7 @@ CONTROL_ROUTES = {
     "/v1/sequences/{id}/export": {"post"},
     "/v1/sequences/{id}/import": {"get", "post", "delete"},
     "/v1/prefix/match": {"post"},
+    "/v1/prefix/prefetch": {"post"},
     "/v1/leases/{id}": {"post", "delete"},
     "/v1/prefix/holds": {"get"},
     "/v1/prefix/pin": {"put", "delete"},

@@ -82,7 +82,10 @@ const handlers = {
   },
   pool(pool) {
     write("used", share(pool.referenced, pool.total));
-    write("used-of", `${exact(pool.referenced)} of ${exact(pool.total)} pages referenced, ${exact(pool.cached)} cached`);
+    const counts = [`${exact(pool.referenced)} of ${exact(pool.total)} pages referenced`, `${exact(pool.cached)} cached`];
+    if (pool.host) counts.push(`${exact(pool.host)} in host memory`);
+    if (pool.disk) counts.push(`${exact(pool.disk)} on disk`);
+    write("used-of", counts.join(", "));
     for (const one of byId("split").children) one.style.flexGrow = pool[one.className];
     write("sequences", exact(pool.sequences));
     write("sequences-more", `${plural(pool.nodes, "node")}, ${plural(pool.leases, "lease")}`);
