@@ -102,11 +102,8 @@ class CudaBackend:
             self._rows = RowMover(geometry, self.kv, *shared)
             in_order = self._split_keys > 0
             self._merging = Merger(geometry.head_dim, self.multiprocessors, *shared, in_order)
-            self.library.prepare(
-                service_specs(
-                    self.library.arch, geometry.head_dim, geometry.dtype, geometry.page_size
-                )
-            )
+            pool = (geometry.head_dim, geometry.dtype, geometry.page_size)
+            self.library.prepare(service_specs(self.library.arch, *pool, numerics))
         # timed by the benchmarks, as is attention.enqueue
         self.enqueue_rows, self.enqueue_merge = self._rows.enqueue, self._merging.enqueue
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from kernels.backend import TENSOR_DTYPES, DType, Scoring
+from dataclasses import replace
+
+from kernels.backend import TENSOR_DTYPES, DType, Numerics, Scoring
 from kernels.compile import Spec
 from kernels.cuda.attention.kernels import attend_kernels, wide_variant
 from kernels.cuda.merge.sinks import sinks_spec
-from kernels.cuda.merge.variants import BATCHES, PARTIAL_BATCHES, merge_spec
+from kernels.cuda.merge.variants import BATCHES, IN_ORDER, PARTIAL_BATCHES, merge_spec
 from kernels.cuda.narrow.variants import few_rows_kernels, short_decode_kernels
 from kernels.cuda.rows.variants import rows_spec, stored_spec
 from kernels.cuda.visible import table as visible
 from kernels.cuda.wide import variants as wide
 
 
-def service_specs(arch: str, head_dim: int, dtype: DType, page_size: int) -> tuple[Spec, ...]:
+def service_specs(
+    arch: str, head_dim: int, dtype: DType, page_size: int, numerics: Numerics = "fast"
+) -> tuple[Spec, ...]:
     """Everything a service with such a pool launches, ragged attention and merges included."""
     fp8 = dtype.startswith("fp8")
     computes: tuple[DType, ...] = ("fp16", "bf16") if fp8 else (dtype,)
+    in_order = (True,) if numerics == "invariant" else ()
     specs = [visible.SPEC, stored_spec(head_dim, dtype)]
     for compute in computes:
         for storage in dict.fromkeys((dtype, compute)):
@@ -27,16 +32,18 @@ def service_specs(arch: str, head_dim: int, dtype: DType, page_size: int) -> tup
             specs += [kernel.spec for kernel in few_rows.values()]
             short = short_decode_kernels(arch, head_dim, compute, storage)
             specs += [kernel.spec for kernel in short.values()]
-            specs += _wide_specs(arch, head_dim, compute, storage, page_size)
-        specs += [merge_spec(head_dim, True, compute, batch) for batch in PARTIAL_BATCHES]
+            specs += _wide_specs(arch, head_dim, compute, storage, page_size, numerics)
+        batches = PARTIAL_BATCHES if numerics == "fast" else (*PARTIAL_BATCHES, IN_ORDER)
+        specs += [merge_spec(head_dim, True, compute, batch, *in_order) for batch in batches]
     for tensor in TENSOR_DTYPES:
         specs += [rows_spec(head_dim, tensor, dtype), sinks_spec(tensor)]
-        specs += [merge_spec(dim, False, tensor, b) for dim in (head_dim, 0) for b in BATCHES]
+        dims = (head_dim, 0)
+        specs += [merge_spec(dim, False, tensor, b, *in_order) for dim in dims for b in BATCHES]
     return tuple(dict.fromkeys(specs))
 
 
 def _wide_specs(
-    arch: str, head_dim: int, compute: DType, storage: DType, page_size: int
+    arch: str, head_dim: int, compute: DType, storage: DType, page_size: int, numerics: Numerics
 ) -> list[Spec]:
     """Hopper's kernels for a pool's pages and for ragged keys, with and without mask and cap."""
     variants = [
@@ -47,4 +54,6 @@ def _wide_specs(
     ]
     usual = [variant for variant in variants if variant is not None]
     others = [made for v in usual for made in (wide.short_variant(v), wide.long_variant(v)) if made]
+    if numerics == "invariant":
+        others = [replace(variant, splits=True) for variant in usual if not variant.has_mask]
     return [variant.spec for variant in (*usual, *others)]

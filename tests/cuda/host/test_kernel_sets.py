@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kernels.backend import DType, Level, Plan, PoolGeometry, Scoring
+from kernels.backend import DType, Level, Numerics, Plan, PoolGeometry, Scoring
 from kernels.cuda.attention.config import AttentionConfig
 from kernels.cuda.attention.kernel_sets import BatchKind, batch_kind, kernel_sets
 from kernels.cuda.kv.pool import pool_view
 from kernels.cuda.kv.ragged import ragged_view
+from kernels.cuda.merge.variants import merge_launch
+from kernels.cuda.specs import service_specs
 
 MULTIPROCESSORS = 132
 
@@ -85,3 +87,26 @@ def test_only_measured_kernels_replace_the_usual_ones() -> None:
     assert kinds(config_of(head_dim=64, page_size=8)) == set()
     assert kinds(config_of(cap=30.0)) == set()
     assert kinds(config_of(), "sm_80") == set()
+
+
+@pytest.mark.parametrize("numerics", ["fast", "invariant"])
+@pytest.mark.parametrize("dtype", ["fp16", "fp8_e4m3"])
+def test_whatever_a_batch_may_launch_is_compiled_before_a_service_starts(
+    dtype: DType, numerics: Numerics
+) -> None:
+    split_keys = 0 if numerics == "fast" else 2048
+    prepared = service_specs("sm_90a", 128, dtype, 16, numerics)
+    for cap in (0.0, 30.0):
+        for masked in (False, True):
+            config = config_of(dtype, cap=cap)._replace(masked=masked)
+            for kernels in kernel_sets(
+                config.shape, "sm_90a", MULTIPROCESSORS, split_keys
+            ).values():
+                joining = () if kernels.joining is None else (kernels.joining,)
+                every = (*kernels.kernels, *kernels.few_rows.values(), *joining)
+                assert {kernel.spec for kernel in every} <= set(prepared)
+    for longest in (1, 2, 4, 8, 40):
+        for partials, head_dim in ((True, 128), (False, 128), (False, 0)):
+            sizes = (1000, longest, MULTIPROCESSORS)
+            how = merge_launch(head_dim, partials, "fp16", *sizes, bool(split_keys))
+            assert how.spec in prepared
