@@ -6,6 +6,7 @@ import asyncio
 import select
 import time
 from collections import deque
+from contextlib import suppress
 from typing import Final, Protocol, cast
 
 from attnd.errors import ConnectionFailed, ProtocolError, ReplyLost, TimedOut
@@ -35,8 +36,8 @@ class LoopTransport:
     def __init__(self, origin: Origin) -> None:
         self._origin = origin
         self._idle: deque[Connection] = deque()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._in_loop = asyncio.Semaphore(MAX_CONNECTIONS)
+        self._under_way = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
         self._closed = False
 
     async def send(self, request: Request) -> Response:
@@ -44,28 +45,35 @@ class LoopTransport:
         if self._closed:
             raise RuntimeError("the client is closed")
         ends = time.monotonic() + request.timeout_s
-        room = self._room()
-        if room.locked():
-            try:
-                async with asyncio.timeout(request.timeout_s):
-                    await room.acquire()
-            except TimeoutError as error:
-                raise ConnectionFailed(
-                    f"{MAX_CONNECTIONS} calls are in flight, and none ended in time"
-                ) from error
-        else:
-            await room.acquire()
+        if self._under_way >= MAX_CONNECTIONS:
+            await self._wait_for_room(request.timeout_s)
+        self._under_way += 1
         try:
             return await self._send(request, ends)
         finally:
-            room.release()
+            self._under_way -= 1
+            self._wake_one()
 
-    def _room(self) -> asyncio.Semaphore:
-        """Of the running loop, which may be another than before."""
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:
-            self._loop, self._in_loop = loop, asyncio.Semaphore(MAX_CONNECTIONS)
-        return self._in_loop
+    async def _wait_for_room(self, timeout_s: float) -> None:
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await turn
+        except TimeoutError as error:
+            raise ConnectionFailed(
+                f"{MAX_CONNECTIONS} calls are in flight, and none ended in time"
+            ) from error
+        finally:
+            with suppress(ValueError):
+                self._waiting.remove(turn)
+
+    def _wake_one(self) -> None:
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
 
     async def _send(self, request: Request, ends: float) -> Response:
         connection = self._take()
@@ -124,10 +132,7 @@ class Connection(asyncio.BufferedProtocol):
         """Send a request and await its answer; anything raised here leaves this closed."""
         answer: asyncio.Future[Response] = self.loop.create_future()
         self._answer = answer
-        timer = self.loop.call_later(
-            ends - time.monotonic(),
-            lambda: self._fail(TimedOut("no whole answer within the timeout")),
-        )
+        timer = self.loop.call_later(ends - time.monotonic(), self._expire)
         try:
             if sum([len(part) for part in parts]) <= JOINED_BYTES:
                 self._transport.write(b"".join(parts))
@@ -158,6 +163,9 @@ class Connection(asyncio.BufferedProtocol):
                     self._good = False
                     return
                 self._transport.write(view[begin : begin + PIECE_BYTES])
+
+    def _expire(self) -> None:
+        self._fail(TimedOut("no whole answer within the timeout"))
 
     def _fail(self, error: BaseException) -> None:
         self._good = False
