@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -57,6 +59,14 @@ def test_every_specialisation_compiles_without_spills_or_serialised_products(
     assert resources.registers <= 65536 // (variant.threads * variant.blocks), resources
     assert "C75" not in compiled.log, compiled.log  # ptxas says when it serialises wgmma
     assert variant.blocks * (variant.shared_bytes + RESERVED) <= shared_limit("sm_90a")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("variant", PLAIN, ids=lambda variant: str(variant.spec))
+def test_variants_that_join_splits_serialise_no_products(variant: wide.WideVariant) -> None:
+    compiled = compile_spec(replace(variant, splits=True).spec, "sm_90a")
+    assert compiled.resources.spill_bytes < 100, "none in the loop over tiles"
+    assert "C75" not in compiled.log, compiled.log
 
 
 def test_queries_are_in_registers_where_there_is_room_for_them() -> None:
