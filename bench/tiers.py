@@ -116,9 +116,7 @@ class TieredReplay:
                 next(steps)
                 self.advance()
         except StopIteration as end:
-            for tier in ("pool", "host", "disk"):
-                found = getattr(self.found, tier) + getattr(end.value, tier)
-                setattr(self.found, tier, found)
+            self.found.update(end.value)
 
     def extend(self, tokens: int) -> None:
         budget = self.tree.budget
@@ -161,8 +159,8 @@ def hit_rates(requests: Requests, page_size: int) -> list[dict[str, Any]]:
                 "hit_rate": round(run.hits / run.total, 4),
                 "lru_hit_rate": round(exact_lru(requests, per_block, capacity), 4),
                 "hits_checked": run.hits,
-                "from_host": run.found.host,
-                "from_disk": run.found.disk,
+                "from_host": run.found["host"],
+                "from_disk": run.found["disk"],
                 "seconds": round(time.monotonic() - began, 1),
             }
             print(row, flush=True)

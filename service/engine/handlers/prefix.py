@@ -65,7 +65,7 @@ def match_prefix(store: Store, request: Request, _: Seconds) -> Work:
                 lease = {"id": lease_id, "expires_at": time.time() + fields.lease_s}
         else:
             num_pages = cache.use(namespace, prefix)
-            num_pages = max(num_pages, origin.total if origin else 0)
+            num_pages = max(num_pages, origin.total() if origin else 0)
         matched = {"matched_len": num_pages * size, "num_pages": num_pages, "lease": lease}
         request.place.lay(matched | cached_by_tier(store, num_pages, origin))
         return looked_up(prefix, num_pages, size)

@@ -57,9 +57,10 @@ def cached_by_tier(store: Store, num_pages: int, origin: Origin | None) -> dict[
     """The field `cached` for `num_pages` found pages, on an engine with tiers."""
     if store.loading is None:
         return {}
-    origin = origin or Origin(num_pages)
-    pool = Origin(max(0, num_pages - origin.host - origin.disk), origin.host, origin.disk)
-    return {"cached": pool.tokens(store.geometry.page_size)}
+    below, size = origin or Origin(), store.geometry.page_size
+    pages = {"host": below["host"], "disk": below["disk"]}
+    pages["pool"] = max(0, num_pages - sum(pages.values()))
+    return {"cached": {tier: size * number for tier, number in pages.items()}}
 
 
 def until_durable(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,24 +46,10 @@ LOOKED_UP: Final = 64
 """Pages looked up between two reads of the clock."""
 EVICTED_AT_ONCE: Final = 1024
 ALL_TIERS: Final[frozenset[Tier]] = frozenset(("pool", "host", "disk"))
-Steps = Generator[Slice, Any, "Origin"]
+Origin = Counter[Tier]
+"""Pages of a prefix by the tier that has them, or had them before they were loaded."""
+Steps = Generator[Slice, Any, Origin]
 Miss = Literal["corrupt", "evicted", "unreadable"]
-
-
-@dataclass(slots=True)
-class Origin:
-    """Where the pages of a prefix are, or were before they were loaded."""
-
-    pool: int = 0
-    host: int = 0
-    disk: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.pool + self.host + self.disk
-
-    def tokens(self, page_size: int) -> dict[str, int]:
-        return {tier: page_size * getattr(self, tier) for tier in ("pool", "host", "disk")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,9 +186,8 @@ class Loading:
         """Where the pages of a prefix are; loads nothing."""
         found = Found()
         yield from in_slices(self._look_up(namespace, prefix, limits, found))
-        origin = Origin(found.num_cached)
-        for record in found.records:
-            add_to(origin, record)
+        origin = Origin(record.tier for record in found.records)
+        origin["pool"] = found.num_cached
         return origin
 
     def _look_up(
@@ -257,7 +243,7 @@ class Loading:
             now = LoadLimits(limits.tiers, left, limits.ends)
             found = Found()
             yield from in_slices(self._look_up(namespace, prefix, now, found))
-            origin.pool = found.num_cached - origin.host - origin.disk
+            origin["pool"] = found.num_cached - origin["host"] - origin["disk"]
             if time.monotonic() >= limits.ends:
                 return origin
             if found.is_loading:
@@ -275,8 +261,7 @@ class Loading:
                     yield waiting()
             finally:
                 num_loaded = self._finish(load, prefix, found.num_cached)
-            for record in load.records[:num_loaded]:
-                add_to(origin, record)
+            origin.update(record.tier for record in load.records[:num_loaded])
             left = None if left is None else left - num_loaded
             if num_loaded < len(found.records):
                 return origin
@@ -453,13 +438,6 @@ def runs_of(
             names = Prefix(None, as_keys(keys), cache_salt, first)
         first += len(keys) // KEY_BYTES
         yield names, DEFAULT if priority == DEFAULT_PRIORITY else Retention(priority)
-
-
-def add_to(origin: Origin, record: Record) -> None:
-    if record.tier == "host":
-        origin.host += 1
-    else:
-        origin.disk += 1
 
 
 def waiting() -> Slice:
