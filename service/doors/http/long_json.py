@@ -51,6 +51,19 @@ class LongJson:
             raise Internal(f"{length} bytes of JSON became an image of {size}: this is a bug")
         return slot, size, form
 
+    async def json_of(
+        self, conversion: str, image: Slot, length: int, given: Mapping[str, Any], namespace: str
+    ) -> tuple[Slot | None, int, dict[str, Any]]:
+        """The JSON of a reply, None if it is longer than `server.max_json_bytes`, its length, and
+        what else the response needs. It counts in the namespace's share of unread responses.
+        Raises ProblemText, Overloaded."""
+        limit = self.door.limits.max_json_bytes
+        written, size, found = await self.convert(conversion, image, length, limit, given)
+        link = self.door.link
+        if written is not None and link.has_keys:
+            link.answers.count(namespace, written)
+        return written, size, found
+
     async def convert(
         self, conversion: str, source: Slot, length: int, room: int, given: Mapping[str, Any]
     ) -> tuple[Slot | None, int, dict[str, Any]]:

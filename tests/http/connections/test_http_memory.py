@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from http_messages import (
     HEAD_DIM,
+    JSON,
     KV_HEADS,
     LAYERS,
     PAGE_SIZE,
@@ -230,37 +231,52 @@ def read_in_parts(client: httpx.Client, rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(np.concatenate([one for _, one in parts]), v)
 
 
+@pytest.mark.parametrize(("way", "accept", "count"), [
+    ("attnd", SAFETENSORS, 80), ("attnd", JSON, 8), ("oip", JSON, 8),
+])  # fmt: skip
 def test_answers_that_one_namespace_does_not_read_leave_room_for_those_of_others(
-    tmp_path: Path,
+    tmp_path: Path, way: str, accept: str, count: int
 ) -> None:
     path = tmp_path / "keys"
     path.write_text("\n".join(line_of(name, name, ["read", "append"]) for name in ("red", "blue")))
-    limits = {"max-inflight-bytes": 8, "max-body-bytes": 2, "max-answer-bytes": 4}
-    given = [text for name, n in limits.items() for text in (f"--server.{name}", str(n * MIB))]
+    limits = {"inflight": 8, "body": 2, "answer": 4, "json": 2}
+    given = [text for name, n in limits.items() for text in (f"--server.max-{name}-bytes", n * MIB)]
     forks = [f"fork-{number}" for number in range(80)]
-    fields = {"layer": 0, "sequences": forks}
-    body = write_body(SAFETENSORS, fields, {})
-    lines = (f"content-type: {SAFETENSORS}", f"content-length: {len(body)}", "host: localhost")
-    head = "\r\n".join(["POST /v1/gather HTTP/1.1", "authorization: Bearer red", *lines, "", ""])
-    with serving("--auth.keys-file", str(path), *given) as service, ExitStack() as stack:
+    fields = {"layer": 0, "sequences": forks[:count]}
+    route, body, content_type = "/v1/gather", write_body(SAFETENSORS, fields, {}), SAFETENSORS
+    if way == "oip":
+        route, content_type = "/v2/models/gather/infer", JSON
+        parameters = {"layer": 0, "sequences": json.dumps(forks[:count])}
+        body = json.dumps({"inputs": [], "parameters": parameters}).encode()
+    headers = {"content-type": content_type, "accept": accept}
+    sent = {**headers, "content-length": len(body), "authorization": "Bearer red", "host": "x"}
+    lines = [f"POST {route} HTTP/1.1", *(f"{name}: {value}" for name, value in sent.items())]
+    head = "\r\n".join([*lines, "", ""]).encode()
+
+    def status(client: httpx.Client) -> int:
+        return client.post(route, content=body, headers=headers).status_code
+
+    with serving("--auth.keys-file", str(path), *map(str, given)) as service, ExitStack() as stack:
         for name in ("red", "blue"):
             with service.client() as client:
                 client.headers["authorization"] = f"Bearer {name}"
                 create(client, "a")
                 n = PAGES * PAGE_SIZE // 8
-                for layer in range(LAYERS):
-                    append(client, layer, "a", *(rows(np.random.default_rng(1), n) for _ in "kv"))
+                for layer_number in range(LAYERS):
+                    values = (rows(np.random.default_rng(1), n) for _ in "kv")
+                    append(client, layer_number, "a", *values)
                 create(client, *({"id": one, "parent": "a"} for one in forks))
         red = stack.enter_context(service.client())
         red.headers["authorization"] = "Bearer red"
+        assert status(red) == 200
         for _ in range(8):
             peer = stack.enter_context(service.connect())
-            peer.sendall(8 * (head.encode() + body))
-        wait_for(lambda: post(red, "/v1/gather", fields).status_code == 429, "a full share")
+            peer.sendall(8 * (head + body))
+        wait_for(lambda: status(red) == 429, "a full share")
         with service.client() as blue:
             blue.headers["authorization"] = "Bearer blue"
-            assert post(blue, "/v1/gather", fields).status_code == 200
+            assert status(blue) == 200
         stack.close()
         with service.client() as again:
             again.headers["authorization"] = "Bearer red"
-            wait_for(lambda: post(again, "/v1/gather", fields).status_code == 200, "its share")
+            wait_for(lambda: status(again) == 200, "its share")

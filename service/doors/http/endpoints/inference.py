@@ -109,7 +109,7 @@ class ModelEndpoint:
         started = perf_counter()
         parts: Sequence[Part]
         if has_text and len(answered.image) > INLINE_BYTES:
-            parts, json_bytes = await self.write_long(slot, len(answered.image), wanted)
+            parts, json_bytes = await self.write_long(exchange, slot, len(answered.image), wanted)
         else:
             parts, json_bytes = answer_parts(operation.name, answered.image, wanted)
         *stages, encode = answered.stages
@@ -149,12 +149,13 @@ class ModelEndpoint:
     def too_long(self, size: int) -> AnswerTooLarge:
         return AnswerTooLarge(size, self.limits.max_json_bytes, AS_BINARY)
 
-    async def write_long(self, image: Slot, length: int, wanted: Wanted) -> tuple[list[Part], int]:
+    async def write_long(
+        self, exchange: Exchange, image: Slot, length: int, wanted: Wanted
+    ) -> tuple[list[Part], int]:
         """As `answer_parts`, in the worker process."""
         given = {"model": self.model.name, "wanted": asdict(wanted)}
-        limit = self.limits.max_json_bytes
-        written, size, found = await self.door.long_json.convert(
-            "inference_of_image", image, length, limit, given
+        written, size, found = await self.door.long_json.json_of(
+            "inference_of_image", image, length, given, exchange.tenant.namespace
         )
         if written is None:
             raise self.too_long(size)

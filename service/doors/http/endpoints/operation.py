@@ -179,11 +179,10 @@ class OperationEndpoint:
                 part = json_of_image(answered.image)
                 size = len(part)
             else:
-                written, size, _ = await self.door.long_json.convert(
-                    "json_of_image", slot, length, limit, {}
+                written, size, _ = await self.door.long_json.json_of(
+                    "json_of_image", slot, length, {}, exchange.tenant.namespace
                 )
                 if written is not None:
-                    self.door.link.answers.count(exchange.tenant.namespace, written)
                     part = written.view(size)
         finally:
             self.door.link.give_back(slot)
