@@ -33,11 +33,7 @@ class AnswerShares:
     def check(self, namespace: str, size: int) -> None:
         """Raises Overloaded if a reply of `size` bytes exceeds the namespace's share. Its only
         large reply may have any size."""
-        while self.returned:
-            name, freed = self.returned.popleft()
-            self.by_namespace[name] -= freed
-            if not self.by_namespace[name]:
-                del self.by_namespace[name]
+        self.settle()
         held = self.by_namespace.get(namespace, 0)
         if held and held + size > self.limit // OF_ONE:
             text = (
@@ -49,9 +45,18 @@ class AnswerShares:
     def count(self, namespace: str, slot: Slot) -> None:
         """Count a slot until nothing refers to its bytes any more."""
         if slot.size > MAX_BYTES:
+            self.settle()
             self.by_namespace[namespace] = self.by_namespace.get(namespace, 0) + slot.size
             freed = (namespace, slot.size)
             weakref.finalize(slot.array, self.returned.append, freed).atexit = False
+
+    def settle(self) -> None:
+        """Subtract the slots freed since the last call."""
+        while self.returned:
+            name, freed = self.returned.popleft()
+            self.by_namespace[name] -= freed
+            if not self.by_namespace[name]:
+                del self.by_namespace[name]
 
 
 MIN_BYTES: Final = 4 * 2**10
