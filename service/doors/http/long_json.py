@@ -14,7 +14,6 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Final
 
 from service.doors.http.long_json_worker import Order, Result
-from service.doors.kit.arena import AnswerShares
 from service.doors.kit.problems import ProblemText
 from service.errors import Internal, Overloaded
 from service.launch import command_of
@@ -28,8 +27,6 @@ MAX_WAITING: Final = 64
 GROWTH: Final = 4
 """Maximum image bytes per JSON character: `0,` may be an F64."""
 SPARE_BYTES: Final = 64 * 2**10
-CHECK_S: Final = 0.02
-"""How often a reply looks whether its namespace has read others."""
 
 
 class LongJson:
@@ -39,7 +36,6 @@ class LongJson:
         self.door = door
         self.turn = asyncio.Lock()
         self.waiting = 0
-        self.unread = AnswerShares(door.link.answers.limit // 2)
         self.process: subprocess.Popen[bytes] | None = None
         self.connection: Connection | None = None
         self.ending: asyncio.TimerHandle | None = None
@@ -55,66 +51,42 @@ class LongJson:
             raise Internal(f"{length} bytes of JSON became an image of {size}: this is a bug")
         return slot, size, form
 
-    def check(self, namespace: str) -> None:
-        """Raises Overloaded if the namespace does not read its long JSON responses."""
-        self.unread.check(namespace, self.door.limits.max_json_bytes)
-
     async def json_of(
         self, conversion: str, image: Slot, length: int, given: Mapping[str, Any], namespace: str
     ) -> tuple[Slot | None, int, dict[str, Any]]:
         """The JSON of a reply, None if it is longer than `server.max_json_bytes`, its length, and
-        what else the response needs. With keys it counts in the namespace's share of unread
-        responses, and waits while half of that share is JSON: the call is done, so it is too late
-        to refuse it.
+        what else the response needs. It counts in the namespace's share of unread responses.
         Raises ProblemText, Overloaded."""
-        door, limit = self.door, self.door.limits.max_json_bytes
-        if door.authenticator is None:
-            return await self.convert(conversion, image, length, limit, given)
-        while not self.unread.has_room(namespace, limit):
-            await asyncio.sleep(CHECK_S)
-        into = await door.link.slot(limit)
-        for shares in (door.link.answers, self.unread):
-            shares.count(namespace, into)
-        return await self.convert(conversion, image, length, limit, given, into)
+        limit = self.door.limits.max_json_bytes
+        written, size, found = await self.convert(conversion, image, length, limit, given)
+        if written is not None:
+            self.door.link.answers.count(namespace, written)
+        return written, size, found
 
     async def convert(
-        self,
-        conversion: str,
-        source: Slot,
-        length: int,
-        room: int,
-        given: Mapping[str, Any],
-        into: Slot | None = None,
+        self, conversion: str, source: Slot, length: int, room: int, given: Mapping[str, Any]
     ) -> tuple[Slot | None, int, dict[str, Any]]:
-        """Have the worker convert one body into `room` bytes at most, those of `into` if given: the
-        slot of the output (None where it is longer), its length, and what else the caller needs to
-        know.
+        """Have the worker convert one body into `room` bytes at most: the slot of the output (None
+        where it is longer), its length, and what else the caller needs to know.
 
         The worker converts a cancelled request's body to its end, and writes to its slot till then.
         """
         if self.waiting >= MAX_WAITING:
             text = f"{self.waiting} long JSON bodies are waiting: retry later, or send safetensors"
             raise Overloaded(text, retry_after_s=1.0)
-        waiting = self.wait(conversion, source, length, room, dict(given), into)
-        work = asyncio.ensure_future(waiting)
+        work = asyncio.ensure_future(self.wait(conversion, source, length, room, dict(given)))
         work.add_done_callback(forget_error)
         return await asyncio.shield(work)
 
     async def wait(
-        self,
-        conversion: str,
-        source: Slot,
-        length: int,
-        room: int,
-        given: dict[str, Any],
-        into: Slot | None,
+        self, conversion: str, source: Slot, length: int, room: int, given: dict[str, Any]
     ) -> tuple[Slot | None, int, dict[str, Any]]:
         """Wait for the worker, and for its result."""
         source.hold()
         self.waiting += 1
         try:
             async with self.turn:
-                into = into or await self.door.link.slot(room)
+                into = await self.door.link.slot(room)
                 result = await self.exchange(
                     Order(conversion, source.offset, length, into.offset, room, given)
                 )

@@ -31,21 +31,16 @@ class AnswerShares:
         """Freed slots; the garbage collector appends to it at any moment."""
 
     def check(self, namespace: str, size: int) -> None:
-        """Raises Overloaded if a reply of `size` bytes exceeds the namespace's share."""
-        if not self.has_room(namespace, size):
-            text = (
-                f"this namespace's unread responses hold {self.by_namespace[namespace]} bytes, the "
-                f"limit is {self.limit // OF_ONE}: read the responses, or raise "
-                "server.max_inflight_bytes"
-            )
-            raise Overloaded(text, retry_after_s=1.0)
-
-    def has_room(self, namespace: str, size: int) -> bool:
-        """Whether `size` more bytes are within the namespace's share. Its only large reply may have
-        any size."""
+        """Raises Overloaded if a reply of `size` bytes exceeds the namespace's share. Its only
+        large reply may have any size."""
         self.settle()
         held = self.by_namespace.get(namespace, 0)
-        return not held or held + size <= self.limit // OF_ONE
+        if held and held + size > self.limit // OF_ONE:
+            text = (
+                f"this namespace's unread responses hold {held} bytes, the limit is "
+                f"{self.limit // OF_ONE}: read the responses, or raise server.max_inflight_bytes"
+            )
+            raise Overloaded(text, retry_after_s=1.0)
 
     def count(self, namespace: str, slot: Slot) -> None:
         """Count a slot until nothing refers to its bytes any more."""

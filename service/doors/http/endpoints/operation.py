@@ -204,12 +204,11 @@ async def call_engine(
     """The engine's reply to a request's image, and its slot.
 
     For a response in JSON, `too_long` makes the error for a reply of so many bytes; else it is
-    None. Raises ProblemText for an error of the engine, and Overloaded.
+    None. Raises ProblemText for an error of the engine.
     """
     most = door.limits.max_answer_bytes
     if too_long is not None:
         most = min(most, max_image_bytes(operation, door.limits.max_json_bytes))
-        door.long_json.check(exchange.tenant.namespace)
     try:
         answered, slot = await door.link.call(
             operation,
