@@ -68,6 +68,7 @@ class WorldDevice(FakeBackend):
         self.clock, self.order, self.fault = clock, order, fault
         self.stream: deque[Work] = deque()
         self.is_armed = self.is_lost = False
+        self.num_launched = 0
         self._free_at = 0.0
 
     def check(self) -> None:
@@ -165,6 +166,7 @@ class WorldDevice(FakeBackend):
         if fails and self.is_armed and self.fault("kernel fails", 0.01):
             work.error = RuntimeError(f"{fails}: a fault of the device")
         self.stream.append(work)
+        self.num_launched += 1
         return work
 
     def _enter(self, name: str) -> None:

@@ -40,10 +40,13 @@ class Pipe:
     """When the reader sees the end."""
     is_reset: bool = False
     latest: float = 0.0
+    unread: int = 0
+    """Bytes that were sent and not read."""
 
     def put(self, data: bytes, now: float) -> None:
         """Send bytes on their way, in one to three pieces."""
         order = self.order
+        self.unread += len(data)
         while data:
             cut = order.randint(1, len(data)) if order.random() < 0.1 else len(data)
             kind, late = order.random(), 1e-6 * 10.0 ** (3 * order.random())
@@ -58,17 +61,13 @@ class Pipe:
             self.arrived += self.chunks.popleft()[1]
 
     @property
-    def unread(self) -> int:
-        return len(self.arrived) + sum(len(data) for _, data in self.chunks)
-
-    @property
     def next_due(self) -> float:
         if self.chunks:
             return self.chunks[0][0]
         return float("inf") if self.ends is None else self.ends
 
     def is_readable(self, now: float) -> bool:
-        if self.chunks:
+        if self.chunks and self.chunks[0][0] <= now:
             self.arrive(now)
         if self.arrived:
             return True
@@ -105,8 +104,11 @@ class SimSocket:
     def ready(self, events: int, now: float) -> int:
         """Those of the events that have come."""
         mask = events & selectors.EVENT_READ if self.incoming.is_readable(now) else 0
-        has_room = self.outgoing.ends is not None or self.outgoing.unread < CAPACITY
-        return mask | (events & selectors.EVENT_WRITE if has_room else 0)
+        if events & selectors.EVENT_WRITE and (
+            self.outgoing.ends is not None or self.outgoing.unread < CAPACITY
+        ):
+            mask |= selectors.EVENT_WRITE
+        return mask
 
     def send(self, data: Any) -> int:
         if self.is_closed:
@@ -141,6 +143,7 @@ class SimSocket:
             size = incoming.order.randint(1, min(size, len(incoming.arrived)) - 1) or 1
         data = bytes(incoming.arrived[:size])
         del incoming.arrived[:size]
+        incoming.unread -= len(data)
         return data
 
     def recv_into(self, buffer: Any) -> int:
@@ -173,7 +176,7 @@ class SimSocket:
         if out.ends is None:
             if lost and out.chunks and self.network.fault("frames lost", 0.5):
                 for _ in range(out.order.randint(1, len(out.chunks))):
-                    out.chunks.pop()
+                    out.unread -= len(out.chunks.pop()[1])
                 out.is_reset = True
             out.ends = max(now, out.chunks[-1][0] if out.chunks else now)
         self.incoming.ends = self.incoming.ends if self.incoming.ends is not None else now
@@ -279,6 +282,14 @@ class SimSelector(selectors._BaseSelectorImpl):  # type: ignore[misc]
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         self._wait(timeout)
         return self.ready()
+
+    def is_ready(self) -> bool:
+        """Whether `ready` finds something."""
+        now, by_fd = self._network.clock.now, self._network.by_fd
+        for fd, key in self._fd_to_key.items():
+            if (end := by_fd.get(fd)) is not None and end.ready(key.events, now):
+                return True
+        return False
 
     def ready(self) -> list[tuple[selectors.SelectorKey, int]]:
         found, now, by_fd = [], self._network.clock.now, self._network.by_fd

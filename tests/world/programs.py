@@ -14,7 +14,8 @@ from service.operations.transfer import Header
 from tests.world.model import Model, Namespace, Op
 
 GRAMMAR: Final = {
-    "create": 5,
+    "create": 3,
+    "prompt": 8,
     "fork": 9,
     "append": 12,
     "decode": 12,
@@ -22,7 +23,7 @@ GRAMMAR: Final = {
     "gather": 4,
     "truncate": 6,
     "keep": 3,
-    "delete": 5,
+    "delete": 3,
     "sweep": 1,
     "look": 3,
     "list": 1,
@@ -44,11 +45,13 @@ GRAMMAR: Final = {
     "again": 3,
     "burst": 4,
     "evict": 1,
-    "rest": 6,
+    "rest": 4,
 }
 """The statements of a program and their weights."""
 SHARED: Final = ("s0", "s1", "s2", "s3")
 """Ids that all callers of a namespace use, at the same time."""
+FEW: Final = 3
+"""Living sequences of a caller below which most statements are prompts."""
 MAX_ROWS: Final = 14
 TOKENS: Final = 2
 HEADS: Final = 2
@@ -66,28 +69,29 @@ class Program:
         self.model, self.space, self.order, self.send = model, space, order, send
         self.geometry: PoolGeometry = model.geometry
         self.own = (f"p{number}.a", f"p{number}.b")
+        self.names = SHARED + self.own
         self.exports: list[dict[str, Any]] = []
 
     async def statement(self, name: str) -> None:
         await getattr(self, f"_{name}")()
 
     def draw(self) -> str:
+        living = sum(one.length > 0 for one in map(self.space.sequences.get, self.names) if one)
+        if living < FEW and self.order.random() < 0.5:
+            return "prompt"
         return self.order.choices(list(GRAMMAR), list(GRAMMAR.values()))[0]
 
     # What to choose from.
 
     def _name(self) -> str:
         """An id: mostly of a sequence that is there."""
-        living = [name for name in self.space.sequences if self._is_mine(name)]
-        if living and self.order.random() < 0.93:
+        living = [name for name in self.names if name in self.space.sequences]
+        if living and self.order.random() < 0.95:
             return self.order.choice(living)
-        return self.order.choice(SHARED + self.own)
+        return self.order.choice(self.names)
 
     def _names(self) -> list[str]:
         return sorted({self._name() for _ in range(self.order.choice((1, 1, 2, 3)))})
-
-    def _is_mine(self, name: str) -> bool:
-        return not name.startswith("p") or name.startswith(self.own[0][:-1])
 
     def _held(self, name: str, layer: int) -> list[int]:
         found = self.space.sequences.get(name)
@@ -98,6 +102,15 @@ class Program:
 
     def _tokens(self, count: int) -> list[int]:
         return [self.order.randrange(TOKENS) for _ in range(count)]
+
+    def _is_level(self, name: str) -> bool:
+        """Whether a sequence holds the same rows at every layer."""
+        return all(rows == self._held(name, 0) for rows in self._every(name))
+
+    def _room(self, name: str, layer: int, count: int | None) -> int:
+        """Rows to append: `count` or few, as far as they fit."""
+        count = self.order.choice((0, 1, 1, 2, 5)) if count is None else count
+        return max(0, min(count, MAX_ROWS - len(self._held(name, layer))))
 
     def _queries(self, count: int) -> Any:
         shape = (count, HEADS * self.geometry.num_kv_heads, self.geometry.head_dim)
@@ -111,54 +124,65 @@ class Program:
         ]
 
     def _ttl(self, new: dict[str, Any]) -> dict[str, Any]:
-        if self.order.random() < 0.2:
+        if self.order.random() < 0.12:
             new["ttl_s"] = self.order.choice(SHORT_S)
         return new
 
     # Statements.
 
     async def _rest(self) -> None:
-        await asyncio.sleep(self.order.choice((0.0, 0.001, 0.01, 0.1, 0.7, 3.0)))
+        await asyncio.sleep(self.order.choice((0.0, 0.001, 0.01, 0.1, 0.1, 0.7, 3.0)))
 
     async def _create(self) -> None:
         names = self._names()
-        names = [self.order.choice(SHARED + self.own)] if len(names) == 1 else names
+        names = [self.order.choice(self.names)] if len(names) == 1 else names
         new = [self._ttl({"id": name}) for name in names]
         if len(new) > 1 and self.order.random() < 0.3:
             new[1]["parent"] = self._name()
         await self.send(Op("create_sequences", {"sequences": new}))
 
+    async def _prompt(self) -> None:
+        """A sequence that holds rows at every layer."""
+        free = [name for name in self.names if name not in self.space.sequences]
+        name = self.order.choice(free) if free else self._name()
+        if free:
+            await self.send(Op("create_sequences", {"sequences": [self._ttl({"id": name})]}))
+        await self._append([name], self.order.randint(1, 9))
+
     async def _fork(self) -> None:
         parent = self._name()
         held = self.space.sequences.get(parent)
-        free = [name for name in SHARED + self.own if name not in self.space.sequences]
+        free = [name for name in self.names if name not in self.space.sequences]
         new: dict[str, Any] = {"id": self.order.choice(free or SHARED), "parent": parent}
         if held is not None and self.order.random() < 0.7:
             new["length"] = self.order.randint(0, held.length + (self.order.random() < 0.05))
         await self.send(Op("create_sequences", {"sequences": [self._ttl(new)]}))
 
-    async def _append(self) -> None:
-        names, layer = self._names(), self._layer()
-        counts = [self.order.choice((0, 1, 1, 2, 5)) for _ in names]
-        counts = [
-            min(n, MAX_ROWS - len(self._held(name, layer)))
-            for name, n in zip(names, counts, strict=True)
+    async def _append(self, names: list[str] | None = None, count: int | None = None) -> None:
+        names, layer = names or self._names(), self._layer()
+        uneven = [
+            name for name in names if any(r != self._held(name, 0) for r in self._every(name))
         ]
-        counts = [max(0, count) for count in counts]
-        rows = self._appended(names, layer, counts)
+        if uneven and self.order.random() < 0.8:  # its shorter layer gets what it lacks
+            names, every = uneven[:1], self._every(uneven[0])
+            short, long = sorted(every, key=len)
+            layer, rows = every.index(short), [long[len(short) :]]
+        else:
+            rows = self._appended(names, layer, [self._room(name, layer, count) for name in names])
+        counts = list(map(len, rows))
         ends = np.cumsum([0, *counts]).tolist()
         fields: dict[str, Any] = {"sequences": names, "append_indptr": ends}
         flat = [row for each in rows for row in each]
         layers = range(self.geometry.num_layers)
-        if self.order.random() < 0.6:
+        if not uneven and self.order.random() < 0.8:
             fields["layers"] = list(layers)
             made = [self.model.rows.content(flat, each) for each in layers]
             k, v = (np.stack([each[half] for each in made]) for half in (0, 1))
         else:
             fields["layer"] = layer
             k, v = self.model.rows.content(flat, layer)
-            if self.order.random() < 0.5:
-                fields["offsets"] = [len(self._held(name, layer)) for name in names]
+        if self.order.random() < 0.3:
+            fields["offsets"] = [len(self._held(name, layer)) for name in names]
         await self.send(Op("append", fields, {"k": k, "v": v}, rows))
 
     async def _decode(self) -> None:
@@ -275,7 +299,7 @@ class Program:
             return
         source = self.order.choice(self.exports)
         header, digests = dict(source["header"]), source["digests"]
-        name = self.order.choice(SHARED + self.own)
+        name = self.order.choice(self.names)
         plan = {
             "pages": -(-max(header["lengths"]) // self.geometry.page_size),
             "rows": source["rows"],
@@ -325,18 +349,16 @@ class Program:
 
     async def _commit(self) -> None:
         name = self.order.choice(self.own)
-        every = self._every(name)
-        if not every or any(rows != every[0] for rows in every) or not every[0]:
+        rows = self._held(name, 0)
+        if not rows or not self._is_level(name) or not self.model.rows.is_chain(rows):
             return
-        if not self.model.rows.is_chain(every[0]):
-            return
-        tokens = [self.model.rows.tokens[row] for row in every[0]]
+        tokens = [self.model.rows.tokens[row] for row in rows]
         fields: dict[str, Any] = {"id": name, "token_ids": tokens}
         if self.order.random() < 0.3:
             fields |= {"priority": self.order.randint(1, 100), "duration_s": 0.5}
         await self.send(Op("commit", fields))
 
-    def _prompt(self) -> list[int]:
+    def _token_ids(self) -> list[int]:
         """Token ids like those of a sequence that is there, and some more."""
         chains = [
             one.rows[0]
@@ -348,13 +370,13 @@ class Program:
         return [self.model.rows.tokens[row] for row in known] + self._tokens(4)
 
     async def _from_prefix(self) -> None:
-        name = self.order.choice(SHARED + self.own)
-        new = self._ttl({"id": name, "prefix": {"token_ids": self._prompt()}})
+        name = self.order.choice(self.names)
+        new = self._ttl({"id": name, "prefix": {"token_ids": self._token_ids()}})
         await self.send(Op("create_sequences", {"sequences": [new]}))
 
     async def _match(self) -> None:
         lease_s = self.order.choice((0.0, *SHORT_S))
-        await self.send(Op("match_prefix", {"token_ids": self._prompt(), "lease_s": lease_s}))
+        await self.send(Op("match_prefix", {"token_ids": self._token_ids(), "lease_s": lease_s}))
 
     async def _release(self) -> None:
         if self.space.leases:

@@ -103,8 +103,12 @@ class EngineProcess:
         self.is_over = False
 
     def round(self) -> None:
-        """One round of the loop; afterwards `due` is when the next one is."""
-        world = self.world
+        """One round of the loop; afterwards `due` is when the next one is.
+
+        A round that changed nothing and waits for the device is mostly repeated when the device is
+        done, or when bytes arrive: most of the time would go into such rounds.
+        """
+        world, before = self.world, self._state()
         try:
             self.engine.round()
             world.result.rounds += 1
@@ -116,16 +120,23 @@ class EngineProcess:
             self.end()
             return
         self.due = world.clock.now + self.engine.wait_s()
-        if world.fault("engine stalls", 0.002):
+        if self.device.stream and self._state() == before and world.order.random() < 0.9:
+            self.due = max(self.due, self.device.stream[0].due)
+        if world.fault("engine stalls", 0.01):
             self.due += world.order.choice((0.01, 0.5, 4.0))
             self.stalled_until = self.due
+
+    def _state(self) -> tuple[int, int, int]:
+        """Changes when a round has accepted a call, begun one, started a kernel, or answered."""
+        waiting = self.engine.scheduler.queue.count
+        return len(self.engine.jobs), waiting, self.device.num_launched
 
     def next_due(self) -> float:
         if self.is_over:
             return float("inf")
         if self.stalled_until > self.world.clock.now:
             return self.stalled_until
-        return self.world.clock.now if self.selector.ready() else self.due
+        return self.world.clock.now if self.selector.is_ready() else self.due
 
     def kill(self) -> None:
         """kill -9: nothing is sent any more."""
@@ -175,11 +186,10 @@ class CallerProcess:
         """All statements, some before the one before them has ended."""
         plan = self.world.plan
         for number in range(plan.statements):
-            name = self.program.draw()
-            order = random.Random(f"{plan.seed} {self.number} {number}")
             if plan.callers * number + self.number in plan.skipped:
                 continue
-            self.program.order = order
+            order = self.program.order = random.Random(f"{plan.seed} {self.number} {number}")
+            name = self.program.draw()
             if plan.faults:
                 self._faults()
             together = order.random() < 0.4 and name not in ("commit", "rest")
@@ -302,7 +312,7 @@ class World:
         self.keys = "\n".join(lines).encode()
         self.settings = Settings(
             server=ServerSettings(live=False),
-            engine=EngineSettings(slice_ms=order.choice((0.001, 0.05, 20.0))),
+            engine=EngineSettings(slice_ms=order.choice((1e-5, 0.001, 0.05, 20.0))),
             cache=CacheSettings(
                 high_watermark=order.choice((0.5, 0.9, 1.0)), events_history=order.choice((0, 64))
             ),
@@ -371,7 +381,7 @@ class World:
 
     def loop_selector_ready(self) -> bool:
         selector: Any = self.loop._selector  # type: ignore[attr-defined]
-        return bool(selector.ready())
+        return bool(selector.is_ready())
 
     def run_engine(self) -> None:
         try:
