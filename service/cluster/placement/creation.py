@@ -11,19 +11,19 @@ import numpy as np
 from attnd.wire.dtypes import Array
 
 from service.cluster.membership.engine import Call, Engine, EngineReply, Home, RawReply
-from service.cluster.placement.inflight_prompts import InflightPrompt, InflightPrompts, Wait
+from service.cluster.placement.inflight_prompts import InflightPrompt, Wait
 from service.cluster.placement.placer import Placer
 from service.cluster.placement.prefixes import prefix_of
+from service.cluster.placement.unique_ids import UniqueIds
 from service.cluster.routing.outcomes import NEXT_ENGINE, Outcome, outcome_of, unknown_ids
 from service.cluster.routing.replies import longest, reply, results_of
+from service.cluster.routing.sequence_calls import SequenceCalls
 from service.cluster.routing.tags import new_id, tags_of
 from service.core.prefix.keys import Prefix
 from service.doors.kit.problems import ProblemText
-from service.errors import AttndError, InvalidRequest, LostSequence, SequenceExists
+from service.errors import AttndError, InvalidRequest, LostSequence
 from service.operations.schema.spec import Prepared
-from service.operations.sequences import DELETE_SEQUENCES
 
-UNDO_S: Final = 10.0
 MAX_NEW: Final = 1000
 """Maximum number of sequences per call, as in an engine's reply (`json_text.MAX_LISTS`)."""
 PLACED_PER_PASS: Final = 128
@@ -84,14 +84,13 @@ class Creation:
     the placer says. An engine that fails is excluded from the next attempt."""
 
     def __init__(
-        self, placer: Placer, prompts: InflightPrompts, call: Call, prepared: Prepared
+        self, placer: Placer, calls: SequenceCalls, call: Call, prepared: Prepared
     ) -> None:
         self.placer, self.members, self.locator = placer, placer.members, placer.locator
-        self.prompts = prompts
+        self.prompts = calls.prompts
         self.call = call
+        self.unique = UniqueIds(calls, call)
         self.new = new_sequences(call, prepared)
-        if any(one.id is not None for one in self.new):
-            self.members.check_all_respond()
         self.index = {one.id: at for at, one in enumerate(self.new) if one.id is not None}
         self.parents: dict[str, Home] = {}
         """Homes of the parents that exist already."""
@@ -106,6 +105,8 @@ class Creation:
         """Places and makes all. Raises SequenceExists and what engines raise; then none is made."""
         self.errors = {}
         if not self.has_parents:
+            if self.index:
+                await self.unique.refuse_taken(self.index)
             await self.locate_parents()
         await self.prompts.wait(self.call, await self.place())
         return await self.make()
@@ -161,7 +162,7 @@ class Creation:
                 raise one
         if self.errors:
             made = {view["id"]: self.homes[at] for at, view in enumerate(views) if view}
-            await self.delete(made)
+            await self.unique.undo(made)
             raise next(iter(self.errors.values()))
         await self.keep({view["id"]: home for view, home in zip(views, self.homes, strict=True)})
         stages = longest(one.stages for one in results if isinstance(one, EngineReply))
@@ -185,44 +186,13 @@ class Creation:
     async def keep(self, made: Mapping[str, Home]) -> None:
         """Remembers the new sequences; deletes them where another engine has one of the chosen ids.
         Raises SequenceExists, NotReady."""
-        try:
-            await self.check_unique(made)
-        except BaseException:
-            await self.delete(made)
-            raise
+        if self.index:
+            await self.unique.confirm(made, self.index)
         for one, (name, home) in zip(self.new, made.items(), strict=True):
-            self.locator.learn(self.call, [name], home)
+            if one.id is None:
+                self.locator.learn(self.call, [name], home)
             if one.prefix is not None:
                 self.prompts.begin(self.call.tenant.namespace, name, one.prompt)
-
-    async def check_unique(self, made: Mapping[str, Home]) -> None:
-        """Raises SequenceExists where another engine has a sequence of a chosen id, NotReady where
-        one does not reply.
-
-        Every door checks after it has made its sequences, so of two doors that make the same id at
-        once at least one sees the other's.
-        """
-        chosen = {one.id: made[one.id] for one in self.new if one.id is not None}
-        twice: list[str] = []
-        for engine in self.members.engines:
-            ids = [name for name, home in chosen.items() if engine.tag not in tags_of(home.tag)]
-            if ids:
-                twice += await self.locator.holders(ids, self.call.tenant, [engine])
-        if twice:
-            raise SequenceExists(twice)
-        if chosen:
-            self.members.check_reachable()
-
-    async def delete(self, made: Mapping[str, Home]) -> None:
-        """Deletes sequences that were just made."""
-        by_home: dict[Home, list[str]] = {}
-        for name, home in made.items():
-            by_home.setdefault(home, []).append(name)
-        deleting = [
-            home.ask(home.own(DELETE_SEQUENCES, self.call.tenant, UNDO_S), {"ids": ids})
-            for home, ids in by_home.items()
-        ]
-        await asyncio.shield(results_of(deleting))
 
     # where an attempt has failed
 

@@ -14,15 +14,17 @@ from service.cluster.membership.members import Members
 from service.cluster.placement.cost import Load, choose
 from service.cluster.placement.inflight_prompts import InflightPrompt, Wait
 from service.cluster.placement.prefixes import chained_keys, prefix_of
+from service.cluster.placement.unique_ids import UniqueIds
 from service.cluster.routing.locator import ASK_DEADLINE_S, Locator
 from service.cluster.routing.outcomes import NEXT_ENGINE, Outcome
 from service.cluster.routing.replies import results_of
+from service.cluster.routing.sequence_calls import SequenceCalls
 from service.cluster.routing.tags import BETWEEN
 from service.core.prefix.keys import Prefix
-from service.errors import InvalidRequest, NotReady, SequenceExists
+from service.errors import InvalidRequest, NotReady
 from service.operations.schema.page_names import PageNames
 from service.operations.schema.spec import Prepared
-from service.operations.transfer import GET_IMPORT
+from service.operations.transfer import GET_IMPORT, IMPORT
 
 WORTH_WAITING: Final = 2.0
 """A prompt waits for pages that another prompt brings this many times as long as its engine needs
@@ -138,7 +140,10 @@ class Placer:
 class ImportCall:
     """The attempts of one call for an import; an engine that fails to begin it is excluded."""
 
-    def __init__(self, placer: Placer, call: Call, prepared: Prepared) -> None:
+    def __init__(
+        self, placer: Placer, calls: SequenceCalls, call: Call, prepared: Prepared
+    ) -> None:
+        self.unique = UniqueIds(calls, call)
         self.placer, self.members, self.locator = placer, placer.members, placer.locator
         self.call = call
         self.fields = prepared.fields
@@ -152,13 +157,25 @@ class ImportCall:
             header = getattr(self.fields, "header", None)
             engine = await self.engine_of_import()
             if engine is not None:
-                return await engine.call(self.call)
+                return await self.go_on(engine)
             if header is None:
                 return await self.members.least_busy().call(self.call)  # replies unknown_import
-            if await self.locator.holders([self.fields.id], self.call.tenant, self.members.engines):
-                raise SequenceExists([self.fields.id])
+            await self.unique.refuse_taken([self.fields.id])
             self.is_new = True
         return await self.begin()
+
+    async def go_on(self, engine: Engine) -> RawReply:
+        """A step of an import. Its end makes a sequence, which may have been made elsewhere since
+        the beginning."""
+        answered, slot = await engine.call(self.call)
+        is_import = self.call.operation is IMPORT
+        if is_import and self.fields.header is None and self.fields.part is None:
+            try:
+                await self.unique.confirm({self.fields.id: engine}, [self.fields.id])
+            except BaseException:
+                self.members.arena.give_back(slot)
+                raise
+        return answered, slot
 
     async def engine_of_import(self) -> Engine | None:
         """The engine that is remembered for the import or its sequence, else the one that has the

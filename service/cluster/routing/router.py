@@ -201,12 +201,12 @@ class Router:
 
     async def create(self, call: Call, prepared: Prepared) -> RawReply:
         """New sequences, at engines that the placer chooses."""
-        creation = Creation(self.placer, self.prompts, call, prepared)
+        creation = Creation(self.placer, self.sequences, call, prepared)
         return await self.retries.run(call, creation)
 
     async def import_(self, call: Call, prepared: Prepared) -> RawReply:
         """A step of an import: at the engine that has it, else where the placer says."""
-        return await self.retries.run(call, ImportCall(self.placer, call, prepared))
+        return await self.retries.run(call, ImportCall(self.placer, self.sequences, call, prepared))
 
     async def any_engine(self, call: Call, prepared: Prepared) -> RawReply:
         """The reply of the least busy engine; of the next one, if that is lost meanwhile."""

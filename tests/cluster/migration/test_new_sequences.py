@@ -1,0 +1,150 @@
+"""New sequences that a drain moves, or that others make as well, before their door has checked
+their ids."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.cluster.placement.creation import Creation
+from service.cluster.placement.unique_ids import UniqueIds
+from tests.cluster.harness import DIM, FLOAT, HEADS, PAGE, THREE, Cluster, another_door
+from tests.cluster.placement.test_cluster_imports import brought, exported
+
+SOURCE, SECOND, THIRD = "engine-0", "engine-1", "engine-2"
+Before = Callable[[], Awaitable[None]]
+
+
+def before_the_check(monkeypatch: pytest.MonkeyPatch, work: Before) -> None:
+    """Does work when the next sequences have been made and are not yet checked."""
+    confirm, has_run = UniqueIds.confirm, False
+
+    async def late(unique: UniqueIds, made: Any, chosen: Any) -> None:
+        nonlocal has_run
+        if not has_run:
+            has_run = True
+            await work()
+        await confirm(unique, made, chosen)
+
+    monkeypatch.setattr(UniqueIds, "confirm", late)
+
+
+async def move(door: Cluster, to: str) -> None:
+    """Moves all sequences of the first engine to another one."""
+    door.only_on(SOURCE, to)
+    await door.drain(SOURCE)
+    await door.drained(SOURCE)
+    await door.end_drain(SOURCE)
+    door.only_on()
+
+
+async def holders(door: Cluster, name: str) -> list[str]:
+    members = door.router.members
+    locator = door.router.locator
+    tenant = members.tenant
+    found = [one.name for one in members.engines if await locator.holders([name], tenant, [one])]
+    return sorted(found)
+
+
+@THREE
+async def test_a_sequence_that_a_drain_moves_before_its_door_has_checked_its_id_is_made_once(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with another_door(cluster) as second:
+        before_the_check(monkeypatch, lambda: move(second, SECOND))
+        cluster.only_on(SOURCE)
+        made = await cluster.call("create_sequences", {"sequences": [{"id": "new"}, {"id": "b"}]})
+        cluster.only_on()
+        assert made.status == 201, made
+        assert await holders(cluster, "new") == await holders(cluster, "b") == [SECOND]
+        assert cluster.home("new") == SECOND
+        row = np.zeros((1, HEADS, DIM), FLOAT)
+        await cluster.ok("append", {"layer": 0, "sequences": ["new"]}, k=row, v=row)
+
+
+@THREE
+async def test_of_two_equal_ids_of_which_a_drain_moves_one_one_is_left(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with another_door(cluster) as second:
+        other: list[int] = []
+
+        async def rival() -> None:
+            second.only_on(SECOND)
+            made = await second.call("create_sequences", {"sequences": [{"id": "same"}]})
+            other.append(made.status)
+            await move(second, THIRD)
+
+        before_the_check(monkeypatch, rival)
+        cluster.only_on(SOURCE)
+        monkeypatch.setattr(UniqueIds, "refuse_taken", lambda *_: asyncio.sleep(0))
+        made = await cluster.call("create_sequences", {"sequences": [{"id": "same"}]})
+        cluster.only_on()
+        assert sorted([made.status, *other]) == [201, 409]
+        assert len(await holders(cluster, "same")) == 1
+
+
+@THREE
+async def test_what_a_failed_call_has_made_is_deleted_where_a_drain_has_moved_it(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.only_on(SECOND)
+    await cluster.ok("create_sequences", {"sequences": [{"id": "parent"}]})
+    cluster.only_on(SOURCE)
+    undo, has_moved = UniqueIds.undo, []
+
+    async def late(unique: UniqueIds, made: Any) -> None:
+        if made and not has_moved:
+            has_moved.append(made)
+            cluster.only_on()
+            await asyncio.create_task(move(cluster, THIRD))
+        await undo(unique, made)
+
+    monkeypatch.setattr(UniqueIds, "undo", late)
+    new = [{"id": "one"}, {}, {"id": "two", "parent": "parent", "length": 99}]
+    refused = await cluster.call("create_sequences", {"sequences": new})
+    assert refused.status == 422 and has_moved
+    assert await cluster.ids() == ["parent"]
+
+
+@THREE
+async def test_an_import_and_a_new_sequence_of_one_id_are_not_both_made(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (name,) = await cluster.create(1)
+    row = np.ones((PAGE, HEADS, DIM), FLOAT)
+    fields = {"layer": 0, "sequences": [name], "append_indptr": [0, PAGE]}
+    await cluster.ok("append", fields, k=row, v=row)
+    head, parts = await exported(cluster, name)
+    cluster.only_on(SOURCE)
+    begin = {key: head.fields[key] for key in ("header", "digest")}
+    await cluster.ok("import_sequence", {"id": "new"} | begin)
+    async with another_door(cluster) as second:
+        second.only_on(SECOND)
+        await second.ok("create_sequences", {"sequences": [{"id": "new"}]})
+    await brought(cluster, "new", parts)
+    end = {"id": "new", "digest": parts[-1].fields["digest"]}
+    refused = await cluster.call("import_sequence", end)
+    cluster.only_on()
+    assert (refused.status, refused.fields["code"]) == (409, "sequence_exists")
+    assert await holders(cluster, "new") == [SECOND]
+
+
+async def test_a_taken_id_is_never_made_again_not_even_for_a_moment(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await cluster.ok("create_sequences", {"sequences": [{"id": "chat"}]})
+    other = "engine-1" if cluster.home("chat") == "engine-0" else "engine-0"
+    cluster.router.locator.tags.known.clear()
+    cluster.only_on(other)
+
+    async def fails(_: Creation) -> None:
+        raise AssertionError("made")
+
+    monkeypatch.setattr(Creation, "make", fails)
+    refused = await cluster.call("create_sequences", {"sequences": [{"id": "chat"}]})
+    assert (refused.status, refused.fields["code"]) == (409, "sequence_exists")
