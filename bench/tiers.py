@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -36,6 +36,7 @@ from service.engine.tiers.tiers import Tiers
 from service.metrics import Metrics
 from service.tiers.record_store import NewRecord, RecordStore
 from service.tiers.records import RecordLayout
+from service.tiers.worker import nothing
 
 TIERS_RESULTS: Final = RESULTS / "tiers-cpu.json"
 POOL_SHARE: Final = 0.05
@@ -54,13 +55,23 @@ class Numbers:
     def __init__(self, num_pages: int) -> None:
         self.held = np.full(num_pages, -1, np.int64)
 
-    def read(self, pages: Int32, into: Sequence[UInt8]) -> None:
+    calls = 1
+
+    def memory(self, size: int) -> UInt8:
+        return np.zeros(size, np.uint8)
+
+    def mark(self) -> None:
+        return None
+
+    def read(self, pages: Int32, into: Sequence[UInt8], after: object) -> Callable[[], None]:
         for page, place in zip(pages.tolist(), into, strict=True):
             place[:] = self.held[page : page + 1].view(np.uint8)
+        return nothing
 
-    def write(self, pages: Int32, data: Sequence[UInt8]) -> None:
+    def write(self, pages: Int32, data: Sequence[UInt8], after: object) -> Callable[[], None]:
         for page, place in zip(pages.tolist(), data, strict=True):
             self.held[page] = place.view(np.int64)[0]
+        return nothing
 
 
 class TieredReplay:
@@ -183,21 +194,19 @@ def moves(folder: Path) -> dict[str, float]:
     layout = layout_of(geometry, "model")
     backend = make_backend("cpu", geometry)
     copies = backend.page_copies
-    if copies is None:
-        raise RuntimeError("the cpu backend copies pages: this is a bug")
     pages = np.arange(MOVED, dtype=np.int32)
     memory = np.zeros((MOVED, layout.block_bytes), np.uint8)
     payloads = [block[layout.head_bytes :] for block in memory]
     keys = [number.to_bytes(16, "little") for number in range(MOVED)]
-    copies.write(pages, payloads)
+    copies.write(pages, payloads, None)
     gigabytes, rates = MOVED * layout.payload_bytes / 1e9, {}
 
     def timed(name: str, began: float) -> None:
         rates[name] = round(gigabytes / (time.perf_counter() - began), 2)
 
-    copies.read(pages, payloads)
+    copies.read(pages, payloads, None)
     began = time.perf_counter()
-    copies.read(pages, payloads)
+    copies.read(pages, payloads, None)
     timed("pool to host memory, without digests", began)
     began = time.perf_counter()
     for key, block in zip(keys, memory, strict=True):
@@ -218,7 +227,7 @@ def moves(folder: Path) -> dict[str, float]:
     began = time.perf_counter()
     for key, block in zip(keys, memory, strict=True):
         layout.check(block.data, key, "a")
-    copies.write(pages, payloads)
+    copies.write(pages, payloads, None)
     timed("host memory to pool, verified", began)
     backend.close()
     return rates

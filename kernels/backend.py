@@ -25,7 +25,7 @@ backend rounds o before that and again after it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, Protocol
 
@@ -190,17 +190,34 @@ class AttentionState:
 class PageCopies(Protocol):
     """Copies of whole pages between pool and host memory, beside a backend's other calls.
 
-    Each returns when it is done and can be called from any thread, one call of a kind at a time.
-    Until then the caller neither writes to the pages nor frees them. A copy of a page is uint8
-    `[num_layers * page_bytes]`: K and V of every layer, as the pool stores them.
+    `read` and `write` begin copies, in any thread, and return a function that waits for their end.
+    Until then the caller neither writes to the pages nor frees them, nor touches the arrays. A copy
+    of a page is uint8 `[num_layers * page_bytes]`: K and V of every layer, as the pool stores them.
+    The arrays are parts of `memory`.
     """
 
-    def read(self, pages: Int32, into: Sequence[UInt8]) -> None:
-        """Copy `pages[i]` to `into[i]`."""
+    @property
+    def calls(self) -> int:
+        """Calls that should be under way at once."""
         ...
 
-    def write(self, pages: Int32, data: Sequence[UInt8]) -> None:
-        """Copy `data[i]` to `pages[i]`; later calls see it."""
+    def memory(self, size: int) -> UInt8:
+        """Host memory for copies: zeros, which take room as they are written to."""
+        ...
+
+    def mark(self) -> object:
+        """A point after all calls of the backend so far. Not for other threads than its own."""
+        ...
+
+    def read(self, pages: Int32, into: Sequence[UInt8], after: object) -> Callable[[], None]:
+        """Copy `pages[i]` to `into[i]`, once the calls before the mark `after` are done."""
+        ...
+
+    def write(self, pages: Int32, data: Sequence[UInt8], after: object) -> Callable[[], None]:
+        """Copy `data[i]` to `pages[i]`, once the calls before the mark `after` are done.
+
+        Calls of the backend after the end see it.
+        """
         ...
 
 
@@ -307,8 +324,8 @@ class Backend(Protocol):
         ...
 
     @property
-    def page_copies(self) -> PageCopies | None:
-        """None where the backend cannot copy pages beside its other calls."""
+    def page_copies(self) -> PageCopies:
+        """The copies of this backend's pages."""
         ...
 
     def close(self) -> None:

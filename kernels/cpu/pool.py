@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -135,13 +135,27 @@ class HostPageCopies:
         """`storage [layers, pages, ...]`."""
         self._pages: UInt8 = storage.flatten(2).numpy().view(np.uint8)
 
-    def read(self, pages: Int32, into: Sequence[UInt8]) -> None:
+    calls = 1
+
+    def memory(self, size: int) -> UInt8:
+        return np.zeros(size, np.uint8)
+
+    def mark(self) -> None:
+        return None
+
+    def read(self, pages: Int32, into: Sequence[UInt8], after: object) -> Callable[[], None]:
         for page, place in zip(pages.tolist(), into, strict=True):
             np.copyto(place.reshape(len(self._pages), -1), self._pages[:, page])
+        return _is_done
 
-    def write(self, pages: Int32, data: Sequence[UInt8]) -> None:
+    def write(self, pages: Int32, data: Sequence[UInt8], after: object) -> Callable[[], None]:
         for page, rows in zip(pages.tolist(), data, strict=True):
             np.copyto(self._pages[:, page], rows.reshape(len(self._pages), -1))
+        return _is_done
+
+
+def _is_done() -> None:
+    """Waits for copies that are done."""
 
 
 def allocate(geometry: PoolGeometry) -> Pool:

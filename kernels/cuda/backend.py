@@ -53,6 +53,7 @@ from kernels.cuda.kv.pool import allocate, pool_view
 from kernels.cuda.kv.ragged import ragged_plan, ragged_view
 from kernels.cuda.merge.merger import Merger
 from kernels.cuda.merge.sinks import enqueue_sinks
+from kernels.cuda.pages.copies import CudaPageCopies
 from kernels.cuda.rows.mover import RowMover
 from kernels.cuda.specs import service_specs
 from kernels.outputs import check_outs
@@ -86,6 +87,7 @@ class CudaBackend:
         checks.check_pool(geometry)
         self._geometry = geometry
         self._lost: str | None = None
+        self._page_copies: CudaPageCopies | None = None
         with self.guarded():
             cupy.cuda.Device(device).use()
             properties = runtime.getDeviceProperties(device)
@@ -293,12 +295,24 @@ class CudaBackend:
             return First(self._launch(device_plan, config, 0, [request], uploaded, seconds))
 
     @property
-    def page_copies(self) -> None:
-        return None
+    def page_copies(self) -> CudaPageCopies:
+        if self._page_copies is None:
+            with self.guarded():
+                here = (self.library, self.transfers, self.guarded)
+                self._page_copies = CudaPageCopies(self._geometry, self.kv.k, *here)
+        return self._page_copies
+
+    @property
+    def num_copy_streams(self) -> int:
+        """Streams of the copies of pages, where there are any."""
+        return 0 if self._page_copies is None else self._page_copies.num_streams
 
     def close(self) -> None:
         if self._lost is None:
+            if self._page_copies is not None:
+                self._page_copies.close()
             self.transfers.close()
+        self._page_copies = None
         self._pool = None
         self._lost = "the backend is closed"
 

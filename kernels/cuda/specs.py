@@ -10,6 +10,7 @@ from kernels.cuda.attention.kernels import attend_kernels, wide_variant
 from kernels.cuda.merge.sinks import sinks_spec
 from kernels.cuda.merge.variants import BATCHES, IN_ORDER, PARTIAL_BATCHES, merge_spec
 from kernels.cuda.narrow.variants import few_rows_kernels, short_decode_kernels
+from kernels.cuda.pages.copies import PAGES_SPEC
 from kernels.cuda.rows.variants import rows_spec, stored_spec
 from kernels.cuda.visible import table as visible
 from kernels.cuda.wide import variants as wide
@@ -22,7 +23,7 @@ def service_specs(
     fp8 = dtype.startswith("fp8")
     computes: tuple[DType, ...] = ("fp16", "bf16") if fp8 else (dtype,)
     in_order = (True,) if numerics == "invariant" else ()
-    specs = [visible.SPEC, stored_spec(head_dim, dtype)]
+    specs = [visible.SPEC, PAGES_SPEC, stored_spec(head_dim, dtype)]
     for compute in computes:
         for storage in dict.fromkeys((dtype, compute)):
             for general in (False, True):

@@ -1,63 +1,101 @@
-"""A thread that does one kind of work in order, for an owner that never waits for it."""
+"""Threads that do one kind of work for an owner that never waits for them."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Thread
 from typing import Final
 
 LOG: Final = logging.getLogger("attnd.tiers")
 Task = Callable[[], Callable[[], None]]
-"""Runs in the worker's thread and returns a function that runs in the owner's."""
+"""Runs in a worker's thread and returns a function that runs in the owner's."""
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A task, and its end once it has run."""
+
+    task: Task
+    end: Callable[[], None] | None = None
 
 
 class Worker:
-    """Runs tasks one after another, `most` waiting at a time; `wake` is called after each."""
+    """Runs tasks in `threads` threads; `wake` is called after each. Their ends keep their order.
 
-    def __init__(self, name: str, most: int, wake: Callable[[], None]) -> None:
-        self._most = most
+    `is_full` with `most` tasks for each thread. Failures of the type `fatal` are raised in the
+    owner's thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        most: int,
+        wake: Callable[[], None],
+        threads: int = 1,
+        fatal: type[Exception] | tuple[()] = (),
+    ) -> None:
+        self._most = most * threads
         self._wake = wake
-        self._tasks: SimpleQueue[Task | None] = SimpleQueue()
-        self._done: deque[Callable[[], None]] = deque()
-        self.count = 0
+        self._fatal = fatal
+        self._waiting: SimpleQueue[Ticket | None] = SimpleQueue()
+        self._tickets: deque[Ticket] = deque()
+        self._threads = [Thread(target=self._run, name=name, daemon=True) for _ in range(threads)]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def count(self) -> int:
         """Tasks whose end the owner has not taken."""
-        self._thread = Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        return len(self._tickets)
 
     @property
     def is_full(self) -> bool:
-        return self.count >= self._most
+        return len(self._tickets) >= self._most
 
     def add(self, task: Task) -> None:
         """Queue a task; the owner checks `is_full` first where it can wait."""
-        self.count += 1
-        self._tasks.put(task)
+        ticket = Ticket(task)
+        self._tickets.append(ticket)
+        self._waiting.put(ticket)
 
     def take_done(self) -> None:
-        """Run the ends of finished tasks, in order."""
-        while self._done:
-            self.count -= 1
-            self._done.popleft()()
+        """Run the ends of finished tasks, in the order of the tasks."""
+        while self._tickets and (end := self._tickets[0].end) is not None:
+            self._tickets.popleft()
+            end()
 
     def close(self, timeout_s: float) -> bool:
         """Finish all tasks; whether that was done in time."""
-        self._tasks.put(None)
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        ends = time.monotonic() + timeout_s
+        for _ in self._threads:
+            self._waiting.put(None)
+        for thread in self._threads:
+            thread.join(max(0.0, ends - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
+        while (ticket := self._waiting.get()) is not None:
             try:
-                end = task()
+                ticket.end = ticket.task()
+            except self._fatal as error:
+                ticket.end = raising(error)
             except Exception:
-                LOG.exception("a task of %s failed: this is a bug", self._thread.name)
-                end = nothing
-            self._done.append(end)
+                LOG.exception("a task of %s failed: this is a bug", self._threads[0].name)
+                ticket.end = nothing
             self._wake()
 
 
 def nothing() -> None:
     """The end of a task that failed."""
+
+
+def raising(error: Exception) -> Callable[[], None]:
+    def end() -> None:
+        raise error
+
+    return end

@@ -144,6 +144,7 @@ class Small:
             if not np.allclose(got, want, rtol=1e-6):
                 raise AssertionError(f"{self.geometry}: gathered rows differ from those copied")
         self.move_stored(run, copy)
+        self.move_pages(run, copy)
         self.append_some(copy)
 
     def append_some(self, run: Run) -> None:
@@ -171,6 +172,16 @@ class Small:
         for got, want in zip(*read, strict=True):
             if not np.array_equal(got.view(np.uint8), want.view(np.uint8)):
                 raise AssertionError(f"{self.geometry}: stored rows changed on their way")
+
+    def move_pages(self, run: Run, copy: Run) -> None:
+        """A page to host memory, and to another page."""
+        g, copies = self.geometry, self.backend.page_copies
+        memory = copies.memory(2 * g.num_layers * g.page_bytes).reshape(2, -1)
+        copies.read(run.pages, [memory[0]], copies.mark())()
+        copies.write(copy.pages, [memory[0]], copies.mark())()
+        copies.read(copy.pages, [memory[1]], copies.mark())()
+        if not np.array_equal(*memory):
+            raise AssertionError(f"{g}: a page changed on its way")
 
     def merge(self, lists: int, members: int, head_dim: int, into: bool) -> None:
         shape = (lists * members, QO_HEADS, head_dim)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from kernels.cuda.backend import CudaBackend
 from kernels.cuda.device import host_memory, transfer
 from kernels.cuda.device.transfer import Transfers
 from kernels.cuda.merge import merger
+from kernels.cuda.pages import copies
 from kernels.cuda.rows import mover
 from kernels.masks import packbits
 from kernels.states import merge_ragged_states
@@ -125,6 +127,24 @@ class Kernels:
 
         self.device.launch(kernel)
 
+    def move_pages(
+        self, entry: str, chunk: int, pages: Any, first_layer: int, num_layers: int
+    ) -> None:
+        """Layers of pages between the pool and a chunk."""
+        shape = (len(pages), num_layers, 2, 4, 2, 64)
+        layers, moved = slice(first_layer, first_layer + num_layers), pages.copy()
+
+        def kernel() -> None:
+            staged = self.device.view(chunk, shape, np.float16)
+            pool = self.pool.reshape(2, 2, 8, 4, 2, 64)[layers].transpose(2, 0, 1, 3, 4, 5)
+            if entry == "gather_pages":
+                staged[...] = pool[moved]
+            else:
+                pool[moved] = staged
+
+        if len(pages):
+            self.device.launch(kernel)
+
     def merge(
         self,
         shape: tuple[int, ...],
@@ -146,6 +166,13 @@ class Kernels:
             place.o[...], place.lse[...] = made.o, made.lse
 
         self.device.launch(kernel)
+
+
+class Chip(nullcontext[None]):
+    """The device, as CuPy has it."""
+
+    def use(self) -> None:
+        return None
 
 
 def attention(q: Any, keys: Sequence[Any] = (), bit: int = 0) -> tuple[Any, Any]:
@@ -182,7 +209,7 @@ def fake_backend(
 ) -> tuple[CudaBackend, Kernels]:
     """A backend whose every module sees the fake device."""
     kernels = Kernels(device)
-    for module in (transfer, host_memory):
+    for module in (transfer, host_memory, copies):
         monkeypatch.setattr(module, "cupy", device.cupy)
         monkeypatch.setattr(module, "runtime", device.runtime)
     monkeypatch.setattr(transfer, "convert", device.convert)
@@ -195,10 +222,12 @@ def fake_backend(
         lambda *_: SimpleNamespace(arch="sm_80", overlaps=True, prepare=lambda _: None),
     )
     monkeypatch.setattr(backend_module, "device_arch", lambda _: "sm_80")
-    chip = SimpleNamespace(use=lambda: None)
-    device.cupy.cuda.Device = lambda _: chip
+    chip = Chip()
+    device.cupy.cuda.Device = lambda *_: chip
     monkeypatch.setattr(backend_module, "cupy", device.cupy)
     monkeypatch.setattr(mover.RowMover, "enqueue", lambda _, *a, **named: kernels.rows(*a, **named))
+    moved = lambda _, *call: kernels.move_pages(*call)  # noqa: E731
+    monkeypatch.setattr(copies.CudaPageCopies, "enqueue", moved)
     monkeypatch.setattr(merger.Merger, "enqueue", lambda _, *a: kernels.merge(*a))
     device.runtime.getDeviceProperties = lambda _: {"name": b"fake", "multiProcessorCount": 8}
     monkeypatch.setattr(backend_module, "runtime", device.runtime)

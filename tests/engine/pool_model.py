@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 import numpy as np
 import oracle
@@ -23,7 +24,11 @@ from tests.engine.harness import (
     with_engine,
 )
 
+KIND: Final = "cuda" if os.environ.get("TEST_BACKEND") == "cuda" else "cpu"
+"""`TEST_BACKEND=cuda` runs tests/engine/tiers on a GPU."""
 CPU_GEOMETRY = PoolGeometry(2, 96, 5, 2, 16, dtype="fp32")
+if KIND == "cuda":
+    CPU_GEOMETRY = replace(CPU_GEOMETRY, head_dim=64, dtype="fp16")
 SCALE = CPU_GEOMETRY.head_dim**-0.5
 Array = Any
 

@@ -45,6 +45,7 @@ MERGE_PARAMS: Final = declared("merge/merge.cu", "MergeParams")
 SINK_PARAMS: Final = declared("merge/sinks.cu", "SinkParams")
 POOL_ROWS: Final = declared("rows/rows.cu", "PoolRows")
 TENSOR_ROWS: Final = declared("rows/rows.cu", "TensorRows")
+PAGE_MOVES: Final = declared("pages/pages.cu", "PageMoves")
 
 _LETTERS: Final = {
     np.dtype(np.uint64): "Q",

@@ -54,8 +54,7 @@ class CudaLanes:
         self._backend = backend
         self._guarded = backend.guarded
         self._device_bytes = device_bytes
-        self._most_here = most_lanes(queues)
-        self._most = min(most, self._most_here)
+        self._queues, self._wanted = queues, most
         self._lanes: list[CudaLane] = []
         self._idle: list[CudaLane] = []
         self._arenas: list[Arena] = []
@@ -88,6 +87,14 @@ class CudaLanes:
         scale(at, 1, 1.0)
         for dtype in STEP_DTYPES:
             enqueue_sinks(self._backend.library, dtype, (1, 1, 8), at, at, at)
+
+    @property
+    def _most_here(self) -> int:
+        return most_lanes(self._queues - self._backend.num_copy_streams)
+
+    @property
+    def _most(self) -> int:
+        return min(self._wanted, self._most_here)
 
     def open(self, arena: memoryview, arena_bytes: int, owner: Owner) -> CudaLane:
         if not self._idle and len(self._lanes) >= self._most:

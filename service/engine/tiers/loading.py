@@ -15,11 +15,13 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, groupby
+from queue import SimpleQueue
 from typing import Any, Final, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kernels.backend import Done
+from kernels.backend import DeviceLost, Done
 from service.core.errors import CoreError, OutOfPages
 from service.core.pool.budget import NO_LIMIT, EvictionPaused
 from service.core.prefix.commits import DEFAULT
@@ -30,7 +32,7 @@ from service.core.values import Int32, NewSpec
 from service.engine.loop.job import NO_COST, WAIT, Counts, Slice, Slices, in_slices
 from service.engine.tiers.page_records import PageTag, next_id
 from service.engine.tiers.pins import Pins
-from service.engine.tiers.tiers import CLOSE_S, COPIED_AT_ONCE, TASKS, Tiers
+from service.engine.tiers.tiers import CLOSE_S, TASKS, Tiers
 from service.errors import Internal
 from service.operations.schema.page_names import Tier
 from service.tiers.records import InvalidRecord
@@ -41,7 +43,7 @@ LOG: Final = logging.getLogger("attnd.tiers")
 HIDDEN: Final = "~~"
 """First characters of the names of hidden sequences; no caller's begin so."""
 BATCHES: Final = 2
-"""Batches of one load that wait for the loader: others have their turns between them."""
+"""Batches of one load for each of the loader's threads: others have their turns between them."""
 LOOKED_UP: Final = 64
 """Pages looked up between two reads of the clock."""
 EVICTED_AT_ONCE: Final = 1024
@@ -97,6 +99,8 @@ class Load:
     namespace: str
     records: list[Record]
     pages: Int32
+    after: object = None
+    """A mark: the pages can be written to when all before it is done."""
     asked: int = 0
     """Records handed to the loader, ..."""
     in_flight: int = 0
@@ -119,13 +123,16 @@ class Loading:
         self._loads: set[Load] = set()
         self._by_id: dict[bytes, Load] = {}
         self._numbers = count()
-        self._staging = np.zeros(tiers.layout.block_bytes, np.uint8)
+        self._spare: SimpleQueue[NDArray[np.uint8]] = SimpleQueue()
+        """Blocks for a batch of records from disk, one set for each thread."""
+        for _ in range(tiers.copies.calls):
+            self._spare.put(tiers.blocks(tiers.at_once))
         self.pins = Pins(tiers)
         self._wake = wake
         self._restoring: Generator[Slice, Any, None] | None = None
         if tiers.disk is not None:
             self._restoring = self.pins.restore(tiers.disk.notes(), self)
-        self._loader = Worker("tiers-loader", TASKS, wake)
+        self._loader = Worker("tiers-loader", TASKS, wake, tiers.copies.calls, DeviceLost)
 
     def num_hidden(self, namespace: str | None) -> int:
         """Hidden sequences of a namespace, or of all (None)."""
@@ -294,6 +301,7 @@ class Loading:
                     leaf = tree.books.leaf(name)
                     load.pages = leaf.table[found.num_cached : found.num_cached + len(records)]
                     load.pages = load.pages.copy()
+                    load.after = self.tiers.copies.mark()
                     return load
                 except EvictionPaused:
                     if time.monotonic() >= ends:
@@ -312,54 +320,71 @@ class Loading:
         """Hand records to the loader; whether any are left or on their way."""
         while (
             load.asked < len(load.records)
-            and load.in_flight < BATCHES
+            and load.in_flight < BATCHES * self.tiers.copies.calls
             and not self._loader.is_full
             and not load.has_failed
         ):
-            batch = slice(load.asked, load.asked + COPIED_AT_ONCE)
+            batch = slice(load.asked, load.asked + self.tiers.at_once)
             load.asked = min(batch.stop, len(load.records))
             load.in_flight += 1
             self._loader.add(partial(self._run, load, load.records[batch], load.pages[batch]))
         return bool(load.in_flight) or (load.asked < len(load.records) and not load.has_failed)
 
     def _run(self, load: Load, records: Sequence[Record], pages: Int32) -> Callable[[], None]:
-        """In the loader's thread: verify records and write them to their pages."""
+        """In a thread of the loader: write records to their pages, and verify them. Pages of
+        records that are invalid, and later ones, are never committed."""
         began = time.monotonic()
-        labels: list[bytes] = []
-        miss: Miss | None = None
-        for record, page in zip(records, pages, strict=True):
-            if load.is_stopped:
-                break
-            block, label = self._staging, None
-            try:
-                if record.tier == "host":
-                    block = self.tiers.block(record.entry)
-                label = self._read(record, block.data)
-                miss = "evicted" if label is None else None
-            except InvalidRecord:
-                miss = "corrupt"
-            except OSError:
-                miss = "unreadable"
-            if label is None:
-                break
-            payload = block[self.tiers.layout.head_bytes :]
-            self.tiers.copies.write(np.array([page], np.int32), [payload])
-            labels.append(label)
+        spare = self._spare.get()
+        try:
+            labels, miss = self._write(load, records, pages, spare)
+        finally:
+            self._spare.put(spare)
         return partial(self._loaded, load, records, labels, miss, time.monotonic() - began)
 
-    def _read(self, record: Record, block: memoryview) -> bytes | None:
-        """The label of a record that is read to `block`, or is there. Raises `InvalidRecord`."""
+    def _write(
+        self, load: Load, records: Sequence[Record], pages: Int32, spare: NDArray[np.uint8]
+    ) -> tuple[list[bytes], Miss | None]:
+        """The labels of the first records, which are valid, and why the next one is a miss."""
+        tiers, blocks = self.tiers, list(spare[: len(records)])
+        found: list[bytes | Miss | None] = []
+        for at, record in enumerate(records):
+            if load.is_stopped or (found and isinstance(found[-1], str)):
+                break
+            if record.tier == "host":
+                blocks[at] = tiers.block(record.entry)
+            found.append(None if record.tier == "host" else self._verify(record, blocks[at].data))
+        payloads = [block[tiers.layout.head_bytes :] for block in blocks[: len(found)]]
+        wait = tiers.copies.write(pages[: len(found)], payloads, load.after)
+        try:
+            for at, label in enumerate(found):
+                found[at] = label or self._verify(records[at], blocks[at].data)
+        finally:
+            wait()
+        labels: list[bytes] = []
+        for one in found:
+            if not isinstance(one, bytes):
+                break
+            labels.append(one)
+        miss = next((one for one in found if isinstance(one, str)), None)
+        return labels, miss
+
+    def _verify(self, record: Record, block: memoryview) -> bytes | Miss:
+        """The label of a record that is read to `block`, or is there, or why it is a miss."""
         layout, disk = self.tiers.layout, self.tiers.disk
-        if record.tier == "host":
-            label, length = layout.check(block, record.id, record.entry.namespace)
-        else:
-            read = None if disk is None else disk.get(record.entry, block)
-            if read is None:
-                return None
-            label, length = read
-        if length != layout.payload_bytes or PageTag.read(label).key != record.tag.key:
-            raise InvalidRecord("foreign")
-        return label
+        try:
+            if record.tier == "host":
+                label, length = layout.check(block, record.id, record.entry.namespace)
+            else:
+                read = None if disk is None else disk.get(record.entry, block)
+                if read is None:
+                    return "evicted"
+                label, length = read
+        except InvalidRecord:
+            return "corrupt"
+        except OSError:
+            return "unreadable"
+        is_same = length == layout.payload_bytes and PageTag.read(label).key == record.tag.key
+        return label if is_same else "corrupt"
 
     def _loaded(
         self,

@@ -24,6 +24,9 @@ STAGING_BYTES: Final = 64 * 2**20
 LEAST_STAGING: Final = 16
 """Without a tier in host memory, pages on their way to the disk take `STAGING_BYTES` there, and
 the bytes of `LEAST_STAGING` pages at least."""
+MOST_HOST: Final = 0.9
+"""Maximum share of the free memory for records: they are never swapped out where a device reads
+them."""
 QUOTA: Final = "quota/"
 """Notes of quotas begin so, followed by the namespace."""
 
@@ -38,11 +41,6 @@ def open_tiers(
     """The tiers of a store, or None without any. Raises `TiersUnavailable`, `StoreUnavailable`."""
     if not cache.host_bytes and cache.disk_path is None:
         return None
-    copies = store.backend.page_copies
-    if copies is None:
-        reason = f"the {store.backend.name} backend has no tiers below the pool yet: leave it out"
-        setting = "host_bytes" if cache.host_bytes else "disk_path"
-        raise TiersUnavailable(f"cache.{setting} = {getattr(cache, setting)}: {reason}")
     layout = layout_of(store.geometry, cache.model or "")
     host_slots = cache.host_bytes // layout.block_bytes
     if not cache.host_bytes:
@@ -50,7 +48,7 @@ def open_tiers(
     check_sizes(cache, layout.block_bytes)
     tiers = Tiers(
         store.tree,
-        copies,
+        store.backend.page_copies,
         layout,
         host_slots,
         wake,
@@ -74,8 +72,10 @@ def check_sizes(cache: CacheSettings, block_bytes: int) -> None:
         if 0 < size < block_bytes:
             reason = f"one page with its header takes {block_bytes}: raise it"
             raise TiersUnavailable(f"cache.{name} = {size}: {reason}")
-    if cache.host_bytes > (free := free_bytes("cpu")):
-        raise TiersUnavailable(f"cache.host_bytes = {cache.host_bytes}: {free} are free: lower it")
+    most = int(MOST_HOST * (free := free_bytes("cpu")))
+    if cache.host_bytes > most:
+        reason = f"at most {most} of the machine's {free} free bytes: lower it"
+        raise TiersUnavailable(f"cache.host_bytes = {cache.host_bytes}: {reason}")
     if cache.disk_path is not None:
         path = Path(cache.disk_path)
         above = next((one for one in (path, *path.parents) if one.is_dir()), Path("/"))

@@ -11,7 +11,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal
@@ -19,7 +19,7 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.backend import PageCopies
+from kernels.backend import DeviceLost, PageCopies
 from service.core.pool.budget import Urgency
 from service.core.pool.namespaces import Root
 from service.core.prefix.keys import KEY_BYTES
@@ -39,7 +39,9 @@ TierName = Literal["host", "disk"]
 IN_POOL: Final = 0
 """Rank of a record in host memory whose page is in the pool, too: it gives way first."""
 COPIED_AT_ONCE: Final = 16
-"""Pages that one task of a worker moves."""
+"""Maximum pages that one task of a worker moves, ..."""
+BYTES_AT_ONCE: Final = 2**25
+"""... and their bytes."""
 LOOKED_AT: Final = 64
 """Pages at the front of the eviction order that are looked at for ones to copy."""
 TASKS: Final = 4
@@ -98,7 +100,9 @@ class Tiers:
         self._limits: dict[str, tuple[int | None, int | None]] = {}
         """Maximum bytes of namespaces in host memory and on disk."""
         self._wake = wake
-        self._memory: NDArray[np.uint8] = np.zeros((host_slots, layout.block_bytes), np.uint8)
+        self.at_once = max(1, min(COPIED_AT_ONCE, BYTES_AT_ONCE // layout.block_bytes))
+        """Pages that one task moves."""
+        self._memory = self.blocks(host_slots)
         self._ids = memoryview(bytearray(KEY_BYTES * tree.allocator.num_pages))
         self._copying: dict[int, PageCopy] = {}
         self._doomed: set[Entry] = set()
@@ -111,10 +115,15 @@ class Tiers:
         self._discarded: list[bytes] | None = None
         """Identities of pages that are being evicted from all tiers; None: from the pool alone."""
         self._seen_changes = -1
-        self._copier = Worker("tiers-copier", TASKS, wake)
+        self._copier = Worker("tiers-copier", TASKS, wake, copies.calls, DeviceLost)
         self._writer = Worker("tiers-writer", TASKS, wake)
         tree.cache.named.watcher = self
         tree.budget.keeper = self
+
+    def blocks(self, count: int) -> NDArray[np.uint8]:
+        """Memory for records, `[count, block_bytes]`."""
+        size = self.layout.block_bytes
+        return self.copies.memory(count * size).reshape(count, size)
 
     def use_disk(self, disk: RecordStore) -> None:
         """Write records to a store made with `evicted=tiers.disk_evicted`, and read from it."""
@@ -197,7 +206,7 @@ class Tiers:
         while self._evicted_from_disk:
             self._report_removed(self._evicted_from_disk.popleft(), "DISK")
         while self._to_copy and not self._copier.is_full:
-            queued = [self._to_copy[at] for at in range(min(COPIED_AT_ONCE, len(self._to_copy)))]
+            queued = [self._to_copy[at] for at in range(min(self.at_once, len(self._to_copy)))]
             wanted = [page for page, record_id in queued if self._is_wanted(page, record_id)]
             if wanted and not self._copy(wanted):
                 break
@@ -219,10 +228,10 @@ class Tiers:
                 looked += 1
                 if page not in self._copying and not self._has_copy(self.id_of(page)):
                     pages.append(page)
-            if looked >= LOOKED_AT or len(pages) >= TASKS * COPIED_AT_ONCE:
+            if looked >= LOOKED_AT or len(pages) >= TASKS * self.copies.calls * self.at_once:
                 break
-        for first in range(0, len(pages), COPIED_AT_ONCE):
-            if self._copier.is_full or not self._copy(pages[first : first + COPIED_AT_ONCE]):
+        for first in range(0, len(pages), self.at_once):
+            if self._copier.is_full or not self._copy(pages[first : first + self.at_once]):
                 break
 
     @property
@@ -255,7 +264,7 @@ class Tiers:
             self._copying[page] = copy
             copies.append(copy)
         if copies:
-            self._copier.add(partial(self._run_copies, copies))
+            self._copier.add(partial(self._run_copies, copies, self.copies.mark()))
         return len(copies) == len(pages)
 
     def _place(self, page: int) -> PageCopy | None:
@@ -277,12 +286,12 @@ class Tiers:
         ids = names.token_ids[page].tobytes() if name.with_ids else b""
         return PageCopy(page, entry, tag + ids, before)
 
-    def _run_copies(self, copies: Sequence[PageCopy]) -> Callable[[], None]:
+    def _run_copies(self, copies: Sequence[PageCopy], after: object) -> Callable[[], None]:
         """In the copier's thread."""
         began, layout = time.monotonic(), self.layout
         pages = np.array([copy.page for copy in copies], np.int32)
         blocks = [self._memory[copy.entry.slot] for copy in copies]
-        self.copies.read(pages, [block[layout.head_bytes :] for block in blocks])
+        self.copies.read(pages, [block[layout.head_bytes :] for block in blocks], after)()
         for copy, block in zip(copies, blocks, strict=True):
             entry, view = copy.entry, memoryview(block)
             layout.seal(view, entry.key, entry.namespace, copy.label, layout.payload_bytes)
@@ -466,7 +475,8 @@ class Tiers:
         if writes_pool:
             self._write_all(time.monotonic() + CLOSE_S)
         ended = self._copier.close(CLOSE_S)
-        self._copier.take_done()
+        with suppress(DeviceLost):
+            self._copier.take_done()
         ended = self._writer.close(CLOSE_S) and ended
         self._writer.take_done()
         if self.disk is not None and ended:
@@ -476,7 +486,7 @@ class Tiers:
         """Copy all named pages to the disk, until a time."""
         pages = deque(np.flatnonzero(self.named_pages.node_of >= 0).tolist())
         while pages and self.disk is not None and time.monotonic() < ends:
-            some = [pages[at] for at in range(min(COPIED_AT_ONCE, len(pages)))]
+            some = [pages[at] for at in range(min(self.at_once, len(pages)))]
             wanted = [page for page in some if self._is_wanted(page, self.id_of(page))]
             if self._copier.is_full or not self._copy(wanted):
                 time.sleep(WAIT_S)

@@ -48,6 +48,7 @@ class FakeBackend(CudaBackend):
         self.kv = SimpleNamespace()  # type: ignore[assignment]
         self.multiprocessors = 8
         self._split_keys = 0
+        self._page_copies = None
         self.device_memory = device
 
 
@@ -175,6 +176,16 @@ def test_no_more_lanes_than_queues_whatever_is_asked_for(
     for _ in range(2):
         opened(lanes, owner(1))
     with pytest.raises(NoRoom, match="at most 2"):
+        opened(lanes, owner(1))
+
+
+def test_copies_of_pages_take_queues_too(
+    device: FakeDevice, living: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeBackend, "num_copy_streams", 2)
+    lanes = lanes_of(device, most=13, queues=10)
+    opened(lanes, owner(1))
+    with pytest.raises(NoRoom, match="at most 1"):
         opened(lanes, owner(1))
 
 

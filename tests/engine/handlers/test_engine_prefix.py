@@ -21,7 +21,8 @@ def content(tokens: list[int], layer: int) -> Any:
     seeds = [hash((layer, *tokens[: end + 1])) % 2**32 for end in range(len(tokens))]
     shape = (CPU_GEOMETRY.num_kv_heads, CPU_GEOMETRY.head_dim)
     rows = [np.random.default_rng(seed).standard_normal(shape) for seed in seeds]
-    return np.array(rows, np.float32).reshape(len(tokens), *shape)
+    half = np.array(rows, np.float16)  # which every pool holds to the bit
+    return half.astype(np.float32).reshape(len(tokens), *shape)
 
 
 async def begin(caller: Caller, name: str, tokens: list[int], **prefix: Any) -> int:

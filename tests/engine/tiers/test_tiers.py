@@ -16,7 +16,7 @@ from kernels import make_backend
 from service.engine.tiers.page_records import layout_of
 from tests.engine.handlers.test_engine_prefix import PAGE, begin, check, keep
 from tests.engine.harness import Caller, Refused, creation, until, with_engine
-from tests.engine.pool_model import CPU_GEOMETRY
+from tests.engine.pool_model import CPU_GEOMETRY, KIND
 
 T = TypeVar("T")
 GEOMETRY: Final = replace(CPU_GEOMETRY, num_pages=12)
@@ -34,7 +34,7 @@ def run(
     scenario: Callable[[Caller], Coroutine[Any, Any, T]], cache: CacheSettings, **how: Any
 ) -> T:
     """A scenario on an engine of its own with a pool of 12 pages: three prompts."""
-    backend = make_backend("cpu", GEOMETRY, poison=True)
+    backend = make_backend(KIND, GEOMETRY, poison=True)
     return with_engine(backend, scenario, cache=cache, **how)
 
 
@@ -343,7 +343,7 @@ def test_events_name_the_medium(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"host_bytes": BLOCK - 1}, "one page with its header takes"),
-        ({"host_bytes": 2**60}, "are free: lower it"),
+        ({"host_bytes": 2**60}, "free bytes: lower it"),
         ({"disk_bytes": 2**60}, "are free at"),
     ],
 )
@@ -377,19 +377,19 @@ def test_hard_pins_survive_a_restart(tmp_path: Path) -> None:
         await fill(caller, PROMPTS[1:10])
         return key
 
-    async def after(caller: Caller, key: str) -> None:
+    async def after(caller: Caller, key: str, prompts: list[list[int]]) -> None:
         async with asyncio.timeout(5):
             while not (held := (await caller.call("holds")).fields["holds"]):
                 await asyncio.sleep(0.01)
         assert [(one["page_key"], one["num_pages"]) for one in held] == [(key, 4)]
-        await fill(caller, PROMPTS[10:18])
+        await fill(caller, prompts)
         assert (await create(caller, "a", PROMPTS[0]))["cached"]["pool"] == 4 * PAGE
         await check(caller, "a", PROMPTS[0])
         await caller.call("delete_sequence", {"id": "a"})
         assert (await caller.pool())["integrity"] == "ok"
 
     async def last(caller: Caller, key: str) -> None:
-        await after(caller, key)
+        await after(caller, key, PROMPTS[15:19])
         await caller.call("unpin", {"page_key": key})
         assert (await caller.call("holds")).fields["holds"] == []
 
@@ -398,7 +398,7 @@ def test_hard_pins_survive_a_restart(tmp_path: Path) -> None:
         assert (await caller.call("holds")).fields["holds"] == []
 
     key = run(before, cache)
-    run(lambda caller: after(caller, key), cache)
+    run(lambda caller: after(caller, key, PROMPTS[10:15]), cache)
     run(lambda caller: last(caller, key), cache)
     run(without, cache)
 

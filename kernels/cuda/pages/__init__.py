@@ -1,0 +1,1 @@
+"""Whole pages between the pool and host memory, beside all other work."""
