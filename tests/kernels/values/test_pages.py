@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from pooled import int32, normal, refusals
 
 from kernels.backend import NUMPY_DTYPES, PoolGeometry
 
 DTYPES = ("fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
 PAGES = 23
+
+
+def int32(values) -> np.ndarray:
+    return np.ascontiguousarray(values, np.int32)
 
 
 def geometry(dtype, layout="NHD", page_size=5, layers=3) -> PoolGeometry:
@@ -21,7 +24,7 @@ def fill(pool, rng, pages) -> None:
     g = pool.geometry
     slots = int32([page * g.page_size + at for page in pages for at in range(g.page_size)])
     for layer in range(g.num_layers):
-        k, v = (normal(rng, (len(slots), g.num_kv_heads, g.head_dim), "fp32") for _ in range(2))
+        k, v = rng.standard_normal((2, len(slots), g.num_kv_heads, g.head_dim), np.float32)
         pool.append(layer, k, v, slots)
 
 
@@ -42,21 +45,22 @@ def bits(pool, page: int) -> bytes:
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_pages_come_back_to_the_bit_in_other_places(backend, rng, dtype, layout, page_size) -> None:
-    with refusals(backend.kind, geometry(dtype)):
-        pool = backend(geometry(dtype, layout, page_size))
-        g, copies = pool.geometry, pool.page_copies
-        order = rng.permutation(PAGES).tolist()
-        written, free = order[:10], order[10:20]
-        fill(pool, rng, written)
-        before = [bits(pool, page) for page in range(PAGES)]
-        memory = copies.memory(10 * g.num_layers * g.page_bytes).reshape(10, -1)
-        assert not memory.any()
-        copies.read(int32(written), list(memory), copies.mark())()
-        assert [row.tobytes() for row in memory] == [before[page] for page in written]
-        copies.write(int32(free), list(memory), copies.mark())()
-        after = [bits(pool, page) for page in range(PAGES)]
-        moved = dict(zip(free, written, strict=True))
-        assert after == [before[moved.get(page, page)] for page in range(PAGES)]
+    if (backend.kind, dtype) == ("cuda", "fp32"):
+        pytest.skip("the CUDA backend stores fp16, bf16 or fp8")
+    pool = backend(geometry(dtype, layout, page_size))
+    g, copies = pool.geometry, pool.page_copies
+    order = rng.permutation(PAGES).tolist()
+    written, free = order[:10], order[10:20]
+    fill(pool, rng, written)
+    before = [bits(pool, page) for page in range(PAGES)]
+    memory = copies.memory(10 * g.num_layers * g.page_bytes).reshape(10, -1)
+    assert not memory.any()
+    copies.read(int32(written), list(memory), copies.mark())()
+    assert [row.tobytes() for row in memory] == [before[page] for page in written]
+    copies.write(int32(free), list(memory), copies.mark())()
+    after = [bits(pool, page) for page in range(PAGES)]
+    moved = dict(zip(free, written, strict=True))
+    assert after == [before[moved.get(page, page)] for page in range(PAGES)]
 
 
 def test_pages_larger_than_one_copy_come_back_too(backend, rng) -> None:
