@@ -71,7 +71,7 @@ def row(q: Array, k: Array, v: Array, sm_scale: float, logits_soft_cap: float) -
     top = s.max()
     if np.isneginf(top):
         return np.zeros(v.shape[1]), np.array(-np.inf)
-    weight = np.exp(s - top)  # NaN, all of them or those of +inf, where a score is NaN or +inf
+    weight = np.exp(s - top)  # NaN where a score is NaN, or at each score of +inf
     return weight @ v / weight.sum(), top + np.log(weight.sum())
 
 

@@ -28,8 +28,8 @@ PLAIN: Final = (
 )
 """Trees in plain English; the others follow."""
 PHRASES: Final = re.compile(
-    r"\b(?:told|tells?|whoever|whom|anew|so many|let in|lets? go|dealt|nobody|somebody"
-    r"|is to be|are to be|patience|at a glance)\b",
+    r"\b(?:t(?:old|ells?)|who(?:ever|m)|(?:no|some)body|(?:is|are) to be|let(?: in|s? go)"
+    r"|anew|so many|dealt|patience|at a glance)\b",
     re.IGNORECASE,
 )
 

@@ -1,4 +1,4 @@
-"""The tutorials run as written and print what they show."""
+"""The tutorials run as written and print the output that they show."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def ask(
 
 @contextmanager
 def stalling(script: Callable[[Peer], Any]) -> Iterator[ScriptedServer]:
-    """A server whose connections stay open, and silent, after what the script does."""
+    """A server whose connections stay open and silent once the script has run."""
     done = threading.Event()
 
     def stall(peer: Peer) -> None:

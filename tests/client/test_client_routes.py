@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
+import gc
 import inspect
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +12,10 @@ import attnd
 import ml_dtypes
 import numpy as np
 import pytest
-from attnd import AsyncClient, CascadeLevel, Client, NewSequence, Session
+from attnd import AsyncClient, Client, NewSequence, Session
 
 from tests.client.client_stub import (
     SEQUENCE,
-    Awaiting,
     Blocking,
     Kind,
     Script,
@@ -23,6 +23,7 @@ from tests.client.client_stub import (
     answer,
     ask,
     attended,
+    client_of,
     problem,
     tensor_answer,
 )
@@ -44,12 +45,6 @@ def test_sequences_are_created_as_asked(kind: Kind) -> None:
     assert script.fields() == {"sequences": [{}, {"id": "b", "parent": "a", "length": 3}]}
     assert first == attnd.SequenceInfo("a", 5, (5, 6), 2, 1, None)
     assert first.meta.request_id == "r1"
-
-
-def test_one_sequence_is_created_or_forked(kind: Kind) -> None:
-    script = Script(answer({"sequences": [SEQUENCE]}, 201))
-    assert ask(kind, script, "create_sequence", parent="a", length=0).id == "a"
-    assert script.fields() == {"sequences": [{"parent": "a", "length": 0}]}
 
 
 def test_one_sequence_is_got_truncated_and_deleted_by_its_path(kind: Kind) -> None:
@@ -80,28 +75,6 @@ def test_the_list_is_fetched_page_by_page_as_it_is_read() -> None:
         assert [sequence.id for sequence in listing] == ["b", "c"]
     assert sent(script, 0)[1] == "/v1/sequences?limit=2"
     assert sent(script, 1)[1] == "/v1/sequences?after=b&limit=2"
-
-
-def test_the_async_list_is_the_same() -> None:
-    script = pages()
-
-    async def run() -> list[str]:
-        async with AsyncClient(transport=Awaiting(script)) as client:
-            return [sequence.id async for sequence in client.list_sequences()]
-
-    assert asyncio.run(run()) == ["a", "b", "c"]
-    assert sent(script, 1)[1] == "/v1/sequences?after=b"
-
-
-def test_a_page_table_comes_as_int32_arrays(kind: Kind) -> None:
-    level = {"qo_indptr": [0, 2], "kv_indptr": [0, 1], "kv_indices": [7], "kv_last_page_len": [4]}
-    table = {"kv_indptr": [0, 1, 2], "kv_indices": [7, 7], "kv_last_page_len": [4, 4]}
-    script = Script(answer({**table, "levels": [level], "order": [1, 0]}))
-    result = ask(kind, script, "page_table", ["a", "b"], 1)
-    assert script.fields() == {"sequences": ["a", "b"], "layer": 1}
-    assert result.kv_indices.dtype == np.int32
-    assert result.order.tolist() == [1, 0]
-    assert result.levels[0].qo_indptr.tolist() == [0, 2]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16])
@@ -162,54 +135,6 @@ def test_prefill_sends_a_mask_by_its_dtype(kind: Kind) -> None:
     assert set(script.message().tensors) == {"q", "mask"}
     ask(kind, script, "prefill", 1, ["a"], q, [0, 2], mask=np.ones(1, np.uint8))
     assert set(script.message().tensors) == {"q", "packed_mask"}
-
-
-def test_ragged_prefill_sends_both_indptr(kind: Kind) -> None:
-    q, k = np.zeros((2, 4, 8), np.float16), np.zeros((3, 2, 8), np.float16)
-    script = Script(attended(2))
-    ask(kind, script, "ragged_prefill", q, k, k, [0, 2], [0, 3], logits_soft_cap=30.0)
-    assert sent(script) == ("POST", "/v1/ragged-prefill")
-    assert script.fields() == {
-        "qo_indptr": [0, 2],
-        "kv_indptr": [0, 3],
-        "causal": False,
-        "logits_soft_cap": 30.0,
-    }
-
-
-def test_cascade_gives_each_levels_state_when_asked(kind: Kind) -> None:
-    q = np.zeros((2, 4, 8), np.float32)
-    arrays: dict[str, Any] = {"o": q, "lse": q[..., 0]}
-    for i in range(2):
-        arrays |= {f"o.{i}": q + i, f"lse.{i}": q[..., 0] + i}
-    script = Script(tensor_answer({"lse_base": "e", "levels": 2, "cascade": True}, arrays))
-    levels = [CascadeLevel(["sys"], [0, 2]), CascadeLevel(["a", "b"], np.array([0, 1, 2]))]
-    result = ask(kind, script, "cascade", 0, levels, q, return_levels=True)
-    assert script.fields()["levels"] == [
-        {"sequences": ["sys"], "qo_indptr": [0, 2]},
-        {"sequences": ["a", "b"], "qo_indptr": [0, 1, 2]},
-    ]
-    assert [state.o.max() for state in result.level_states] == [0, 1]
-
-
-def test_merge_sends_states_and_their_base(kind: Kind) -> None:
-    o = np.zeros((3, 4, 8), np.float16)
-    script = Script(
-        tensor_answer({"lse_base": "2"}, {"o": o[:1], "lse": np.zeros((1, 4), np.float32)})
-    )
-    result = ask(kind, script, "merge", o, np.zeros((3, 4)), indptr=[0, 3], lse_base="2")
-    assert script.fields() == {"indptr": [0, 3], "lse_base": "2"}
-    assert script.message().tensors["lse"].dtype == np.float32
-    assert result.state.lse_base == "2"
-
-
-def test_gather_gives_rows_and_their_indptr(kind: Kind) -> None:
-    k = np.zeros((3, 2, 8), BF16)
-    script = Script(tensor_answer({"kv_indptr": [0, 1, 3]}, {"k": k, "v": k}))
-    result = ask(kind, script, "gather", 0, ["a", "b"], dtype="bf16")
-    assert script.fields() == {"layer": 0, "sequences": ["a", "b"], "dtype": "bf16"}
-    assert result.kv_indptr.tolist() == [0, 1, 3]
-    assert result.v.dtype == BF16
 
 
 def test_pool_and_metrics_are_read(kind: Kind) -> None:
@@ -307,3 +232,16 @@ def test_a_method_shows_the_signature_that_is_called() -> None:
 def test_an_answer_that_is_not_attnds_is_a_protocol_error(kind: Kind, reply: Scripted) -> None:
     with pytest.raises(attnd.ProtocolError):
         ask(kind, Script(reply), "decode", 0, ["a"], np.zeros((1, 4, 8), np.float32))
+
+
+def test_no_array_is_kept_by_the_client(kind: Kind) -> None:
+    script = Script(attended())
+    with client_of(kind, script=script) as client:
+        q = np.ones((1, 4, 8), np.float32)
+        seen = weakref.ref(q)
+        for _ in range(2):
+            client.decode(0, ["a"], q)
+        script.requests.clear()
+        del q
+        gc.collect()
+        assert seen() is None

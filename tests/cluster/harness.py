@@ -1,7 +1,7 @@
 """Calls to a router in the test's process, with numpy in and out.
 
 An async test with the argument `cluster: Cluster` gets a router of its own over two engines, or
-those of its mark `THREE` or `MORTAL`; `run` checks afterwards that no page has leaked.
+over the engines of its mark `THREE` or `MORTAL`; `run` checks afterwards that no page has leaked.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class _Block:
 
 
 def poison() -> None:
-    """Wrap the present allocator. Streams outlive what is allocated on them."""
+    """Wrap the present allocator. Streams outlive their allocations."""
     inner = cupy.cuda.get_allocator()
 
     def allocate(size: int) -> Any:

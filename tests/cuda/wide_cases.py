@@ -116,10 +116,10 @@ def make_items(case: Case, plan: Plan) -> BatchWork:
 def mask_of(case: Case, keys: int, rng: np.random.Generator) -> Any:
     """bool [rows, keys], True = visible. In all but "causal" and "documents" row 1 sees nothing.
 
-    random: half of all pairs; documents: as many equal blocks on the diagonal; causal: what the
-    causal rule leaves; islands: a few squares, whole tiles and whole rows hidden between them;
-    corners: one pair in each 128 rows by 512 keys, the last row and the last key of a tile; hidden:
-    nothing at all.
+    random: half of all pairs; documents: as many equal blocks on the diagonal; causal: the pairs
+    that the causal rule leaves; islands: a few squares, whole tiles and whole rows hidden between
+    them; corners: one pair in each 128 rows by 512 keys, the last row and the last key of a tile;
+    hidden: nothing at all.
     """
     rows, own = np.arange(case.rows)[:, None], positions(case)[:, None]
     key = np.arange(keys)[None]

@@ -444,7 +444,7 @@ def test_it_serves_a_unix_socket(tmp_path: Path) -> None:
 
 
 def test_a_client_that_reads_slowly_and_steadily_gets_its_whole_answer(tmp_path: Path) -> None:
-    """What the system holds for it counts: the door's own buffer does not move for long."""
+    """Bytes that the system takes count, though the door's own buffer does not move for long."""
     limits = ("--server.idle-timeout-s", "0.6")
     body = decode_body(rows=100_000)
     with serving(tmp_path, *limits) as running, socket.socket() as peer:

@@ -170,20 +170,6 @@ def test_a_drain_finishes_accepted_requests_and_refuses_others(running: Running)
         assert not running.thread.is_alive()
 
 
-def test_a_half_head_is_refused_when_the_drain_begins(running: Running) -> None:
-    with running.connect() as peer, running.connect() as busy:
-        running.engine.close_gate()
-        busy.sendall(GOOD)
-        peer.sendall(GOOD[:30])
-        wait_for(lambda: running.engine.waiting, "the call")
-        wait_for(lambda: [one for one in running.door.connections if one.intake.parser], "the head")
-        running.drain()
-        (reply,) = replies(receive_all(peer))
-        assert reply.status == 503
-        running.engine.open_gate()
-        assert replies(receive_all(busy))[0].status == 200
-
-
 def test_an_idle_door_drains_at_once(running: Running) -> None:
     with running.connect() as peer:
         peer.sendall(LIVE)

@@ -37,7 +37,7 @@ def test_long_json_becomes_an_image_and_an_image_becomes_long_json(
     assert door.door.long_json.process is not None
 
 
-def test_errors_in_long_json_are_those_of_short_json(client: httpx.Client) -> None:
+def test_errors_in_long_json_equal_errors_in_short_json(client: httpx.Client) -> None:
     sent = long_request()
     sent["tensors"]["q"]["data"][-1] = "x"  # type: ignore[index]
     problem = client.post("/v1/decode", json=sent).json()

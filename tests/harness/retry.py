@@ -22,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--retry-failed",
         action="store_true",
-        help="run failed tests once more, alone; those that pass then are reported as flaky",
+        help="run failed tests once more, alone; a test that passes then is reported as flaky",
     )
 
 

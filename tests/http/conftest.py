@@ -50,7 +50,7 @@ def grpc(service: Service) -> Iterator[Server]:
 
 @pytest.fixture
 def over_http(service: Service, client: httpx.Client) -> Iterator[Triton]:
-    """tritonclient at the HTTP door; what it makes is deleted."""
+    """tritonclient at the HTTP door; its sequences are deleted."""
     made = http_client(service)
     yield made
     made.client.close()
@@ -58,7 +58,7 @@ def over_http(service: Service, client: httpx.Client) -> Iterator[Triton]:
 
 @pytest.fixture
 def over_grpc(grpc: Server, client: httpx.Client) -> Iterator[Triton]:
-    """tritonclient at the gRPC door; what it makes is deleted."""
+    """tritonclient at the gRPC door; its sequences are deleted."""
     made = grpc_client(grpc)
     yield made
     made.client.close()

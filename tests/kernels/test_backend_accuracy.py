@@ -110,7 +110,7 @@ def test_maxima_that_rise_and_fall_along_the_keys(
     num_keys: int,
     causal: bool,
 ) -> None:
-    """By `step` in base 2 every 64 keys: below and above what a running maximum may lag behind.
+    """By `step` in base 2 every 64 keys: below and above the greatest lag of a running maximum.
 
     Or all scores are about that far below 0: a maximum may also be far above them.
     """

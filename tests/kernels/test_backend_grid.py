@@ -24,7 +24,11 @@ POOLS = {
     "q_dtype": TENSORS,
 }
 DECODE = cover(
-    kv_len=(0, 1, 15, 16, 17, 54, 97, 512, 2048), **POOLS, window=(-1, 0, 100), cap=(0, 8.0)
+    kv_len=(0, 1, 15, 16, 17, 54, 97, 512, 2048),
+    **POOLS,
+    window=(-1, 0, 100),
+    cap=(0, 8.0),
+    scale=(1.0, -2.0, 0.0),
 )
 PREFILL = cover(
     qo_len=(1, 17, 37, 130),
@@ -79,7 +83,8 @@ def test_decode_is_within_the_bar(backend, rng, case) -> None:
         runs = [pooled.add(n, layer=1) for n in kv_lens]
         ones = [1] * len(runs)
         q = normal(rng, (len(runs), case["heads"][0], case["head_dim"]), case["q_dtype"])
-        scoring = Scoring(case["head_dim"] ** -0.5, case["cap"], case["window"])
+        scale = case["scale"] * case["head_dim"] ** -0.5
+        scoring = Scoring(scale, case["cap"], case["window"])
         plan = pooled.flat(runs, ones, causal=True)
         got = pooled.backend.attend([Attend(1, q, plan, scoring)]).result()[0]
         assert got.o.dtype == q.dtype

@@ -41,7 +41,9 @@ def wanted(o, lse, ends) -> oracle.State:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
-@pytest.mark.parametrize(("heads", "dim"), [(1, 64), (7, 80), (32, 128), (48, 256)])
+@pytest.mark.parametrize(
+    ("heads", "dim"), [(1, 64), (7, 80), (32, 128), (48, 256), (3, 7), (1030, 1), (2, 300)]
+)
 def test_lists_of_any_length_merge(backend, rng, heads, dim, dtype) -> None:
     lengths = [2, 0, 1, 9, 2, 0, 33, 1]
     o, lse = random_states(rng, sum(lengths), heads, dim, dtype)

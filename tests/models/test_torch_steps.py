@@ -129,7 +129,7 @@ def test_each_layer_may_have_sinks_of_its_own(
     slots = session.slots(2, HEADS, sinks=True, rotation=2)
     sinks = np.arange(LAYERS * HEADS, dtype=np.float32).reshape(LAYERS, HEADS) / 3
     sinks[1] = -np.inf
-    for layer in (0, 2):  # those of layer 1 are -inf until they are written
+    for layer in (0, 2):  # layer 1 has -inf until they are written
         slots.sinks[layer].copy_(torch.from_numpy(sinks[layer]))
     for _ in range(3):  # on CUDA the last ones by a graph
         with session.step(["a", "b"], slots, append=False, lse_base=lse_base) as step:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any, Final
@@ -14,8 +12,6 @@ import pytest
 from service.extras import EXTRAS, how_to_install
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-OF_ANOTHER_MAKE: Final = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")
-"""Variables that `make test` would pass on to a make of a test."""
 LOCKED: Final = ("base", "cuda", "cuda12", "grpc", "zmq", "otel", "ray")
 
 
@@ -73,40 +69,3 @@ def test_extras_of_one_image_agree_on_every_version() -> None:
         one = {file[package][0] for name in LOCKED if package in (file := locked(name))}
         cuda = {"cuda", "cuda12"} & {name for name in LOCKED if package in locked(name)}
         assert len(one) == 1 or cuda, f"{package}: {one}"
-
-
-def make_run(folder: Path, pip: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """`make run` with a Python that runs `pip` in pip's place, and prints its other arguments."""
-    (folder / "bin").mkdir()
-    script = folder / "bin/python"
-    script.write_text(f'#!/bin/sh\ncase "$*" in *pip*) {pip};; *) echo "$*";; esac\n')
-    script.chmod(0o755)
-    return subprocess.run(
-        ["make", "--no-print-directory", "run", f"VENV={folder}", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "ARGS": "--log.level debug"} | dict.fromkeys(OF_ANOTHER_MAKE, ""),
-        capture_output=True,
-        text=True,
-    )
-
-
-def test_make_run_shows_large_downloads_and_none_of_pips_other_lines(tmp_path: Path) -> None:
-    pip = 'echo "Collecting torch"; echo "  Downloading torch-2.whl (190.1 MB)"'
-    done = make_run(tmp_path, pip, "EXTRA=cpu")
-    _, *lines = done.stdout.splitlines()
-    assert done.returncode == 0, done.stderr
-    assert lines == ["  downloading torch-2.whl, 190.1 MB", "-m service --log.level debug"]
-
-
-def test_make_run_shows_what_pip_said_when_it_fails(tmp_path: Path) -> None:
-    done = make_run(tmp_path, 'echo "ERROR: No matching distribution"; exit 1', "EXTRA=cpu")
-    assert done.returncode != 0
-    assert "ERROR: No matching distribution" in done.stderr
-    assert "-m service" not in done.stdout
-
-
-def test_make_run_takes_several_extras(tmp_path: Path) -> None:
-    done = make_run(tmp_path, 'echo "Downloading $* (1.0 MB)"', "EXTRA=cpu,grpc")
-    assert done.returncode == 0, done.stderr
-    log = (tmp_path / "install.log").read_text(encoding="utf-8")
-    assert "-e .[cpu,grpc]" in log

@@ -16,54 +16,6 @@ from service.metrics import Metrics
 from service.processes.cells import Cells, make_shared
 
 ROOT = Path(__file__).resolve().parents[2]
-LABELS = {
-    "attnd_requests": {"op", "code"},
-    "attnd_request_duration_seconds": {"op"},
-    "attnd_queue_duration_seconds": set(),
-    "attnd_stage_duration_seconds": {"stage"},
-    "attnd_batch_rows": set(),
-    "attnd_slices": set(),
-    "attnd_slow_passes": {"process", "op"},
-    "attnd_log_lines_dropped": {"process"},
-    "attnd_tokens_appended": set(),
-    "attnd_kv_pages": {"state"},
-    "attnd_kv_cache_usage_ratio": set(),
-    "attnd_sequences": set(),
-    "attnd_sessions": set(),
-    "attnd_prefix_tokens": {"result"},
-    "attnd_tier_records": {"tier"},
-    "attnd_tier_up": {"tier"},
-    "attnd_tier_pages_moved": {"tier", "way"},
-    "attnd_tier_bytes_moved": {"tier", "way"},
-    "attnd_tier_seconds": {"tier", "way"},
-    "attnd_tier_misses": {"reason"},
-    "attnd_pages_evicted": set(),
-    "attnd_leases": set(),
-    "attnd_prefix_nodes": set(),
-    "attnd_kv_bytes_read": set(),
-    "attnd_kv_bytes_saved": set(),
-    "attnd_cascade_batches": {"mode"},
-    "attnd_out_of_pages": set(),
-    "attnd_rejected": {"reason"},
-    "attnd_inflight": set(),
-    "attnd_waiting": set(),
-    "attnd_engine_kv_pages": {"door", "engine", "state"},
-    "attnd_engine_sequences": {"door", "engine"},
-    "attnd_engine_queue_seconds": {"door", "engine"},
-    "attnd_engine_calls": {"door", "engine"},
-    "attnd_engine_moved": {"door", "engine"},
-    "attnd_engine_not_moved": {"door", "engine"},
-    "attnd_engine_up": {"door", "engine"},
-    "attnd_process_restarts": {"process"},
-    "attnd_build_info": {"version", "backend"},
-    "process_cpu_seconds": {"process"},
-    "process_resident_memory_bytes": {"process"},
-    "process_virtual_memory_bytes": {"process"},
-    "process_start_time_seconds": {"process"},
-    "process_open_fds": {"process"},
-    "process_max_fds": {"process"},
-    "python_info": {"implementation", "major", "minor", "patchlevel", "version"},
-}
 PROGRAM = """
 import sys
 from service.metrics import Metrics
@@ -141,17 +93,6 @@ def filled() -> Metrics:
     for name in ("tier_pages_moved", "tier_bytes_moved", "tier_seconds"):
         metrics.add(1, name, "disk", "out")
     return metrics
-
-
-def test_every_metric_has_its_name_and_labels() -> None:
-    body = filled().render()[0].decode()
-    families = {family.name: family for family in text_string_to_metric_families(body)}
-    for name, labels in LABELS.items():
-        assert name in families, name
-        found = set(families[name].samples[0].labels) - {"le"}
-        assert found == labels, name
-        assert families[name].documentation, name
-    assert set(families) == set(LABELS)
 
 
 def test_events_are_counted_in_base_units() -> None:

@@ -1,4 +1,4 @@
-"""Files that fail when they are told to: the faults of disks, at the seam of the record store."""
+"""Files that fail on demand: the faults of disks, at the seam of the record store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The record store: what is read is what was kept, or a miss; quotas, erasure, restarts, faults."""
+"""The record store: reads give the kept bytes, or a miss; quotas, erasure, restarts, faults."""
 
 from __future__ import annotations
 
@@ -158,18 +158,18 @@ def test_the_namespace_above_its_share_gives_way(store: RecordStore) -> None:
 
 
 def test_evictions_are_reported(tmp_path: Path) -> None:
-    gone: list[bytes] = []
-    store = RecordStore(tmp_path, ROOM, LAYOUT, evicted=lambda entry: gone.append(entry.key))
+    dropped: list[bytes] = []
+    store = RecordStore(tmp_path, ROOM, LAYOUT, evicted=lambda entry: dropped.append(entry.key))
     for first in range(0, 10, 2):
         put(store, first, first + 1)
-    assert gone == [key_of(0), key_of(1)]
+    assert dropped == [key_of(0), key_of(1)]
     store.close()
 
 
 def test_cleared_records_leave_no_byte_behind(store: RecordStore) -> None:
     put(store, *range(6))
     put(store, 6, 7, namespace="b")
-    put(store, 8, 9, namespace="b")  # two of a's give way; what is left of them is b's
+    put(store, 8, 9, namespace="b")  # two of a's give way, and their room is b's
     store.drop([entry for n in (2, 3) if (entry := store.find(key_of(n)))])
     assert store.clear("a") == 2
     data = data_of(store)
@@ -355,14 +355,14 @@ def test_a_directory_that_was_removed_is_an_error_of_writes(store: RecordStore) 
     assert get(store, 1) == payload_of(1), "the open file has it still"
 
 
-def test_a_damaged_index_starts_anew(store: RecordStore) -> None:
+def test_a_damaged_index_is_replaced_by_an_empty_one(store: RecordStore) -> None:
     put(store, *range(8))
     store.close()
     index = store.path / f"{LAYOUT.block_bytes}.index"
     index.write_bytes(b"\xff" * index.stat().st_size)
     again = RecordStore(store.path, ROOM, LAYOUT)
     assert kept(again) == []
-    again.clear("whoever")
+    again.clear("another")
     assert SECRET not in data_of(again)
     put(again, 1)
     assert get(again, 1) == payload_of(1)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 pytestmark = pytest.mark.gpu
-cupy = pytest.importorskip("cupy")
+pytest.importorskip("cupy")
 
 from flat_plans import shared_pages  # noqa: E402
 
@@ -21,7 +21,6 @@ from kernels.backend import (  # noqa: E402
     Mask,
     Plan,
     PoolGeometry,
-    RaggedAttend,
     Scoring,
 )
 
@@ -146,19 +145,6 @@ def test_ragged_lengths_of_every_head_dim_and_dtype(dim: int, dtype: DType, head
     check(backend, q, decode_plan(backend, kv_lens, 2), Scoring(dim**-0.5))
 
 
-@pytest.mark.parametrize("window", [-1, 0, 20, 300])
-@pytest.mark.parametrize("cap", [0.0, 5.0])
-@pytest.mark.parametrize("scale", [0.1, -0.2, 0.0])
-def test_window_soft_cap_and_any_scale(window: int, cap: float, scale: float) -> None:
-    from device_cases import random_q
-
-    kv_lens = [1, 15, 17, 0, 97, 512, 2000]
-    backend = backend_of(geometry(400, 16, 2, 128, "fp16", "HND"))
-    q = random_q((len(kv_lens), 8, 128), "fp16", np.random.default_rng(3))
-    plan = decode_plan(backend, kv_lens, 2)
-    check(backend, q, plan, Scoring(scale, cap, window))
-
-
 def prefill_plan(backend: Any, qo_lens: list[int], kv_lens: list[int], causal: bool) -> Plan:
     from device_cases import PagePool, Segment, make_level
 
@@ -200,26 +186,6 @@ def test_prefill_matches_the_oracle(
     check(backend, q, plan, Scoring(dim**-0.5, 0.0, 40))
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "fp8_e4m3"])
-@pytest.mark.parametrize("qo_len", [2, 11, 130])
-def test_custom_masks(qo_len: int, dtype: DType) -> None:
-    from device_cases import random_q
-
-    rng = np.random.default_rng(qo_len)
-    qo_lens, kv_lens = [qo_len, qo_len, 1], [33, 300, 64]
-    backend = backend_of(geometry(64, 16, 2, 128, dtype, "NHD"))
-    plan = prefill_plan(backend, qo_lens, kv_lens, causal=False)
-    rows = sum(qo_lens)
-    lengths = np.repeat(kv_lens, qo_lens)
-    offsets = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
-    bools = rng.random(int(lengths.sum())) < 0.4
-    bools[offsets[1] : offsets[1] + lengths[1]] = False  # a row that sees nothing
-    mask = Mask(np.packbits(bools, bitorder="little"), offsets)
-    q = random_q((rows, 8, 128), "fp16", rng)
-    check(backend, q, plan, Scoring(128**-0.5), mask)
-    check(backend, q, plan, Scoring(128**-0.5, 3.0, 25), mask)
-
-
 @pytest.mark.parametrize("heads", [(4, 4), (32, 8), (7, 1), (8, 1)])
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", ["fp16", "fp8_e5m2"])
@@ -248,66 +214,3 @@ def test_cascades_with_rows_missing_levels_and_an_order(
     q = random_q((rows, heads[0], 128), q_dtype_of(dtype, 0), rng)
     check(backend, q, plan, Scoring(128**-0.5), layer=1)
     check(backend, q, plan, Scoring(128**-0.5, 8.0, 300), layer=1)
-
-
-def test_requests_of_several_layers_and_a_masked_one_come_back_in_order() -> None:
-    from device_cases import PagePool, assert_close, oracle, random_q
-
-    rng = np.random.default_rng(0)
-    backend = backend_of(geometry(64, 16, 2, 128, "fp16", "NHD", layers=3))
-    scoring, pool = Scoring(0.1), PagePool(backend, rng)
-    requests = []
-    for layer, kv_lens in ((2, [40, 3]), (0, [0, 7, 100]), (1, [64])):
-        plan = decode_plan(backend, kv_lens, layer, pool)
-        mask = None
-        if layer == 0:
-            offsets = np.array([0, 0, 0], np.int64)
-            mask = Mask(rng.integers(0, 256, 16).astype(np.uint8), offsets)
-        q = random_q((len(kv_lens), 8, 128), "fp16", rng)
-        requests.append(Attend(layer, q, plan, scoring, mask))
-    states = backend.attend(requests).result()
-    for r, state in zip(requests, states, strict=True):
-        assert_close(state, oracle(backend, r.layer, r.q, r.plan, scoring, r.mask), "fp16")
-
-
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-@pytest.mark.parametrize("heads", [(4, 4), (14, 2)])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_ragged_attention(dtype: DType, heads: Any, causal: bool, dim: int) -> None:
-    import torch
-    from device_cases import assert_close, attend_dense, on_device, random_q, visible_keys
-
-    rng = np.random.default_rng(1)
-    backend = backend_of(geometry(8, 16, 1, dim, dtype, "NHD"))
-    qo_lens, kv_lens = [5, 0, 130, 1, 40], [70, 9, 200, 0, 20]
-    qo, kv = np.cumsum([0, *qo_lens]).astype(np.int32), np.cumsum([0, *kv_lens]).astype(np.int32)
-    q = random_q((int(qo[-1]), heads[0], dim), dtype, rng)
-    k = random_q((int(kv[-1]), heads[1], dim), dtype, rng)
-    v = random_q((int(kv[-1]), heads[1], dim), dtype, rng)
-    scoring = Scoring(dim**-0.5)
-    state = backend.attend_ragged(RaggedAttend(q, k, v, qo, kv, causal, scoring)).result()
-    o, lse = torch.zeros(q.shape).double().cuda(), torch.zeros(q.shape[:2]).double().cuda()
-    for b in range(len(qo_lens)):
-        rows, keys = slice(int(qo[b]), int(qo[b + 1])), slice(int(kv[b]), int(kv[b + 1]))
-        own = np.arange(kv_lens[b] - qo_lens[b], kv_lens[b]).astype(np.int32)
-        seen = visible_keys(Plan((), own), slice(None), 0, kv_lens[b], causal, scoring, None)
-        o[rows], lse[rows] = attend_dense(
-            on_device(q[rows]), on_device(k[keys]), on_device(v[keys]), seen, scoring
-        )
-    assert_close(state, (o.cpu().numpy(), lse.cpu().numpy()), dtype)
-
-
-def test_the_same_batch_gives_the_same_numbers_on_every_layer_and_again() -> None:
-    from device_cases import random_q
-
-    backend = backend_of(geometry(600, 16, 8, 128, "fp16", "NHD", layers=2))
-    plan = decode_plan(backend, [3000, 17, 900], 3)
-    q = random_q((3, 32, 128), "fp16", np.random.default_rng(0))
-    first, again = (
-        backend.attend([Attend(1, q, plan, Scoring(0.1))]).result()[0] for _ in range(2)
-    )
-    other = backend.attend([Attend(0, q, plan, Scoring(0.1))]).result()[0]
-    np.testing.assert_array_equal(first.o, again.o)
-    np.testing.assert_array_equal(first.lse, again.lse)
-    assert not np.array_equal(first.o, other.o)

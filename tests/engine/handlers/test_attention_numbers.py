@@ -5,14 +5,13 @@ Everything runs twice: as one launch, and with every operation cut into slices.
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import numpy as np
 import oracle
 import pytest
 
-from tests.engine.harness import Caller, NewCall, Reply, queries, rows, until
+from tests.engine.harness import Caller, NewCall, queries, rows, until
 from tests.engine.pool_model import (
     CPU_GEOMETRY,
     SCALE,
@@ -21,7 +20,6 @@ from tests.engine.pool_model import (
     cpu_engine,
     decode,
     indptr,
-    on_cpu,
     prefill,
 )
 
@@ -101,53 +99,6 @@ async def test_masks_of_both_forms_reach_the_right_rows(
         close((reply.o[mine], reply.lse[mine]), wanted, name)
     refused = await caller.refused(call.but(**{kind: flat[:-1]}), "invalid_request", field=kind)
     assert str(flat.size) in refused.problem["rule"]
-
-
-def test_two_interleaved_callers_get_the_numbers_they_get_alone(slice_ms: float) -> None:
-    async def client(caller: Caller, name: str, seed: int) -> list[Reply]:
-        model = Model(caller, seeds=iter(range(seed, seed + 10**6)))
-        await model.create(name)
-        await model.append(name, 17)
-        await model.create(f"{name}-fork", name, 9)
-        replies = []
-        for step in range(6):
-            names = (name, f"{name}-fork")
-            for layer in LAYERS:
-                new = model.grow(names, [1, 1], layer)
-                replies.append(await caller.submit(decode(names, step, layer=layer, **new)))
-        return replies
-
-    async def together(caller: Caller) -> list[list[Reply]]:
-        async with caller.another() as other:
-            sessions = (caller, other, caller, other)
-            every = (client(one, f"c{at}", 100 * at) for at, one in enumerate(sessions))
-            return await asyncio.gather(*every)
-
-    shared = on_cpu(together, slice_ms=slice_ms)
-    for at in range(4):
-        alone = on_cpu(lambda caller, at=at: client(caller, f"c{at}", 100 * at))
-        for one, other in zip(alone, shared[at], strict=True):
-            np.testing.assert_allclose(one.o, other.o, atol=1e-6, rtol=0, err_msg=f"caller {at}")
-            np.testing.assert_allclose(one.lse, other.lse, atol=1e-6, rtol=0)
-
-
-@cpu_engine()
-async def test_attention_that_shares_a_launch_has_the_numbers_it_has_alone(
-    caller: Caller, slice_ms: float
-) -> None:
-    model = Model(caller)
-    names = await model.family()
-    every = [
-        decode(names[:4], 1),
-        prefill(names[2:5], [2, 3, 1], 2, layer=1),
-        decode(names, 3, layer=1, cascade="always"),
-        prefill(["x"], [4], 4, causal=False),
-    ]
-    alone = [await caller.submit(each) for each in every]
-    together = await asyncio.gather(*(caller.submit(each) for each in every))
-    for at, (one, other) in enumerate(zip(alone, together, strict=True)):
-        np.testing.assert_allclose(one.o, other.o, atol=1e-6, rtol=0, err_msg=str(at))
-        np.testing.assert_allclose(one.lse, other.lse, atol=1e-6, rtol=0, err_msg=str(at))
 
 
 @pytest.mark.parametrize("how", [{}, {"causal": True}, {"causal": True, "window_left": 2}])

@@ -101,15 +101,6 @@ async def test_only_the_last_level_of_a_cascade_is_causal(caller: Caller, slice_
         close(reply, oracle.merge(parts), f"causal {causal}")
 
 
-@pytest.mark.parametrize("option", [{"window_left": 3}, {"cascade": "always"}])
-@cpu_engine()
-async def test_options_that_an_explicit_cascade_does_not_apply_are_refused(
-    caller: Caller, option: dict[str, Any]
-) -> None:
-    call = await three_levels(Model(caller))
-    await caller.refused(call.but(**option), field=next(iter(option)))
-
-
 @cpu_engine()
 async def test_levels_that_share_pages_for_the_same_row_are_refused(caller: Caller) -> None:
     model = Model(caller)
@@ -141,25 +132,6 @@ async def test_base_two_comes_out_and_goes_in(caller: Caller, slice_ms: float) -
             np.testing.assert_allclose(merged.o, natural.o, atol=1e-5)
             np.testing.assert_allclose(merged.lse, reply.lse, atol=1e-5)
             assert merged.fields == {"lse_base": base}
-
-
-@cpu_engine()
-async def test_a_merge_of_empty_lists_and_of_unequal_ones_equals_the_oracle(
-    caller: Caller, slice_ms: float
-) -> None:
-    lens = [0, 3, 1, 0, 5, 0]
-    rng = np.random.default_rng(8)
-    o = rng.standard_normal((9, 2, 8)).astype(np.float32)
-    lse = rng.standard_normal((9, 2)).astype(np.float32)
-    lse[4] = -np.inf
-
-    reply = await caller.call("merge", {"indptr": indptr(*lens)}, o=o, lse=lse)
-    for at, (begin, end) in enumerate(zip(indptr(*lens), indptr(*lens)[1:], strict=False)):
-        if begin == end:
-            wanted = (np.zeros((2, 8)), np.full(2, -np.inf))
-        else:
-            wanted = oracle.merge([(o[i], lse[i]) for i in range(begin, end)])
-        close((reply.o[at], reply.lse[at]), wanted, f"list {at}")
 
 
 @fake_engine()

@@ -98,21 +98,6 @@ async def test_token_ids_and_keys_come_as_tensors_too(caller: Caller) -> None:
 
 
 @cpu_engine()
-async def test_two_that_computed_the_same_prompt_share_one_copy_once_both_have_committed(
-    caller: Caller,
-) -> None:
-    for name in ("a", "b"):
-        await begin(caller, name, [*PROMPT, 1])
-    assert (await caller.pool())["referenced"] == 10
-    for name in ("a", "b"):
-        reply = await caller.call("commit", {"id": name, "token_ids": PROMPT})
-        assert reply.fields["committed_len"] == 4 * PAGE
-    assert (await caller.pool())["referenced"] == 6
-    for name in ("a", "b"):
-        await check(caller, name, [*PROMPT, 1])
-
-
-@cpu_engine()
 async def test_a_lease_holds_matched_pages_until_it_ends_or_is_released(caller: Caller) -> None:
     await keep(caller, "a", PROMPT)
     reply = await caller.call("match_prefix", {"token_ids": OTHER})

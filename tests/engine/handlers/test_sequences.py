@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from kernels.backend import DType, Layout
-from tests.engine.fake_backend import GEOMETRY, FakeBackend
 from tests.engine.harness import (
     Caller,
     append,
@@ -189,18 +188,3 @@ async def test_names_that_are_taken_or_unknown_are_refused_and_nothing_is_made(
     for call in (delete("b"), truncate("b", 0), get("b")):
         assert await caller.code(call) == "unknown_sequence"
     assert (await caller.pool())["sequences"] == 1
-
-
-@fake_engine()
-async def test_a_fork_shares_full_pages_and_copies_a_partial_one(
-    caller: Caller, backend: FakeBackend
-) -> None:
-    await caller.create("a")
-    for layer in range(GEOMETRY.num_layers):
-        await caller.submit(append("a", 6, layer=layer))
-    await caller.create("b", parent="a")
-    assert backend.calls[-1] == "copy_rows"
-    assert (await caller.pool())["referenced"] == 3
-    one, other = [await caller.submit(gather(name)) for name in ("a", "b")]
-    np.testing.assert_array_equal(one.tensors["k"], other.tensors["k"])
-    assert (await caller.pool())["sharing_ratio"] == pytest.approx(12 / 8)

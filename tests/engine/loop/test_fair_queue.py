@@ -12,18 +12,6 @@ def taken(queue: FairQueue[str], count: int) -> str:
     return "".join(queue.pop() for _ in range(count))
 
 
-def test_namespaces_take_turns_and_keep_their_order() -> None:
-    queue: FairQueue[str] = FairQueue()
-    for item in "aaaa":
-        queue.append("many", item)
-    queue.append("few", "x")
-    queue.append("some", "1")
-    queue.append("some", "2")
-    assert queue.count == 7 and queue.depth("many") == 4 and queue.depth("missing") == 0
-    assert taken(queue, 7) == "ax1a2aa"
-    assert not queue.count
-
-
 def test_a_newcomer_waits_for_one_turn_of_each_other() -> None:
     queue: FairQueue[str] = FairQueue()
     for number in range(1000):
@@ -31,16 +19,6 @@ def test_a_newcomer_waits_for_one_turn_of_each_other() -> None:
     assert queue.pop() == "0"
     queue.append("few", "x")
     assert [queue.pop(), queue.pop()] == ["1", "x"]
-
-
-def test_an_item_that_is_put_back_comes_first_in_its_line() -> None:
-    queue: FairQueue[str] = FairQueue()
-    for item in "abc":
-        queue.append("one", item)
-    held = [queue.pop(), queue.pop()]
-    for item in reversed(held):
-        queue.append("one", item, first=True)
-    assert taken(queue, 3) == "abc"
 
 
 def test_any_history_keeps_each_lines_order_and_serves_all_in_turn() -> None:

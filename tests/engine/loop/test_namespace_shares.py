@@ -77,26 +77,6 @@ async def test_a_namespace_has_at_most_its_share_of_leases(ours: Caller, theirs:
 
 
 @shared
-async def test_the_same_lease_id_in_two_namespaces_is_two_leases(
-    ours: Caller, theirs: Caller
-) -> None:
-    """A namespace cannot see another's lease, nor take its id."""
-    keys = []
-    for caller in (ours, theirs):
-        await caller.create("a")
-        await caller.submit(append("a", len(PROMPT)))
-        await caller.submit(append("a", len(PROMPT), layer=1))
-        reply = await caller.call("commit", {"id": "a", "token_ids": PROMPT})
-        keys.append(reply.fields["last_key"])
-    for caller, key in zip((ours, theirs), keys, strict=True):
-        fields = {"id": "lease-1", "page_key": key, "lease_s": 60.0}
-        assert await caller.code(NewCall("renew_lease", fields)) == "ok"
-    await ours.call("release_lease", {"id": "lease-1"})
-    assert await ours.code(NewCall("renew_lease", {"id": "lease-1"})) == "unknown_lease"
-    assert [one["lease"] for one in (await theirs.call("holds")).fields["holds"]] == ["lease-1"]
-
-
-@shared
 async def test_a_namespace_has_at_most_its_share_of_sessions(ours: Caller, theirs: Caller) -> None:
     path = ours.running.path
     more = [await RoadCaller.connect(path, ARENA_BYTES, key="ours") for _ in range(3)]

@@ -6,26 +6,19 @@ import asyncio
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 
 from service.engine.loop import job as work
-from service.errors import NotReady
-from tests.engine.fake_backend import GEOMETRY, FakeBackend
+from tests.engine.fake_backend import FakeBackend
 from tests.engine.harness import (
     Caller,
     NewCall,
-    Refused,
     append,
     creation,
     decode,
     delete,
     fake_engine,
-    gather,
-    get,
     no_turns,
-    outcome,
-    queries,
     truncate,
     until,
     write_keys,
@@ -42,57 +35,6 @@ KEYS = {
 }
 keyed = partial(fake_engine, keys=KEYS, key="ours")
 """A test by the key `ours`; its further parameters are sessions by keys of their names."""
-
-
-@keyed()
-async def test_the_same_ids_in_two_namespaces_are_different_sequences(
-    ours: Caller, theirs: Caller
-) -> None:
-    await ours.create("a", "b")
-    await theirs.create("a")
-    await ours.submit(append("a", 5))
-    await theirs.submit(append("a", 3, seed=9))
-    assert (await ours.view("a"))["length"] == 0
-    mine, other = [await one.submit(gather("a")) for one in (ours, theirs)]
-    assert mine.fields == {"kv_indptr": [0, 5]} and other.fields == {"kv_indptr": [0, 3]}
-    assert not np.array_equal(mine.tensors["k"][:3], other.tensors["k"])
-    await theirs.submit(delete("a"))
-    assert (await ours.submit(gather("a"))).fields == {"kv_indptr": [0, 5]}
-
-
-def everything_about(name: str) -> list[NewCall]:
-    """Every operation that names a sequence, of this one."""
-    q = {"q": queries(0, 1)}
-    return [
-        get(name),
-        NewCall("page_table", {"sequences": [name]}),
-        creation({"parent": name}),
-        creation({"id": "new", "parent": name, "length": 1}),
-        append(name, 1),
-        append(name, 1, offsets=[0]),
-        decode(name),
-        decode(name, new=True),
-        NewCall("prefill", {"layer": 0, "sequences": [name], "qo_indptr": [0, 1]}, q),
-        NewCall("cascade", {"layer": 0, "levels": [{"sequences": [name], "qo_indptr": [0, 1]}]}, q),
-        gather(name),
-        NewCall("export_sequence", {"id": name}),
-        truncate(name, 0),
-        delete(name),
-    ]
-
-
-@keyed()
-async def test_a_foreign_sequence_is_what_never_was(ours: Caller, theirs: Caller) -> None:
-    await ours.create("secret")
-    await ours.submit(append("secret", 5))
-    for foreign, absent in zip(everything_about("secret"), everything_about("absent"), strict=True):
-        reply, other = [await outcome(theirs.submit(one)) for one in (foreign, absent)]
-        assert isinstance(reply, Refused) and isinstance(other, Refused), foreign
-        assert (reply.status, reply.code) == (404, "unknown_sequence")
-        as_absent = str(other.problem).replace("absent", "secret")
-        assert str(reply.problem) == as_absent, foreign.name
-    assert (await theirs.call("list_sequences")).fields["sequences"] == []
-    assert (await ours.submit(gather("secret"))).fields == {"kv_indptr": [0, 5]}
 
 
 @keyed()
@@ -134,37 +76,6 @@ async def test_errors_name_sequences_as_their_callers_do(ours: Caller) -> None:
         reply = await ours.refused(call)
         assert {name: reply.problem[name] for name in numbers} == numbers
         assert "ours" not in str(reply.problem), reply.problem
-
-
-@keyed()
-async def test_a_scope_that_lacks_is_403_and_changes_nothing(
-    ours: Caller, reader: Caller, writer: Caller
-) -> None:
-    await ours.create("a")
-    await ours.submit(append("a", 5))
-    refused: list[tuple[Caller, NewCall, str]] = [
-        (reader, append("a", 1), "append"),
-        (reader, decode("a", new=True), "append"),
-        (reader, truncate("a", 0), "append"),
-        (reader, delete("a"), "append"),
-        (reader, creation({}), "append"),
-        (writer, gather("a"), "read"),
-        (writer, decode("a"), "read"),
-        (writer, NewCall("list_sequences"), "read"),
-    ]
-    for caller, call, scope in refused:
-        await caller.refused(call, "forbidden", status=403, scope=scope)
-    assert (await reader.submit(gather("a"))).fields == {"kv_indptr": [0, 5]}
-    assert await reader.code(decode("a")) == "ok"
-    assert await writer.code(append("a", 1)) == "ok"
-
-
-@pytest.mark.parametrize("key", ["", "no such key", "Ours"])
-@keyed()
-async def test_a_session_without_a_valid_key_is_refused(ours: Caller, key: str) -> None:
-    with pytest.raises(NotReady, match=r"refused the session: .*key"):
-        async with ours.another(key):
-            pass
 
 
 @keyed()
@@ -221,20 +132,6 @@ async def test_a_single_call_shares_its_launch_with_one_of_another_namespaces_ma
     assert sum(sizes) == 101
 
 
-@keyed()
-async def test_two_busy_namespaces_share_launches(
-    ours: Caller, theirs: Caller, backend: FakeBackend
-) -> None:
-    await one_each(ours, theirs)
-    del backend.launches[:]
-    with no_turns(ours):
-        every = [ours.start(decode("a", seed=number)) for number in range(30)]
-        every += [theirs.start(decode("b", seed=number)) for number in range(30)]
-        await until(lambda: ours.num_waiting == 60)
-    await asyncio.gather(*every)
-    assert len(backend.launches) <= 2, [len(launch) for launch in backend.launches]
-
-
 @keyed(late=True, queue_depth=8)
 async def test_a_full_queue_of_one_namespace_refuses_only_its_own(
     ours: Caller, theirs: Caller, backend: FakeBackend
@@ -272,46 +169,6 @@ async def test_slices_of_long_work_come_from_each_namespace_in_turn(
     assert beside <= 2 * alone + 3, f"{beside} slices went by for {alone}"
     backend.let_all()
     await asyncio.gather(*many)
-
-
-POOL_FIELDS = (
-    *("num_layers", "page_size", "num_kv_heads", "head_dim"),
-    *("dtype", "layout", "k_scale", "v_scale"),
-)
-
-
-def import_of(**fields: Any) -> NewCall:
-    """The beginning of an import of an empty sequence, with a digest that is wrong."""
-    geometry = {name: getattr(GEOMETRY, name) for name in POOL_FIELDS}
-    header = geometry | {"generation": "0" * 32, "lengths": [0] * GEOMETRY.num_layers}
-    header |= {"ttl_s": None, "num_named": 0, "cache_salt": "", "part_bytes": 1024, "num_parts": 0}
-    return NewCall("import_sequence", {"id": "b", "header": header, "digest": "0" * 64} | fields)
-
-
-SCOPES = ["read", "move", "admin"]
-SHARD = {"rank": 0, "ranks": 2}
-MOVING = [
-    NewCall("hand_over", {"id": "a", "state": "leaving"}),
-    NewCall("claim", {"id": "a", "epoch": 3}),
-    creation({"id": "part", "shard": SHARD}),
-    import_of(base="a"),
-    import_of(shard=SHARD | {"epoch": 1, "lengths": [0] * GEOMETRY.num_layers}),
-]
-
-
-@pytest.mark.parametrize("call", MOVING, ids=["hand over", "claim", "shard", "base", "part"])
-@pytest.mark.parametrize("scope", SCOPES)
-@fake_engine(keys={scope: ("ours", ["read", "append", scope]) for scope in SCOPES}, key="read")
-async def test_what_moves_parts_of_sequences_needs_the_scope_move(
-    caller: Caller, call: NewCall, scope: str
-) -> None:
-    """A key with all scopes from before `move` keeps its rights."""
-    async with caller.another(scope) as one:
-        await one.create("a")
-        if scope == "read":
-            await one.refused(call, "forbidden", scope="move")
-        else:
-            assert await one.code(call) != "forbidden"
 
 
 @keyed()

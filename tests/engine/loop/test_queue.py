@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import Any
 
 import pytest
 from attnd.wire.frames import HELLO, VERSION
@@ -178,20 +177,6 @@ async def test_an_operation_whose_deadline_passed_before_its_turn_does_not_run(
 
 
 @fake_engine(late=True)
-async def test_operations_run_in_the_order_they_came(caller: Caller, backend: FakeBackend) -> None:
-    await two_sequences(caller)
-    first = await blocked(caller, backend)
-    tasks = []
-    for n in (1, 2, 3):
-        tasks.append(caller.start(append("a", n, seed=n)))
-        await asyncio.sleep(0)
-    backend.gate.set()
-    await asyncio.gather(*first)
-    replies = [reply.fields for reply in await asyncio.gather(*tasks)]
-    assert replies == [{"lengths": [4]}, {"lengths": [6]}, {"lengths": [9]}]
-
-
-@fake_engine(late=True)
 async def test_a_drain_answers_all_that_was_admitted_and_refuses_the_rest(
     caller: Caller, backend: FakeBackend
 ) -> None:
@@ -228,21 +213,6 @@ async def test_a_drain_that_takes_too_long_refuses_unfinished_operations(
     assert "mid-operation" in str(replies[2])
 
 
-@fake_engine()
-async def test_two_sessions_share_an_engine_and_each_is_answered_its_own(
-    caller: Caller, backend: FakeBackend
-) -> None:
-    await caller.create("a")
-    async with caller.another() as other:
-        assert await other.pool() == await caller.pool()
-        tasks: list[Any] = []
-        for n in range(1, 6):
-            tasks += [caller.start(append("a", n)), other.start(decode("a", seed=n))]
-        await asyncio.gather(*tasks)
-        assert await other.length("a") == 15
-        assert caller.metric("attnd_sessions") == 2
-
-
 @fake_engine(late=True)
 async def test_the_death_of_a_caller_takes_its_waiting_calls_out(
     caller: Caller, backend: FakeBackend
@@ -272,13 +242,6 @@ async def test_one_session_too_many_is_refused_with_a_reason_until_another_ends(
     await until(lambda: len(caller.engine.callers.sessions) == 1)
     async with caller.another() as again:
         await again.pool()
-
-
-@fake_engine()
-async def test_bytes_that_are_no_frame_end_their_session_and_no_other(caller: Caller) -> None:
-    for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\x01\x00\x00\x00\x10\x00\x00\x00" * 9):
-        assert b"malformed_request" in reply_to(caller, garbage)
-    assert (await caller.pool())["integrity"] == "ok"
 
 
 @fake_engine(queue_depth=7)

@@ -54,7 +54,7 @@ async def test_waiting_attention_of_one_kind_is_one_launch_with_the_same_numbers
 async def test_a_launch_takes_no_more_calls_at_a_quarter_of_a_slice(
     caller: Caller, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else somebody who comes meanwhile waits for two calls of almost a slice each."""
+    """Otherwise the next call waits for two calls of almost a slice each."""
     await three_sequences(caller)
     pace = caller.engine.store.pace
     monkeypatch.setattr(pace, "seconds", lambda kind, cost, _=False: 0.15 * pace.slice_s)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 
 import httpx
 import numpy as np
@@ -17,7 +16,6 @@ from http_messages import (
     check_problem,
     create,
     post,
-    read_body,
     rows,
     write_body,
 )
@@ -131,36 +129,3 @@ def test_calls_wait_in_the_socket_while_the_engine_is_at_a_long_kernel(
     tight.backend.gate.set()
     for one in admitted:
         assert one.result().status_code == 200, one.result().text
-
-
-def test_a_drain_finishes_accepted_requests_and_refuses_others(
-    tight: Service, pool: ThreadPoolExecutor
-) -> None:
-    q = np.ones((1, QO_HEADS, HEAD_DIM), np.float32)
-    with ExitStack() as connected:
-        clients = [connected.enter_context(tight.client()) for _ in range(5)]
-        for client in clients:
-            assert client.get("/health/live").status_code == 200
-        admitted = [*hold(tight, pool), pool.submit(decode, tight)]
-        wait_for(lambda: tight.num_waiting == 2, "a decode to wait")
-        tight.drain()
-        wait_for(lambda: tight.state == "draining" and tight.door.draining, "the drain")
-        ready, live, metrics, info, late = clients
-        reply = ready.get("/health/ready")
-        assert "draining" in check_problem(reply, 503, "not_ready")["detail"]
-        assert int(reply.headers["retry-after"]) >= 1
-        assert reply.headers["connection"] == "close", "a client that is refused goes elsewhere"
-        assert live.get("/health/live").status_code == 200
-        assert metrics.get("/metrics").status_code == 200
-        check_problem(info.get("/v1/pool"), 503, "not_ready")
-        refused = post(late, "/v1/decode", {"layer": 0, "sequences": ["a"]}, {"q": q})
-        check_problem(refused, 503, "not_ready")
-        with pytest.raises(ConnectionRefusedError):
-            tight.connect()
-        assert not any(one.done() for one in admitted)
-        tight.backend.gate.set()
-        for one in admitted:
-            assert one.result().status_code == 200, one.result().text
-        for one in (admitted[0], admitted[2]):
-            assert read_body(one.result())[1]["o"].shape == (1, QO_HEADS, HEAD_DIM)
-    wait_for(lambda: tight.is_over, "the end")

@@ -167,40 +167,6 @@ def test_memory_that_the_system_does_not_give_is_no_bug(monkeypatch: pytest.Monk
             assert client.get("/health/ready").status_code == 200
 
 
-def test_more_sequences_than_allowed_are_refused_with_the_numbers() -> None:
-    with serving("--engine.max-sequences", "10") as service, service.client() as client:
-        create(client, *(f"s{i}" for i in range(8)))
-        response = client.post("/v1/sequences", json={"sequences": [{}, {}, {}]})
-        check_problem(response, 507, "out_of_sequences", needed=3, free=2, total=10)
-        create(client, "s8", "s9")
-        check_problem(
-            client.post("/v1/sequences", json={"sequences": [{}]}), 507, "out_of_sequences"
-        )
-        assert client.delete("/v1/sequences/s0").status_code == 204
-        create(client, "s10")
-
-
-def test_an_answer_as_json_has_a_limit_and_the_same_as_safetensors_has_none(
-    rng: np.random.Generator,
-) -> None:
-    arguments = ("--server.max-json-bytes", "65536", "--pool.num-pages", "512")
-    with serving(*arguments) as service, service.client() as client:
-        create(client, "a")
-        n = 400
-        kv = rng.standard_normal((n, KV_HEADS, 64)).astype(WIRE_DTYPE)
-        fields = {"layer": 0, "sequences": ["a"], "append_indptr": [0, n]}
-        assert post(client, "/v1/append", fields, {"k": kv, "v": kv}).status_code == 200
-        wanted = {"layer": 0, "sequences": ["a"]}
-        refused = post(client, "/v1/gather", wanted, media="application/json")
-        problem = check_problem(refused, 413, "answer_too_large")
-        assert problem["size"] > problem["limit"] >= 65536, problem
-        assert "Accept" in problem["detail"] and "server.max_json_bytes" in problem["detail"]
-        assert post(client, "/v1/gather", wanted).status_code == 200
-        accept = {"accept": SAFETENSORS}
-        reply = post(client, "/v1/gather", wanted, media="application/json", headers=accept)
-        assert reply.status_code == 200
-
-
 def test_gather_has_a_limit_and_is_read_in_parts(rng: np.random.Generator) -> None:
     with serving("--server.max-answer-bytes", "65536") as service, service.client() as client:
         read_in_parts(client, rng)
@@ -234,7 +200,7 @@ def read_in_parts(client: httpx.Client, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize(("way", "accept", "count", "peers", "mib"), [
     ("attnd", SAFETENSORS, 80, 8, 8), ("attnd", JSON, 8, 5, 16), ("oip", JSON, 8, 5, 16),
 ])  # fmt: skip
-def test_answers_that_one_namespace_does_not_read_leave_room_for_those_of_others(
+def test_answers_that_one_namespace_does_not_read_leave_room_for_other_namespaces(
     tmp_path: Path, way: str, accept: str, count: int, peers: int, mib: int
 ) -> None:
     path = tmp_path / "keys"

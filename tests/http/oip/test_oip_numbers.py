@@ -1,110 +1,96 @@
-"""tritonclient, over HTTP and gRPC, gets the oracle's numbers from every tensor operation."""
+"""tritonclient, over HTTP and gRPC, gets from every operation what `/v1` gives as JSON."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import httpx
 import ml_dtypes
 import numpy as np
 import oracle
 import pytest
 import tritonclient.http
-from http_messages import HEAD_DIM, KV_HEADS, LAYERS, QO_HEADS, SCALE, check, rows, seen
+from http_messages import HEAD_DIM, JSON, KV_HEADS, LAYERS, QO_HEADS, ask, create, rows, seen
 from triton_callers import Triton, fill
 
+from service.operations.table import BY_NAME
 
-def test_decode_appends_first_and_says_how_it_ran(triton: Triton, rng: np.random.Generator) -> None:
-    k, v = fill(triton, rng, "a", 5)
-    q, new_k, new_v = rows(rng, 1, QO_HEADS), rows(rng, 1), rows(rng, 1)
-    reply, tensors = triton.infer(
-        "decode", {"q": q, "k": new_k, "v": new_v}, layer=1, sequences=["a"], sm_scale=0.25
-    )
-    k, v = np.concatenate((k, new_k)), np.concatenate((v, new_v))
-    check(tensors, *oracle.attend(q, k, v, seen(q, k), sm_scale=0.25), "decode")
-    assert reply == {"lse_base": "e", "levels": 1, "cascade": False}
+ANY = np.random.default_rng(5)
+Q1, Q3, KV1 = rows(ANY, 1, QO_HEADS), rows(ANY, 3, QO_HEADS), rows(ANY, 1)
+STATES, LSE = rows(ANY, 6, 3).reshape(2, 3, 3, HEAD_DIM), ANY.random((2, 3, 3)).astype(np.float32)
+SINKS = ANY.standard_normal(QO_HEADS).astype(np.float32)
+BF16 = ANY.standard_normal((3, 1, 8)).astype(ml_dtypes.bfloat16)
+MASK = ANY.random(18) < 0.6
+ON_A = {"layer": 1, "sequences": ["a"]}
+LEVELS = [
+    {"sequences": ["shared"], "qo_indptr": [0, 3]},
+    {"sequences": ["a"], "qo_indptr": [1, 3]},
+]
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["BOOL", "packed"])
-def test_prefill_takes_masks_and_an_indptr_as_an_input(
-    triton: Triton, rng: np.random.Generator, packed: bool
+def prefix_sums(*sums: int) -> Any:
+    return np.array(sums, np.int32)
+
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "append, then decode": ("decode", {"q": Q1, "k": KV1, "v": KV1}, ON_A | {"sm_scale": 0.25}),
+    "decode with sinks": ("decode", {"q": Q1, "sinks": SINKS}, ON_A),
+    "prefill with a mask": (
+        "prefill",
+        {"qo_indptr": prefix_sums(0, 3), "q": Q3, "mask": MASK},
+        ON_A | {"causal": True},
+    ),
+    "prefill with a packed mask": (
+        "prefill",
+        {"q": Q3, "packed_mask": np.packbits(MASK, bitorder="little")},
+        ON_A | {"qo_indptr": [0, 3], "causal": True},
+    ),
+    "cascade with its levels": (
+        "cascade",
+        {"q": Q3},
+        {"layer": 1, "levels": LEVELS, "return_levels": True},
+    ),
+    "merge": ("merge", {"o": STATES, "lse": LSE}, {}),
+    "merge with sinks": ("merge", {"o": STATES, "lse": LSE, "sinks": SINKS[:3]}, {}),
+    "gather": ("gather", {}, ON_A | {"start": 1, "dtype": "fp32"}),
+    "ragged prefill of bf16": (
+        "ragged_prefill",
+        {"q": BF16[:1], "k": BF16, "v": BF16, "qo_indptr": prefix_sums(0, 1)},
+        {"kv_indptr": [0, 3]},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_operation_gives_what_v1_gives(
+    triton: Triton, client: httpx.Client, rng: np.random.Generator, case: str
 ) -> None:
-    k, v = fill(triton, rng, "a", 6)
-    q = rows(rng, 3, QO_HEADS)
-    mask = rng.random((3, 6)) < 0.6
-    flat = np.packbits(mask.reshape(-1), bitorder="little") if packed else mask.reshape(-1)
-    inputs = {
-        "qo_indptr": np.array([0, 3], np.int32),
-        "q": q,
-        "packed_mask" if packed else "mask": flat,
-    }
-    _, tensors = triton.infer("prefill", inputs, layer=1, sequences=["a"], causal=True)
-    visible = seen(q, k, causal=True, mask=mask)
-    check(tensors, *oracle.attend(q, k, v, visible, sm_scale=SCALE), "a masked prefill")
+    fill(triton, rng, "a", 6)
+    fill(triton, rng, "shared", 9)
+    create(client, {"id": "twin", "parent": "a"})
+    model, inputs, fields = CASES[case]
+    reply, tensors = triton.infer(model, inputs, **fields)
+    lists = {name: array.tolist() for name, array in inputs.items() if array.dtype == np.int32}
+    arrays = {name: array for name, array in inputs.items() if name not in lists}
+    given = lists | fields | ({"sequences": ["twin"]} if "sequences" in fields else {})
+    expected, wanted = ask(client, BY_NAME[model].path, given, arrays, JSON)
+    assert (reply, tensors.keys()) == (expected, wanted.keys())
+    for name, array in wanted.items():
+        assert tensors[name].dtype == array.dtype, name
+        np.testing.assert_array_equal(tensors[name], array, name)
 
 
-def test_an_explicit_cascade_answers_the_levels_that_are_asked_for(
+def test_outputs_come_in_the_order_in_which_they_are_requested(
     triton: Triton, rng: np.random.Generator
 ) -> None:
-    shared, own = fill(triton, rng, "shared", 9), fill(triton, rng, "own", 3)
-    q = rows(rng, 2, QO_HEADS)
-    levels = [
-        {"sequences": ["shared"], "qo_indptr": [0, 2]},
-        {"sequences": ["own"], "qo_indptr": [1, 2]},
-    ]
-    names = ("o", "lse", "o.0", "lse.0", "lse.1")
+    fill(triton, rng, "a", 6)
+    fill(triton, rng, "shared", 9)
+    names = ("lse.1", "o", "o.0", "lse")
     outputs = [triton.module.InferRequestedOutput(name) for name in names]
-    _, tensors = triton.infer(
-        "cascade",
-        {"q": q},
-        {"outputs": outputs},
-        layer=1,
-        levels=levels,
-        return_levels=True,
-    )
+    fields = {"layer": 1, "levels": LEVELS, "return_levels": True}
+    _, tensors = triton.infer("cascade", {"q": Q3}, {"outputs": outputs}, **fields)
     assert tuple(tensors) == names
-    first = oracle.attend(q, *shared, seen(q, shared[0]), sm_scale=SCALE)
-    check(tensors, *first, "level 0", ("o.0", "lse.0"))
-    second = oracle.attend(q[1:], *own, seen(q[1:], own[0]), sm_scale=SCALE)
-    merged = oracle.merge([(first[0][1:], first[1][1:]), second])
-    check({name: tensors[name][:1] for name in ("o", "lse")}, first[0][:1], first[1][:1], "row 0")
-    check({name: tensors[name][1:] for name in ("o", "lse")}, *merged, "row 1")
     assert np.isneginf(tensors["lse.1"][0]).all()
-
-
-def test_merge_and_gather(triton: Triton, rng: np.random.Generator) -> None:
-    o, lse = rows(rng, 6, 3).reshape(2, 3, 3, HEAD_DIM), rng.random((2, 3, 3)).astype(np.float32)
-    reply, tensors = triton.infer("merge", {"o": o, "lse": lse})
-    merged = oracle.merge([(o[:, i], lse[:, i]) for i in range(3)])
-    check(tensors, *merged, "a merge")
-    assert reply == {"lse_base": "e"}
-    k, v = fill(triton, rng, "a", 5)
-    reply, tensors = triton.infer("gather", layer=1, sequences=["a"], start=1, dtype="fp32")
-    assert reply == {"kv_indptr": [0, 4]}
-    np.testing.assert_array_equal(tensors["k"], k[1:].astype(np.float32))
-    np.testing.assert_array_equal(tensors["v"], v[1:].astype(np.float32))
-
-
-def test_sinks_are_an_input(triton: Triton, rng: np.random.Generator) -> None:
-    k, v = fill(triton, rng, "a", 6)
-    q, sinks = rows(rng, 1, QO_HEADS), rng.standard_normal(QO_HEADS).astype(np.float32)
-    _, tensors = triton.infer("decode", {"q": q, "sinks": sinks}, layer=1, sequences=["a"])
-    state = oracle.attend(q, k, v, seen(q, k), sm_scale=SCALE)
-    sink = np.zeros(q.shape), sinks[None]
-    check(tensors, *oracle.merge([state, sink]), "a decode with sinks")
-    states = {"o": np.stack([q, q], 1), "lse": np.zeros((1, 2, QO_HEADS), np.float32)}
-    _, tensors = triton.infer("merge", states | {"sinks": sinks})
-    both = [(q.astype(np.float64), np.zeros((1, QO_HEADS)))] * 2
-    check(tensors, *oracle.merge([*both, sink]), "a merge with sinks")
-
-
-def test_bf16_comes_and_goes_as_raw_bytes(triton: Triton, rng: np.random.Generator) -> None:
-    q = rng.standard_normal((1, 2, 8)).astype(ml_dtypes.bfloat16)
-    k = rng.standard_normal((3, 1, 8)).astype(ml_dtypes.bfloat16)
-    _, tensors = triton.infer(
-        "ragged_prefill", {"q": q, "k": k, "v": k}, qo_indptr=[0, 1], kv_indptr=[0, 3]
-    )
-    o, lse = oracle.attend(q, k, k, seen(q, k), sm_scale=8**-0.5)
-    assert tensors["o"].dtype == ml_dtypes.bfloat16
-    np.testing.assert_allclose(tensors["o"].astype(np.float64), o, atol=2e-2)
-    np.testing.assert_allclose(tensors["lse"], lse, atol=1e-2)
 
 
 @pytest.mark.parametrize("rows_of_q", [1, 600], ids=["short", "long, by the helper"])

@@ -1,4 +1,4 @@
-"""Tiers of a service that is killed: what a commit called durable is there again, to the bit."""
+"""Tiers of a service that is killed: durable commits are there again, to the bit."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -90,67 +89,6 @@ def test_a_client_that_hangs_up_stops_its_long_operation(
     with beside_a_long_prefill(service):
         pass
     wait_for(lambda: 'code="client_gone",op="ragged_prefill"' in client.get("/metrics").text, "it")
-
-
-@needs_a_slow_device
-def test_a_deadline_that_passes_during_a_long_operation_ends_it(
-    service: Service, client: httpx.Client
-) -> None:
-    headers = {"x-attnd-deadline-ms": "200"}
-    response = post(client, "/v1/ragged-prefill", *endless_prefill(), headers=headers)
-    check_problem(response, 504, "deadline_exceeded")
-    assert is_idle(service)
-
-
-@needs_a_slow_device
-def test_a_long_append_that_is_stopped_leaves_nothing(
-    service: Service, client: httpx.Client, rng: np.random.Generator, pool: ThreadPoolExecutor
-) -> None:
-    create(client, "a")
-    append(client, 0, "a", rows(rng, 3), rows(rng, 3))
-    before = client.get("/v1/pool").json()
-    n = 1500
-    tensors = {"k": rows(rng, n), "v": rows(rng, n), "q": rows(rng, n, QO_HEADS)}
-    fields = A | {"qo_indptr": [0, n], "causal": True}
-    answers = set()
-    for milliseconds in (5, 20, 50):
-        headers = {"x-attnd-deadline-ms": str(milliseconds)}
-        response = post(client, "/v1/prefill", fields, tensors, headers=headers)
-        answers.add(response.status_code)
-        if response.status_code == 200:
-            break
-        check_problem(response, 504, "deadline_exceeded")
-        assert client.get("/v1/pool").json() == before
-        assert client.get("/v1/sequences/a").json()["lengths"] == [3, 0]
-    assert 504 in answers, "no deadline was short enough"
-
-
-def test_the_check_of_the_pool_lets_others_have_their_turns(
-    service: Service,
-    client: httpx.Client,
-    rng: np.random.Generator,
-    pool: ThreadPoolExecutor,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    create(client, "a", *(f"s{i}" for i in range(300)))
-    append(client, 0, "a", rows(rng, 5), rows(rng, 5))
-    tree = service.engine.store.tree
-    true_steps = type(tree).integrity_steps
-    over, steps = threading.Event(), [0]
-
-    def slow_steps(self: Any, namespace: str | None = None) -> Iterator[None]:
-        while not over.wait(0.001):
-            steps[0] += 1
-            yield
-        yield from true_steps(self, namespace)
-
-    monkeypatch.setattr(type(tree), "integrity_steps", slow_steps)
-    checked = pool.submit(lambda: httpx.get(f"{service.url}/v1/pool", timeout=20))
-    wait_for(lambda: steps[0] > 3, "the check to run")
-    ask(client, "/v1/decode", A, {"q": rows(rng, 1, QO_HEADS)})
-    assert not checked.done()
-    over.set()
-    assert checked.result().json()["integrity"] == "ok"
 
 
 def lives_meanwhile(service: Service, work: Future[Any]) -> tuple[float, list[float]]:

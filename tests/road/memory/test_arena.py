@@ -160,8 +160,8 @@ def test_an_arena_that_cannot_be_made_leaves_no_descriptor(
 
 def test_a_large_arena_is_unmapped_in_a_thread_of_its_own() -> None:
     """A gigabyte would keep the engine's thread for a quarter of a second."""
-    gone: queue.SimpleQueue[int] = queue.SimpleQueue()
+    threads: queue.SimpleQueue[int] = queue.SimpleQueue()
     arena = Arena.make(2 * UNMAPPED_AT_ONCE, 2 * UNMAPPED_AT_ONCE, PAGEABLE)
-    weakref.finalize(arena.memory.obj, lambda: gone.put(threading.get_ident()))
+    weakref.finalize(arena.memory.obj, lambda: threads.put(threading.get_ident()))
     arena.close()
-    assert gone.get(timeout=60) != threading.get_ident()
+    assert threads.get(timeout=60) != threading.get_ident()
