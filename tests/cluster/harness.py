@@ -79,7 +79,7 @@ class Cluster:
         self, name: str, fields: Any, tenant: Tenant = OPEN, deadline_s: float = 0.0, **arrays: Any
     ) -> Answer:
         router = self.router
-        slot, length = await router.lay(image(REQUEST, dump_json(fields), arrays))
+        slot, length = router.arena.lay(image(REQUEST, dump_json(fields), arrays))
         us = int(deadline_s * 1e6)
         try:
             answered, place_of = await router.call(
@@ -89,13 +89,13 @@ class Cluster:
             document = document_of(error, b"")
             return Answer(document["status"], document, {})
         finally:
-            router.give_back(slot)
+            router.arena.give_back(slot)
         whole = answered.image
         header, start = split(whole) if len(whole) else (b"{}", 0)
         key = PROBLEM if answered.status >= 400 else RESPONSE
         layout = read_layout(header, len(whole) - start, key)
         copied = {one: np.array(array) for one, array in place(whole, start, layout).items()}
-        router.give_back(place_of)
+        router.arena.give_back(place_of)
         return Answer(answered.status, layout.fields, copied)
 
     async def ok(self, name: str, fields: Any = None, **arrays: Any) -> Answer:

@@ -23,6 +23,7 @@ from service.doors.kit.process import Setup
 from service.errors import AnswerTooLarge, AttndError, Internal
 from service.metrics import Metrics
 from service.operations.table import BY_NAME, BY_NUMBER
+from service.road.engine_end.admission import Admission
 from service.road.engine_end.calls import Call, Cancel, SessionConfig
 from service.road.messages import State
 
@@ -30,6 +31,7 @@ SAFETENSORS: Final = "application/vnd.safetensors"
 JSON: Final = "application/json"
 PROBLEM: Final = "application/problem+json"
 WAIT_S: Final = 60.0
+SECRET: Final = "by which the engine knows its doors"
 STAGES: Final = (0.001, 0.002, 0.003, 0.004, 0.005, 0.006)
 Script = Callable[["Heard"], bytes | AttndError]
 """From a call to its answer: an image, or an error."""
@@ -138,6 +140,7 @@ class Engine:
 
         def task() -> None:
             for session in end.sessions.values():
+                session.live.clear()  # they are never answered
                 session.end("crashed")
 
         end.do(task)
@@ -221,12 +224,15 @@ def serving(
         limits={},
         max_arena_bytes=2**30,
         default_deadline_s=30.0,
+        admission=Admission(secret=SECRET),
     )
     listener = listen_on(uds)
     metrics = Metrics()
     with scripted_end(directory, engine.behave, rules) as end:
         engine.end = end
-        server = Server(Setup(settings, metrics, str(end.path), "http-0", "", sockets=[listener]))
+        server = Server(
+            Setup(settings, metrics, str(end.path), "http-0", SECRET, sockets=[listener])
+        )
         thread = threading.Thread(target=server.run, name="door")
         thread.start()
         port = 0 if uds is not None else listener.getsockname()[1]

@@ -283,11 +283,11 @@ def test_no_request_leaves_anything_in_the_arena(tmp_path: Path) -> None:
             post(client, "/v1/nothing", decode_body(100_000))
             post(client, "/v1/append", decode_body(100_000), content_encoding="gzip")
         client.post("/v1/gather", json={"layer": 0})
-        in_all = running.door.link.caller.slots
+        in_all = running.door.link.arena.slots
 
         def all_is_free() -> bool:
-            running.on_loop(running.door.link.spare.free)
-            return bool(in_all.free() == running.door.link.caller.mapping.size)
+            running.on_loop(running.door.link.arena.spare.free)
+            return bool(in_all.free() == running.door.link.arena.mapping.size)
 
         wait_for(all_is_free, "all slots to come back")
 
@@ -314,9 +314,9 @@ def test_a_request_without_room_in_the_arena_gets_429_and_retry_after(tmp_path: 
 def test_the_arena_grows_up_to_its_limit(tmp_path: Path) -> None:
     body = decode_body(2_000_000)
     with serving(tmp_path) as running, running.client() as client:
-        before = running.door.link.caller.mapping.size
+        before = running.door.link.arena.mapping.size
         assert post(client, "/v1/decode", body).status_code == 200
-        assert running.door.link.caller.mapping.size > before
+        assert running.door.link.arena.mapping.size > before
 
 
 def test_an_answer_beyond_the_limit_says_how_large_it_would_be(tmp_path: Path) -> None:

@@ -419,11 +419,11 @@ def test_all_that_was_sent_before_a_side_was_closed_is_answered(door: Running) -
 
 def test_a_client_that_hangs_up_in_the_middle_of_its_body_leaves_nothing(door: Running) -> None:
     before = door.counted("client_gone", "decode")
-    free = door.door.link.caller.slots.free()
+    free = door.door.link.arena.slots.free()
     with door.connect() as peer:
         peer.sendall(request("/v1/decode", bytes(1000), content_length="10000000"))
-        wait_for(lambda: door.door.link.caller.slots.free() < free, "its slot")
-    wait_for(lambda: door.door.link.caller.slots.free() >= free, "its slot to be free again")
+        wait_for(lambda: door.door.link.arena.slots.free() < free, "its slot")
+    wait_for(lambda: door.door.link.arena.slots.free() >= free, "its slot to be free again")
     wait_for(lambda: door.counted("client_gone", "decode") == before + 1, "the count")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +14,7 @@ from service.doors.kit.link import Link
 from service.errors import AnswerTooLarge, Overloaded
 from service.operations.table import BY_NAME
 from service.road.caller_end.caller import Answered
-from service.road.caller_end.slots import Mapping, Slot, Slots
+from service.road.caller_end.slots import Slot
 from service.tenants import OPEN
 
 MIB = 2**20
@@ -23,18 +22,17 @@ MIB = 2**20
 
 @dataclass
 class Caller:
-    """An engine that says that the answer needs more room; its arena does not grow."""
+    """An engine that says that the answer needs more room; it maps no more of the arena."""
 
-    slots: Slots
     needed: list[int]
     lost: str = ""
+    reach: int = MIB
     places: list[Slot] = field(default_factory=list)
 
-    def take(self, size: int) -> Slot:
-        return self.slots.take(size)
-
     async def grow(self, size: int) -> int:
-        return self.slots.size
+        return self.reach
+
+    def close(self) -> None: ...
 
     async def call(self, *given: Any, **how: Any) -> Answered:
         self.places.append(given[3])
@@ -42,26 +40,28 @@ class Caller:
 
 
 def asked(*needed: int) -> Any:
-    """A call's result, its places, and the arena, when the engine needs these numbers of bytes."""
+    """A call's error, whether all slots are free at its end, and its places, when the engine needs
+    these numbers of bytes."""
 
     async def main() -> Any:
-        arena = os.memfd_create("arena")
-        os.ftruncate(arena, MIB)
         link: Any = Link(ServerSettings())
-        link.caller = caller = Caller(Slots(Mapping(arena, MIB)), list(needed))
-        request = await link.slot(100)
+        link.caller = caller = Caller(list(needed))
+        request = link.arena.slot(100)
         error: Exception | None = None
         try:
             _, place = await link.call(BY_NAME["gather"], request, 100, 8 * MIB, 0, b"", OPEN)
-            link.give_back(place)
+            link.arena.give_back(place)
         except (Overloaded, AnswerTooLarge) as refused:
             error = refused
-        taken = [await link.slot(size.size) for size in caller.places]
-        link.give_back(request)
+        taken = [link.arena.slot(size.size) for size in caller.places]
+        link.arena.give_back(request)
         for slot in taken:
-            link.give_back(slot)
-        link.spare.free()
-        return error, caller, [slot.offset for slot in taken]
+            link.arena.give_back(slot)
+        link.arena.spare.free()
+        slots = link.arena.slots
+        is_free = slots.free() == slots.size
+        link.close()
+        return error, is_free, [slot.offset for slot in taken]
 
     return asyncio.run(main())
 
@@ -77,7 +77,7 @@ def asked(*needed: int) -> Any:
     ],
 )
 def test_every_place_is_given_back_once(needed: tuple[int, ...], kind: type) -> None:
-    error, caller, offsets = asked(*needed)
+    error, is_free, offsets = asked(*needed)
     assert type(error) is kind
     assert len(set(offsets)) == len(offsets) == len(needed)
-    assert caller.slots.free() == MIB
+    assert is_free

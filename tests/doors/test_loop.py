@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Generator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,14 +42,13 @@ def test_a_door_returns_memory_one_piece_in_a_pass_of_the_loop() -> None:
     passes: list[int] = []
     number = 0
 
-    class Unused:
-        def trim(self, begin: int = 0) -> int | None:
-            passes.append(number)
-            return begin + 1 if begin < 4 else None
+    def trim_piece(begin: int) -> int | None:
+        passes.append(number)
+        return begin + 1 if begin < 4 else None
 
     async def main() -> None:
         nonlocal number
-        upstream: Any = Unused()
+        upstream: Any = SimpleNamespace(is_pinned=False, arena=SimpleNamespace(trim=trim_piece))
         trim(asyncio.get_running_loop(), upstream)
         while number < 9:
             number += 1

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from road.scripted_engine_end import scripted_end
-from scripted import WAIT_S, Engine, decode_body, receive_all, replies, request, wait_for
+from scripted import SECRET, WAIT_S, Engine, decode_body, receive_all, replies, request, wait_for
 
 from config.settings import load_settings
 from service.operations.table import BY_NAME
@@ -22,7 +22,6 @@ from service.processes.handover import Child, Shared, start
 from service.road.engine_end.admission import Admission
 from service.road.engine_end.calls import SessionConfig
 
-SECRET = "by which the engine knows its doors"
 GOOD = request("/v1/decode", decode_body())
 READY = request("/health/ready", method="GET", content_length="", connection="close")
 

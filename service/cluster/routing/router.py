@@ -10,12 +10,10 @@ bug `placement/creation.py` and `placement/placer.py`; for a migration bug `migr
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Final
-
-from attnd.wire.dtypes import Part
 
 from config.server import ServerSettings
 from service.cluster.membership.engine import Call, Engine, RawReply
@@ -63,7 +61,6 @@ class Router:
         self.has_keys = has_keys
         self.draining = ""
         self.arena = DoorArena(limits)
-        self.answers = self.arena.answers
         self.members = Members(limits, has_keys, self.arena, metrics)
         self.locator = Locator(self.members)
         self.retries = Retries(partial(settle, self.members))
@@ -121,28 +118,10 @@ class Router:
         if silent is not None:
             raise silent
 
-    # slots
-
     @property
-    def arena_fd(self) -> int:
-        return self.arena.mapping.fd
-
-    def take(self, size: int) -> Slot:
-        return self.arena.take(size)
-
-    async def slot(self, size: int, *, exactly: bool = False) -> Slot:
-        return self.arena.slot(size, exactly=exactly)
-
-    async def lay(self, parts: Sequence[Part]) -> tuple[Slot, int]:
-        return self.arena.lay(parts)
-
-    def give_back(self, slot: Slot) -> None:
-        self.arena.give_back(slot)
-
-    def trim(self, begin: int = 0) -> int | None:
-        if any(engine.link.is_pinned for engine in self.members.engines):
-            return None
-        return self.arena.trim(begin)
+    def is_pinned(self) -> bool:
+        """Whether a device holds the arena."""
+        return any(engine.link.is_pinned for engine in self.members.engines)
 
     def close(self) -> None:
         self.drains.close()

@@ -164,7 +164,7 @@ class GrpcDoor:
         link = self.link
         link.ready()
         call = read_request(model, request)
-        slot, length = await link.lay(call.pieces())
+        slot, length = link.arena.lay(call.pieces())
         try:
             answered, place = await link.call(
                 model.operation,
@@ -176,14 +176,14 @@ class GrpcDoor:
                 rpc.tenant,
             )
         finally:
-            link.give_back(slot)
+            link.arena.give_back(slot)
         rpc.stages = answered.stages
         try:
             if answered.status >= 400:
                 raise ProblemText(fields_text_of_image(answered.image, PROBLEM))
             return write_answer(model, answered.image, call.wanted)
         finally:
-            link.give_back(place)
+            link.arena.give_back(place)
 
     async def responded(self, rpc: Rpc, work: Callable[[], Awaitable[Any]]) -> Any:
         """Return the work's response, or abort with its error; records both in the ledger."""

@@ -56,7 +56,7 @@ class Door:
         self.loop = asyncio.get_running_loop()
         self.ledger = Ledger(metrics, tracing)
         self.link = link = make_upstream(limits, authenticator is not None, metrics)
-        self.take, self.give_back = link.take, link.give_back
+        self.take, self.give_back = link.arena.take, link.arena.give_back
         self.drained = asyncio.Event()
         self.long_json = LongJson(self)
         self.long_work = OneByOne()

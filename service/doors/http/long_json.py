@@ -60,7 +60,7 @@ class LongJson:
         limit = self.door.limits.max_json_bytes
         written, size, found = await self.convert(conversion, image, length, limit, given)
         if written is not None:
-            self.door.link.answers.count(namespace, written)
+            self.door.link.arena.answers.count(namespace, written)
         return written, size, found
 
     async def convert(
@@ -86,7 +86,7 @@ class LongJson:
         self.waiting += 1
         try:
             async with self.turn:
-                into = await self.door.link.slot(room)
+                into = self.door.link.arena.slot(room)
                 result = await self.exchange(
                     Order(conversion, source.offset, length, into.offset, room, given)
                 )
@@ -116,7 +116,7 @@ class LongJson:
 
     def start(self) -> Connection:
         """Start the process; it maps the arena, too."""
-        arena = self.door.link.arena_fd
+        arena = self.door.link.arena.mapping.fd
         ours, theirs = socket.socketpair()
         with theirs:
             descriptors = (theirs.fileno(), arena)

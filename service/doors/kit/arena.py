@@ -1,4 +1,4 @@
-"""A door's arena: its spare slots, the shares of namespaces, and an arena for several engines."""
+"""A door's arena: its slots, the unused ones, and the shares of namespaces."""
 
 from __future__ import annotations
 
@@ -108,11 +108,11 @@ FIRST_BYTES: Final = 64 * 2**20
 
 
 class DoorArena:
-    """Slots of one growing memory, which a door with several engines brings to its sessions.
+    """Slots of one growing memory, which a door brings to its sessions.
 
     A door receives a body before the engine is chosen, so every engine of the host maps the arena
     that holds it, and writes replies where the door sends them from. Engines of other hosts get and
-    send images over TCP.
+    send images over TCP. An engine maps what has grown with the next call that needs it.
     """
 
     def __init__(self, limits: ServerSettings) -> None:
@@ -125,6 +125,7 @@ class DoorArena:
         self.own = OwnArena(Mapping(fd, size))
         self.mapping, self.slots = self.own.mapping, self.own.slots
         self.spare = SpareSlots()
+        self.give_back = self.spare.put
         self.answers = AnswerShares(self.limit)
 
     def take(self, size: int) -> Slot:
@@ -139,9 +140,12 @@ class DoorArena:
             wanted = min(max(2 * full.size, full.size + full.needed), self.limit)
             if wanted <= full.size:
                 raise
-        os.ftruncate(self.mapping.fd, pages(wanted))
-        self.mapping.grow(pages(wanted))
-        self.slots.grow(pages(wanted))
+            try:
+                os.ftruncate(self.mapping.fd, pages(wanted))
+                self.mapping.grow(pages(wanted))
+            except OSError:  # the system has no memory for it
+                raise full from None
+        self.slots.grow(self.mapping.size)
         return self.slots.take(size)
 
     def slot(self, size: int, *, exactly: bool = False) -> Slot:
@@ -156,12 +160,8 @@ class DoorArena:
         slot = self.slot(sum(map(len, parts)))
         return slot, slot.write(parts)
 
-    def give_back(self, slot: Slot) -> None:
-        """Give up a slot that nothing here refers to any more; a call may still hold it."""
-        self.spare.put(slot)
-
     def trim(self, begin: int) -> int | None:
-        """Return unused memory to the system, as `Slots.trim`. Not while a device holds it."""
+        """Return unused memory to the system, as `Slots.trim`."""
         self.spare.free()
         return self.slots.trim(begin)
 

@@ -1,28 +1,24 @@
-"""A door's session with one engine: its slots, its state, its calls."""
+"""A door's session with one engine: its state, and its calls."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from math import inf
 from typing import Final
 
-from attnd.wire.dtypes import Part
-
 from config.server import ServerSettings
-from service.doors.kit.arena import MAX_BYTES, AnswerShares, DoorArena, SpareSlots, overloaded
+from service.doors.kit.arena import MAX_BYTES, DoorArena
 from service.doors.kit.timeouts import CHECK_S, GRACE_S
 from service.errors import AnswerTooLarge, NotReady, Overloaded
 from service.metrics import Metrics
 from service.operations.schema.spec import Operation
 from service.road.caller_end.caller import Answered, RoadCaller
-from service.road.caller_end.slots import ArenaFull, Slot
+from service.road.caller_end.slots import Slot
 from service.tenants import Tenant
 
-FIRST_ARENA_BYTES: Final = 64 * 2**20
 GROW_S: Final = 5.0
-"""How long a request waits for the arena to grow."""
+"""How long a request waits for the engine to map the grown arena."""
 SPARE_BYTES: Final = 64 * 2**10
 """Room for a reply beyond the length of its request; for a longer reply the call is repeated."""
 MAX_FIELDS_BYTES: Final = 2**20
@@ -47,18 +43,15 @@ class Link:
         arena: DoorArena | None = None,
     ) -> None:
         """`has_keys`: calls are made for the tenants of keys. `metrics` is unused: the engine
-        counts its own. `arena`: that of a door with several engines."""
-        self.arena = arena
+        counts its own. `arena`: that of a router, which checks deadlines and frees it itself."""
+        self.is_routed = arena is not None
+        self.arena = arena or DoorArena(limits)
         self.limits = limits
         self.has_keys = has_keys
         self.loop = asyncio.get_running_loop()
         self.caller: RoadCaller | None = None
         self.draining = ""
         """Why no more requests are accepted; empty while they are."""
-        self.spare = SpareSlots() if arena is None else arena.spare
-        self.give_back = self.spare.put
-        """Give up a slot that nothing here refers to any more; a call may still hold it."""
-        self.answers = AnswerShares(limits.max_inflight_bytes) if arena is None else arena.answers
         self.checking: asyncio.TimerHandle | None = None
         """Checks deadlines while calls are in flight. A router checks its own."""
         self.growing: asyncio.Task[int] | None = None
@@ -72,11 +65,9 @@ class Link:
 
         Raises OSError, NotReady, FrameError.
         """
-        own = None if self.arena is None else self.arena.own
-        first = min(FIRST_ARENA_BYTES, self.limits.max_inflight_bytes)
-        size = first if own is None else own.slots.size
+        own = self.arena.own
         self.caller = await RoadCaller.connect(
-            path, size, name=name, secret=secret, own=own, on_reached=self.on_reached
+            path, own.mapping.size, name=name, secret=secret, own=own, on_reached=self.on_reached
         )
 
     @property
@@ -113,63 +104,24 @@ class Link:
         return self.caller
 
     @property
-    def arena_fd(self) -> int:
-        """The arena's file, for a process beside the door. Raises NotReady."""
-        return self.engine().mapping.fd
-
-    @property
     def is_pinned(self) -> bool:
         """Whether a device holds the arena."""
         return self.caller is not None and self.caller.pinned_bytes > 0
 
-    def take(self, size: int) -> Slot:
-        """A slot of the arena as large as it is now. Raises ArenaFull."""
-        if self.caller is None or self.caller.lost:
-            raise ArenaFull(size, 0, 0)
-        return self.spare.take(size, self.caller.take)
-
-    async def slot(self, size: int, *, exactly: bool = False) -> Slot:
-        """A slot, not much larger if `exactly`; the arena grows for it up to its limit.
-
-        Raises Overloaded, NotReady.
-        """
-        caller = self.engine()
-        if self.arena is not None:
-            return self.arena.slot(size, exactly=exactly)
-        if self.growing is not None:  # an arena that a device holds grows only while unused
-            await asyncio.wait((self.growing,), timeout=GROW_S)
-        take = caller.take if exactly else partial(self.spare.take, cut=caller.take)
-        try:
-            return take(size)
-        except ArenaFull as full:
-            limit = self.limits.max_inflight_bytes
-            if full.size < limit:
-                wanted = max(2 * full.size, full.size + full.needed)
-                await self.grow(caller, min(wanted, limit))
-        try:
-            return take(size)
-        except ArenaFull as full:
-            raise overloaded(full) from None
-
-    async def lay(self, parts: Sequence[Part]) -> tuple[Slot, int]:
-        """A slot with an image's parts, and the image's length. Raises Overloaded, NotReady."""
-        slot = await self.slot(sum(map(len, parts)))
-        return slot, slot.write(parts)
-
     async def grow(self, caller: RoadCaller, size: int) -> None:
-        """Request a larger arena, or wait for a request in flight."""
+        """Have the engine map more of the arena, or wait for a request in flight."""
         if self.growing is None:
             self.growing = self.loop.create_task(caller.grow(size))
             self.growing.add_done_callback(self.has_grown)
         await asyncio.wait((self.growing,), timeout=GROW_S)
 
-    async def reach(self, arena: DoorArena, end: int) -> None:
-        """Have the engine map the door's arena, which has grown, up to `end`. Raises Overloaded,
+    async def reach(self, end: int) -> None:
+        """Have the engine map the arena, which has grown, up to `end`. Raises Overloaded,
         NotReady."""
         for _ in range(2):  # a request in flight may be for less
             if self.growing is None and end <= self.engine().reach:
                 return
-            await self.grow(self.engine(), arena.slots.size)
+            await self.grow(self.engine(), self.arena.mapping.size)
         if end > self.engine().reach:
             text = f"the engine maps {self.engine().reach} bytes of the door's arena of {end}"
             raise Overloaded(
@@ -177,7 +129,7 @@ class Link:
             )
 
     def has_grown(self, growing: asyncio.Task[int]) -> None:
-        """The arena has its size, or the session is over, which the next call reports."""
+        """The engine has mapped it, or the session is over, which the next call reports."""
         self.growing = None
         if not growing.cancelled():
             growing.exception()
@@ -201,30 +153,23 @@ class Link:
         if self.needed:
             room = max(room, self.needed.get(operation.name, 0))
         ends = inf
-        if self.arena is None:
+        if not self.is_routed:
             ends = self.loop.time() + GRACE_S + (deadline_us * 1e-6 or self.limits.deadline_s)
             if self.checking is None:
                 self.checking = self.loop.call_later(CHECK_S, self.check_deadlines)
-        engine = self.caller
+        engine, arena = self.caller, self.arena
         while True:
             size = min(room, most)
             if self.has_keys:
-                self.answers.check(tenant.namespace, size)
-            try:
-                if self.arena is not None or self.growing is not None or room > most:
-                    slot = await self.slot(size, exactly=room > most)
-                else:
-                    slot = self.take(size)
-            except ArenaFull:
-                slot = await self.slot(size)
+                arena.answers.check(tenant.namespace, size)
+            slot = arena.slot(size, exactly=room > most)
             if self.has_keys and slot.size > MAX_BYTES:
-                self.answers.count(tenant.namespace, slot)
+                arena.answers.count(tenant.namespace, slot)
             try:
                 if engine is None or engine.lost:
                     raise NotReady(self.state[1])
-                if self.arena is not None and engine.reach < self.arena.slots.size:
-                    ends_of = (one.offset + one.size for one in (request, slot))
-                    await self.reach(self.arena, max(ends_of))
+                if engine.reach < arena.mapping.size:
+                    await self.reach(max(one.offset + one.size for one in (request, slot)))
                 answered = await engine.call(
                     operation.number,
                     request,
@@ -236,11 +181,11 @@ class Link:
                     ends=ends,
                 )
             except BaseException:
-                self.give_back(slot)
+                arena.give_back(slot)
                 raise
             if not answered.needed:
                 return answered, slot
-            self.give_back(slot)
+            arena.give_back(slot)
             if answered.needed > most:
                 raise AnswerTooLarge(answered.needed, most, LESS)
             if operation.gives and not operation.has_body:
@@ -255,18 +200,11 @@ class Link:
             caller.time_out(self.loop.time())
             self.checking = self.loop.call_later(CHECK_S, self.check_deadlines)
 
-    def trim(self, begin: int = 0) -> int | None:
-        """Return unused memory to the system, as `Slots.trim`."""
-        if self.arena is not None or self.caller is None:
-            return None
-        self.spare.free()
-        return self.caller.trim(begin)
-
     def close(self) -> None:
         """End the session."""
         if self.checking is not None:
             self.checking.cancel()
-        if self.arena is None:
-            self.spare.free()
         if self.caller is not None:
             self.caller.close()
+        if not self.is_routed:
+            self.arena.close()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
-from attnd.wire.dtypes import Array, Part
+from attnd.wire.dtypes import Array
 from attnd.wire.frames import NO_REQUEST_ID
 
 from config.server import ServerSettings
-from service.doors.kit.arena import AnswerShares
+from service.doors.kit.arena import DoorArena
 from service.doors.kit.problems import ProblemText
 from service.image.json_body import fields_text_of_image
 from service.image.json_text import dump_json
@@ -25,23 +25,19 @@ from service.tenants import Tenant
 
 
 class Upstream(Protocol):
-    """Slots for requests and answers, all in one arena, and calls of operations, as in `Link`."""
+    """An arena for requests and answers, and calls of operations, as in `Link`."""
 
     limits: ServerSettings
     draining: str
-    answers: AnswerShares
+    arena: DoorArena
 
     async def connect(self, path: str, name: str, secret: str) -> None: ...
     @property
     def state(self) -> tuple[str, str]: ...
     def ready(self) -> object: ...
     @property
-    def arena_fd(self) -> int: ...
+    def is_pinned(self) -> bool: ...
     def check_heard(self) -> None: ...
-    def take(self, size: int) -> Slot: ...
-    async def slot(self, size: int, *, exactly: bool = False) -> Slot: ...
-    async def lay(self, parts: Sequence[Part]) -> tuple[Slot, int]: ...
-    def give_back(self, slot: Slot) -> None: ...
     async def call(
         self,
         operation: Operation,
@@ -52,15 +48,13 @@ class Upstream(Protocol):
         request_id: bytes,
         tenant: Tenant,
     ) -> tuple[Answered, Slot]: ...
-    def trim(self, begin: int = 0) -> int | None: ...
     def close(self) -> None: ...
 
 
 def trim(loop: asyncio.AbstractEventLoop, upstream: Upstream, begin: int = 0) -> None:
     """Return unused memory to the system, one piece in a pass of the loop: all of it at once would
-    stall the loop for a quarter of a millisecond a MiB."""
-    after = upstream.trim(begin)
-    if after is not None:
+    stall the loop for a quarter of a millisecond a MiB. Not while a device holds it."""
+    if not upstream.is_pinned and (after := upstream.arena.trim(begin)) is not None:
         loop.call_soon(trim, loop, upstream, after)
 
 
@@ -73,12 +67,12 @@ async def call_engine(
     link: Upstream, operation: Operation, fields: dict[str, Any], tenant: Tenant
 ) -> tuple[dict[str, Any], dict[str, Array]]:
     """The reply's fields, and copies of its tensors. Raises AttndError, ProblemText."""
-    request, length = await link.lay([header(REQUEST, dump_json(fields), ())])
+    request, length = link.arena.lay([header(REQUEST, dump_json(fields), ())])
     try:
         most = link.limits.max_answer_bytes
         answered, slot = await link.call(operation, request, length, most, 0, NO_REQUEST_ID, tenant)
     finally:
-        link.give_back(request)
+        link.arena.give_back(request)
     try:
         if answered.status >= 400:
             raise ProblemText(fields_text_of_image(answered.image, PROBLEM))
@@ -87,7 +81,7 @@ async def call_engine(
         tensors = place(answered.image, start, layout)
         return layout.fields, {name: tensor.copy() for name, tensor in tensors.items()}
     finally:
-        link.give_back(slot)
+        link.arena.give_back(slot)
 
 
 async def events_after(link: Upstream, tenant: Tenant, last: int) -> dict[str, Any]:

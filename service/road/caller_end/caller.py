@@ -223,11 +223,6 @@ class RoadCaller:
             self.grown = None
             return size
 
-    def trim(self, begin: int) -> int | None:
-        """Return memory of free slots to the system, as `Slots.trim`, unless the device has pinned
-        it."""
-        return None if self.pinned_bytes else self.slots.trim(begin)
-
     def close(self) -> None:
         """End the session; calls that wait raise NotReady."""
         self.lose("the session was closed")

@@ -68,7 +68,7 @@ def test_a_body_is_neither_waited_for_nor_held_without_a_key(guarded: Service) -
         client.sendall(head.encode())
         reply = client.recv(65536)
         assert reply.startswith(b"HTTP/1.1 401 ") and b"www-authenticate: Bearer\r\n" in reply
-        assert guarded.door.link.caller.mapping.size < length
+        assert guarded.door.link.arena.mapping.size < length
 
 
 def test_the_scheme_is_read_in_any_case_and_a_connection_may_change_its_key(

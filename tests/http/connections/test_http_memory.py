@@ -46,7 +46,7 @@ def resident() -> int:
 
 def taken(service: Service) -> int:
     """Bytes of the door's arena that slots cover."""
-    slots = service.door.link.caller.slots
+    slots = service.door.link.arena.slots
     return int(slots.size) - int(slots.free())
 
 
@@ -83,7 +83,7 @@ def test_refused_tensors_are_released_at_once() -> None:
             before = before or resident()
         grown = resident() - before
         wait_for(lambda: taken(service) < MIB, f"{taken(service)} bytes to come back")
-        assert service.door.link.caller.slots.size <= 64 * MIB, "the arena never had to grow"
+        assert service.door.link.arena.slots.size <= 64 * MIB, "the arena never had to grow"
         assert grown < 64 * MIB, f"resident memory grew by {grown / MIB:.0f} MiB"
 
 
@@ -159,7 +159,7 @@ def test_memory_that_the_system_does_not_give_is_no_bug(monkeypatch: pytest.Monk
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     with serving() as service, service.connect() as peer:
-        monkeypatch.setattr("service.road.arena.Arena.grow", no_memory)
+        monkeypatch.setattr("service.road.caller_end.slots.Mapping.grow", no_memory)
         peer.sendall(head("/v1/merge", 200 * MIB))
         problem = problem_of(peer)
         assert (problem["status"], problem["code"]) == (429, "overloaded"), problem

@@ -273,12 +273,12 @@ def test_the_arena_is_as_free_after_calls_as_before(
     over_grpc: Triton, grpc: Server, rng: np.random.Generator
 ) -> None:
     q = filled(over_grpc, rng)
-    slots = grpc.door.link.caller.slots
-    spare = grpc.door.link.spare
+    slots = grpc.door.link.arena.slots
+    spare = grpc.door.link.arena.spare
 
     def is_free() -> bool:
         grpc.loop.call_soon_threadsafe(spare.free)
-        return bool(slots.free() == grpc.door.link.caller.mapping.size)
+        return bool(slots.free() == grpc.door.link.arena.mapping.size)
 
     for name in ("a", "b"):
         try:

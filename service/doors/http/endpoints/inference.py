@@ -98,7 +98,7 @@ class ModelEndpoint:
             slot, wanted = received, call.wanted
             length = write_head(call, view, end)
             if not length:
-                slot, length = await door.link.lay(call.pieces(view[end:]))
+                slot, length = door.link.arena.lay(call.pieces(view[end:]))
                 body.take_over(slot, door)
         if wanted.deadline_us:
             own_us = exchange.deadline_us or wanted.deadline_us
@@ -117,7 +117,7 @@ class ModelEndpoint:
         content = b"%b%d\r\n" % (BINARY_HEADERS, json_bytes) if json_bytes else CONTENT_TYPES[JSON]
         respond(door, exchange, 200, content, parts)
         if sum(map(len, parts)) <= JOIN_BYTES:
-            door.link.give_back(slot)
+            door.link.arena.give_back(slot)
 
     def json_bytes(self, digits: bytes, length: int) -> int:
         """The length of the body's JSON: that of the header's `digits`, or the whole body's. Raises

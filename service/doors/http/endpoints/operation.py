@@ -116,7 +116,7 @@ class OperationEndpoint:
         too_long = self.too_long_as_json if to_json else None
         answered, slot = await call_engine(door, exchange, operation, request, length, too_long)
         if operation.answer is None:
-            door.link.give_back(slot)
+            door.link.arena.give_back(slot)
             respond(door, exchange, answered.status, b"", ())
         elif to_json:
             await self.respond_json(exchange, answered, slot)
@@ -124,7 +124,7 @@ class OperationEndpoint:
             image, content_type = answered.image, CONTENT_TYPES[SAFETENSORS]
             respond(door, exchange, answered.status, content_type, (image,))
             if len(image) <= JOIN_BYTES:  # it was copied; else its slot frees itself, once sent
-                door.link.give_back(slot)
+                door.link.arena.give_back(slot)
 
     def given(self, exchange: Exchange, params: Mapping[str, Any]) -> dict[str, Any]:
         """The fields in path and query."""
@@ -139,7 +139,7 @@ class OperationEndpoint:
         if body is None:
             raise Internal("a request was read after its response: this is a bug")
         parts = await self.door.long_work.do(placing_fields(request.view(length), dict(given)))
-        slot, length = await self.door.link.lay(parts)
+        slot, length = self.door.link.arena.lay(parts)
         body.take_over(slot, self.door)
         return slot, length
 
@@ -160,7 +160,7 @@ class OperationEndpoint:
             parts = image_of_json(b"" if text is None else bytes(text.view(length)), dict(given))
         else:
             parts = [header(REQUEST, dump_json(given), ())]
-        slot, length = await door.link.lay(parts)
+        slot, length = door.link.arena.lay(parts)
         body.take_over(slot, door)
         return slot, length
 
@@ -185,7 +185,7 @@ class OperationEndpoint:
                 if written is not None:
                     part = written.view(size)
         finally:
-            self.door.link.give_back(slot)
+            self.door.link.arena.give_back(slot)
         if size > limit:
             raise self.too_long_as_json(size)
         *stages, encode = answered.stages
@@ -225,7 +225,7 @@ async def call_engine(
         raise
     exchange.stages = answered.stages
     if answered.status >= 400:
-        door.link.give_back(slot)
+        door.link.arena.give_back(slot)
         raise ProblemText(fields_text_of_image(answered.image, PROBLEM))
     return answered, slot
 

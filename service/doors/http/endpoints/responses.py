@@ -267,7 +267,7 @@ async def read_body(door: Door, exchange: Exchange, limit: int) -> tuple[Slot | 
     body.check(limit)
     while not body.complete:
         if body.wanted:
-            body.place(await door.link.slot(body.wanted))
+            body.place(door.link.arena.slot(body.wanted))
         connection.welcome_body(exchange, body)
         await body.change()
     return body.slot, body.received
