@@ -32,11 +32,11 @@ GRAMMAR: Final = {
     "export": 3,
     "import": 4,
     "hand_over": 5,
-    "commit": 4,
+    "commit": 6,
     "from_prefix": 4,
-    "match": 4,
-    "release": 2,
-    "renew": 1,
+    "match": 5,
+    "release": 4,
+    "renew": 2,
     "holds": 1,
     "pin": 2,
     "unpin": 2,
@@ -348,7 +348,7 @@ class Program:
     # The prefix cache.
 
     async def _commit(self) -> None:
-        name = self.order.choice(self.own)
+        name = self.order.choice([one for one in self.own if self._held(one, 0)] or self.own)
         rows = self._held(name, 0)
         if not rows or not self._is_level(name) or not self.model.rows.is_chain(rows):
             return
@@ -375,17 +375,21 @@ class Program:
         await self.send(Op("create_sequences", {"sequences": [new]}))
 
     async def _match(self) -> None:
-        lease_s = self.order.choice((0.0, *SHORT_S))
+        lease_s = self.order.choice((0.0, 5.0, *SHORT_S))
         await self.send(Op("match_prefix", {"token_ids": self._token_ids(), "lease_s": lease_s}))
 
+    def _lease(self) -> str | None:
+        """Id of a late lease: now and then of another namespace, which it must not reach."""
+        spaces = self.model.spaces.values() if self.order.random() < 0.3 else (self.space,)
+        leases = [lease for space in spaces for lease in list(space.leases)[-3:]]
+        return self.order.choice(leases) if leases else None
+
     async def _release(self) -> None:
-        if self.space.leases:
-            lease = self.order.choice(list(self.space.leases))
+        if (lease := self._lease()) is not None:
             await self.send(Op("release_lease", {"id": lease}))
 
     async def _renew(self) -> None:
-        if self.space.leases:
-            lease = self.order.choice(list(self.space.leases))
+        if (lease := self._lease()) is not None:
             lease_s = self.order.choice(SHORT_S)
             await self.send(Op("renew_lease", {"id": lease, "lease_s": lease_s}))
 

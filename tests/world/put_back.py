@@ -12,11 +12,21 @@ from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PATCHES: Final = Path(__file__).resolve().parent / "bugs"
+PATCH: Final = ("patch", "--silent", "--force", "-p1")
 COPIED: Final = ("service", "config", "kernels", "client/src", "tests")
 
 
 def names() -> list[str]:
     return sorted(path.stem for path in PATCHES.glob("*.patch"))
+
+
+def applies(name: str) -> bool:
+    """Whether a patch still fits the code."""
+    return subprocess.run([*PATCH, "--dry-run", "-i", path_of(name)], cwd=ROOT).returncode == 0
+
+
+def path_of(name: str) -> str:
+    return str(PATCHES / f"{name}.patch")
 
 
 def find(name: str, args: list[str]) -> int:
@@ -26,8 +36,7 @@ def find(name: str, args: list[str]) -> int:
         for part in COPIED:
             ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
             shutil.copytree(ROOT / part, copy / part, ignore=ignored)
-        patch = ["patch", "--silent", "-p1", "-i", str(PATCHES / f"{name}.patch")]
-        subprocess.run(patch, cwd=copy, check=True)
+        subprocess.run([*PATCH, "-i", path_of(name)], cwd=copy, check=True)
         paths = os.pathsep.join((str(copy), str(copy / "client/src"), str(copy / "tests")))
         ran = subprocess.run(
             [sys.executable, "-m", "tests.world", *args],

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.world import put_back
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -27,6 +29,11 @@ def test_a_seed_repeats_exactly() -> None:
     first, second = (world("--seed", "3") for _ in range(2))
     assert first == second
     assert "digest" in first[1]
+
+
+@pytest.mark.parametrize("bug", put_back.names())
+def test_a_bug_can_still_be_put_back(bug: str) -> None:
+    assert put_back.applies(bug)
 
 
 @pytest.mark.parametrize("bug", ["a-cut-does-not-wait-for-launches"])

@@ -85,6 +85,7 @@ class EngineProcess:
 
     def __init__(self, world: World) -> None:
         self.world, self.due, self.stalled_until = world, 0.0, 0.0
+        self.keys = world.keys
         self.listener = Listener(world.network)
         self.device = WorldDevice(world.geometry, world.clock, world.order, world.device_fault)
         self.selector = SimSelector(world.network, world.order)
@@ -94,7 +95,7 @@ class EngineProcess:
             world.settings,
             self.device,
             Metrics(),
-            read_file=lambda _: world.keys,
+            read_file=lambda _: self.keys,
             selector=self.selector,
         )
         self.device.run(float("inf"))
@@ -113,6 +114,7 @@ class EngineProcess:
             self.engine.round()
             world.result.rounds += 1
             if self.engine.is_drained():
+                check(not self.engine.jobs, "a drain ended before calls that were accepted")
                 self.end()
                 return
         except FATAL as error:
@@ -230,6 +232,9 @@ class CallerProcess:
         elif world.fault("engine drains", 0.002):
             world.model.is_draining = True
             world.engine.engine.drain()
+        elif world.fault("key file breaks", 0.005):
+            world.engine.keys = b"unreadable"
+            world.engine.engine.read_keys_again()
         elif world.fault("device lost", 0.001):
             world.model.is_draining = world.engine.device.is_lost = True
 
