@@ -232,7 +232,7 @@ def _indptr(counts: Sequence[int]) -> NDArray[np.int32]:
 
 
 def run(backend: Backend, shape: Shape, rng: Rng, num_rows: int) -> tuple[int, list[str]]:
-    """Rows compared, at least `num_rows` unless the pool is full, and those that differ."""
+    """Rows compared, at least `num_rows` unless the pool is full, and the number that differ."""
     forest = Forest(backend, shape, rng)
     most = shape.geometry.num_pages * shape.geometry.page_size // shape.most_tokens - 4
     for _ in range(10**6):

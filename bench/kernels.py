@@ -255,7 +255,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measure_random(run: dict[str, Any], count: int, seed: int) -> None:
-    """Workloads drawn at random; the worst of those that take long enough come last."""
+    """Workloads drawn at random; the worst come last, of all that take long enough."""
     rows = random_rows(count, np.random.default_rng(seed))
     rows.sort(key=lambda row: (row["head_dim"], row["kv_dtype"], row["page_size"]))
     results = [(row, measure(row, run, False)) for row in rows]

@@ -47,7 +47,7 @@ GROUPS: Final[dict[str, tuple[str, ...]]] = {
 INTRODUCTION: Final = """\
 # Methods
 
-`Client` and `Session` have these methods; those of `AsyncClient` are awaited. The default `...` is
+`Client` and `Session` have these methods; `AsyncClient` has them awaited. The default `...` is
 the service's. Results are dataclasses of `attnd.results`, which `help()` describes. `make map`
 writes this page from the docstrings.
 """

@@ -1,4 +1,4 @@
-"""Workloads drawn at random: rows like those of workloads.json, of sizes not tuned for."""
+"""Workloads drawn at random: rows as in workloads.json, of sizes not tuned for."""
 
 from __future__ import annotations
 

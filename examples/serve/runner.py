@@ -3,7 +3,7 @@
 In vLLM this is the model runner with its attention backend and block tables, in SGLang the model
 runner with its radix attention. Here a forward is one step of a `TorchSession`, and the runner
 knows sequences by their ids: it stores no KV and counts no pages. On a GPU forwards are recorded as
-CUDA graphs, one for each padded number of tokens: attention is not part of what a graph fixes, so
+CUDA graphs, one for each padded number of tokens: a graph does not fix attention, so
 decodes and prompts share them.
 """
 

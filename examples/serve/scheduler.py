@@ -207,7 +207,7 @@ class Scheduler:
             self._release([answer])
 
     def _commit(self, answer: Answer) -> None:
-        """Cache what is stored: the next turn of a chat begins with it."""
+        """Cache the stored pages: the next turn of a chat begins with it."""
         if answer.sequence is not None and answer.stored > answer.committed:
             tokens = answer.tokens[: answer.stored]
             answer.committed = self._runner.commit(answer.sequence, tokens, answer.committed)
@@ -259,7 +259,7 @@ class Scheduler:
         self._release(request.answers)
 
     def _fail_all(self, message: str) -> None:
-        """Ends all requests with an error; their sequences are gone, or deleted by the caller."""
+        """Ends all requests with an error; their sequences are lost, or deleted by the caller."""
         for request in {one.request: None for one in (*self._waiting, *self._running)}:
             request.emit(Delta(0, error=message))
         self._waiting.clear()

@@ -104,7 +104,7 @@ def as_reported(blocks: Mapping[Key, Sequence[float]]) -> dict[str, list[float]]
 
 
 def add_block(sums: dict[Key, list[float]], key: Key, block: Sequence[float]) -> None:
-    """Add the cells of a block to those of its key, or begin with them."""
+    """Add the cells of a block to the sums of its key, or begin with them."""
     before = sums.get(key)
     sums[key] = (
         list(block) if before is None else [a + b for a, b in zip(before, block, strict=True)]

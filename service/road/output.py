@@ -36,7 +36,7 @@ class Output:
             waiting += data
 
     def flush(self) -> None:
-        """Send waiting bytes, as many as the socket takes."""
+        """Send waiting bytes, until the socket is full."""
         if self.waiting:
             with memoryview(self.waiting) as every, every[self.sent :] as left:
                 try:

@@ -2,7 +2,7 @@
 
 `merge_states` merges attention states here, with numpy, when they came from several services.
 
-Its names are those of `attnd.public` and the classes of `CLASSES_OF`. All load at the first use of
+It has the names of `attnd.public` and the classes of `CLASSES_OF`. All load at the first use of
 one. Programs that import only a part, such as the service's supervisor, which needs
 `attnd.wire.frames`, do not load numpy and the clients.
 """

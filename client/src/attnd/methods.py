@@ -137,7 +137,7 @@ class Operations(ABC):
     _options: CallOptions
 
     def __init_subclass__(cls, make: Callable[..., Any] | None = None, **kwargs: Any) -> None:
-        """`make` makes a method from what an operation is built by."""
+        """`make` makes a method from the function that builds an operation."""
         super().__init_subclass__(**kwargs)
         for name, one in vars(Operations).items():
             if make is not None and isinstance(one, Operation) and name not in vars(cls):

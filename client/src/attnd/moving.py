@@ -99,7 +99,7 @@ def import_(
 
     A part that is damaged in transit is sent again. Raises `ExportFileError` for a file that is not
     an export, or is incomplete (the import then waits for the rest), the errors of `begin_import`,
-    and those of a call.
+    and a call's errors.
     """
     with (
         open(origin, "rb") if isinstance(origin, (str, os.PathLike)) else nullcontext(origin)

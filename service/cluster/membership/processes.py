@@ -157,7 +157,7 @@ class Doors:
                 self.processes[child.process] = start(child, self.shared)
 
     def end(self, seconds: float) -> None:
-        """Stops all doors; kills those that have not finished after `seconds`."""
+        """Stops all doors; kills doors that have not finished after `seconds`."""
         for process in self.processes.values():
             process.terminate()
         ends = time.monotonic() + seconds

@@ -85,9 +85,9 @@ NO_DIGEST: Final = "0" * 64
 
 
 async def settle(members: Members, name: str, tenant: Tenant) -> None:
-    """Decides the owner of a sequence that an engine has handed over, where the door that moves it
-    may have died. Raises an engine's error, and NotReady where one does not reply: then the owner
-    stays undecided.
+    """Decides the owner of a sequence whose ownership an engine has transferred, where the door
+    that moves it may have died. Raises an engine's error, and NotReady where one does not reply:
+    then the owner stays undecided.
 
     The old engine no longer answers for the sequence, and deletes it only when asked to. The new
     engine has all of it, as an import that has not been given its name. Any door that finds this

@@ -31,8 +31,8 @@ ANCHOR_TTL_S: Final = 30.0
 
 @dataclass(slots=True)
 class Progress:
-    """The progress of draining one engine: counts of what was moved, and at the last attempt the
-    reasons of what stayed."""
+    """The progress of draining one engine: counts of moved sequences, pins and leases, and the
+    reasons why others stayed at the last attempt."""
 
     moved: int = 0
     """Sequences."""

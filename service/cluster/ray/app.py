@@ -106,7 +106,7 @@ class Policy:
 
 
 def load_of(means: Mapping[str, float]) -> Load:
-    """A load from Serve's means of what a replica has reported."""
+    """A load from Serve's means of a replica's reports."""
     return Load(int(means["free"]), int(means["cached"]), int(means["held"]), means["queue_s"])
 
 

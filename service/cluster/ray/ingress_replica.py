@@ -106,7 +106,7 @@ class IngressReplica:
         }
 
     def update(self, places: list[Place], ended: Collection[str], now_s: float) -> None:
-        """Adds the reported engines and removes those that have ended. An engine that is missing in
+        """Adds reported engines and removes ended ones. An engine that is missing in
         a restarted directory stays."""
         before = dict(self.known) if self.is_settled else None
         self.known |= {place.name: place for place in places}

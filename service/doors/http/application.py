@@ -63,7 +63,7 @@ def make_application(door: Door) -> tuple[FastAPI, dict[tuple[str, str], Endpoin
 
 
 def by_path() -> dict[str, list[Operation]]:
-    """The operations of each path; fixed paths come before those that have parameters."""
+    """The operations of each path; fixed paths come before paths with parameters."""
     paths: dict[str, list[Operation]] = {}
     for operation in sorted(OPERATIONS, key=lambda one: "{" in one.path):
         paths.setdefault(operation.path, []).append(operation)

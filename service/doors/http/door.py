@@ -99,8 +99,8 @@ class Door:
     def make_room(self, newest: Connection) -> bool:
         """Close one idle connection for a new one; returns whether there was one.
 
-        Connections without a valid request go first, then those of the host with the most, then
-        those that have been idle longest.
+        Connections without a valid request go first, then connections of the host with the most,
+        then the longest idle.
         """
         idle = [one for one in self.connections if one.is_idle and one is not newest]
         if not idle:

@@ -26,7 +26,7 @@ Converted = tuple[Sequence[Part], dict[str, Any]]
 @dataclass(frozen=True, slots=True)
 class Order:
     """Convert `length` bytes of the arena at `offset` into `room` bytes at `into`. `given` are the
-    fields in path and query, or what the Open Inference Protocol needs to know."""
+    fields in path and query, or parameters of the Open Inference Protocol."""
 
     conversion: str
     offset: int

@@ -112,7 +112,7 @@ class DoorArena:
 
     A door receives a body before the engine is chosen, so every engine of the host maps the arena
     that holds it, and writes replies where the door sends them from. Engines of other hosts get and
-    send images over TCP. An engine maps what has grown with the next call that needs it.
+    send images over TCP. An engine maps new memory with the next call that needs it.
     """
 
     def __init__(self, limits: ServerSettings) -> None:

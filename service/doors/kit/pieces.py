@@ -43,7 +43,7 @@ class Turns:
         """Work that may still begin in this pass."""
 
     def take(self) -> bool:
-        """Whether work may begin at once: nobody waits, and the pass has begun little else."""
+        """Whether work may begin at once: no work waits, and the pass has begun little else."""
         if self._queues or not self._left:
             return False
         if self._left == AT_ONCE:

@@ -47,7 +47,7 @@ NEEDS: Final[dict[str, tuple[tuple[str, ...], str]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a door's server is made with."""
+    """The parts of a door's server."""
 
     settings: Settings
     metrics: Metrics

@@ -1,4 +1,4 @@
-"""What a door calls: one engine (`Link`) or several behind a router, by the same methods."""
+"""The interface that a door calls: one engine (`Link`), or several behind a router."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The start of a door's session: HELLO goes out, WELCOME and the arena's descriptor come back.
 
 The kernel reports the sender of WELCOME, which distinguishes a lost session from a dead engine: the
-socket's own credentials are those of the supervisor, which made it.
+socket's own credentials name the supervisor, which made it.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def names_of(kind: type[Any]) -> frozenset[str]:
 
 
 def reads_into(kind: type[T]) -> Callable[[Reply], T]:
-    """A parser of answers whose fields are those of the dataclass `kind`."""
+    """A parser of answers that have the fields of the dataclass `kind`."""
     return lambda reply: result_of(kind, reply.fields, reply.meta)
 
 

@@ -19,7 +19,7 @@ USER_AGENT: Final = "attnd-client"
 PORTS: Final = {"http": 80, "https": 443}
 
 Verify: TypeAlias = "bool | str | SSLContext"
-"""Trusted certificates of services: the system's (True), those of a PEM file, any (False), or an
+"""Trusted certificates of services: the system's (True), a PEM file's, any (False), or an
 `ssl.SSLContext`."""
 Certificate: TypeAlias = str | tuple[str, str] | None
 """PEM files of a client's certificate and its key; one file may hold both."""

@@ -170,7 +170,7 @@ class RankedSlots(OfLayers[torch.Tensor]):
         return self.parts[0].sinks
 
     def tensors(self, layer: int) -> Tensors[torch.Tensor]:
-        """Keys and values are those of all new tokens, whichever rank stores them; `o` and natural
+        """Has keys and values of all new tokens, whichever rank stores them; `o` and natural
         `lse` are over all ranks."""
         return self._tensors[layer % len(self._tensors)]
 

@@ -1,6 +1,6 @@
 """`TorchSession`: a `Session` whose steps take and give torch tensors in shared memory.
 
-`Placement` says where the engine's GPU is, and what a layer's round trip costs.
+`Placement` says where the engine's GPU is, and how long a layer's round trip takes.
 """
 
 from __future__ import annotations

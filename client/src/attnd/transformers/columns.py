@@ -1,4 +1,4 @@
-"""The columns of a padded batch that each row has in the pool, and those that a forward adds."""
+"""The columns of a padded batch: each row's in the pool, and the new ones of a forward."""
 
 from __future__ import annotations
 

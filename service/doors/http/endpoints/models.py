@@ -32,7 +32,7 @@ class ModelPages:
         self.infer = infer
 
     def routes(self) -> list[BaseRoute]:
-        """A model's paths with and without its version, and those of all models."""
+        """A model's paths with and without its version, and all models' paths."""
         found: list[BaseRoute] = [
             Route(f"{MODEL}/infer", self.infer),
             Route(f"{MODEL}/versions/{{version}}/infer", self.infer),

@@ -203,7 +203,7 @@ async def call_engine(
 ) -> tuple[Answered, Slot]:
     """The engine's reply to a request's image, and its slot.
 
-    For a response in JSON, `too_long` makes the error for a reply of so many bytes; else it is
+    For a response in JSON, `too_long` makes the error for a reply of that size; else it is
     None. Raises ProblemText for an error of the engine.
     """
     most = door.limits.max_answer_bytes

@@ -79,7 +79,7 @@ Send = Callable[[Event], Awaitable[None]]
 EXCHANGE: Final = "attnd.exchange"
 """The key of a scope's `Exchange`."""
 KEEP_ALIVE: Final = b": still here\n\n"
-"""May stand between the events of a stream, and means nothing."""
+"""A comment: may come between the events of a stream."""
 EVENT_HEADERS: Final = b"content-type: text/event-stream\r\ncache-control: no-store\r\n"
 NO_PARAMS: Final[dict[str, str]] = {}
 
@@ -196,8 +196,8 @@ def respond(
     parts: Sequence[Part],
     code: str = "ok",
 ) -> None:
-    """Send the whole response; `headers` are whole lines. Large parts are sent from where they lie,
-    and must not change."""
+    """Send the whole response; `headers` are whole lines. Large parts are sent without a copy, and
+    must not change."""
     connection, body = exchange.connection, exchange.body
     if exchange.is_answered or connection is None or body is None:
         raise Internal(f"{exchange.method} {exchange.path} has two responses: this is a bug")
@@ -242,8 +242,8 @@ def respond_problem(door: Door, exchange: Exchange, error: BaseException) -> Non
 
 
 def finish(door: Door, exchange: Exchange, status: int, code: str) -> None:
-    """Stop the clock, free memory, and record the request: the response is sent, or the client is
-    gone."""
+    """Stop the clock, free memory, and record the request: the response is sent, or the client has
+    left."""
     connection, body = exchange.connection, exchange.body
     exchange.seconds = perf_counter() - exchange.started
     exchange.status, exchange.code = status, code

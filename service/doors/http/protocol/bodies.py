@@ -14,10 +14,10 @@ FIRST_BYTES: Final = 64 * 2**10
 GROWTH: Final = 8
 """A body that has filled its room gets this many times as much."""
 LONGEST_COPY: Final = 4 * 2**20
-"""From here on it gets all of its declared length: what has arrived is copied, in one pass of the
-loop."""
+"""From here on it gets all of its declared length: the received bytes are copied in one pass of
+the loop."""
 DECLARED: Final = 4
-"""All bodies together get 1/4 of the arena for declared lengths; those of one caller get 1/8. A
+"""All bodies together get 1/4 of the arena for declared lengths; one caller's get 1/8. A
 body that is alone may have any room."""
 OF_ONE: Final = 2
 """The bodies of one caller, as they grow, get at most 1/2 of the arena."""

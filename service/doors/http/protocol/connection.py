@@ -243,7 +243,7 @@ class Connection(asyncio.BufferedProtocol):
             exchange.keep_alive = False
 
     def send(self, head: bytes, parts: Sequence[Part]) -> None:
-        """Send a response; a large body is sent from where it lies."""
+        """Send a response; a large body is sent without a copy."""
         if self.transport.is_closing():
             return
         if sum(map(len, parts)) <= JOIN_BYTES:
@@ -312,7 +312,7 @@ class Connection(asyncio.BufferedProtocol):
         self.transport.abort()
 
     def hang_up(self, exchange: Exchange) -> None:
-        """The client is gone: cancel its request."""
+        """The client has left: cancel its request."""
         exchange.is_disconnected = True
         if exchange.body is not None and not exchange.body.complete:
             exchange.body.fail(ClientGone())

@@ -35,7 +35,7 @@ CONTENT_TYPES: Final = {
 
 
 class Exchange:
-    """What a request's head says, and how the request ended."""
+    """The facts in a request's head, and how the request ended."""
 
     def __init__(self, head: Head | None, request_id: bytes, peer: str) -> None:
         """`head` None: the bytes were not a request. An empty `request_id` is replaced."""
@@ -54,7 +54,7 @@ class Exchange:
         """Why the request has no tenant: only endpoints without a key respond."""
         self.deadline_us = 0
         self.filler = b""
-        """Meaningless bytes that may stand between the parts of a streamed response."""
+        """Meaningless bytes that may come between the parts of a streamed response."""
         self.request_id = request_id or b"%032x" % getrandbits(128)
         self.head = head
         if head is None:
@@ -95,8 +95,8 @@ class Exchange:
             raise UnsupportedMediaType(f"Content-Encoding is {encoding}: send the body unencoded")
 
     def response_head(self, status: int, length: int | None, date: bytes, headers: bytes) -> bytes:
-        """Status line and headers: `headers`, whole lines, and those of every response. `length`
-        None: not known yet."""
+        """Status line and headers: `headers`, whole lines, and the lines of every response.
+        `length` None: not known yet."""
         if length is not None and status not in NO_BODY:
             headers += b"content-length: %d\r\n" % length
         if not self.keep_alive:

@@ -19,8 +19,8 @@ CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 class HalfClosed:
     """Watches a client that has closed its sending side before its response.
 
-    The client may still read, or may be gone: TCP reports it only after a send. An interim response
-    may be sent at any time, and in a stream its filler.
+    The client may still read, or may have left: TCP reports it only after a send. An interim
+    response may be sent at any time, and in a stream its filler.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -29,7 +29,7 @@ class HalfClosed:
         self.timer: asyncio.TimerHandle = connection.loop.call_later(FIRST_LOOK_S, self.look)
 
     def look(self) -> None:
-        """Abort the connection if the client is gone, which cancels its request."""
+        """Abort the connection if the client has left, which cancels its request."""
         connection = self.connection
         exchange, transport = connection.exchange, connection.transport
         if exchange is None or transport.is_closing():
@@ -55,7 +55,7 @@ def probe_of(exchange: Exchange) -> bytes:
 
 def has_hung_up(sock: Any) -> bool:
     """Whether both directions are closed, as far as the system knows. Without poll(), a client that
-    closed one direction counts as gone."""
+    closed one direction counts as having left."""
     if not hasattr(select, "poll"):
         return True
     poll = select.poll()

@@ -108,7 +108,7 @@ export function swatch(name, text) {
   return entry;
 }
 
-/** A canvas with a cursor that pointer and keyboard move, and a description of what is under it.
+/** A canvas with a cursor that pointer and keyboard move, and a description of the thing under it.
  *
  * Subclasses have `draw()`, `indexAt(event)`, `press(event)`, `describe()` (the text for the cursor, or for the
  * drawing as a whole at -1) and `anchor()` (the cursor's place on the canvas, in CSS pixels). */

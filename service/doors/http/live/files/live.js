@@ -181,7 +181,7 @@ function showConnection(state, text) {
 
 // Buttons and keys.
 
-/** Stops the stream while the page is paused or hidden; the service sends what is missing on resume. */
+/** Stops the stream while the page is paused or hidden; the service sends the missing events on resume. */
 function follow() {
   if (isPaused || document.hidden) stream.stop();
   else stream.start();

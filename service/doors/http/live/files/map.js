@@ -79,7 +79,7 @@ export class PageMap extends Drawing {
     return isWhole ? strips : [{ name: "", title: "", first: 0, count: this.states.length }];
   }
 
-  /** The side of a square, squares in a row, and where each strip lies; in device pixels. */
+  /** The side of a square, squares in a row, and the place of each strip; in device pixels. */
   layout() {
     const ratio = devicePixelRatio || 1;
     const strips = this.strips();
