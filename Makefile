@@ -102,11 +102,9 @@ arrows: $(VENV)/.dev  ## What may import what
 
 check: lint types arrows  ## lint, types, arrows
 
-bench: $(VENV)/.dev  ## Measure core, cascade and service without a GPU
+bench: $(VENV)/.dev  ## Measure core and service without a GPU
 	$(BIN)/python -m bench.core
-	$(BIN)/python -m bench.cascade_cpu
 	$(BIN)/python -m bench.service
-	$(BIN)/python -m bench.fairness
 	$(BIN)/python -m bench.report
 
 bench-stale:  ## Changes of the kernels since each results file was measured

@@ -32,6 +32,8 @@ from service.road.caller_end.slots import Slot
 
 HEADS: Final = Heads(num_qo=4, num_kv=1, dim=32)
 PAGE: Final = 16
+LONG_ROWS: Final = 46 * 2**20 // (2 * HEADS.num_qo * HEADS.dim)
+"""Rows of a prefill whose q has 46 MiB."""
 HTTP_AT_ONCE: Final = 32
 ROAD_AT_ONCE: Final = 4000
 """Below the calls that one session may have in flight."""
@@ -198,6 +200,14 @@ def decodes(count: int, times: int, answer_bytes: int = 2**16) -> Burst:
     return lambda: [shot]
 
 
+def prefills(num_rows: int, times: int) -> Burst:
+    """A prefill of `num_rows` query rows over the whole of one sequence, `times` times."""
+    q = ones(num_rows, HEADS.num_qo)
+    fields = {"layer": 0, "sequences": ids(1), "qo_indptr": [0, num_rows]}
+    shot = Shot("prefill", fields, {"q": q}, times, 2 * q.nbytes)
+    return lambda: [shot]
+
+
 def create_and_delete(count: int) -> Burst:
     fields = {"sequences": [{"id": name} for name in ids(count)]}
     created = Shot("create_sequences", fields, answer_bytes=2**24)
@@ -278,6 +288,7 @@ ATTACKS: Final = (
         ways=("http",),
     ),
     Attack("S19 900 listeners of events", calls("clear", 1), listeners=900, ways=("http",)),
+    Attack("S20 long prefills", prefills(LONG_ROWS, 8), separate(1, 1024)),
 )
 
 

@@ -16,8 +16,6 @@ Half = NDArray[np.float16]
 
 PATHS: Final = {
     "decode": "/v1/decode",
-    "prefill": "/v1/prefill",
-    "ragged_prefill": "/v1/ragged-prefill",
 }
 ALIGNMENT: Final = 64
 FILL_BYTES: Final = 64 * 2**20
@@ -99,35 +97,6 @@ class Decode:
             fields = {"layer": number % self.num_layers, "sequences": list(self.names)}
             made.append(Request("decode", fields, tensors))
         return made
-
-
-@dataclass(frozen=True, slots=True)
-class Prefill:
-    """`num_rows` query rows over the whole of one sequence."""
-
-    name: str
-    heads: Heads
-    num_rows: int
-
-    def requests(self) -> list[Request]:
-        fields = {"layer": 0, "sequences": [self.name], "qo_indptr": [0, self.num_rows]}
-        q = random((self.num_rows, self.heads.num_qo, self.heads.dim))
-        return [Request("prefill", fields, {"q": q})]
-
-
-@dataclass(frozen=True, slots=True)
-class Ragged:
-    """`num_rows` query rows over as many keys, which the request carries."""
-
-    heads: Heads
-    num_rows: int
-
-    def requests(self) -> list[Request]:
-        heads, rows = self.heads, self.num_rows
-        fields = {"qo_indptr": [0, rows], "kv_indptr": [0, rows]}
-        tensors = {"q": random((rows, heads.num_qo, heads.dim))}
-        tensors |= {name: random((rows, heads.num_kv, heads.dim)) for name in "kv"}
-        return [Request("ragged_prefill", fields, tensors)]
 
 
 def random(shape: tuple[int, ...]) -> Half:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from bench import cache, cascade_cpu, cluster, core, fairness, gpu_steps, model, service, tiers
+from bench import cache, cluster, core, gpu_steps, model, service, tiers
 from bench.report.kernel_results import H100_RESULTS, KERNEL_RESULTS, kernels_table
 from bench.report.provenance import RESULTS, Results, read_results
 from bench.report.serving_results import SERVING_RESULTS
@@ -69,14 +69,6 @@ SECTIONS: Final = (
         service.table,
     ),
     Section(
-        "Short calls beside long work",
-        "python -m bench.fairness",
-        "Small decodes of one client beside another client that sends only long prefills, which "
-        "the engine cuts into slices (`engine.slice_ms`).",
-        RESULTS / "fairness-cpu.json",
-        fairness.table,
-    ),
-    Section(
         "A decode step on a GPU from host memory",
         "python -m bench.service --backend cuda",
         "Layer by layer from host memory and back, by each way in, beside the same kernels alone "
@@ -116,14 +108,6 @@ SECTIONS: Final = (
         "The same with a Llama of 1.2 B parameters with random weights, in bf16, on one GPU.",
         SERVING_RESULTS.with_stem("serving-cuda"),
         serving_table,
-    ),
-    Section(
-        "Shared prefixes on the CPU",
-        "python -m bench.cascade_cpu",
-        "Decode of sequences with a common prefix: as a cascade, which reads the prefix once, and "
-        "flat.",
-        RESULTS / "cascade-cpu.json",
-        cascade_cpu.table,
     ),
     Section(
         "The prefix cache on a published trace",
