@@ -383,8 +383,8 @@ class Model:
         """Tokens of a prompt that are certainly cached: leased, or of a committed sequence."""
         held = [rows for rows, until, _ in space.leases.values() if now < until]
         held += [space.keys[key] for key in space.pins]
-        for one in space.sequences.values():
-            if one.committed and now < one.touched + one.ttl_s:
+        for name, one in space.sequences.items():
+            if one.committed and not self.may_be_gone(space, name, now):
                 held.append(one.rows[0][: one.committed])
         size = self.geometry.page_size
         return max((shared(rows, wanted) // size * size for rows in held), default=0)

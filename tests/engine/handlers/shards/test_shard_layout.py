@@ -7,7 +7,7 @@ import pytest
 
 from service.core.errors import InvalidRequest
 from service.core.sequences.transfer import generation
-from service.core.shards import Shard, ShardLayout, as_shards, extend_layers
+from service.core.shards import Shard, ShardLayout, ShardView, as_shards, extend_layers
 from service.core.tree import PrefixTree
 from service.core.values import Int32, NewSpec
 
@@ -25,6 +25,31 @@ def test_the_least_whole_sequence_for_full_pages_of_a_shard(ranks: int) -> None:
 
 def int32(*values: int) -> Int32:
     return np.array(values, np.int32)
+
+
+@pytest.mark.parametrize("window", [-1, 0, 1, 5, 9, 40])
+def test_a_window_of_the_whole_sequence_is_seen_in_each_shard(window: int) -> None:
+    """Three queries at the end of 23 tokens, in pages of 4, on each of 3 ranks."""
+    length, queries, size = 23, 3, 4
+    view = ShardView(int32(length), window)
+    for rank in range(3):
+        tree = PrefixTree(16, size, 1)
+        tree.create([NewSpec("a", shard=Shard(ShardLayout(rank, 3), int32(length)))])
+        leaves = [tree.books.leaf("a")]
+        own = [at for at in range(length) if at // size % 3 == rank]
+        places = range(length - queries, length)
+        last = [sum(at <= place for at in own) - 1 for place in places]
+        first = [sum(at < place - window for at in own) for place in places]
+        count = int32(queries)
+        assert view.positions(leaves, count, size, hides=True).tolist() == last
+        if window < 0:
+            assert view.positions(leaves, count, size, hides=False).tolist() == last
+            assert view.first_seen(leaves, count, size).tolist() == [0] * queries
+        else:
+            assert view.positions(leaves, count, size, hides=False).tolist() == [
+                begin + window for begin in first
+            ]
+            assert view.first_seen(leaves, count, size).tolist() == first
 
 
 @pytest.fixture
