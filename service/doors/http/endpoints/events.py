@@ -80,6 +80,11 @@ class Feed:
             self.is_over = True
             self.news.wake()
 
+    def stop(self) -> None:
+        """Nobody listens any more."""
+        self.task.cancel()
+        del self.task  # an ended task refers to this feed
+
     async def look(self) -> None:
         """Fetch new events; an error is ignored until the next poll."""
         try:
@@ -140,7 +145,7 @@ class EventStream:
         finally:
             feed.listeners -= 1
             if not feed.listeners:
-                feed.task.cancel()
+                feed.stop()
                 if self.feeds.get(tenant) is feed:
                     del self.feeds[tenant]
 

@@ -140,13 +140,15 @@ async def run_application(door: Door, exchange: Exchange) -> None:
     if exchange.refusal is None:
         await door.app.router(scope, adapter.receive, adapter.send)
     else:
-        await run_without_key(door, exchange.refusal, scope, adapter)
+        await run_without_key(door, exchange, exchange.refusal, scope, adapter)
     if not exchange.is_answered:
         raise Internal(f"{exchange.method} {exchange.path} has no response: this is a bug")
 
 
-async def run_without_key(door: Door, refusal: AttndError, scope: Scope, adapter: Adapter) -> None:
-    """Run an endpoint that declares that it needs no key, else raise the refusal."""
+async def run_without_key(
+    door: Door, exchange: Exchange, refusal: AttndError, scope: Scope, adapter: Adapter
+) -> None:
+    """Run an endpoint that declares that it needs no key, else respond with the refusal."""
     for route in door.app.router.routes:
         match, child = route.matches(scope)
         if match is Match.FULL:
@@ -155,7 +157,7 @@ async def run_without_key(door: Door, refusal: AttndError, scope: Scope, adapter
             scope.update(child)
             await route.handle(scope, adapter.receive, adapter.send)
             return
-    raise refusal
+    respond_problem(door, exchange, refusal)
 
 
 class Adapter:

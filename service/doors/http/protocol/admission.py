@@ -107,7 +107,8 @@ class ConnectionKey:
             try:
                 self.tenant = self.authenticator.tenant_of(authorization)
             except Unauthorized as error:
-                exchange.tenant, exchange.refusal = ANONYMOUS, error
+                exchange.tenant = ANONYMOUS
+                exchange.refusal = error.with_traceback(None)  # its frames refer to the exchange
                 return
             self.keys, self.authorization = keys, authorization
         exchange.tenant = self.tenant

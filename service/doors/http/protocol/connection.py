@@ -83,6 +83,7 @@ class Connection(asyncio.BufferedProtocol):
             self.half_closed.stop()
         if self.exchange is not None:
             self.hang_up(self.exchange)
+        self.intake.close()
 
     def get_buffer(self, sizehint: int) -> memoryview | bytearray:
         body = self.intake.direct
@@ -192,7 +193,7 @@ class Connection(asyncio.BufferedProtocol):
             try:
                 self.door.busy.enter(namespace)
             except AttndError as error:
-                exchange.refusal = error
+                exchange.refusal = error.with_traceback(None)  # its frames refer to the exchange
             else:
                 self.busy_in = namespace
 

@@ -24,13 +24,12 @@ class HalfClosed:
     """
 
     def __init__(self, connection: Connection) -> None:
-        self.connection = connection
         self.has_probed = False
-        self.timer: asyncio.TimerHandle = connection.loop.call_later(FIRST_LOOK_S, self.look)
+        loop = connection.loop
+        self.timer: asyncio.TimerHandle = loop.call_later(FIRST_LOOK_S, self.look, connection)
 
-    def look(self) -> None:
+    def look(self, connection: Connection) -> None:
         """Abort the connection if the client has left, which cancels its request."""
-        connection = self.connection
         exchange, transport = connection.exchange, connection.transport
         if exchange is None or transport.is_closing():
             return
@@ -40,7 +39,7 @@ class HalfClosed:
         if not self.has_probed:
             self.has_probed = True
             transport.write(probe_of(exchange))
-        self.timer = connection.loop.call_later(NEXT_LOOK_S, self.look)
+        self.timer = connection.loop.call_later(NEXT_LOOK_S, self.look, connection)
 
     def stop(self) -> None:
         self.timer.cancel()

@@ -272,6 +272,10 @@ class HeadParser:
             headers=headers,
         )
 
+    def close(self) -> None:
+        """Part from llhttp's parser, which refers to this object."""
+        del self.parser
+
     # what llhttp calls
 
     def on_url(self, url: bytes) -> None:

@@ -95,6 +95,7 @@ class Intake:
             if stop is None:
                 return end
             head, request_id, after, self.parser = parser.head(), parser.request_id, stop, None
+            parser.close()
             if parser.scanned == stop - begin:
                 self.seen = SeenHead.of(bytes(data[begin:stop]), head, parser.request_ids)
         headers = head.headers
@@ -111,6 +112,13 @@ class Intake:
         data, self.ahead = self.ahead, b""
         self.read(data, 0, len(data))
 
+    def close(self) -> None:
+        """The connection has ended: no garbage collection is needed to free it."""
+        if self.parser is not None:
+            self.parser.close()
+        self.parser = self.seen = None
+        self.on_head = unexpected
+
     def can_continue(self, must_close: bool) -> bool:
         """Called before the response: whether the next request can be found. The rest of a body is
         discarded if it is short."""
@@ -122,6 +130,10 @@ class Intake:
             return False
         self.rest = body.left
         return True
+
+
+def unexpected(head: Head, request_id: bytes, body: Body) -> None:
+    """A head after the connection's end."""
 
 
 def chunked_body(encoding: bytes, limits: ServerSettings) -> Body:
