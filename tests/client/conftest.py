@@ -1,4 +1,4 @@
-"""The kinds of clients that most tests run for, and a service for the tests of a file."""
+"""The kinds of clients that most tests run for, and a service for all of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Served(NamedTuple):
         return f"unix:{self.uds}"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A running service that is ready."""
     folder = tmp_path_factory.mktemp("s")

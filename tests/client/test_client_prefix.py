@@ -170,9 +170,12 @@ def test_the_asyncio_client_does_the_same(here: Served) -> None:
                 await client.append(layer, [name], rows, rows, append_indptr=[0, 32])
             assert (await client.commit(name, Prefix(token_ids=IDS[:32]))).num_pages == 2
             assert await client.delete_sequences(prefix="async-") == 1
-            assert (await client.match_prefix(Prefix(token_ids=IDS))).matched_len == 32
+            found = await client.match_prefix(Prefix(token_ids=IDS))
+            assert found.matched_len == 32 and found.lease is not None
             assert await client.clear() == 0, "the lease holds them"
             assert (await client.pool()).leases == 1
+            await client.release_lease(found.lease.id)
+            assert await client.clear() == 2
 
     asyncio.run(scenario())
 

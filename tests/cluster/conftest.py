@@ -11,8 +11,9 @@ from service.cluster.membership.processes import LocalEngines, local_engines
 from tests.cluster.harness import SETTINGS, Cluster, run
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def two_engines() -> Iterator[LocalEngines]:
+    """For tests that leave them as they were."""
     with local_engines(2, SETTINGS) as engines:
         yield engines
 

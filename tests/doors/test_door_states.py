@@ -182,7 +182,7 @@ def test_an_idle_door_drains_at_once(running: Running) -> None:
 
 
 def test_a_large_answer_is_sent_to_its_end_before_the_door_ends(running: Running) -> None:
-    body = decode_body(2_000_000)
+    body = decode_body(500_000)
     with running.connect() as peer:
         peer.sendall(request("/v1/decode", body))
         first = peer.recv(1000)

@@ -336,12 +336,13 @@ def running_engine(
     ends: type[BaseException] | None = None,
     secret: str = "",
     remote: socket.socket | None = None,
+    metrics: Metrics | None = None,
 ) -> Iterator[Running]:
-    """An engine in a thread, drained at the end; it is to end with `ends`. `secret` and `remote`
+    """An engine in a thread, drained at the end; it must end with `ends`. `secret` and `remote`
     are for its doors: doors on other hosts connect to `remote`."""
     with tempfile.TemporaryDirectory(prefix="attnd-test-") as directory:
         listening = listen(Path(directory) / "engine.sock", private=True)
-        metrics = Metrics()
+        metrics = metrics or Metrics()
         try:
             engine = Engine(listening.sock, settings, backend, metrics, secret, remote)
         except BaseException:
@@ -471,6 +472,17 @@ def run_round(scheduler: Scheduler) -> None:
     scheduler.long_work.run_slice()
     scheduler.steps.advance()
     scheduler.launches.reply()
+
+
+@contextmanager
+def unsliced(caller: Caller) -> Iterator[None]:
+    """The engine cuts no work into slices within the block, which makes a beginning fast."""
+    pace = caller.engine.store.pace
+    slice_s, pace.slice_s = pace.slice_s, 1.0
+    try:
+        yield
+    finally:
+        pace.slice_s = slice_s
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from tests.engine.harness import (
     engine_test,
     queries,
     rows,
+    unsliced,
     with_engine,
 )
 
@@ -80,17 +81,18 @@ class Model:
 
     async def family(self) -> list[str]:
         """Eight sequences below a trunk of 12 and two branches, one more that shares nothing."""
-        await self.create("trunk")
-        await self.append("trunk", 12)
-        for branch in ("x", "y"):
-            await self.create(branch, "trunk")
-            await self.append(branch, 11)
-            for leaf in range(3):
-                await self.create(f"{branch}{leaf}", branch, 23 - leaf)
-                await self.append(f"{branch}{leaf}", 1 + leaf)
-        await self.create("lone")
-        await self.append("lone", 7)
-        await self.create("empty")
+        with unsliced(self.caller):
+            await self.create("trunk")
+            await self.append("trunk", 12)
+            for branch in ("x", "y"):
+                await self.create(branch, "trunk")
+                await self.append(branch, 11)
+                for leaf in range(3):
+                    await self.create(f"{branch}{leaf}", branch, 23 - leaf)
+                    await self.append(f"{branch}{leaf}", 1 + leaf)
+            await self.create("lone")
+            await self.append("lone", 7)
+            await self.create("empty")
         return ["x0", "y1", "x1", "lone", "y0", "x2", "empty", "y2", "x", "trunk"]
 
 

@@ -1,4 +1,4 @@
-"""Fixtures over a real socket: one service for a whole module, and a fresh client for each test."""
+"""Fixtures over a real socket: one service for all tests, and a fresh client for each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from triton_callers import Triton, grpc_client, grpc_door, http_client
 from service.doors.grpc.server import Server
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def service() -> Iterator[Service]:
     with serving() as running:
         yield running

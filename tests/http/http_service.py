@@ -5,15 +5,12 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import socket
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 import httpx
@@ -29,7 +26,7 @@ from service.engine.loop.engine import Engine
 from service.engine.store.pool_size import geometry
 from service.metrics import Metrics
 from service.processes.cells import make_shared
-from service.road.engine_end.listening import listen
+from tests.engine.harness import Running, running_engine
 from tests.harness.waiting import WAIT_S, wait_for
 
 SECRET: Final = "the secret of the service"
@@ -99,32 +96,23 @@ class Late:
         return self.inner.result()
 
 
-class EngineThread(threading.Thread):
-    """Runs an engine; `error` is what ended it."""
-
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(name="engine")
-        self.engine = engine
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self.engine.run()
-        except BaseException as error:
-            self.error = error
-
-
 @dataclass
 class Service:
     """A running service: one engine and one door."""
 
     settings: Settings
-    engine: Engine
-    engine_thread: EngineThread
-    engine_socket: str
+    running: Running
     backend: GatedBackend
     doors: list[tuple[Server, threading.Thread]] = field(default_factory=list)
     url: str = ""
+
+    @property
+    def engine(self) -> Engine:
+        return self.running.engine
+
+    @property
+    def engine_socket(self) -> str:
+        return self.running.path
 
     @property
     def door(self) -> Any:
@@ -141,7 +129,7 @@ class Service:
 
     @property
     def is_over(self) -> bool:
-        threads = [self.engine_thread, *(thread for _, thread in self.doors)]
+        threads = [self.running.thread, *(thread for _, thread in self.doors)]
         return not any(thread.is_alive() for thread in threads)
 
     def client(self) -> httpx.Client:
@@ -166,9 +154,7 @@ class Service:
                 server.loop.call_soon_threadsafe(server.drain)
             thread.join(WAIT_S)
             assert not thread.is_alive(), "a door did not stop"
-        self.engine.drain()
-        self.engine_thread.join(WAIT_S)
-        assert not self.engine_thread.is_alive(), "the engine did not stop"
+        self.running.stop()
 
 
 @contextmanager
@@ -179,23 +165,14 @@ def engine_running(*arguments: str) -> Iterator[tuple[Service, dict[str, int]]]:
     pool = geometry(settings.pool, settings.pool.num_pages or PAGES)
     backend = GatedBackend(make_backend(settings.backend.kind, pool, poison=True))
     with ExitStack() as ending:
-        ending.callback(gc.unfreeze)
-        ending.callback(backend.close)
-        directory = Path(ending.enter_context(tempfile.TemporaryDirectory(prefix="attnd-test-")))
-        listening = listen(directory / "engine.sock", private=True)
-        ending.callback(listening.close)
         shared = {name: make_shared() for name in ("engine", "http-0")}
         for fd in shared.values():
             ending.callback(os.close, fd)
-        engine = Engine(listening.sock, settings, backend, Metrics("engine", shared), SECRET)
-        service = Service(settings, engine, EngineThread(engine), str(listening.path), backend)
-        service.engine_thread.start()
-        try:
-            yield service, shared
-        finally:
-            service.stop()
-        if service.engine_thread.error is not None:
-            raise service.engine_thread.error
+        metrics = Metrics("engine", shared)
+        made = running_engine(backend, settings, secret=SECRET, metrics=metrics)
+        service = Service(settings, ending.enter_context(made), backend)
+        ending.callback(service.stop)
+        yield service, shared
 
 
 @contextmanager

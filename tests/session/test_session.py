@@ -357,31 +357,10 @@ def test_a_problem_raises_its_class_with_its_numbers(bench: Bench) -> None:
     assert caught.value.timings["kernel"] == 2.0
 
 
-def test_an_overloaded_engine_is_asked_again(bench: Bench) -> None:
-    engine = bench.start(Problem(429, "overloaded", {"retry_after_s": 0.01}), attended)
-    bench.session().decode(0, ["a"], Q)
-    assert len(engine.seen) == 2
-
-
 def test_a_reply_lost_is_asked_for_again_over_a_new_connection(bench: Bench) -> None:
     engine = bench.start(Drop(), attended)
     assert (bench.session().decode(0, ["a"], Q).o == Q + 1).all()
     assert len(engine.connections) == 2
-
-
-def test_a_lost_reply_is_raised_where_a_retry_would_do_harm(bench: Bench) -> None:
-    engine = bench.start(Drop(), Answers({"lengths": [1]}))
-    session = bench.session()
-    with pytest.raises(attnd.ReplyLost):
-        session.append(0, ["a"], K, K)
-    assert len(engine.seen) == 1
-    assert session.append(0, ["a"], K, K).lengths == (1,)
-
-
-def test_an_append_whose_reply_was_lost_but_landed_gives_its_lengths(bench: Bench) -> None:
-    bench.start(Drop(), Problem(409, "length_mismatch", {"lengths": {"a": 3}}))
-    result = bench.session().append(0, ["a"], K, K, append_indptr=[0, 2], offsets=[1])
-    assert result.lengths == (3,)
 
 
 def test_a_new_engine_is_found_and_arrays_of_the_old_arena_still_serve(bench: Bench) -> None:

@@ -11,15 +11,9 @@ import numpy as np
 import pytest
 from attnd import InvalidRequest, NewSequence, NotSupported, OutOfPages, Session
 
-from tests.session.stepping import HEADS, LAYERS, Served, serve
+from tests.session.stepping import HEADS, LAYERS, Served
 
 KV_HEADS, DIM = 2, 64
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serve("cpu", tmp_path_factory.mktemp("numpy")) as running:
-        yield running
 
 
 @pytest.fixture

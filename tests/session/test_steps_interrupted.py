@@ -25,8 +25,8 @@ AT_ONCE_S = 10.0
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serve("cpu", tmp_path_factory.mktemp("interrupted")) as running:
+def second(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serve("cpu", tmp_path_factory.mktemp("second")) as running:
         yield running
 
 
@@ -211,12 +211,9 @@ def test_an_interrupted_layer_does_not_count_as_released(stepped: Any, other: Se
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, TimedOut])
 def test_an_interrupted_entry_over_two_engines_frees_both(
-    served: Served, tmp_path: Any, error: type[BaseException]
+    served: Served, second: Served, error: type[BaseException]
 ) -> None:
-    with (
-        serve("cpu", tmp_path) as second,
-        RankedTorchSession([served.path, second.path], timeout=20.0) as ranked,
-    ):
+    with RankedTorchSession([served.path, second.path], timeout=20.0) as ranked:
         ranked.create_sequence("r")
         slots = ranked.slots(1, HEADS)
         for rank, session in enumerate(ranked.sessions):

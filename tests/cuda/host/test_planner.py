@@ -218,11 +218,6 @@ def test_decode_items_cover_each_sequence_in_order_and_no_worker_is_empty(
     assert at == dict(enumerate(kv_lens))
 
 
-@pytest.mark.parametrize("kv_lens", [[], [0], [1], [16], [17, 0, 5000], [70] * 300])
-def test_decode_batches_are_covered(kv_lens: list[int]) -> None:
-    check(decode_plan(kv_lens), config(group=1))
-
-
 def test_narrow_workers_get_equal_shares_of_a_skewed_batch() -> None:
     rng = np.random.default_rng(0)
     kv_lens = np.exp(rng.uniform(np.log(128), np.log(32768), 128)).astype(int).tolist()
@@ -315,12 +310,6 @@ def test_narrow_work_beside_wide_work_takes_its_share_of_the_device() -> None:
     cost = 2.0 * 2 * 4096 / (64 * 4096 + 2.0 * 2 * 4096)
     assert narrow.num_workers == round(132 * (1 - cost))
     assert wide.num_items >= 2
-
-
-def test_a_short_batch_is_not_cut_into_more_states_than_it_is_worth() -> None:
-    work = make_work([(0, decode_plan([128] * 16))], config())
-    assert work.kernels[0].num_items == 16
-    assert len(work.merges.chunks) == 0
 
 
 def test_a_row_that_sees_nothing_gets_an_empty_merge_list() -> None:

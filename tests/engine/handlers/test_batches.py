@@ -9,6 +9,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from tests.engine.harness import (
     outcome,
     rows,
     truncate,
+    unsliced,
 )
 from tests.engine.pool_model import CPU_GEOMETRY, Model, cpu_engine, indptr, on_cpu
 
@@ -75,8 +77,8 @@ def cut(**keeps: tuple[int, Sequence[int]]) -> NewCall:
 async def stored(caller: Caller, *names: str) -> Stored:
     """K and V of sequences at every layer."""
     held = {}
-    for name in names:
-        for layer in range(NUM_LAYERS):
+    with unsliced(caller):
+        for name, layer in product(names, range(NUM_LAYERS)):
             fields = {"layer": layer, "sequences": [name], "dtype": "fp32"}
             reply = await caller.call("gather", fields)
             held[name, layer] = (np.array(reply.tensors["k"]), np.array(reply.tensors["v"]))
@@ -98,12 +100,13 @@ def kept(held: Stored, name: str, length: int, keep: Sequence[int]) -> Stored:
 
 async def family(caller: Caller) -> None:
     """`a` of 23 tokens; `b` and `c`, forks of it that went on; `d` by itself."""
-    await caller.create("a", "d")
-    await caller.submit(append_layers(["a", "d"], [23, 9]))
-    await caller.create("b", parent="a")
-    new = {"id": "c", "parent": "a", "length": 17}
-    await caller.submit(creation(new))
-    await caller.submit(append_layers(["b", "c"], [8, 4], seed=7))
+    with unsliced(caller):
+        await caller.create("a", "d")
+        await caller.submit(append_layers(["a", "d"], [23, 9]))
+        await caller.create("b", parent="a")
+        new = {"id": "c", "parent": "a", "length": 17}
+        await caller.submit(creation(new))
+        await caller.submit(append_layers(["b", "c"], [8, 4], seed=7))
 
 
 @pools
@@ -405,7 +408,8 @@ async def test_a_cut_that_runs_out_of_time_is_done_or_has_never_been(
     length, keep = 3, [*range(4, 200, 2)]
 
     await caller.create("a")
-    await caller.submit(append_layers(["a"], [200]))
+    with unsliced(caller):
+        await caller.submit(append_layers(["a"], [200]))
     before = await stored(caller, "a")
     reply = await outcome(caller.submit(cut(a=(length, keep)), deadline_s=deadline_s))
     if isinstance(reply, Refused):

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import mmap
 import os
 import socket
-import tempfile
-import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final
 
 from attnd.wire import frames as f
 
 from config.settings import EngineSettings, PoolSettings, ServerSettings, Settings
 from kernels import make_backend
-from service.engine.loop.engine import Engine
 from service.engine.store.pool_size import geometry
-from service.metrics import Metrics
-from service.road.engine_end.listening import listen
+from tests.engine.harness import running_engine
 from tests.image.image_fuzz import INFO
 from tests.road.random_frames.frame_fuzz import hello
 
@@ -117,23 +111,13 @@ def live_engine() -> Iterator[str]:
     )
     backend = make_backend("cpu", geometry(settings.pool, INFO.num_pages), poison=True)
     errors = Errors()
-    with tempfile.TemporaryDirectory(prefix="attnd-fuzz-") as directory, ExitStack() as ending:
-        ending.callback(gc.unfreeze)
-        ending.callback(backend.close)
-        listening = listen(Path(directory) / "engine.sock", private=True)
-        ending.callback(listening.close)
-        engine = Engine(listening.sock, settings, backend, Metrics())
-        thread = threading.Thread(target=engine.run, name="engine")
-        logging.getLogger("attnd").addHandler(errors)
-        ending.callback(logging.getLogger("attnd").removeHandler, errors)
-        thread.start()
-        try:
-            yield str(listening.path)
-        finally:
-            engine.drain()
-            thread.join(WAIT_S)
-        assert not thread.is_alive(), "the engine does not end"
-        assert not errors.replies, errors.replies[0]
+    logging.getLogger("attnd").addHandler(errors)
+    try:
+        with running_engine(backend, settings) as running:
+            yield running.path
+    finally:
+        logging.getLogger("attnd").removeHandler(errors)
+    assert not errors.replies, errors.replies[0]
 
 
 def cancel_frame(number: int) -> bytes:

@@ -11,7 +11,18 @@ import pytest
 
 from service.engine.handlers import exports
 from tests.engine.exports import ask_part, bring, export, grow, held
-from tests.engine.harness import Caller, NewCall, Refused, code, creation, outcome, queries, rows
+from tests.engine.harness import (
+    Caller,
+    NewCall,
+    Refused,
+    code,
+    creation,
+    outcome,
+    queries,
+    rows,
+    unsliced,
+    until,
+)
 from tests.engine.poison import has_poison, poison_freed_pages
 from tests.engine.pool_model import CPU_GEOMETRY, cpu_engine
 
@@ -31,10 +42,11 @@ async def begin(caller: Caller, monkeypatch: pytest.MonkeyPatch, ttl_s: float | 
     poison_freed_pages(monkeypatch, caller.engine.store)
     monkeypatch.setattr(exports, "MOVED_AT_ONCE", 1)
     new = [{"id": "a", "ttl_s": ttl_s}, {"id": "b"}]
-    await ok(caller, "create_sequences", sequences=new)
-    for name in "ab":
-        await grow(caller, name, (LENGTH,) * LAYERS, CPU_GEOMETRY)
-    return await held(caller, "a", LAYERS)
+    with unsliced(caller):
+        await ok(caller, "create_sequences", sequences=new)
+        for name in "ab":
+            await grow(caller, name, (LENGTH,) * LAYERS, CPU_GEOMETRY)
+        return await held(caller, "a", LAYERS)
 
 
 async def taken_over(caller: Caller, seed: int) -> None:
@@ -263,7 +275,7 @@ async def test_long_work_writes_no_page_that_another_sequence_has_now(
         for seed in range(4):
             await taken_over(caller, seed)
         await outcome(writing)
-    await asyncio.sleep(0.3)
+    await until(lambda: not caller.engine.jobs)
     for seed in range(4):
         grown = [
             rows(100 + seed + 2 * layer + half, CPU_GEOMETRY.page_size, CPU_GEOMETRY)
