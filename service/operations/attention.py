@@ -175,8 +175,6 @@ operation = partial(Operation, tag="tensors")
 
 DECODE: Final = operation(
     name="decode",
-    number=9,
-    route="POST /v1/decode",
     summary="One query row per sequence over all of its KV",
     description="k and v, if given, are appended first; all or none. KV that forked sequences "
     "share is read once if `cascade` allows.",
@@ -192,8 +190,6 @@ DECODE: Final = operation(
 
 PREFILL: Final = operation(
     name="prefill",
-    number=10,
-    route="POST /v1/prefill",
     summary="Many query rows per sequence over all of its KV",
     description="k and v, if given, are appended first, by the same qo_indptr. A mask covers the "
     "whole kv_len, appended rows included, and applies in addition to causal and window_left.",
@@ -215,8 +211,6 @@ PREFILL: Final = operation(
 
 RAGGED_PREFILL: Final = operation(
     name="ragged_prefill",
-    number=11,
-    route="POST /v1/ragged-prefill",
     summary="Attention over the request's own K and V, without the pool",
     description="The tensors decide heads and head_dim. q, k and v have one dtype.",
     fields=RaggedPrefillFields,
@@ -235,8 +229,6 @@ RAGGED_PREFILL: Final = operation(
 
 CASCADE: Final = operation(
     name="cascade",
-    number=12,
-    route="POST /v1/cascade",
     summary="Attention over explicit levels: each row attends one whole sequence per level",
     description="The states of all levels are merged. Levels at which a row would see a page twice "
     "are rejected (422).",

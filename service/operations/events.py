@@ -59,8 +59,6 @@ class EventsAnswer(Fields):
 
 EVENTS: Final = Operation(
     name="events",
-    number=27,
-    route="GET /v1/events/page",
     summary="Events about the namespace's cached pages, after a number",
     description="`GET /v1/events` streams the same.",
     tag="prefix cache",

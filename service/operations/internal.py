@@ -58,8 +58,6 @@ class HandOverFields(Fields):
 
 CLAIM: Final = Operation(
     name="claim",
-    number=34,
-    route="POST /v1/sequences/{id}/claim",
     summary="Claim a shard: start a new epoch and reject writers of earlier ones",
     tag="sequences",
     fields=ClaimFields,
@@ -70,15 +68,12 @@ CLAIM: Final = Operation(
 
 HAND_OVER: Final = Operation(
     name="hand_over",
-    number=35,
-    route="POST /v1/sequences/{id}/hand-over",
     summary="Transfer the ownership of a sequence to another engine",
     description="`leaving` first: from then on it can only be exported. `handed` once the other "
     "engine has all of it: from then on it cannot return by timeout. `gone` deletes it here, "
     "`back` keeps it.",
     tag="transfer",
     fields=HandOverFields,
-    answer=None,
     scope="move",
     answer_text="Done.",
     example={"state": "leaving"},

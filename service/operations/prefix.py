@@ -280,8 +280,6 @@ operation = partial(Operation, tag="prefix cache")
 
 MATCH: Final = operation(
     name="match_prefix",
-    number=16,
-    route="POST /v1/prefix/match",
     summary="Find the longest cached beginning of a prompt, and lease it",
     fields=MatchFields,
     takes=NAMES,
@@ -293,8 +291,6 @@ MATCH: Final = operation(
 
 PREFETCH: Final = operation(
     name="prefetch",
-    number=41,
-    route="POST /v1/prefix/prefetch",
     summary="Load the longest cached beginning of a prompt into the pool",
     description="Pages in host memory or on disk are verified and loaded until shortly before the "
     "deadline. They are cached then, and can be evicted.",
@@ -308,8 +304,6 @@ PREFETCH: Final = operation(
 
 COMMIT: Final = operation(
     name="commit",
-    number=17,
-    route="POST /v1/sequences/{id}/commit",
     summary="Commit a sequence's full pages, so that they stay cached and can be found",
     description="Only pages that are full at every layer are committed. If pages of the same names "
     "are cached, the sequence moves onto them and its own become free. A repeated commit changes "
@@ -323,8 +317,6 @@ COMMIT: Final = operation(
 
 COMMIT_SEQUENCES: Final = operation(
     name="commit_sequences",
-    number=40,
-    route="POST /v1/sequences/commit",
     summary="Commit full pages of many sequences; all or none",
     description="Works like a commit of one sequence, for each of them.",
     fields=CommitSequencesFields,
@@ -340,8 +332,6 @@ COMMIT_SEQUENCES: Final = operation(
 
 RENEW_LEASE: Final = operation(
     name="renew_lease",
-    number=18,
-    route="POST /v1/leases/{id}",
     summary="Extend a lease",
     fields=RenewFields,
     answer=LeaseAnswer,
@@ -351,11 +341,8 @@ RENEW_LEASE: Final = operation(
 
 RELEASE_LEASE: Final = operation(
     name="release_lease",
-    number=19,
-    route="DELETE /v1/leases/{id}",
     summary="End a lease",
     fields=LeaseFields,
-    answer=None,
     scope="read",
     frees=True,
     answer_text="Released.",
@@ -364,8 +351,6 @@ RELEASE_LEASE: Final = operation(
 
 PIN: Final = operation(
     name="pin",
-    number=20,
-    route="PUT /v1/prefix/pin",
     summary="Pin a page and all before it, so that they are not evicted",
     description="A soft pin ends after `soft_ttl_s`, a hard pin when it is removed.",
     fields=PinFields,
@@ -377,11 +362,8 @@ PIN: Final = operation(
 
 UNPIN: Final = operation(
     name="unpin",
-    number=21,
-    route="DELETE /v1/prefix/pin",
     summary="Remove the hard and soft pins of a page",
     fields=UnpinFields,
-    answer=None,
     scope="append",
     frees=True,
     answer_text="Removed.",
@@ -390,8 +372,6 @@ UNPIN: Final = operation(
 
 HOLDS: Final = operation(
     name="holds",
-    number=38,
-    route="GET /v1/prefix/holds",
     summary="List the namespace's hard pins and leases",
     fields=NoFields,
     answer=HoldsAnswer,
@@ -401,8 +381,6 @@ HOLDS: Final = operation(
 
 EVICT: Final = operation(
     name="evict",
-    number=22,
-    route="POST /v1/prefix/evict",
     summary="Evict cached pages, in order of eviction",
     fields=EvictFields,
     answer=PagesAnswer,
@@ -414,8 +392,6 @@ EVICT: Final = operation(
 
 CLEAR: Final = operation(
     name="clear",
-    number=23,
-    route="POST /v1/prefix/clear",
     summary="Evict all cached pages",
     description="Pages held by sequences, leases or hard pins stay.",
     fields=NoFields,
@@ -428,8 +404,6 @@ CLEAR: Final = operation(
 
 LIST_NAMESPACES: Final = operation(
     name="list_namespaces",
-    number=37,
-    route="GET /v1/namespaces",
     summary="List the namespaces that have sequences or pages",
     fields=NoFields,
     answer=NamespacesAnswer,
@@ -439,8 +413,6 @@ LIST_NAMESPACES: Final = operation(
 
 GET_NAMESPACE: Final = operation(
     name="get_namespace",
-    number=24,
-    route="GET /v1/namespaces/{name}",
     summary="Pages, sequences and quota of a namespace",
     fields=NamespaceFields,
     answer=NamespaceAnswer,
@@ -450,8 +422,6 @@ GET_NAMESPACE: Final = operation(
 
 SET_NAMESPACE: Final = operation(
     name="set_namespace",
-    number=25,
-    route="PUT /v1/namespaces/{name}",
     summary="Set the quota of a namespace",
     description="Pages above a lower quota are kept until they are deleted or evicted.",
     fields=QuotaFields,

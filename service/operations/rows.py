@@ -113,8 +113,6 @@ operation = partial(Operation, tag="tensors")
 
 APPEND: Final = operation(
     name="append",
-    number=7,
-    route="POST /v1/append",
     summary="Append rows of K and V to sequences",
     description="Each layer has its own length; pages are allocated when the first layer needs "
     "them. With `offsets`, a repeated append is rejected with the stored lengths instead of "
@@ -130,8 +128,6 @@ APPEND: Final = operation(
 
 GATHER: Final = operation(
     name="gather",
-    number=8,
-    route="POST /v1/gather",
     summary="K and V of sequences at one layer, dequantised",
     description="The request has no tensors. A reply above the service's limit is rejected (413) "
     "with its size: read it in pieces, with `start` and `stop`.",
@@ -178,8 +174,6 @@ class MergeAnswer(Fields):
 
 MERGE: Final = operation(
     name="merge",
-    number=13,
-    route="POST /v1/merge",
     summary="Merge attention states over disjoint KV",
     description="The merge is associative and commutative; the empty state is (0, -inf). "
     "Sinks enter each list once.",

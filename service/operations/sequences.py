@@ -335,8 +335,6 @@ operation = partial(Operation, tag="sequences")
 
 CREATE_SEQUENCES: Final = operation(
     name="create_sequences",
-    number=1,
-    route="POST /v1/sequences",
     summary="Create sequences: empty, forked or from the prefix cache; all or none",
     fields=CreateFields,
     takes=NAMES,
@@ -350,8 +348,6 @@ CREATE_SEQUENCES: Final = operation(
 
 LIST_SEQUENCES: Final = operation(
     name="list_sequences",
-    number=2,
-    route="GET /v1/sequences",
     summary="List sequences by id, a page at a time",
     fields=ListFields,
     answer=ListAnswer,
@@ -361,8 +357,6 @@ LIST_SEQUENCES: Final = operation(
 
 GET_SEQUENCE: Final = operation(
     name="get_sequence",
-    number=3,
-    route="GET /v1/sequences/{id}",
     summary="One sequence",
     fields=SequenceFields,
     answer=SequenceAnswer,
@@ -371,11 +365,8 @@ GET_SEQUENCE: Final = operation(
 
 DELETE_SEQUENCE: Final = operation(
     name="delete_sequence",
-    number=4,
-    route="DELETE /v1/sequences/{id}",
     summary="Delete a sequence; its forks keep shared pages, and committed pages stay cached",
     fields=SequenceFields,
-    answer=None,
     scope="append",
     frees=True,
     answer_text="Deleted.",
@@ -383,8 +374,6 @@ DELETE_SEQUENCE: Final = operation(
 
 DELETE_SEQUENCES: Final = operation(
     name="delete_sequences",
-    number=26,
-    route="POST /v1/sequences/delete",
     summary="Delete many sequences, by ids or by a prefix of their ids",
     fields=DeleteFields,
     answer=DeletedAnswer,
@@ -395,8 +384,6 @@ DELETE_SEQUENCES: Final = operation(
 
 TRUNCATE: Final = operation(
     name="truncate",
-    number=5,
-    route="POST /v1/sequences/{id}/truncate",
     summary="Truncate a sequence to its first tokens, at every layer",
     fields=TruncateFields,
     answer=SequenceAnswer,
@@ -406,8 +393,6 @@ TRUNCATE: Final = operation(
 
 TRUNCATE_SEQUENCES: Final = operation(
     name="truncate_sequences",
-    number=39,
-    route="POST /v1/sequences/truncate",
     summary="Truncate many sequences to their first tokens, at every layer; all or none",
     description="With `keep`, chosen tokens after each length are kept as well and move up.",
     fields=TruncateSequencesFields,
@@ -419,8 +404,6 @@ TRUNCATE_SEQUENCES: Final = operation(
 
 PAGE_TABLE: Final = operation(
     name="page_table",
-    number=6,
-    route="POST /v1/page-table",
     summary="CSR page table of sequences, and their cascade levels",
     fields=PageTableFields,
     answer=PageTableAnswer,

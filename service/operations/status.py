@@ -91,8 +91,6 @@ operation = partial(Operation, tag="service")
 
 INFO: Final = operation(
     name="info",
-    number=14,
-    route="GET /v1/info",
     summary="Geometry, dtypes, backend, device, limits, version",
     description="Constant until the process ends.",
     fields=NoFields,
@@ -103,8 +101,6 @@ INFO: Final = operation(
 
 POOL: Final = operation(
     name="pool",
-    number=15,
-    route="GET /v1/pool",
     summary="Counts of pages, sequences and nodes, and the result of the integrity check",
     fields=NoFields,
     answer=PoolAnswer,
@@ -114,8 +110,6 @@ POOL: Final = operation(
 
 ENGINES: Final = operation(
     name="engines",
-    number=32,
-    route="GET /v1/engines",
     summary="List the engines of the service, with their pages and sequences",
     fields=EnginesFields,
     answer=EnginesAnswer,
@@ -125,8 +119,6 @@ ENGINES: Final = operation(
 
 DRAIN_ENGINE: Final = operation(
     name="drain_engine",
-    number=36,
-    route="POST /v1/engines/{name}/drain",
     summary="Drain an engine of a cluster: move its sequences to the others",
     description="Returns at once; `GET /v1/engines` shows the progress. The engine accepts no new "
     "sequences until a call with `stop`. Without a cluster, nothing is moved.",
@@ -183,8 +175,6 @@ def of_the_tree(name: str, dtype: str, words: str) -> TensorSpec:
 
 SNAPSHOT: Final = operation(
     name="snapshot",
-    number=33,
-    route="GET /v1/snapshot",
     summary="Pages by state and the tree's largest parts, of all namespaces",
     description="The data of the live page, updated at most five times a second, for a very large "
     "tree less often. It contains no ids, keys or tokens.",

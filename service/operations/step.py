@@ -130,13 +130,11 @@ class StepFields(ScoringFields):
 
 STEP: Final = Operation(
     name="step",
-    number=0,
     summary="One decode or prefill through many layers, over a device arena",
     description="A frame of the road and no route: see docs/road.md.",
     tag="road",
     fields=StepFields,
     scope="read",
-    answer=None,
     routing="together",
 )
 """Has no route; no other operation has the number 0."""

@@ -306,8 +306,6 @@ operation = partial(Operation, tag="transfer")
 
 EXPORT: Final = operation(
     name="export_sequence",
-    number=28,
-    route="POST /v1/sequences/{id}/export",
     summary="Export a sequence's KV as the pool stores it, part by part",
     description="Call without `part` first. Parts can be read in any order and repeatedly, as long "
     "as the sequence does not change: to export a growing sequence, export a fork of it.",
@@ -321,8 +319,6 @@ EXPORT: Final = operation(
 
 IMPORT: Final = operation(
     name="import_sequence",
-    number=29,
-    route="POST /v1/sequences/{id}/import",
     summary="Create a sequence from an export, part by part",
     description="Start with `header`, which allocates the pages (507 if too few). Send the parts "
     "from `next_part` on, in order. End with the last part's digest: until then the sequence does "
@@ -337,8 +333,6 @@ IMPORT: Final = operation(
 
 GET_IMPORT: Final = operation(
     name="get_import",
-    number=30,
-    route="GET /v1/sequences/{id}/import",
     summary="Progress of an import",
     routing="imported",
     fields=SequenceFields,
@@ -348,12 +342,9 @@ GET_IMPORT: Final = operation(
 
 CANCEL_IMPORT: Final = operation(
     name="cancel_import",
-    number=31,
-    route="DELETE /v1/sequences/{id}/import",
     summary="Cancel an import and free its pages",
     routing="imported",
     fields=SequenceFields,
-    answer=None,
     scope="append",
     frees=True,
     answer_text="Cancelled.",

@@ -8,6 +8,7 @@ from typing import Any, Final, Literal, TypeVar, get_args
 
 from attnd.wire.dtypes import DTYPE_NAMES
 from attnd.wire.images import Entry
+from attnd.wire.operations import ROUTES
 from pydantic import ValidationError
 
 from service.errors import invalid_fields, unknown_tensor
@@ -83,22 +84,20 @@ class TensorSpec:
 class Operation:
     """One operation of the service, independent of any protocol.
 
-    `number` identifies it in the road's frames and never changes. `route` is its HTTP method and
-    path. Parameters of the path, and of the query of a method without a body, are fields. A key
-    needs `scope`; with the tensor `appended_with` also `append`; and also `move` where its fields
-    say so (`Fields.moved_with`). `frees`: it only releases pages, so a full queue accepts it.
-    `answer` None: the reply has no fields. `status` 0: 200, or 204 without fields. `routing` None:
-    `routed` is derived from the fields.
+    `attnd.wire.operations` has its number in the road's frames, and HTTP's method and path (of a
+    step: 0 and empty, as it has its own frame). Parameters of the path, and of the query of a
+    method without a body, are fields. A key needs `scope`; with the tensor `appended_with` also
+    `append`; and also `move` where its fields say so (`Fields.moved_with`). `frees`: it only
+    releases pages, so a full queue accepts it. `answer` None: the reply has no fields. `status` 0:
+    200, or 204 without fields. `routing` None: `routed` is derived from the fields.
     """
 
     name: str
-    number: int
     summary: str
     tag: str
     fields: type[Fields]
-    answer: type[Fields] | None
     scope: Scope
-    route: str = ""
+    answer: type[Fields] | None = None
     description: str = ""
     takes: tuple[TensorSpec, ...] = ()
     gives: tuple[TensorSpec, ...] = ()
@@ -109,18 +108,17 @@ class Operation:
     example: Any = None
     routing: Routing | None = None
     routed: Routing = field(init=False)
+    number: int = field(init=False)
+    method: str = field(init=False)
+    path: str = field(init=False)
 
     def __post_init__(self) -> None:
+        number, method, path = ROUTES.get(self.name, (0, "", ""))
+        object.__setattr__(self, "number", number)
+        object.__setattr__(self, "method", method)
+        object.__setattr__(self, "path", path)
         object.__setattr__(self, "routed", self.routing or default_routing(self))
         object.__setattr__(self, "status", self.status or (204 if self.answer is None else 200))
-
-    @property
-    def method(self) -> str:
-        return self.route.partition(" ")[0]
-
-    @property
-    def path(self) -> str:
-        return self.route.partition(" ")[2]
 
     @property
     def path_names(self) -> tuple[str, ...]:

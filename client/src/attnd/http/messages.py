@@ -14,7 +14,7 @@ from attnd.calls.call import Call, Reply
 from attnd.errors import ProtocolError, ServiceError, service_error
 from attnd.results import Meta, Timings
 from attnd.retries import Attempt
-from attnd.wire import images
+from attnd.wire import images, operations
 from attnd.wire.dtypes import Array
 from attnd.wire.frames import dump_json
 from attnd.wire.images import Bytes, request_image
@@ -22,49 +22,12 @@ from attnd.wire.images import Bytes, request_image
 T = TypeVar("T")
 
 ROUTES: Final[Mapping[str, tuple[str, str]]] = {
-    "create_sequences": ("POST", "/v1/sequences"),
-    "list_sequences": ("GET", "/v1/sequences"),
-    "get_sequence": ("GET", "/v1/sequences/{id}"),
-    "delete_sequence": ("DELETE", "/v1/sequences/{id}"),
-    "truncate": ("POST", "/v1/sequences/{id}/truncate"),
-    "truncate_sequences": ("POST", "/v1/sequences/truncate"),
-    "page_table": ("POST", "/v1/page-table"),
-    "append": ("POST", "/v1/append"),
-    "gather": ("POST", "/v1/gather"),
-    "decode": ("POST", "/v1/decode"),
-    "prefill": ("POST", "/v1/prefill"),
-    "ragged_prefill": ("POST", "/v1/ragged-prefill"),
-    "cascade": ("POST", "/v1/cascade"),
-    "merge": ("POST", "/v1/merge"),
-    "info": ("GET", "/v1/info"),
-    "pool": ("GET", "/v1/pool"),
-    "engines": ("GET", "/v1/engines"),
-    "drain_engine": ("POST", "/v1/engines/{name}/drain"),
-    "delete_sequences": ("POST", "/v1/sequences/delete"),
-    "match_prefix": ("POST", "/v1/prefix/match"),
-    "prefetch": ("POST", "/v1/prefix/prefetch"),
-    "commit": ("POST", "/v1/sequences/{id}/commit"),
-    "commit_sequences": ("POST", "/v1/sequences/commit"),
-    "renew_lease": ("POST", "/v1/leases/{id}"),
-    "release_lease": ("DELETE", "/v1/leases/{id}"),
-    "pin": ("PUT", "/v1/prefix/pin"),
-    "unpin": ("DELETE", "/v1/prefix/pin"),
-    "holds": ("GET", "/v1/prefix/holds"),
-    "evict": ("POST", "/v1/prefix/evict"),
-    "clear": ("POST", "/v1/prefix/clear"),
-    "get_namespace": ("GET", "/v1/namespaces/{name}"),
-    "set_namespace": ("PUT", "/v1/namespaces/{name}"),
-    "events": ("GET", "/v1/events/page"),
-    "export_sequence": ("POST", "/v1/sequences/{id}/export"),
-    "import_sequence": ("POST", "/v1/sequences/{id}/import"),
-    "get_import": ("GET", "/v1/sequences/{id}/import"),
-    "cancel_import": ("DELETE", "/v1/sequences/{id}/import"),
-    "snapshot": ("GET", "/v1/snapshot"),
+    **{name: (method, path) for name, (_, method, path) in operations.ROUTES.items()},
     "live": ("GET", "/health/live"),
     "ready": ("GET", "/health/ready"),
     "metrics": ("GET", "/metrics"),
 }
-"""Method and path by operation; `{id}` is the field of that name."""
+"""Method and path by call."""
 
 TENSORS: Final = frozenset(
     {
