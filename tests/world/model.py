@@ -24,7 +24,8 @@ FAULT_OF: Final = {
 }
 """Faults that explain an error."""
 OF_NO_SEQUENCE: Final = ("release_lease", "renew_lease", "get_namespace", "set_namespace")
-HOLDING: Final = ("match_prefix", "renew_lease", "pin")
+READING: Final = ("decode", "prefill", "gather", "get_sequence", "page_table", "export_sequence")
+"""Operations that change no sequence, unless they bring rows."""
 
 
 class Wrong(AssertionError):
@@ -119,6 +120,9 @@ class Op:
     faults: int = 0
     """Length of the log of faults when it was sent."""
     space: Namespace | None = None
+    session: int = 0
+    number: int = 0
+    """Of the call, in its session."""
     reply: tuple[str, bytes] | None = None
     """Code and image, as the engine answered."""
 
@@ -130,6 +134,19 @@ class Op:
         if "sequences" in self.fields and self.name != "create_sequences":
             return list(self.fields["sequences"])
         return [self.fields["id"]] if "id" in self.fields else []
+
+    @property
+    def names(self) -> set[str]:
+        """Sequences that it reads or writes, as far as it names them."""
+        made = self.fields["sequences"] if self.name == "create_sequences" else ()
+        return {*self.ids, *(new[each] for new in made for each in ("id", "parent") if each in new)}
+
+    def must_follow(self, other: Op) -> bool:
+        """Whether it takes effect after `other`: a later call of the same session on a sequence."""
+        if self.session != other.session or self.number < other.number or other.is_cancelled:
+            return False
+        writes = any(one.rows or one.name not in READING for one in (self, other))
+        return writes and not self.names.isdisjoint(other.names)
 
 
 @dataclass(slots=True)
@@ -188,6 +205,8 @@ class Model:
         if code != "ok":
             self._check_error(space, op, code, fields, now)
             return
+        for other in self.outstanding:
+            check(not op.must_follow(other), f"{op.name} overtook {other.name}:", op.names)
         if op.name not in ("delete_sequences", "import_sequence", "cancel_import"):
             for name in op.ids:
                 self._read(space, op, name, now)

@@ -284,7 +284,8 @@ class CallerProcess:
         world, number = self.world, BY_NAME[op.name].number
         op.sent, op.faults = world.clock.now, len(world.faults)
         if not road.lost:
-            world.calls[self.pair, road.last_id + 1] = op
+            op.session, op.number = self.pair, road.last_id + 1
+            world.calls[op.session, op.number] = op
             world.model.outstanding.add(op)
             world.result.calls += 1
         deadline_us = int(op.deadline_s * 1e6)
