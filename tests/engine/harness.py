@@ -26,7 +26,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-from images import read_image, write_image
 
 from config.sections import CacheSettings
 from config.settings import AuthSettings, EngineSettings, ServerSettings, Settings
@@ -43,6 +42,7 @@ from service.operations.table import BY_NAME
 from service.road.caller_end.caller import Answered, RoadCaller
 from service.road.engine_end.listening import listen
 from tests.engine.fake_backend import GEOMETRY, WAIT_S, FakeBackend
+from tests.images import read_image, write_image
 
 T = TypeVar("T")
 OPTIONS = {"slice_ms", "late"}
