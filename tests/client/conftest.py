@@ -1,4 +1,4 @@
-"""The kinds of clients that most tests run for, and a service for all of them."""
+"""The kinds of clients that most tests run for, and two services for all of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
+from attnd import Client
 
 from tests.client.client_stub import Kind
 from tests.client.running_service import connect, service
@@ -37,3 +38,33 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with service("--server.uds", paths.uds, "--server.socket", paths.road) as address:
         connect(address).close()
         yield paths
+
+
+@pytest.fixture(scope="session")
+def there() -> Iterator[str]:
+    """The URL of a second service, which reads bodies of at most 1 MiB."""
+    with service("--server.port", "0", "--server.max-body-bytes", str(2**20)) as url:
+        yield url
+
+
+@pytest.fixture
+def client(here: Served) -> Iterator[Client]:
+    with connect(here.address) as client:
+        yield client
+        clear(client)
+
+
+@pytest.fixture
+def other(there: str) -> Iterator[Client]:
+    """A client of the second service."""
+    with connect(there) as client:
+        yield client
+        clear(client)
+
+
+def clear(client: Client) -> None:
+    """Delete everything, and see that nothing leaked."""
+    client.delete_sequences(prefix="")
+    client.clear()
+    pool = client.pool()
+    assert (pool.referenced, pool.imports, pool.integrity) == (0, 0, "ok")

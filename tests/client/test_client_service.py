@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,40 +30,10 @@ from numpy.typing import NDArray
 
 from tests.client.client_stub import Awaited
 from tests.client.conftest import Served
-from tests.client.running_service import connect, service
 
 Array = NDArray[Any]
 LAYERS, KV_HEADS, QUERY_HEADS, HEAD_DIM = 2, 2, 8, 64
 BOUNDS: dict[Any, float] = {np.float32: 1e-5, np.float16: 1e-3, ml_dtypes.bfloat16: 1e-2}
-
-
-@pytest.fixture(scope="module")
-def port() -> Iterator[str]:
-    """A second service, on a port that the system chose; it reads bodies of at most 1 MiB."""
-    with service("--server.port", "0", "--server.max-body-bytes", str(2**20)) as where:
-        yield where
-
-
-@pytest.fixture
-def client(here: Served) -> Iterator[Client]:
-    with connect(here.address) as client:
-        yield client
-        clear(client)
-
-
-@pytest.fixture
-def other(port: str) -> Iterator[Client]:
-    with connect(port) as client:
-        yield client
-        clear(client)
-
-
-def clear(client: Client) -> None:
-    """Delete everything, and see that nothing leaked."""
-    for sequence in list(client.list_sequences(page_size=3)):
-        client.delete_sequence(sequence.id)
-    pool = client.pool()
-    assert (pool.referenced, pool.integrity) == (0, "ok")
 
 
 def rows(seed: int, count: int, heads: int, dtype: Any = np.float32) -> Array:
@@ -179,12 +149,12 @@ def tour(ask: Callable[..., Any]) -> dict[str, Any]:
 
 
 def test_every_route_gives_the_same_to_all_clients_over_tcp_unix_socket_and_road(
-    client: Client, port: str, here: Served
+    client: Client, there: str, here: Served
 ) -> None:
     def method(of: Any) -> Callable[..., Any]:
         return lambda name, *args, **kwargs: getattr(of, name)(*args, **kwargs)
 
-    with Awaited(AsyncClient(port)) as other:
+    with Awaited(AsyncClient(there)) as other:
         first, second = tour(method(client)), tour(method(other))
     with Session(here.road) as session:
         third = tour(method(session))
@@ -322,14 +292,13 @@ def test_a_decode_whose_reply_was_lost_appends_once_and_answers(
     assert client.get_sequence("a").lengths == (4, 0)
 
 
-def test_the_readme_program_runs(port: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_readme_program_runs(
+    other: Client, there: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     readme = Path(__file__).resolve().parents[2] / "client" / "README.md"
     program = readme.read_text().split("```python\n")[1].partition("```")[0]
-    connect(port).close()
-    exec(program.replace("http://127.0.0.1:8080", port), {})
+    exec(program.replace("http://127.0.0.1:8080", there), {})
     assert capsys.readouterr().out.startswith("(2, 8, 64) (2, 8) 2 ")
-    with connect(port) as client:
-        clear(client)
 
 
 def test_the_client_needs_nothing_that_a_service_is_made_of() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from attnd.http.origin import origin_of
 from numpy.typing import NDArray
 
 from tests.client.conftest import Served
-from tests.client.running_service import connect, service
 
 LAYERS, LENGTH = 2, 150
 PART_BYTES = 2**16
@@ -28,32 +26,14 @@ TOKENS = list(range(LENGTH))
 Array = NDArray[Any]
 
 
-@pytest.fixture(scope="module")
-def there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    path = str(tmp_path_factory.mktemp("t") / "s")
-    with service("--server.uds", path) as where:
-        yield where
+@pytest.fixture
+def source(client: Client) -> Client:
+    return client
 
 
 @pytest.fixture
-def source(here: Served) -> Iterator[Client]:
-    with connect(here.address) as client:
-        yield client
-        clear(client)
-
-
-@pytest.fixture
-def target(there: str) -> Iterator[Client]:
-    with connect(there) as client:
-        yield client
-        clear(client)
-
-
-def clear(client: Client) -> None:
-    client.delete_sequences(prefix="")
-    client.clear()
-    pool = client.pool()
-    assert (pool.referenced, pool.imports, pool.integrity) == (0, 0, "ok")
+def target(other: Client) -> Client:
+    return other
 
 
 def grow(client: Client, name: str, length: int = LENGTH) -> None:
@@ -88,7 +68,7 @@ def test_every_client_exports_imports_and_copies_to_the_bit(
         assert copy_sequence(session, target, "a", "c").state == "done"
 
     async def run() -> None:
-        client = AsyncClient(uds=there.removeprefix("unix:"))
+        client = AsyncClient(there)
         await client.export("a", tmp_path / "two", part_bytes=PART_BYTES)
         await client.import_("d", tmp_path / "two")
         with pytest.raises(attnd.SequenceExists):
@@ -156,8 +136,7 @@ class Troubled:
     def __init__(
         self, where: str, lose: tuple[int, ...] = (), damage: tuple[int, ...] = ()
     ) -> None:
-        uds = where.removeprefix("unix:")
-        self.inner = SocketTransport(origin_of("http://127.0.0.1:8080", uds, None, True, None))
+        self.inner = SocketTransport(origin_of(where, None))
         self.lose, self.damage = lose, damage
         self.count = 0
 

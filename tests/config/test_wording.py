@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,9 @@ def test_a_wrong_field_is_named_with_its_rule(
 
 
 @pytest.mark.parametrize("operation", FIELDS)
-@pytest.mark.parametrize("value", [None, -1, 1.5, "x", [], {}, [None], [{}], {"a": 1}, True, 1e300])
-def test_no_error_of_a_field_is_in_a_librarys_words(operation: str, value: Any) -> None:
-    for name in FIELDS[operation].model_fields:
+def test_no_error_of_a_field_is_in_a_librarys_words(operation: str) -> None:
+    values = [None, -1, 1.5, "x", [], {}, [None], [{}], {"a": 1}, True, 1e300]
+    for name, value in product(FIELDS[operation].model_fields, values):
         try:
             validate(FIELDS[operation], {**A, name: value})
         except InvalidRequest as error:

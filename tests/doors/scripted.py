@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -26,11 +25,11 @@ from service.operations.table import BY_NAME, BY_NUMBER
 from service.road.engine_end.admission import Admission
 from service.road.engine_end.calls import Call, Cancel, SessionConfig
 from service.road.messages import State
+from tests.harness.waiting import WAIT_S, wait_for
 
 SAFETENSORS: Final = "application/vnd.safetensors"
 JSON: Final = "application/json"
 PROBLEM: Final = "application/problem+json"
-WAIT_S: Final = 60.0
 SECRET: Final = "by which the engine knows its doors"
 STAGES: Final = (0.001, 0.002, 0.003, 0.004, 0.005, 0.006)
 Script = Callable[["Heard"], bytes | AttndError]
@@ -256,13 +255,6 @@ def listen_on(uds: Path | None) -> socket.socket:
     listener.bind(str(uds))
     listener.listen()
     return listener
-
-
-def wait_for(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {WAIT_S} s for {what}"
-        time.sleep(0.002)
 
 
 def decode_body(rows: int = 1, width: int = 8) -> bytes:

@@ -25,23 +25,37 @@ def level(*sequences: str, indptr: Any = (0, 1)) -> dict[str, Any]:
     return {"sequences": list(sequences), "qo_indptr": list(indptr)}
 
 
+def cascade(*levels: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"layer": 0, "levels": list(levels), **more}
+
+
+def new(*sequences: dict[str, Any]) -> dict[str, Any]:
+    return {"sequences": list(sequences)}
+
+
 def zeros(*sizes: int, dtype: Any = np.float32) -> Any:
     return np.zeros(sizes, dtype)
 
 
+def state(*sizes: int) -> dict[str, Any]:
+    return {"o": zeros(*sizes), "lse": zeros(*sizes[:-1])}
+
+
+AB = {"layer": 0, "sequences": ["a", "b"]}
+TWO, TWICE = level("a", indptr=(0, 2)), level("a", "a", indptr=(0, 1, 1))
+LARGE_CASCADE = cascade(level("a"), level(*MANY[:4096], indptr=range(4097)))
+LARGE_RAGGED = {"qo_indptr": [*range(4098)], "kv_indptr": [*range(4098)]}
+QKV4097 = {"q": queries(4097), "k": KV4097, "v": KV4097}
+F, NONE = zeros(), zeros(1, 0, 64)
+MASKS = {"mask": np.ones(1, bool), "packed_mask": np.ones(1, np.uint8)}
+PACKED = {"q": Q1, "k": KV2, "v": KV2, "packed_mask": np.ones(2, np.uint8)}
 Case = tuple[str, dict[str, Any], dict[str, Any], str, str]
 
 OF_FIELDS: list[Case] = [
     ("create_sequences", {}, {}, "sequences", "must be given"),
     ("create_sequences", {"sequences": []}, {}, "sequences", "at least 1"),
     ("create_sequences", {"sequences": [{}] * 65537}, {}, "sequences", "at most 65536"),
-    (
-        "create_sequences",
-        {"sequences": [{"id": "a"}, {"id": "a"}]},
-        {},
-        "sequences",
-        "duplicate id",
-    ),
+    ("create_sequences", new({"id": "a"}, {"id": "a"}), {}, "sequences", "duplicate id"),
     ("create_sequences", {"sequences": [{"id": "a/b"}]}, {}, "sequences.0.id", "pattern"),
     ("create_sequences", {"sequences": [{}, {"length": 1}]}, {}, "sequences.1", "requires parent"),
     ("create_sequences", {"sequences": [{"color": 1}]}, {}, "sequences.0.color", "no such field"),
@@ -77,20 +91,8 @@ OF_FIELDS: list[Case] = [
     ("append", {**A, "append_indptr": [0]}, KV, "append_indptr", "at least 2"),
     ("append", {**A, "append_indptr": [1, 1]}, KV, "append_indptr", "start at 0"),
     ("append", {**A, "append_indptr": [0, 2]}, KV, "append_indptr", "not exceed 1"),
-    (
-        "append",
-        {**A, "append_indptr": [0, 2**31]},
-        KV,
-        "append_indptr.1",
-        "2147483647",
-    ),
-    (
-        "append",
-        {**A, "append_indptr": [0, 1, 1]},
-        KV,
-        "append_indptr",
-        "must be 2",
-    ),
+    ("append", {**A, "append_indptr": [0, 2**31]}, KV, "append_indptr.1", "2147483647"),
+    ("append", {**A, "append_indptr": [0, 1, 1]}, KV, "append_indptr", "must be 2"),
     ("append", {**A, "offsets": [0, 0]}, KV, "offsets", "must be 1"),
     ("append", {**A, "offsets": [-1]}, KV, "offsets.0", "greater than"),
     ("append", {**A, "causal": True}, KV, "causal", "no such field"),
@@ -111,61 +113,19 @@ OF_FIELDS: list[Case] = [
     ("prefill", A, {"q": Q1}, "qo_indptr", "must be given"),
     ("prefill", {**A, "qo_indptr": []}, {"q": Q1}, "qo_indptr", "at least 2"),
     ("prefill", {**A, "qo_indptr": [0, 0]}, {"q": Q1}, "qo_indptr", "must end at 1"),
-    (
-        "prefill",
-        {"layer": 0, "sequences": ["a", "b"], "qo_indptr": [0, 2, 1]},
-        {"q": Q1},
-        "qo_indptr",
-        "must not decrease",
-    ),
+    ("prefill", {**AB, "qo_indptr": [0, 2, 1]}, {"q": Q1}, "qo_indptr", "must not decrease"),
     ("ragged_prefill", {**R, "cascade": "auto"}, QKV, "cascade", "no such field"),
     ("ragged_prefill", {**R, "kv_indptr": [0, 0, 1]}, QKV, "kv_indptr", "must be 2"),
     ("ragged_prefill", {"qo_indptr": [0], "kv_indptr": [0]}, QKV, "qo_indptr", "at least 2"),
-    ("cascade", {"layer": 0, "levels": []}, {"q": Q1}, "levels", "at least 1"),
-    ("cascade", {"layer": 0, "levels": [level("a")] * 17}, {"q": Q1}, "levels", "at most 16"),
-    (
-        "cascade",
-        {"layer": 0, "levels": [level("a"), level(*MANY[:4096], indptr=range(4097))]},
-        {"q": queries(4096)},
-        "levels",
-        "all together at most 4096 in a call: send more calls",
-    ),
-    (
-        "ragged_prefill",
-        {"qo_indptr": [*range(4098)], "kv_indptr": [*range(4098)]},
-        {"q": queries(4097), "k": KV4097, "v": KV4097},
-        "qo_indptr",
-        "at most 4096 requests in a call: send more calls",
-    ),
-    ("cascade", {"layer": LAYERS, "levels": [level("a")]}, {"q": Q1}, "layer", "num_layers"),
-    (
-        "cascade",
-        {"layer": 0, "levels": [{"sequences": ["a"]}]},
-        {"q": Q1},
-        "levels.0.qo_indptr",
-        "must be given",
-    ),
-    (
-        "cascade",
-        {"layer": 0, "levels": [level("a"), level("a", indptr=(0, 2))]},
-        {"q": Q1},
-        "levels.1.qo_indptr",
-        "must not exceed 1",
-    ),
-    (
-        "cascade",
-        {"layer": 0, "levels": [level("a", "a", indptr=(0, 1, 1))]},
-        {"q": Q1},
-        "levels.0.sequences",
-        "duplicate id",
-    ),
-    (
-        "cascade",
-        {"layer": 0, "levels": [level("a")], "window_left": 3},
-        {"q": Q1},
-        "window_left",
-        "no such field",
-    ),
+    ("cascade", cascade(), {"q": Q1}, "levels", "at least 1"),
+    ("cascade", cascade(*[level("a")] * 17), {"q": Q1}, "levels", "at most 16"),
+    ("cascade", LARGE_CASCADE, {"q": queries(4096)}, "levels", "together at most 4096 in a call"),
+    ("ragged_prefill", LARGE_RAGGED, QKV4097, "qo_indptr", "at most 4096 requests in a call: send"),
+    ("cascade", cascade(level("a"), layer=LAYERS), {"q": Q1}, "layer", "num_layers"),
+    ("cascade", cascade({"sequences": ["a"]}), {"q": Q1}, "levels.0.qo_indptr", "must be given"),
+    ("cascade", cascade(level("a"), TWO), {"q": Q1}, "levels.1.qo_indptr", "must not exceed 1"),
+    ("cascade", cascade(TWICE), {"q": Q1}, "levels.0.sequences", "duplicate id"),
+    ("cascade", cascade(level("a"), window_left=3), {"q": Q1}, "window_left", "no such field"),
     ("merge", {"indptr": []}, {"o": Q1, "lse": LSE1}, "indptr", "at least 1"),
     ("merge", {"indptr": [0, 2]}, {"o": Q1, "lse": LSE1}, "indptr", "must not exceed 1"),
     ("gather", {**A, "dtype": "fp8_e4m3"}, {}, "dtype", "'fp32'"),
@@ -184,13 +144,7 @@ OF_TENSORS: list[Case] = [
     ("append", A, {"k": KV1[:, :1], "v": KV1[:, :1]}, "k.shape", "must be [1, 2, 64]"),
     ("append", A, {"k": KV1[..., :-1], "v": KV1[..., :-1]}, "k.shape", "must be [1, 2, 64]"),
     ("append", A, {"k": KV1[0], "v": KV1[0]}, "k.shape", "must be [1, 2, 64]"),
-    (
-        "append",
-        {**A, "append_indptr": [0, 0]},
-        {"k": zeros(), "v": zeros()},
-        "k.shape",
-        "[n, 2, 64]",
-    ),
+    ("append", {**A, "append_indptr": [0, 0]}, {"k": F, "v": F}, "k.shape", "[n, 2, 64]"),
     ("append", A, {"k": KV1.astype(np.float64), "v": KV1}, "k.dtype", "one of F32, F16, BF16"),
     ("append", A, {"k": KV1.astype(np.uint8), "v": KV1}, "k.dtype", "one of F32, F16, BF16"),
     ("append", A, {"k": KV1, "v": KV1.astype(np.float16)}, "v.dtype", "that of k, F32"),
@@ -209,53 +163,23 @@ OF_TENSORS: list[Case] = [
     ("prefill", P, {"q": Q1, "mask": np.ones(1, np.uint8)}, "mask.dtype", "must be BOOL"),
     ("prefill", P, {"q": Q1, "mask": np.ones((1, 1), bool)}, "mask.shape", "one dimension"),
     ("prefill", P, {"q": Q1, "packed_mask": np.ones(1, bool)}, "packed_mask.dtype", "must be U8"),
-    (
-        "prefill",
-        P,
-        {"q": Q1, "mask": np.ones(1, bool), "packed_mask": np.ones(1, np.uint8)},
-        "tensors.packed_mask",
-        "cannot be combined",
-    ),
-    (
-        "ragged_prefill",
-        R,
-        {**QKV, "k": zeros(1, 0, 64), "v": zeros(1, 0, 64)},
-        "k.shape",
-        "least 1",
-    ),
+    ("prefill", P, {"q": Q1, **MASKS}, "tensors.packed_mask", "cannot be combined"),
+    ("ragged_prefill", R, {**QKV, "k": NONE, "v": NONE}, "k.shape", "least 1"),
     ("ragged_prefill", R, {**QKV, "k": zeros(1, 3, 64), "v": zeros(1, 3, 64)}, "q.shape", "= 3"),
     ("ragged_prefill", R, {**QKV, "q": zeros(1, 4, 32)}, "q.shape", "[n, num_qo_heads, 64]"),
     ("ragged_prefill", R, {**QKV, "v": KV2}, "v.shape", "[1, 2, 64]"),
     ("ragged_prefill", R, {**QKV, "q": Q1.astype("f2")}, "k.dtype", "that of q, F16"),
     ("ragged_prefill", R, {**QKV, "mask": np.ones(2, bool)}, "mask.shape", "needs 1 elements"),
-    (
-        "ragged_prefill",
-        {"qo_indptr": [0, 1], "kv_indptr": [0, 2]},
-        {"q": Q1, "k": KV2, "v": KV2, "packed_mask": np.ones(2, np.uint8)},
-        "packed_mask.shape",
-        "needs 1 bytes",
-    ),
-    ("cascade", {"layer": 0, "levels": [level("a")]}, QKV, "tensors.k", "no such tensor"),
+    ("ragged_prefill", {**R, "kv_indptr": [0, 2]}, PACKED, "packed_mask.shape", "needs 1 bytes"),
+    ("cascade", cascade(level("a")), QKV, "tensors.k", "no such tensor"),
     ("merge", {}, {"o": Q1}, "tensors.lse", "must be given"),
     ("merge", {}, {"o": Q1, "lse": LSE1}, "o.shape", "must be [T, n, H, head_dim]"),
     ("merge", {"indptr": [0, 1]}, {"o": Q1, "lse": LSE1.astype("f2")}, "lse.dtype", "must be F32"),
     ("merge", {"indptr": [0, 1]}, {"o": Q1, "lse": zeros(2, QO_HEADS)}, "lse.shape", "be [1, 4]"),
-    ("merge", {}, {"o": zeros(1, 1, 0, 8), "lse": zeros(1, 1, 0)}, "o.shape", "at least 1"),
-    ("merge", {}, {"o": zeros(1, 1, 8, 0), "lse": zeros(1, 1, 8)}, "o.shape", "at least 1"),
-    (
-        "merge",
-        {"indptr": [0] * 20_000},
-        {"o": zeros(0, 1024, 1024), "lse": zeros(0, 1024)},
-        "o.shape",
-        "too large an answer",
-    ),
-    (
-        "merge",
-        {},
-        {"o": zeros(2**20, 0, 64, 64), "lse": zeros(2**20, 0, 64)},
-        "o.shape",
-        "too large an answer",
-    ),
+    ("merge", {}, state(1, 1, 0, 8), "o.shape", "at least 1"),
+    ("merge", {}, state(1, 1, 8, 0), "o.shape", "at least 1"),
+    ("merge", {"indptr": [0] * 20_000}, state(0, 1024, 1024), "o.shape", "too large an answer"),
+    ("merge", {}, state(2**20, 0, 64, 64), "o.shape", "too large an answer"),
     ("gather", A, {"q": Q1}, "tensors.q", "no such tensor"),
     ("info", {}, {"q": Q1}, "tensors.q", "no such tensor"),
     ("create_sequences", {"sequences": [{}]}, {"q": Q1}, "tensors.q", "no such tensor"),

@@ -10,6 +10,12 @@ import pytest
 from service import errors
 from service.errors import KINDS, AttndError, InvalidRequest, kind_of, problem, shorten
 
+HELD = {"cached": 1}
+NO_PAGES = {"needed": 3, "free": 1, "total": 9, "available": 2, "held": HELD}
+SUPPORTED: dict[str, Any] = {"supported": []}
+CHANGED = {"sequences": ["a"], "generation": "0f"}
+PARTS = {"part": 3, "next_part": 1, "num_parts": 4}
+DIGESTS = {"of": "part 3", "given": "0f", "found": "1f"}
 EXAMPLES: list[tuple[AttndError, int, str, dict[str, Any]]] = [
     (errors.MalformedBody("x"), 400, "malformed_body", {}),
     (errors.MalformedRequest("x"), 400, "malformed_request", {}),
@@ -25,18 +31,8 @@ EXAMPLES: list[tuple[AttndError, int, str, dict[str, Any]]] = [
     (errors.SequenceMoving(["a"]), 503, "sequence_moving", {"sequences": ["a"]}),
     (errors.BodyTooLarge("x", size=9, limit=8), 413, "body_too_large", {"size": 9, "limit": 8}),
     (errors.AnswerTooLarge(9, 8, "x"), 413, "answer_too_large", {"size": 9, "limit": 8}),
-    (
-        errors.UnsupportedMediaType("x", supported=["y"]),
-        415,
-        "unsupported_media_type",
-        {"supported": ["y"]},
-    ),
-    (
-        InvalidRequest("layer", 2, "must be below 2"),
-        422,
-        "invalid_request",
-        {"field": "layer", "value": 2, "rule": "must be below 2"},
-    ),
+    (errors.UnsupportedMediaType("x", supported=[]), 415, "unsupported_media_type", SUPPORTED),
+    (InvalidRequest("a", 2, "b"), 422, "invalid_request", {"field": "a", "value": 2, "rule": "b"}),
     (errors.Overloaded("x", retry_after_s=1.0), 429, "overloaded", {"retry_after_s": 1.0}),
     (errors.HeadersTooLarge("x"), 431, "headers_too_large", {}),
     (errors.Cancelled("x"), 499, "cancelled", {}),
@@ -44,35 +40,15 @@ EXAMPLES: list[tuple[AttndError, int, str, dict[str, Any]]] = [
     (errors.NotSupported("x"), 501, "not_supported", {}),
     (errors.NotReady("x"), 503, "not_ready", {}),
     (errors.DeadlineExceeded("x"), 504, "deadline_exceeded", {}),
-    (
-        errors.OutOfPages(3, 1, 9, {"cached": 1}, 2),
-        507,
-        "out_of_pages",
-        {"needed": 3, "free": 1, "total": 9, "available": 2, "held": {"cached": 1}},
-    ),
+    (errors.OutOfPages(3, 1, 9, HELD, 2), 507, "out_of_pages", NO_PAGES),
     (errors.UnknownLease("lease-1"), 404, "unknown_lease", {"lease": "lease-1"}),
     (errors.UnknownPage("ab"), 404, "unknown_page", {"page_key": "ab"}),
     (errors.KeyMismatch(3, "it has another"), 409, "key_mismatch", {"page": 3}),
     (errors.UnknownImport("a"), 404, "unknown_import", {"sequences": ["a"]}),
-    (
-        errors.SequenceChanged("a", "0f"),
-        409,
-        "sequence_changed",
-        {"sequences": ["a"], "generation": "0f"},
-    ),
+    (errors.SequenceChanged("a", "0f"), 409, "sequence_changed", CHANGED),
     (errors.ImportExists("a"), 409, "import_exists", {"sequences": ["a"]}),
-    (
-        errors.PartMismatch(3, 1, 4),
-        409,
-        "part_mismatch",
-        {"part": 3, "next_part": 1, "num_parts": 4},
-    ),
-    (
-        errors.DigestMismatch("part 3", "0f", "1f"),
-        422,
-        "digest_mismatch",
-        {"of": "part 3", "given": "0f", "found": "1f"},
-    ),
+    (errors.PartMismatch(3, 1, 4), 409, "part_mismatch", PARTS),
+    (errors.DigestMismatch("part 3", "0f", "1f"), 422, "digest_mismatch", DIGESTS),
     (errors.LostSequence(["a"]), 410, "lost_sequence", {"sequences": ["a"]}),
     (errors.OutOfSequences(3, 2, 9), 507, "out_of_sequences", {"needed": 3, "free": 2, "total": 9}),
 ]

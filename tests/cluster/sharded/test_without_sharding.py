@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[3]
 FOLDERS = ("service.core.shards", "service.engine.handlers.shards", "service.cluster.sharded")
 BLOCKING = f"""

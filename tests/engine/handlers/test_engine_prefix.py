@@ -198,6 +198,8 @@ async def test_many_sequences_are_deleted_at_once_by_id_or_by_how_their_ids_begi
     assert [one["id"] for one in reply.fields["sequences"]] == ["run-2:0"]
 
 
+NAMED: dict[str, Any] = {"id": "a", "token_ids": PROMPT}
+BOTH = {"parent": "a", "prefix": {"token_ids": []}}
 REFUSED: list[tuple[str, dict[str, Any], int, str, str]] = [
     ("commit", {"id": "a", "page_keys": ["0" * 31]}, 422, "invalid_request", "page_keys"),
     ("commit", {"id": "a", "token_ids": [*PROMPT, 1]}, 422, "invalid_request", "at most 20"),
@@ -207,13 +209,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str, str]] = [
     ("commit", {"id": "a"}, 422, "invalid_request", "give either"),
     ("commit", {"id": "b", "token_ids": []}, 404, "unknown_sequence", "b"),
     ("commit", {"id": "a", "token_ids": [-1]}, 422, "invalid_request", "token_ids"),
-    (
-        "commit",
-        {"id": "a", "token_ids": PROMPT, "priority": 101},
-        422,
-        "invalid_request",
-        "priority",
-    ),
+    ("commit", NAMED | {"priority": 101}, 422, "invalid_request", "priority"),
     ("commit", {"id": "a", "token_ids": [], "duration_s": 1.0}, 422, "invalid_request", "priority"),
     ("match_prefix", {"token_ids": [], "page_keys": []}, 422, "invalid_request", "either"),
     ("match_prefix", {"token_ids": [], "lease_s": -1.0}, 422, "invalid_request", "lease_s"),
@@ -225,13 +221,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str, str]] = [
     ("set_namespace", {"name": "x", "reserved_pages": 97}, 422, "invalid_request", "reserved"),
     ("set_namespace", {"name": "x", "max_pages": 1, "reserved_pages": 2}, 422, "invalid", "most"),
     ("delete_sequences", {}, 422, "invalid_request", "ids or prefix"),
-    (
-        "create_sequences",
-        {"sequences": [{"parent": "a", "prefix": {"token_ids": []}}]},
-        422,
-        "invalid_request",
-        "cannot be combined",
-    ),
+    ("create_sequences", {"sequences": [BOTH]}, 422, "invalid_request", "cannot be combined"),
     ("create_sequences", {"sequences": [{"prefix": {}}]}, 422, "invalid_request", "give either"),
     ("create_sequences", {"sequences": [{"ttl_s": 0.0}]}, 422, "invalid_request", "ttl_s"),
 ]

@@ -148,19 +148,11 @@ def test_it_listens_on_a_unix_socket_for_its_own_user(
     assert not path.exists() and not engine.exists(), "it cleans up after itself"
 
 
-@pytest.mark.parametrize(
-    ("argument", "value", "named"),
-    [
-        ("--pool.page-size", "0", "pool.page_size"),
-        ("--pool.colour", "red", "colour"),
-        ("--server.port", "99999", "server.port"),
-    ],
-)
-def test_a_bad_setting_stops_the_start_and_is_named(argument: str, value: str, named: str) -> None:
-    with process(argument, value) as running:
+def test_a_bad_setting_stops_the_start_and_is_named() -> None:
+    with process("--pool.page-size", "0") as running:
         assert running.child.wait(START_S) == 2
     (line,) = running.lines
-    assert named in line
+    assert "pool.page_size" in line
 
 
 @pytest.mark.long
