@@ -173,7 +173,7 @@ GOOD_KEYS = tuple(
 
 
 def statuses(service: Service, data: bytes) -> list[int]:
-    """The statuses of all replies to these bytes."""
+    """The statuses of all final replies to these bytes."""
     with service.connect() as peer:
         peer.sendall(data)
         peer.shutdown(socket.SHUT_WR)
@@ -182,7 +182,7 @@ def statuses(service: Service, data: bytes) -> list[int]:
             reply += piece
             if b"text/event-stream" in reply:
                 break  # it does not end
-    return [int(one) for one in re.findall(rb"HTTP/1\.1 (\d{3}) ", reply)]
+    return [int(one) for one in re.findall(rb"HTTP/1\.1 ([2-5]\d\d) ", reply)]
 
 
 def request_of(method: str, path: str, *lines: bytes) -> bytes:
