@@ -27,7 +27,7 @@ from attnd.calls.call import (
     result_of,
     settled_by,
 )
-from attnd.calls.prefix import Prefix, indptr_of
+from attnd.calls.prefix import Prefix, indptr_of, prefix_of
 from attnd.errors import UnknownSequence
 from attnd.results import (
     EngineInfo,
@@ -67,7 +67,7 @@ class NewSequence:
     def document(self) -> dict[str, Any]:
         given: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
         if self.prefix is not None:
-            given["prefix"] = self.prefix.sought()
+            given["prefix"] = prefix_of(self.prefix).sought()
         if self.ttl_s is not None:
             given["ttl_s"] = float(self.ttl_s)
         if self.shard is not None:

@@ -15,6 +15,7 @@ from attnd.calls.arguments import (
     plain_fields,
     sequence_id,
     sequence_ids,
+    shown,
     whole_number,
     whole_numbers,
 )
@@ -74,6 +75,13 @@ class Prefix:
         return self.fields() | plain_fields(limits)
 
 
+def prefix_of(given: Prefix) -> Prefix:
+    """The same prefix. Raises TypeError for anything else, such as bare token ids."""
+    if isinstance(given, Prefix):
+        return given
+    raise TypeError(f"prefix is {shown(given)}: it must be an attnd.Prefix(token_ids=...)")
+
+
 def token_array(ids: TokenIds) -> NDArray[np.uint32]:
     """uint32 [n]; raises ValueError for anything but token ids."""
     if isinstance(ids, (str, bytes)):
@@ -106,6 +114,8 @@ def key_array(keys: PageKeys) -> NDArray[np.uint8]:
 def match_prefix(prefix: Prefix, *, lease_s: float = DEFAULT_LEASE_S) -> Call[PrefixMatch]:
     """The longest cached beginning, held for `lease_s` seconds (0: not held)."""
 
+    prefix = prefix_of(prefix)
+
     def parse(reply: Reply) -> PrefixMatch:
         fields = reply.fields
         lease = None if fields["lease"] is None else result_of(Lease, fields["lease"])
@@ -120,6 +130,7 @@ def match_prefix(prefix: Prefix, *, lease_s: float = DEFAULT_LEASE_S) -> Call[Pr
 def prefetch(prefix: Prefix) -> Call[PrefixMatch]:
     """Load the longest cached beginning into the pool; where it was before. Loads as much as it can
     until shortly before the deadline."""
+    prefix = prefix_of(prefix)
     return Call("prefetch", reads_into(PrefixMatch), fields=prefix.sought(), arrays=prefix.arrays())
 
 
@@ -138,6 +149,7 @@ def commit(
     `committed_len` of the previous commit. Raises `UnknownSequence`, `InvalidRequest` beyond the
     sequence's length, `KeyMismatch`.
     """
+    prefix = prefix_of(prefix)
     fields = {
         "id": sequence_id(sequence, many="commit_sequences"),
         **prefix.fields(),
@@ -162,7 +174,7 @@ def commit_sequences(
     The prefixes name pages all by token ids or all by page keys, under one `cache_salt`. Raises
     `UnknownSequence`, `InvalidRequest`, `KeyMismatch`.
     """
-    ids, named = sequence_ids(sequences), [prefix.arrays() for prefix in prefixes]
+    ids, named = sequence_ids(sequences), [prefix_of(prefix).arrays() for prefix in prefixes]
     if len(ids) != len(named):
         raise ValueError(f"{len(named)} prefixes: there must be {len(ids)}, one per sequence")
     if len({(*arrays, one.cache_salt) for arrays, one in zip(named, prefixes, strict=True)}) > 1:
