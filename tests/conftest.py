@@ -1,4 +1,5 @@
 """The `backend` fixture: every semantic test of the kernels runs on the cpu and on a device.
+Async tests run on a loop of their own.
 
 Nothing here or under tests/kernels imports the service, so that this part of the suite runs on a
 device machine with pytest, hypothesis, numpy, ml_dtypes, torch and cupy alone.
@@ -6,6 +7,8 @@ device machine with pytest, hypothesis, numpy, ml_dtypes, torch and cupy alone.
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import re
 import secrets
 import sys
@@ -38,6 +41,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         if selected.startswith(mark) and f"mark.{mark}" not in text:
             return True
     return None
+
+
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs an async test on an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @dataclass(slots=True)

@@ -161,23 +161,20 @@ def test_events_report_changes_of_pages(caller: Caller) -> None:
     assert next(caller.events(last + 99)).type == "too_old"
 
 
-def test_the_asyncio_client_does_the_same(here: Served) -> None:
-    async def scenario() -> None:
-        async with AsyncClient(uds=here.uds) as client:
-            name = (await client.create_sequence("async-1")).id
-            rows = np.ones((32, 2, 64), np.float32)
-            for layer in range(2):
-                await client.append(layer, [name], rows, rows, append_indptr=[0, 32])
-            assert (await client.commit(name, Prefix(token_ids=IDS[:32]))).num_pages == 2
-            assert await client.delete_sequences(prefix="async-") == 1
-            found = await client.match_prefix(Prefix(token_ids=IDS))
-            assert found.matched_len == 32 and found.lease is not None
-            assert await client.clear() == 0, "the lease holds them"
-            assert (await client.pool()).leases == 1
-            await client.release_lease(found.lease.id)
-            assert await client.clear() == 2
-
-    asyncio.run(scenario())
+async def test_the_asyncio_client_does_the_same(here: Served) -> None:
+    async with AsyncClient(uds=here.uds) as client:
+        name = (await client.create_sequence("async-1")).id
+        rows = np.ones((32, 2, 64), np.float32)
+        for layer in range(2):
+            await client.append(layer, [name], rows, rows, append_indptr=[0, 32])
+        assert (await client.commit(name, Prefix(token_ids=IDS[:32]))).num_pages == 2
+        assert await client.delete_sequences(prefix="async-") == 1
+        found = await client.match_prefix(Prefix(token_ids=IDS))
+        assert found.matched_len == 32 and found.lease is not None
+        assert await client.clear() == 0, "the lease holds them"
+        assert (await client.pool()).leases == 1
+        await client.release_lease(found.lease.id)
+        assert await client.clear() == 2
 
 
 def test_events_can_be_awaited(here: Served) -> None:

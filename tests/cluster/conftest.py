@@ -42,10 +42,10 @@ def cluster(request: pytest.FixtureRequest) -> LocalEngines:
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Runs an async test with a router over the engines of its fixture `cluster`."""
-    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+    names = inspect.signature(pyfuncitem.obj).parameters.keys()
+    if not inspect.iscoroutinefunction(pyfuncitem.obj) or "cluster" not in names:
         return None
-    names = inspect.signature(pyfuncitem.obj).parameters.keys() - {"cluster"}
-    given = {name: pyfuncitem.funcargs[name] for name in names}
+    given = {name: pyfuncitem.funcargs[name] for name in names - {"cluster"}}
 
     async def test(cluster: Cluster) -> None:
         await pyfuncitem.obj(cluster=cluster, **given)

@@ -51,74 +51,58 @@ async def waited(prompts: InflightPrompts, *waits: Wait, space: str = "default")
     return had_to
 
 
-def test_a_prompt_that_has_begun_is_waited_for_until_it_is_committed() -> None:
-    async def check() -> None:
-        prompts = InflightPrompts()
-        one = begun(prompts)
-        assert await waited(prompts, Wait(one, LONG_S))
-        assert not await waited(prompts, Wait(one, LONG_S)), "it is over"
-        assert not prompts.by_name
-        assert not await waited(prompts)
-
-    asyncio.run(check())
+async def test_a_prompt_that_has_begun_is_waited_for_until_it_is_committed() -> None:
+    prompts = InflightPrompts()
+    one = begun(prompts)
+    assert await waited(prompts, Wait(one, LONG_S))
+    assert not await waited(prompts, Wait(one, LONG_S)), "it is over"
+    assert not prompts.by_name
+    assert not await waited(prompts)
 
 
-def test_a_caller_that_makes_many_before_it_sends_rows_is_not_held_up() -> None:
-    async def check() -> None:
-        prompts, one = InflightPrompts(), InflightPrompt()
-        prompts.begin("default", "a", one)
-        assert not await waited(prompts, Wait(one, LONG_S))
-
-    asyncio.run(check())
+async def test_a_caller_that_makes_many_before_it_sends_rows_is_not_held_up() -> None:
+    prompts, one = InflightPrompts(), InflightPrompt()
+    prompts.begin("default", "a", one)
+    assert not await waited(prompts, Wait(one, LONG_S))
 
 
-def test_no_prompt_waits_soon_again_for_a_caller_that_commits_late() -> None:
-    async def check() -> None:
-        prompts = InflightPrompts()
-        one = begun(prompts)
-        for _ in range(2 * MAX_FRUITLESS):
-            await prompts.wait(call_of(), [Wait(one, 0.001)])
-        assert not prompts.num_fruitless, "its rows are on their way still"
-        one.num_calls -= 1
-        for _ in range(MAX_FRUITLESS - 1):
-            await prompts.wait(call_of(), [Wait(one, 0.001)])
-        assert await waited(prompts, Wait(begun(prompts), LONG_S))
-        assert not prompts.num_fruitless, "it came in time"
-        one = begun(prompts)
-        one.num_calls -= 1
-        for _ in range(MAX_FRUITLESS):
-            await prompts.wait(call_of(), [Wait(one, 0.001)])
-        assert not await waited(prompts, Wait(begun(prompts), LONG_S))
-        assert await waited(prompts, Wait(begun(prompts), LONG_S), space="other")
-
-    asyncio.run(check())
+async def test_no_prompt_waits_soon_again_for_a_caller_that_commits_late() -> None:
+    prompts = InflightPrompts()
+    one = begun(prompts)
+    for _ in range(2 * MAX_FRUITLESS):
+        await prompts.wait(call_of(), [Wait(one, 0.001)])
+    assert not prompts.num_fruitless, "its rows are on their way still"
+    one.num_calls -= 1
+    for _ in range(MAX_FRUITLESS - 1):
+        await prompts.wait(call_of(), [Wait(one, 0.001)])
+    assert await waited(prompts, Wait(begun(prompts), LONG_S))
+    assert not prompts.num_fruitless, "it came in time"
+    one = begun(prompts)
+    one.num_calls -= 1
+    for _ in range(MAX_FRUITLESS):
+        await prompts.wait(call_of(), [Wait(one, 0.001)])
+    assert not await waited(prompts, Wait(begun(prompts), LONG_S))
+    assert await waited(prompts, Wait(begun(prompts), LONG_S), space="other")
 
 
-def test_a_wait_takes_at_most_half_of_the_callers_deadline() -> None:
-    async def check() -> None:
-        prompts, call = InflightPrompts(), call_of(deadline_us=200_000)
-        async with asyncio.timeout(LONG_S):
-            await prompts.wait(call, [Wait(begun(prompts), LONG_S)])
-        assert 1 <= call.deadline_us <= 100_000, "the engine gets the rest"
-
-    asyncio.run(check())
+async def test_a_wait_takes_at_most_half_of_the_callers_deadline() -> None:
+    prompts, call = InflightPrompts(), call_of(deadline_us=200_000)
+    async with asyncio.timeout(LONG_S):
+        await prompts.wait(call, [Wait(begun(prompts), LONG_S)])
+    assert 1 <= call.deadline_us <= 100_000, "the engine gets the rest"
 
 
-def test_a_prompt_that_never_ends_expires(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_prompt_that_never_ends_expires(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inflight_prompts, "MAX_INFLIGHT_S", 0.05)
-
-    async def check() -> None:
-        prompts = InflightPrompts()
-        one, other = begun(prompts), InflightPrompt()
-        prompts.begin("default", "a", other)  # deleted, and created again
-        await asyncio.sleep(0.03)
-        prompts.expire("default", "a", one)
-        assert not other.ended.is_set()
-        async with asyncio.timeout(LONG_S):
-            await other.ended.wait()
-        assert not prompts.by_name
-
-    asyncio.run(check())
+    prompts = InflightPrompts()
+    one, other = begun(prompts), InflightPrompt()
+    prompts.begin("default", "a", other)  # deleted, and created again
+    await asyncio.sleep(0.03)
+    prompts.expire("default", "a", one)
+    assert not other.ended.is_set()
+    async with asyncio.timeout(LONG_S):
+        await other.ended.wait()
+    assert not prompts.by_name
 
 
 async def appended(cluster: Cluster, name: str, layer: int, rng: np.random.Generator) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.cluster.membership.processes import LocalEngines
 from tests.cluster.checked_calls import prefix_states
 from tests.cluster.harness import (
     ATOL,
@@ -17,12 +16,12 @@ from tests.cluster.harness import (
     FLOAT,
     HEADS,
     LAYERS,
+    MORTAL,
     PAGE,
     PAGES,
     Cluster,
     another_door,
     rows,
-    run,
 )
 
 Array = Any
@@ -123,105 +122,96 @@ class Hammer:
             assert near.any(), "a read saw tokens that were never there"
 
 
-def test_concurrent_appends_through_two_doors_are_all_kept_in_one_order(
-    two_engines: LocalEngines,
+async def test_concurrent_appends_through_two_doors_are_all_kept_in_one_order(
+    cluster: Cluster,
 ) -> None:
-    async def test(first: Cluster) -> None:
-        async with another_door(first) as second:
-            await first.ok("create_sequences", {"sequences": [{"id": NAME, "ranks": 2}]})
-            rng = np.random.default_rng(0)
-            start = []
-            for layer in range(LAYERS):
-                fields = {"layer": layer, "sequences": [NAME]}
-                start.append(rows(rng, 1))
-                await first.ok("append", fields, k=start[layer], v=rows(rng, 1))
-            hammer = Hammer([first, second])
-            writers = [hammer.write(seed, 24) for seed in range(1, 5)]
-            await asyncio.gather(*writers, *(hammer.look(seed, 24) for seed in (6, 7)))
-            assert {one["code"] for one in hammer.refused} <= {"sequence_taken"}, hammer.refused
-            assert len(hammer.written) > 48, hammer.refused
-            await hammer.check(start)
-
-    run(two_engines, test)
+    async with another_door(cluster) as second:
+        await cluster.ok("create_sequences", {"sequences": [{"id": NAME, "ranks": 2}]})
+        rng = np.random.default_rng(0)
+        start = []
+        for layer in range(LAYERS):
+            fields = {"layer": layer, "sequences": [NAME]}
+            start.append(rows(rng, 1))
+            await cluster.ok("append", fields, k=start[layer], v=rows(rng, 1))
+        hammer = Hammer([cluster, second])
+        writers = [hammer.write(seed, 24) for seed in range(1, 5)]
+        await asyncio.gather(*writers, *(hammer.look(seed, 24) for seed in (6, 7)))
+        assert {one["code"] for one in hammer.refused} <= {"sequence_taken"}, hammer.refused
+        assert len(hammer.written) > 48, hammer.refused
+        await hammer.check(start)
 
 
-def test_of_two_appends_at_the_same_offset_one_succeeds_and_one_gets_the_new_length(
-    two_engines: LocalEngines,
+async def test_of_two_appends_at_the_same_offset_one_succeeds_and_one_gets_the_new_length(
+    cluster: Cluster,
 ) -> None:
-    async def test(first: Cluster) -> None:
-        async with another_door(first) as second:
-            await first.ok("create_sequences", {"sequences": [{"id": NAME, "ranks": 2}]})
-            rng, length = np.random.default_rng(1), 0
-            for count in (1, PAGE, PAGE + 1, 3 * PAGE, 2, 5 * PAGE - 1):
-                fields = {
-                    "layer": 0,
-                    "sequences": [NAME],
-                    "append_indptr": [0, count],
-                    "offsets": [length],
-                }
-                new = [rows(rng, count) for _ in range(2)]
-                calls = [
-                    door.call("append", fields, k=k, v=k)
-                    for door, k in zip((first, second), new, strict=True)
-                ]
-                replies = await asyncio.gather(*calls)
-                assert sorted(one.status for one in replies) == [200, 409], replies
-                refused, done = sorted(replies, key=lambda one: -one.status)
-                assert done.fields["lengths"] == [length + count]
-                assert refused.fields["lengths"] == {NAME: length + count}
-                there = await second.ok("gather", fields_of(length))
-                winner = new[replies.index(done)]
-                np.testing.assert_array_equal(there.arrays["k"], winner)
-                length += count
-
     def fields_of(start: int) -> dict[str, Any]:
         return {"layer": 0, "sequences": [NAME], "dtype": "fp32", "start": start}
 
-    run(two_engines, test)
+    async with another_door(cluster) as second:
+        await cluster.ok("create_sequences", {"sequences": [{"id": NAME, "ranks": 2}]})
+        rng, length = np.random.default_rng(1), 0
+        for count in (1, PAGE, PAGE + 1, 3 * PAGE, 2, 5 * PAGE - 1):
+            fields = {
+                "layer": 0,
+                "sequences": [NAME],
+                "append_indptr": [0, count],
+                "offsets": [length],
+            }
+            new = [rows(rng, count) for _ in range(2)]
+            calls = [
+                door.call("append", fields, k=k, v=k)
+                for door, k in zip((cluster, second), new, strict=True)
+            ]
+            replies = await asyncio.gather(*calls)
+            assert sorted(one.status for one in replies) == [200, 409], replies
+            refused, done = sorted(replies, key=lambda one: -one.status)
+            assert done.fields["lengths"] == [length + count]
+            assert refused.fields["lengths"] == {NAME: length + count}
+            there = await second.ok("gather", fields_of(length))
+            winner = new[replies.index(done)]
+            np.testing.assert_array_equal(there.arrays["k"], winner)
+            length += count
 
 
-def test_a_door_notices_lengths_that_another_door_has_changed(two_engines: LocalEngines) -> None:
-    async def test(first: Cluster) -> None:
-        async with another_door(first) as second:
-            await first.ok("create_sequences", {"sequences": [{"id": NAME, "ranks": 2}]})
-            rng = np.random.default_rng(2)
-            for number, door in enumerate((first, second, second, first, first, second) * 2):
-                other = second if door is first else first
-                k = rows(rng, 3)
-                fields: dict[str, Any] = {
-                    "layer": 0,
-                    "sequences": [NAME],
-                    "append_indptr": [0, 3],
-                    "offsets": [3 * number],
-                }
-                await door.ok("append", fields, k=k, v=k)
-                reply = (await other.ok("get_sequence", {"id": NAME})).fields
-                assert reply["lengths"] == [3 * number + 3, 0]
-                read = {"layer": 0, "sequences": [NAME]}
-                q = rows(rng, 1, 2 * HEADS)
-                both = [await one.ok("decode", read, q=q) for one in (door, other)]
-                np.testing.assert_array_equal(both[0].arrays["o"], both[1].arrays["o"])
-                gathered = (await other.ok("gather", read | {"dtype": "fp32"})).arrays["k"]
-                np.testing.assert_array_equal(gathered[-3:], k)
-            fork = {"id": "fork", "parent": NAME, "length": 0}
-            await first.ok("create_sequences", {"sequences": [fork]})
-            await second.ok("truncate", {"id": NAME, "length": 0})
-            reply = (await first.ok("get_sequence", {"id": NAME})).fields
-            assert reply["lengths"] == [0] * LAYERS
-            k = rows(rng, 2)
-            for door in (second, first):
-                await door.ok("append", {"layer": 0, "sequences": ["fork"]}, k=k[:1], v=k[:1])
-                await door.ok("append", {"layer": 1, "sequences": ["fork"]}, k=k[:1], v=k[:1])
-            for door, name in ((second, "a"), (first, "b")):
-                asked = {"sequences": [{"id": name, "parent": "fork"}]}
-                made = (await door.ok("create_sequences", asked)).fields["sequences"]
-                assert made[0]["lengths"] == [2, 2], "a fork has all of its parent"
-
-    run(two_engines, test)
+async def test_a_door_notices_lengths_that_another_door_has_changed(cluster: Cluster) -> None:
+    async with another_door(cluster) as second:
+        await cluster.ok("create_sequences", {"sequences": [{"id": NAME, "ranks": 2}]})
+        rng = np.random.default_rng(2)
+        for number, door in enumerate((cluster, second, second, cluster, cluster, second) * 2):
+            other = second if door is cluster else cluster
+            k = rows(rng, 3)
+            fields: dict[str, Any] = {
+                "layer": 0,
+                "sequences": [NAME],
+                "append_indptr": [0, 3],
+                "offsets": [3 * number],
+            }
+            await door.ok("append", fields, k=k, v=k)
+            reply = (await other.ok("get_sequence", {"id": NAME})).fields
+            assert reply["lengths"] == [3 * number + 3, 0]
+            read = {"layer": 0, "sequences": [NAME]}
+            q = rows(rng, 1, 2 * HEADS)
+            both = [await one.ok("decode", read, q=q) for one in (door, other)]
+            np.testing.assert_array_equal(both[0].arrays["o"], both[1].arrays["o"])
+            gathered = (await other.ok("gather", read | {"dtype": "fp32"})).arrays["k"]
+            np.testing.assert_array_equal(gathered[-3:], k)
+        fork = {"id": "fork", "parent": NAME, "length": 0}
+        await cluster.ok("create_sequences", {"sequences": [fork]})
+        await second.ok("truncate", {"id": NAME, "length": 0})
+        reply = (await cluster.ok("get_sequence", {"id": NAME})).fields
+        assert reply["lengths"] == [0] * LAYERS
+        k = rows(rng, 2)
+        for door in (second, cluster):
+            await door.ok("append", {"layer": 0, "sequences": ["fork"]}, k=k[:1], v=k[:1])
+            await door.ok("append", {"layer": 1, "sequences": ["fork"]}, k=k[:1], v=k[:1])
+        for door, name in ((second, "a"), (cluster, "b")):
+            asked = {"sequences": [{"id": name, "parent": "fork"}]}
+            made = (await door.ok("create_sequences", asked)).fields["sequences"]
+            assert made[0]["lengths"] == [2, 2], "a fork has all of its parent"
 
 
-def test_concurrent_appends_and_truncations_leave_prefixes_of_appends_in_one_order(
-    two_engines: LocalEngines,
+async def test_concurrent_appends_and_truncations_leave_prefixes_of_appends_in_one_order(
+    cluster: Cluster,
 ) -> None:
     """Every row is its append's number and its place in it, so that a torn append is seen."""
 
@@ -244,23 +234,20 @@ def test_concurrent_appends_and_truncations_leave_prefixes_of_appends_in_one_ord
             reply = await door.call("truncate", {"id": NAME, "length": shorter})
             assert reply.status in (200, 409, 422), reply
 
-    async def test(first: Cluster) -> None:
-        async with another_door(first) as second:
-            await first.ok("create_sequences", {"sequences": [{"id": NAME, "ranks": 2}]})
-            work = [append(first, 1), append(second, 2), truncate(first, 3), truncate(second, 4)]
-            await asyncio.gather(*work)
-            for layer in range(LAYERS):
-                fields = {"layer": layer, "sequences": [NAME], "dtype": "fp32"}
-                one, other = [(await door.ok("gather", fields)).arrays for door in (first, second)]
-                np.testing.assert_array_equal(one["k"], one["v"])
-                np.testing.assert_array_equal(one["k"], other["k"])
-                number, place = one["k"][:, 0, 0], one["k"][:, 0, 1]
-                begins = np.flatnonzero(np.diff(number, prepend=-1.0) != 0)
-                assert not place[begins].any(), "an append without its first rows"
-                follows = np.setdiff1d(np.arange(len(place)), begins)
-                assert (place[follows] == place[follows - 1] + 1).all(), "rows in the wrong order"
-
-    run(two_engines, test)
+    async with another_door(cluster) as second:
+        await cluster.ok("create_sequences", {"sequences": [{"id": NAME, "ranks": 2}]})
+        work = [append(cluster, 1), append(second, 2), truncate(cluster, 3), truncate(second, 4)]
+        await asyncio.gather(*work)
+        for layer in range(LAYERS):
+            fields = {"layer": layer, "sequences": [NAME], "dtype": "fp32"}
+            one, other = [(await door.ok("gather", fields)).arrays for door in (cluster, second)]
+            np.testing.assert_array_equal(one["k"], one["v"])
+            np.testing.assert_array_equal(one["k"], other["k"])
+            number, place = one["k"][:, 0, 0], one["k"][:, 0, 1]
+            begins = np.flatnonzero(np.diff(number, prepend=-1.0) != 0)
+            assert not place[begins].any(), "an append without its cluster rows"
+            follows = np.setdiff1d(np.arange(len(place)), begins)
+            assert (place[follows] == place[follows - 1] + 1).all(), "rows in the wrong order"
 
 
 async def engine_lost(door: Cluster, left: int) -> None:
@@ -268,31 +255,26 @@ async def engine_lost(door: Cluster, left: int) -> None:
 
 
 @pytest.mark.long
-def test_a_rank_that_dies_under_two_doors_leaves_no_pages_behind(
-    mortal_engines: LocalEngines,
-) -> None:
-    engines = mortal_engines
-
-    async def test(first: Cluster) -> None:
-        async with another_door(first) as second:
-            await first.ok("create_sequences", {"sequences": [{"id": NAME, "ranks": 2}]})
-            tags = (first.router.locator.tags.tag(("default", NAME)) or "").split("-")
-            victim = next(one for one in first.router.members.engines if one.tag == tags[1])
-            hammer = Hammer([first, second])
-            asking = [asyncio.ensure_future(hammer.write(seed, 60)) for seed in range(1, 5)]
-            await asyncio.sleep(0.3)
-            engines.kill(victim.name)
-            await asyncio.gather(*asking)
-            codes = {one["code"] for one in hammer.refused}
-            assert codes <= {"lost_sequence", "sequence_taken", "not_ready"}, hammer.refused
-            for door in (first, second):
-                await engine_lost(door, 2)
-                lost = await door.call("get_sequence", {"id": NAME})
-                assert lost.status == 410, lost
-            async with asyncio.timeout(20):
-                while await first.free_pages() != 2 * PAGES:
-                    await asyncio.sleep(0.05)
-            engines.start(victim.name)
-            await first.until(lambda: len(first.router.members.engines) == 3, "engine back")
-
-    run(engines, test)
+@MORTAL
+async def test_a_rank_that_dies_under_two_doors_leaves_no_pages_behind(cluster: Cluster) -> None:
+    engines = cluster.engines
+    async with another_door(cluster) as second:
+        await cluster.ok("create_sequences", {"sequences": [{"id": NAME, "ranks": 2}]})
+        tags = (cluster.router.locator.tags.tag(("default", NAME)) or "").split("-")
+        victim = next(one for one in cluster.router.members.engines if one.tag == tags[1])
+        hammer = Hammer([cluster, second])
+        asking = [asyncio.ensure_future(hammer.write(seed, 60)) for seed in range(1, 5)]
+        await asyncio.sleep(0.3)
+        engines.kill(victim.name)
+        await asyncio.gather(*asking)
+        codes = {one["code"] for one in hammer.refused}
+        assert codes <= {"lost_sequence", "sequence_taken", "not_ready"}, hammer.refused
+        for door in (cluster, second):
+            await engine_lost(door, 2)
+            lost = await door.call("get_sequence", {"id": NAME})
+            assert lost.status == 410, lost
+        async with asyncio.timeout(20):
+            while await cluster.free_pages() != 2 * PAGES:
+                await asyncio.sleep(0.05)
+        engines.start(victim.name)
+        await cluster.until(lambda: len(cluster.router.members.engines) == 3, "engine back")

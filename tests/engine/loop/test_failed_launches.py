@@ -24,6 +24,7 @@ from tests.engine.harness import (
     code,
     creation,
     decode,
+    engine_test,
     fake_engine,
     held_back,
     outcome,
@@ -105,21 +106,19 @@ class OpensGate(FakeBackend):
         return pending
 
 
-def test_a_launch_that_fails_as_the_next_group_is_submitted_is_answered_once() -> None:
-    backend = OpensGate(late=True)
-
-    async def scenario(caller: Caller) -> None:
-        await three_sequences(caller)
-        backend.gate.clear()
-        backend.failures["result"] = [RuntimeError("a bug")]
-        first = caller.start(decode("a"))
-        await until(lambda: bool(caller.engine.scheduler.launches.in_flight))
-        replies = [await outcome(one) for one in (caller.submit(append("b", 1)), first)]
-        assert codes(replies) == ["ok", "ok"]
-        assert await caller.length("b") == 10
-        assert (await caller.pool())["integrity"] == "ok"
-
-    with_engine(backend, scenario)
+@engine_test(lambda: OpensGate(late=True))
+async def test_a_launch_that_fails_as_the_next_group_is_submitted_is_answered_once(
+    caller: Caller, backend: OpensGate
+) -> None:
+    await three_sequences(caller)
+    backend.gate.clear()
+    backend.failures["result"] = [RuntimeError("a bug")]
+    first = caller.start(decode("a"))
+    await until(lambda: bool(caller.engine.scheduler.launches.in_flight))
+    replies = [await outcome(one) for one in (caller.submit(append("b", 1)), first)]
+    assert codes(replies) == ["ok", "ok"]
+    assert await caller.length("b") == 10
+    assert (await caller.pool())["integrity"] == "ok"
 
 
 class ReadsLate(FakeBackend):
@@ -134,20 +133,18 @@ class ReadsLate(FakeBackend):
         return Later(None, self.has_read)
 
 
-def test_an_append_that_runs_again_is_answered_once_its_rows_are_read() -> None:
-    backend = ReadsLate()
-
-    async def scenario(caller: Caller) -> None:
-        backend.has_read.set()
-        await three_sequences(caller)
-        backend.has_read.clear()
-        backend.failures["attend"] = [RuntimeError("a bug")]
-        threading.Timer(0.3, backend.has_read.set).start()
-        replies = await held_back(caller, backend, append("held", 2), decode("a"))
-        assert backend.has_read.is_set()
-        assert codes(replies) == ["ok", "ok"]
-
-    with_engine(backend, scenario)
+@engine_test(ReadsLate)
+async def test_an_append_that_runs_again_is_answered_once_its_rows_are_read(
+    caller: Caller, backend: ReadsLate
+) -> None:
+    backend.has_read.set()
+    await three_sequences(caller)
+    backend.has_read.clear()
+    backend.failures["attend"] = [RuntimeError("a bug")]
+    threading.Timer(0.3, backend.has_read.set).start()
+    replies = await held_back(caller, backend, append("held", 2), decode("a"))
+    assert backend.has_read.is_set()
+    assert codes(replies) == ["ok", "ok"]
 
 
 def test_a_launch_that_fails_behind_another_in_flight_is_taken_back_with_what_came_on_top() -> None:
@@ -339,21 +336,17 @@ class Slower(FakeBackend):
 
 
 @pytest.mark.parametrize("again", [None, RuntimeError("again")])
-def test_short_work_that_is_long_by_the_time_it_runs_again_still_runs(
-    again: Exception | None,
+@engine_test(Slower)
+async def test_short_work_that_is_long_by_the_time_it_runs_again_still_runs(
+    caller: Caller, backend: Slower, again: Exception | None
 ) -> None:
-    backend = Slower()
-
-    async def scenario(caller: Caller) -> None:
-        await three_sequences(caller)
-        backend.pace = caller.engine.store.pace
-        wanted = await caller.submit(decode("b"))
-        # launched together; then alone: the first in one slice, or failing in it
-        backend.failures["attend"] = [RuntimeError("a bug"), again]
-        replies = await held_back(caller, backend, decode("a", new=True), decode("b"))
-        assert codes(replies) == ["ok" if again is None else "internal", "ok"]
-        np.testing.assert_array_equal(replies[1].o, wanted.o)
-        assert await caller.length("a") == (6 if again is None else 5)
-        assert (await caller.pool())["integrity"] == "ok"
-
-    with_engine(backend, scenario)
+    await three_sequences(caller)
+    backend.pace = caller.engine.store.pace
+    wanted = await caller.submit(decode("b"))
+    # launched together; then alone: the first in one slice, or failing in it
+    backend.failures["attend"] = [RuntimeError("a bug"), again]
+    replies = await held_back(caller, backend, decode("a", new=True), decode("b"))
+    assert codes(replies) == ["ok" if again is None else "internal", "ok"]
+    np.testing.assert_array_equal(replies[1].o, wanted.o)
+    assert await caller.length("a") == (6 if again is None else 5)
+    assert (await caller.pool())["integrity"] == "ok"

@@ -23,6 +23,7 @@ from tests.engine.harness import (
     creation,
     decode,
     delete,
+    engine_test,
     fake_engine,
     gather,
     outcome,
@@ -164,59 +165,52 @@ async def stopped_create(
 
 
 @pytest.mark.parametrize("end", ["cancel", "deadline", "death"])
-def test_a_long_create_that_is_stopped_made_nothing(
-    end: str, monkeypatch: pytest.MonkeyPatch
+@engine_test(lambda: Interrupted(2))
+async def test_a_long_create_that_is_stopped_made_nothing(
+    caller: Caller, backend: Interrupted, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sequences, "MADE_AT_ONCE", 4)
-    backend = Interrupted(2)
 
-    async def scenario(caller: Caller) -> None:
-        async def stop(other: Caller, task: asyncio.Task[Reply]) -> None:
-            if end == "deadline":
-                await asyncio.sleep(0.65)
-            elif end == "cancel":
-                task.cancel()
-                await asyncio.sleep(0.05)
-            else:
-                other.road.close()
-                await asyncio.sleep(0.05)
+    async def stop(other: Caller, task: asyncio.Task[Reply]) -> None:
+        if end == "deadline":
+            await asyncio.sleep(0.65)
+        elif end == "cancel":
+            task.cancel()
+            await asyncio.sleep(0.05)
+        else:
+            other.road.close()
+            await asyncio.sleep(0.05)
 
-        await stopped_create(caller, backend, stop)
-
-    with_engine(backend, scenario)
+    await stopped_create(caller, backend, stop)
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_sequence_of_a_long_create_cannot_be_changed_before_all_are_made(
-    stopped: bool, monkeypatch: pytest.MonkeyPatch
+@engine_test(lambda: Interrupted(2, 4))
+async def test_a_sequence_of_a_long_create_cannot_be_changed_before_all_are_made(
+    caller: Caller, backend: Interrupted, stopped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sequences, "MADE_AT_ONCE", 4)
-    backend = Interrupted(2, 4)
-
-    async def scenario(caller: Caller) -> None:
-        await two_sequences(caller)
-        async with caller.another() as other:
-            new: list[dict[str, str]] = [{"parent": "b"} for _ in range(20)]
-            task = other.attempt(creation(*new))
-            await until(backend.at[2].is_set)
-            listing = asyncio.create_task(caller.call("list_sequences"))
+    await two_sequences(caller)
+    async with caller.another() as other:
+        new: list[dict[str, str]] = [{"parent": "b"} for _ in range(20)]
+        task = other.attempt(creation(*new))
+        await until(backend.at[2].is_set)
+        listing = asyncio.create_task(caller.call("list_sequences"))
+        await asyncio.sleep(0.05)
+        backend.go_on[2].set()
+        names = [view["id"] for view in (await listing).fields["sequences"]]
+        fresh = next(name for name in names if name.startswith("seq-"))
+        await until(backend.at[4].is_set)
+        deleting = caller.attempt(delete(fresh))
+        await asyncio.sleep(0.05)
+        if stopped:
+            other.road.close()
             await asyncio.sleep(0.05)
-            backend.go_on[2].set()
-            names = [view["id"] for view in (await listing).fields["sequences"]]
-            fresh = next(name for name in names if name.startswith("seq-"))
-            await until(backend.at[4].is_set)
-            deleting = caller.attempt(delete(fresh))
-            await asyncio.sleep(0.05)
-            if stopped:
-                other.road.close()
-                await asyncio.sleep(0.05)
-            backend.go_on[4].set()
-            assert code(await deleting) == ("unknown_sequence" if stopped else "ok")
-            assert isinstance(await task, NotReady if stopped else Reply)
-        info = await caller.pool()
-        assert (info["sequences"], info["integrity"]) == (2 if stopped else 21, "ok")
-
-    with_engine(backend, scenario)
+        backend.go_on[4].set()
+        assert code(await deleting) == ("unknown_sequence" if stopped else "ok")
+        assert isinstance(await task, NotReady if stopped else Reply)
+    info = await caller.pool()
+    assert (info["sequences"], info["integrity"]) == (2 if stopped else 21, "ok")
 
 
 @pytest.mark.parametrize("bad", [{"id": "b"}, {"parent": "zz"}])

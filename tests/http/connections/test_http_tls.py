@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import ssl
 from collections.abc import Iterator
@@ -104,7 +103,7 @@ def test_large_bodies_and_answers_are_whole_and_leave_the_arena_free(
     wait_for(lambda: not caller.pending, "the calls to end")
 
 
-def test_both_clients_hold_the_certificate_to_the_authority_they_are_given(
+async def test_both_clients_hold_the_certificate_to_the_authority_they_are_given(
     secured: Service, files: Files
 ) -> None:
     with Client(secured.url, verify=files.ca) as client:
@@ -119,18 +118,14 @@ def test_both_clients_hold_the_certificate_to_the_authority_they_are_given(
         client.ready()
     with Client(secured.url, verify=False) as client:
         assert client.ready().ok
-
-    async def scenario() -> None:
-        async with AsyncClient(secured.url, verify=files.ca) as client:
-            assert (await client.ready()).ok and (await client.info()).num_layers
-        async with AsyncClient(secured.url, retries=0) as client:
-            with pytest.raises(ConnectionFailed):
-                await client.ready()
-
-    asyncio.run(scenario())
+    async with AsyncClient(secured.url, verify=files.ca) as client:
+        assert (await client.ready()).ok and (await client.info()).num_layers
+    async with AsyncClient(secured.url, retries=0) as client:
+        with pytest.raises(ConnectionFailed):
+            await client.ready()
 
 
-def test_with_a_client_ca_only_who_shows_a_certificate_is_served(
+async def test_with_a_client_ca_only_who_shows_a_certificate_is_served(
     mutual: Service, files: Files, tmp_path: Path
 ) -> None:
     with Client(mutual.url, verify=files.ca, cert=files.client) as client:
@@ -142,12 +137,8 @@ def test_with_a_client_ca_only_who_shows_a_certificate_is_served(
             pytest.raises(TransportError),
         ):
             client.live()
-
-    async def scenario() -> None:
-        async with AsyncClient(mutual.url, verify=files.ca, cert=files.client) as client:
-            assert (await client.info()).num_layers
-
-    asyncio.run(scenario())
+    async with AsyncClient(mutual.url, verify=files.ca, cert=files.client) as client:
+        assert (await client.info()).num_layers
 
 
 def test_clear_text_at_a_tls_port_gets_no_reply_and_disturbs_no_other_client(
