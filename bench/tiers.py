@@ -1,6 +1,7 @@
 """Tiers: hit rates of a trace with and without them, and the time of moves on the CPU.
 
     python -m bench.tiers [--trace FILE] [--page-size 512] [--quick]
+    python -m bench.tiers --backend cuda [--quick]    (bench/gpu_tiers.py)
 
 The trace is replayed as `bench.cache` does, on a pool of 5 % of the distinct pages, alone, with
 host memory for 20 %, and with a disk for all. Pages are numbers here, so every hit is checked and
@@ -19,9 +20,17 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from bench import gpu_tiers
 from bench.cache import Blocks, Requests, endless, exact_lru, pages_of, token_ids
 from bench.cases.trace import BLOCK_TOKENS, generated_trace, read_trace
-from bench.report.provenance import RESULTS, Results, command_line, provenance, publish
+from bench.report.provenance import (
+    RESULTS,
+    Results,
+    command_line,
+    device_name,
+    provenance,
+    publish,
+)
 from bench.report.tables import table as markdown
 from bench.report.tables import with_stamp
 from kernels import make_backend
@@ -271,7 +280,13 @@ def main() -> None:
     parser = command_line(__doc__ or "")
     parser.add_argument("--trace", type=Path, help="without it a trace is generated")
     parser.add_argument("--page-size", type=int, default=512, choices=(16, 32, 64, 128, 256, 512))
+    parser.add_argument("--backend", choices=("cpu", "cuda"), default="cpu")
     chosen = parser.parse_args()
+    if chosen.backend == "cuda":
+        found = gpu_tiers.measure(chosen.quick)
+        path = RESULTS / f"tiers-{device_name(found['device'])}.json"
+        publish(found, gpu_tiers.table(found), path, chosen)
+        return
     trace = read_trace(chosen.trace) if chosen.trace else generated_trace(3000)
     requests = [np.array(request.blocks, np.int64) for request in trace]
     requests = requests[:300] if chosen.quick else requests
