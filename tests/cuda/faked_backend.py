@@ -15,7 +15,7 @@ from fake_device import FakeDevice
 from kernels.backend import NUMPY_DTYPES, AttentionState, DType, Mask, Plan, PoolGeometry, Scoring
 from kernels.cuda import backend as backend_module
 from kernels.cuda.backend import CudaBackend
-from kernels.cuda.device import host_memory, transfer
+from kernels.cuda.device import copying, host_memory, transfer
 from kernels.cuda.device.transfer import Transfers
 from kernels.cuda.merge import merger
 from kernels.cuda.pages import copies
@@ -209,6 +209,8 @@ def fake_backend(
 ) -> tuple[CudaBackend, Kernels]:
     """A backend whose every module sees the fake device."""
     kernels = Kernels(device)
+    monkeypatch.setattr(copying, "runtime", device.runtime)
+    monkeypatch.setattr(copying, "batched", lambda: None)
     for module in (transfer, host_memory, copies):
         monkeypatch.setattr(module, "cupy", device.cupy)
         monkeypatch.setattr(module, "runtime", device.runtime)

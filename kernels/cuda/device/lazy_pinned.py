@@ -31,7 +31,8 @@ class LazyPinned:
         self._owners: list[UInt8] = []
         self._done: set[int] = set()
         """Pieces that are pinned, or never will be."""
-        self._is_refused = False
+        self.is_pinned = True
+        """Whether all pieces in use are pinned."""
 
     def allocate(self, size: int) -> UInt8:
         """Bytes of zeros, which the system provides as they are written to."""
@@ -42,29 +43,29 @@ class LazyPinned:
         self._ends[address_of(made)] = address_of(made) + size
         return made
 
-    def pin(self, array: UInt8) -> Iterator[tuple[int, int]]:
-        """Pin the pieces of an array; (offset, size) of each part for one copy.
+    def pin(self, begin: int, size: int) -> Iterator[tuple[int, int]]:
+        """Pin the pieces of a range; (offset, size) of each part for one copy.
 
         Raises ValueError for memory that is not allocated here.
         """
-        begin = address_of(array)
-        end = begin + array.nbytes
+        end = begin + size
         if not any(first <= begin and end <= last for first, last in self._ends.items()):
             raise ValueError("the array is not in memory for page copies: this is a bug")
-        while begin < end:
-            piece = begin // PIECE
+        at = begin
+        while at < end:
+            piece = at // PIECE
             if piece not in self._done:
-                self._pin(piece, array)
-            size = min(end, (piece + 1) * PIECE) - begin
-            yield begin - address_of(array), size
-            begin += size
+                self._pin(piece)
+            stop = min(end, (piece + 1) * PIECE)
+            yield at - begin, stop - at
+            at = stop
 
-    def _pin(self, piece: int, array: UInt8) -> None:
+    def _pin(self, piece: int) -> None:
         with self._lock:
             if piece in self._done:
                 return
-            if not self._is_refused and not self._ranges.register(piece * PIECE, PIECE):
-                self._is_refused = True
+            if self.is_pinned and not self._ranges.register(piece * PIECE, PIECE):
+                self.is_pinned = False
                 pinned = len(self._done) * PIECE
                 LOG.warning("only %d bytes can be pinned: copies of the rest are slower", pinned)
             self._done.add(piece)

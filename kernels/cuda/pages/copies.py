@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle
-from threading import Lock
+from threading import Lock, local
 from typing import Any, Final, NamedTuple
 
 import cupy
@@ -23,6 +23,7 @@ from kernels.backend import Int32, PoolGeometry, UInt8
 from kernels.compile import Spec, spec
 from kernels.cuda import checks
 from kernels.cuda.common.structs import PAGE_MOVES, packed
+from kernels.cuda.device.copying import copy_all
 from kernels.cuda.device.host_memory import address_of
 from kernels.cuda.device.launch import Launcher, Library
 from kernels.cuda.device.lazy_pinned import LazyPinned
@@ -30,7 +31,7 @@ from kernels.cuda.device.pending import Guard
 from kernels.cuda.device.transfer import Transfers, mark
 
 PAGES_SPEC: Final[Spec] = spec("pages/pages")
-CHUNK: Final = 1 << 23
+CHUNK: Final = 1 << 24
 """Bytes that one launch moves: decodes beside it are not held up."""
 CHUNKS: Final = 2
 """Chunks, and streams, of each way."""
@@ -40,7 +41,7 @@ THREADS: Final = 256
 PIECE: Final = 16 * THREADS * 4
 """Bytes that a block moves at once."""
 MOST_BLOCKS: Final = 64
-MOST_CALLS: Final = 6
+MOST_CALLS: Final = 10
 
 
 class Part(NamedTuple):
@@ -73,7 +74,7 @@ class CudaPageCopies:
         """`pool`: the address of the first layer's page 0."""
         self._geometry, self._pool = geometry, pool
         self._library, self._transfers, self._guarded = library, transfers, guarded
-        self._device = cupy.cuda.Device()
+        self._device, self._here = cupy.cuda.Device(), local()
         self._memory = LazyPinned()
         self._streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2 * CHUNKS)]
         size = max(CHUNK, geometry.page_bytes)
@@ -89,7 +90,7 @@ class CudaPageCopies:
 
     @property
     def calls(self) -> int:
-        return max(2, min(MOST_CALLS, (os.cpu_count() or 1) // 2))
+        return max(2, min(MOST_CALLS, (os.cpu_count() or 1) * 5 // 8))
 
     @property
     def num_streams(self) -> int:
@@ -104,26 +105,28 @@ class CudaPageCopies:
 
     def read(self, pages: Int32, into: Sequence[UInt8], after: object) -> Callable[[], None]:
         checks.check_pages(pages, self._geometry, "pages")
-        ends = {}
-        with self._guarded(), self._device, self._stores.lock:
-            for part in self._parts(len(pages)):
+        ends, kind = {}, runtime.memcpyDeviceToHost
+        spans = [self._spans(part, into) for part in self._parts(len(pages))]
+        with self._guarded(), self._stores.lock:
+            self._use_device()
+            for part, (ats, hosts, sizes) in zip(self._parts(len(pages)), spans, strict=True):
                 stream, chunk = next(self._stores.chunks)
                 self._launch("gather_pages", stream, chunk, pages, part, after)
-                for at, host, size in self._spans(part, into):
-                    kind = runtime.memcpyDeviceToHost
-                    runtime.memcpyAsync(host, chunk.ptr + at, size, kind, stream.ptr)
+                places = hosts, [chunk.ptr + at for at in ats], sizes
+                copy_all(places, kind, stream, self._memory.is_pinned)
                 ends[stream.ptr] = _end(stream)
         return partial(self._wait, tuple(ends.values()))
 
     def write(self, pages: Int32, data: Sequence[UInt8], after: object) -> Callable[[], None]:
         checks.check_pages(pages, self._geometry, "pages")
-        ends = {}
-        with self._guarded(), self._device, self._loads.lock:
-            for part in self._parts(len(pages)):
+        ends, kind = {}, runtime.memcpyHostToDevice
+        spans = [self._spans(part, data) for part in self._parts(len(pages))]
+        with self._guarded(), self._loads.lock:
+            self._use_device()
+            for part, (ats, hosts, sizes) in zip(self._parts(len(pages)), spans, strict=True):
                 stream, chunk = next(self._loads.chunks)
-                for at, host, size in self._spans(part, data):
-                    kind = runtime.memcpyHostToDevice
-                    runtime.memcpyAsync(chunk.ptr + at, host, size, kind, stream.ptr)
+                places = [chunk.ptr + at for at in ats], hosts, sizes
+                copy_all(places, kind, stream, self._memory.is_pinned)
                 self._launch("scatter_pages", stream, chunk, pages, part, after)
                 ends[stream.ptr] = _end(stream)
         return partial(self._wait, tuple(ends.values()))
@@ -175,14 +178,24 @@ class CudaPageCopies:
                 num_layers = min(layers, g.num_layers - first)
                 yield Part(slice(page, page + 1), first, num_layers)
 
-    def _spans(self, part: Part, arrays: Sequence[UInt8]) -> Iterator[tuple[int, int, int]]:
-        """(offset in the chunk, host address, size) of each copy of a part."""
+    def _spans(self, part: Part, arrays: Sequence[UInt8]) -> tuple[list[int], list[int], list[int]]:
+        """Offsets in the chunk, host addresses and sizes of the copies of a part."""
         size = part.num_layers * self._geometry.page_bytes
         first = part.first_layer * self._geometry.page_bytes
+        ats, hosts, sizes = [], [], []
         for number, array in enumerate(arrays[part.pages]):
-            place = array[first : first + size]
-            for at, count in self._memory.pin(place):
-                yield number * size + at, address_of(place) + at, count
+            begin = address_of(array) + first
+            for at, count in self._memory.pin(begin, size):
+                ats.append(number * size + at)
+                hosts.append(begin + at)
+                sizes.append(count)
+        return ats, hosts, sizes
+
+    def _use_device(self) -> None:
+        """Make the pool's device the calling thread's own."""
+        if not getattr(self._here, "is_set", False):
+            self._device.use()
+            self._here.is_set = True
 
     def _wait(self, ends: Sequence[Any]) -> None:
         with self._guarded():

@@ -29,7 +29,15 @@ from service.core.prefix.keys import KEY_BYTES, Prefix, as_keys, root_key
 from service.core.prefix.nodes import DEFAULT_PRIORITY, Retention
 from service.core.sequences.transfer import fill
 from service.core.values import Int32, NewSpec
-from service.engine.loop.job import NO_COST, WAIT, Counts, Slice, Slices, in_slices
+from service.engine.loop.job import (
+    NO_COST,
+    WAIT,
+    Counts,
+    Slice,
+    Slices,
+    empty_slice,
+    in_slices,
+)
 from service.engine.tiers.page_records import PageTag, next_id
 from service.engine.tiers.pins import Pins
 from service.engine.tiers.tiers import CLOSE_S, TASKS, Tiers
@@ -44,8 +52,8 @@ HIDDEN: Final = "~~"
 """First characters of the names of hidden sequences; no caller's begin so."""
 BATCHES: Final = 2
 """Batches of one load for each of the loader's threads: others have their turns between them."""
-LOOKED_UP: Final = 64
-"""Pages looked up between two reads of the clock."""
+LOOKED_UP: Final = 32
+"""Pages looked up at once: they are loaded while others are looked up."""
 EVICTED_AT_ONCE: Final = 1024
 ALL_TIERS: Final[frozenset[Tier]] = frozenset(("pool", "host", "disk"))
 Origin = Counter[Tier]
@@ -93,12 +101,14 @@ class Found:
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """The load of one run of records to `pages` of the hidden sequence `name`."""
+    """The load of one run of records to `pages` of the hidden sequence `name`, which follow the
+    `num_cached` that the pool had."""
 
     name: str
     namespace: str
-    records: list[Record]
-    pages: Int32
+    num_cached: int
+    records: list[Record] = field(default_factory=list)
+    pages: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
     after: object = None
     """A mark: the pages can be written to when all before it is done."""
     asked: int = 0
@@ -228,7 +238,7 @@ class Loading:
             if record is None or (prefix.token_ids is not None and not record.tag.with_ids):
                 return
             found.records.append(record)
-            if not at % LOOKED_UP:
+            if not len(found.records) % LOOKED_UP:
                 yield
 
     def _find(self, record_id: bytes, limits: LoadLimits) -> Record | None:
@@ -249,7 +259,8 @@ class Loading:
         while True:
             now = LoadLimits(limits.tiers, left, limits.ends)
             found = Found()
-            yield from in_slices(self._look_up(namespace, prefix, now, found))
+            looking = self._look_up(namespace, prefix, now, found)
+            next(looking, None)
             origin["pool"] = found.num_cached - origin["host"] - origin["disk"]
             if time.monotonic() >= limits.ends:
                 return origin
@@ -258,16 +269,11 @@ class Loading:
                 continue
             if not found.records:
                 return origin
-            load = yield from self._begin(namespace, prefix, found, limits.ends)
-            if load is None:
-                return origin
+            load = self._open(namespace, prefix, found)
             try:
-                while self._feed(load):
-                    if load.has_failed or time.monotonic() >= limits.ends:
-                        break
-                    yield waiting()
+                yield from self._load_found(load, found, looking, limits.ends)
             finally:
-                num_loaded = self._finish(load, prefix, found.num_cached)
+                num_loaded = self._finish(load, prefix)
             origin.update(record.tier for record in load.records[:num_loaded])
             left = None if left is None else left - num_loaded
             if num_loaded < len(found.records):
@@ -277,17 +283,37 @@ class Loading:
         """`load` without limits."""
         return self.load(namespace, prefix, LoadLimits(ALL_TIERS, None, math.inf))
 
-    def _begin(
-        self, namespace: str, prefix: Prefix, found: Found, ends: float
-    ) -> Generator[Slice, Any, Load | None]:
-        """Take the pages of a load; None where there is no room for one."""
-        tree, budget, size = self._tree, self._tree.budget, self._tree.page_size
+    def _open(self, namespace: str, prefix: Prefix, found: Found) -> Load:
+        """A load without records, whose hidden sequence holds the pages that the pool has."""
         name = f"{HIDDEN}{next(self._numbers)}"
-        tree.create((NewSpec(name, prefix=prefix, namespace=namespace),))
-        load = Load(name, namespace, [], np.empty(0, np.int32))
+        self._tree.create((NewSpec(name, prefix=prefix, namespace=namespace),))
+        load = Load(name, namespace, found.num_cached)
         self._loads.add(load)
-        room = budget.obtainable(budget.namespace(namespace))
-        load.records = records = found.records[:room]
+        return load
+
+    def _load_found(
+        self, load: Load, found: Found, looking: Iterator[None], ends: float
+    ) -> Generator[Slice, Any, None]:
+        """Load records while more are looked up."""
+        can_grow, is_known = True, False
+        while not load.has_failed and time.monotonic() < ends:
+            if can_grow and len(load.records) < len(found.records):
+                can_grow = yield from self._grow(load, found, ends)
+            is_busy = self._feed(load)
+            if can_grow and not is_known:
+                is_known = next(looking, looking) is looking
+                yield empty_slice()
+            elif is_busy:
+                yield waiting()
+            else:
+                return
+
+    def _grow(self, load: Load, found: Found, ends: float) -> Generator[Slice, Any, bool]:
+        """Take pages for records that were found meanwhile; whether there was room for all."""
+        tree, budget, size = self._tree, self._tree.budget, self._tree.page_size
+        room = budget.obtainable(budget.namespace(load.namespace))
+        first, wanted = len(load.records), found.records[len(load.records) :]
+        records = wanted[:room]
         for record in records:
             self._by_id[record.id] = load
             if record.tier == "host":
@@ -296,13 +322,14 @@ class Loading:
             while records:
                 budget.most_evicted = EVICTED_AT_ONCE
                 try:
-                    length = (found.num_cached + len(records)) * size
-                    fill(tree, name, [length] * tree.num_layers)
-                    leaf = tree.books.leaf(name)
-                    load.pages = leaf.table[found.num_cached : found.num_cached + len(records)]
-                    load.pages = load.pages.copy()
+                    first_page = load.num_cached + first
+                    stop = first_page + len(records)
+                    fill(tree, load.name, [stop * size] * tree.num_layers)
+                    pages = tree.books.leaf(load.name).table[first_page:stop]
+                    load.pages = np.concatenate((load.pages, pages))
+                    load.records += records
                     load.after = self.tiers.copies.mark()
-                    return load
+                    break
                 except EvictionPaused:
                     if time.monotonic() >= ends:
                         break
@@ -312,9 +339,9 @@ class Loading:
         except OutOfPages:
             pass
         finally:
-            if not load.pages.size:
-                self._end(load)
-        return None
+            if len(load.records) == first:
+                self._let_go(records)
+        return len(load.records) == len(found.records)
 
     def _feed(self, load: Load) -> bool:
         """Hand records to the loader; whether any are left or on their way."""
@@ -418,14 +445,14 @@ class Loading:
         elif record.entry.is_ready:
             self.tiers.drop_from_host(record.entry)
 
-    def _finish(self, load: Load, prefix: Prefix, num_cached: int) -> int:
+    def _finish(self, load: Load, prefix: Prefix) -> int:
         """Commit the pages that are loaded; returns their number. The others are freed when the
         loader is done with them."""
         load.is_stopped = True
         num_loaded = 0
         try:
-            for names, keep in runs_of(load, prefix.cache_salt, num_cached, self._tree.page_size):
-                done = self._tree.commits.commit(load.name, names, keep) - num_cached
+            for names, keep in runs_of(load, prefix.cache_salt, self._tree.page_size):
+                done = self._tree.commits.commit(load.name, names, keep) - load.num_cached
                 num_loaded = max(num_loaded, done)
         except CoreError as error:
             LOG.debug("loaded pages are not committed: %s", error)
@@ -438,16 +465,19 @@ class Loading:
         """Free the hidden sequence: its committed pages stay cached."""
         self._loads.discard(load)
         self._tree.free((load.name,))
-        for at, record in enumerate(load.records):
+        self._let_go(load.records, len(load.labels))
+
+    def _let_go(self, records: Sequence[Record], num_loaded: int = 0) -> None:
+        """Other loads can have these records; the first ones are in the pool now."""
+        for at, record in enumerate(records):
             del self._by_id[record.id]
             if record.tier == "host":
-                self.tiers.loaded(record.entry, is_in_pool=at < len(load.labels))
+                self.tiers.loaded(record.entry, is_in_pool=at < num_loaded)
 
 
-def runs_of(
-    load: Load, cache_salt: str, first: int, page_size: int
-) -> Iterator[tuple[Prefix, Retention]]:
-    """The names of loaded pages, which follow `first` others, as commits of equal priority."""
+def runs_of(load: Load, cache_salt: str, page_size: int) -> Iterator[tuple[Prefix, Retention]]:
+    """The names of loaded pages as commits of equal priority."""
+    first = load.num_cached
     labels = [PageTag.read(label) for label in load.labels]
     many = zip(load.records, labels, load.labels, strict=False)
     for (priority, with_ids), run in groupby(

@@ -40,8 +40,10 @@ IN_POOL: Final = 0
 """Rank of a record in host memory whose page is in the pool, too: it gives way first."""
 COPIED_AT_ONCE: Final = 16
 """Maximum pages that one task of a worker moves, ..."""
-BYTES_AT_ONCE: Final = 2**25
-"""... and their bytes."""
+BYTES_AT_ONCE: Final = 2**24
+"""... and their bytes, between the pool and host memory, ..."""
+WRITTEN_AT_ONCE: Final = 2**25
+"""... and to the disk: each task ends with a sync."""
 LOOKED_AT: Final = 64
 """Pages at the front of the eviction order that are looked at for ones to copy."""
 TASKS: Final = 4
@@ -109,6 +111,8 @@ class Tiers:
         """Held records of host memory that are removed once they are not held."""
         self._to_copy: deque[tuple[int, bytes]] = deque()
         """Committed pages, with their identities."""
+        self._to_write: deque[PageCopy] = deque()
+        """Copies in host memory that go to the disk."""
         self._pins: Counter[bytes] = Counter()
         """Pins of each page that stays on disk, by its identity."""
         self._evicted_from_disk: deque[Entry] = deque()
@@ -203,6 +207,7 @@ class Tiers:
         """Take the ends of tasks, and start copies that are due."""
         self._copier.take_done()
         self._writer.take_done()
+        self._write_down()
         while self._evicted_from_disk:
             self._report_removed(self._evicted_from_disk.popleft(), "DISK")
         while self._to_copy and not self._copier.is_full:
@@ -237,7 +242,8 @@ class Tiers:
     @property
     def is_copying(self) -> bool:
         """Whether copies wait or are under way."""
-        return bool(self._to_copy or self._copier.count or self._writer.count)
+        moving = self._copier.count + self._writer.count
+        return bool(self._to_copy or self._to_write or moving)
 
     def request_copies(self, record_ids: Sequence[bytes], pages: Sequence[int]) -> bool:
         """Queue copies of committed pages that are not on disk; whether all are there."""
@@ -317,7 +323,17 @@ class Tiers:
             else:
                 entry.holds += 1
                 writes.append(copy)
-        if writes:
+        self._to_write += writes
+
+    def _write_down(self, waits: bool = True) -> None:
+        """Start a write to the disk, of what came together while the last one ran."""
+        at_once = max(1, min(COPIED_AT_ONCE, WRITTEN_AT_ONCE // self.layout.block_bytes))
+        while self._to_write:
+            is_small = len(self._to_write) < at_once and self._writer.count > 0
+            if waits and (is_small or self._writer.is_full):
+                return
+            count = min(at_once, len(self._to_write))
+            writes = [self._to_write.popleft() for _ in range(count)]
             self._writer.add(partial(self._run_writes, writes))
 
     def _run_writes(self, writes: Sequence[PageCopy]) -> Callable[[], None]:
@@ -343,7 +359,10 @@ class Tiers:
     def _written(self, writes: Sequence[PageCopy], kept: Sequence[bool], seconds: float) -> None:
         self.count("disk", "in", sum(kept), seconds)
         for copy, is_kept in zip(writes, kept, strict=True):
-            if is_kept:
+            written = self.disk.find(copy.entry.key) if self.disk is not None else None
+            if written is not None and copy.entry in self._doomed:
+                self.drop_from_disk([written])
+            elif is_kept:
                 self._report_stored(copy, "DISK")
             copy.entry.holds -= 1
             self.release(copy.entry)
@@ -429,6 +448,7 @@ class Tiers:
                 self._lose_disk(error)
             done(error)
 
+        self._write_down(waits=False)
         self._writer.add(run)
 
     def drop_from_host(self, entry: Entry) -> None:
@@ -477,6 +497,7 @@ class Tiers:
         ended = self._copier.close(CLOSE_S)
         with suppress(DeviceLost):
             self._copier.take_done()
+        self._write_down(waits=False)
         ended = self._writer.close(CLOSE_S) and ended
         self._writer.take_done()
         if self.disk is not None and ended:

@@ -16,6 +16,7 @@ from faked_backend import Kernels, fake_backend
 from kernels.backend import Int32
 from kernels.cuda.backend import CudaBackend
 from kernels.cuda.device import lazy_pinned
+from kernels.cuda.device.host_memory import address_of
 from kernels.cuda.pages import copies as copies_module
 
 SLOTS = 4
@@ -150,7 +151,7 @@ def test_memory_that_the_system_does_not_pin_is_used_as_it_is(
     bench = Bench(monkeypatch, 0)
     places = bench.memory(4)
     bench.device.refuses = 304
-    parts = [part for place in places for part in bench.copies._memory.pin(place)]
+    parts = [part for place in places for part in bench.copies._memory.pin(address_of(place), PAGE)]
     assert sum(size for _, size in parts) == 4 * PAGE
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert not bench.device.live["registered"]

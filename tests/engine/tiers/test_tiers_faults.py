@@ -26,6 +26,14 @@ def make_faulty(caller: Caller, files: FaultyFiles) -> FaultyFiles:
     return files
 
 
+async def settle(caller: Caller) -> None:
+    """Wait until all copies and writes under way are done."""
+    loading = caller.engine.store.loading
+    assert loading is not None
+    tiers = loading.tiers
+    await until(lambda: not tiers.is_copying)
+
+
 @dataclass
 class HungFiles(FaultyFiles):
     """Reads that wait until `ended`."""
@@ -57,6 +65,7 @@ def test_a_disk_that_takes_no_more_is_off_and_host_memory_serves_on(
 def test_reads_that_fail_are_misses(tmp_path: Path) -> None:
     async def scenario(caller: Caller) -> None:
         await fill(caller)
+        await settle(caller)
         files = make_faulty(caller, FaultyFiles())
         files.read_error = errno.EIO
         found = await create(caller, "a", PROMPTS[0])
@@ -81,6 +90,7 @@ def test_torn_writes_are_misses(tmp_path: Path) -> None:
 def test_a_load_from_a_disk_that_hangs_ends_before_the_deadline(tmp_path: Path) -> None:
     async def scenario(caller: Caller) -> None:
         await fill(caller)
+        await settle(caller)
         files = make_faulty(caller, HungFiles())
         began = time.monotonic()
         new = creation({"id": "a", "prefix": {"token_ids": PROMPTS[0]}})
@@ -110,6 +120,7 @@ def test_a_load_from_a_disk_that_hangs_ends_before_the_deadline(tmp_path: Path) 
 def test_a_clear_that_cannot_erase_says_so(tmp_path: Path) -> None:
     async def scenario(caller: Caller) -> None:
         await fill(caller)
+        await settle(caller)
         make_faulty(caller, FaultyFiles(write_error=errno.EIO))
         refused = await caller.refused(NewCall("clear"), "internal")
         assert "not all could be erased" in str(refused)
