@@ -29,7 +29,7 @@ from bench.report.provenance import Results, provenance
 from bench.report.tables import table as markdown
 from bench.report.tables import with_stamp
 from kernels import make_backend
-from kernels.backend import Backend, Int32, PoolGeometry
+from kernels.backend import Backend, Int32, PagePlaces, PoolGeometry
 from service.core.prefix import keys
 from service.core.sequences.transfer import fill as take_pages
 from service.core.tree import PrefixTree
@@ -162,8 +162,8 @@ class Moves:
         """The bytes of the loaded prompt's pages in the pool."""
         geometry, pages = self.backend.geometry, self.table(LOADED)
         size = geometry.num_layers * geometry.page_bytes
-        memory = self.copies.memory(len(pages) * size).reshape(-1, size)
-        self.copies.read(pages, list(memory), self.copies.mark())()
+        memory = self.copies.memory(len(pages), size)
+        self.copies.read(pages, PagePlaces(memory, np.arange(len(pages))), self.copies.mark())()
         return memory
 
     def rates(self, repeats: int) -> dict[str, float]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -34,7 +34,7 @@ from bench.report.provenance import (
 from bench.report.tables import table as markdown
 from bench.report.tables import with_stamp
 from kernels import make_backend
-from kernels.backend import Int32, PoolGeometry
+from kernels.backend import Int32, PagePlaces, PoolGeometry
 from service.core.pool.budget import NO_LIMIT, EvictionPaused
 from service.core.prefix.keys import Prefix
 from service.core.tree import PrefixTree
@@ -66,20 +66,20 @@ class Numbers:
 
     calls = 1
 
-    def memory(self, size: int) -> UInt8:
-        return np.zeros(size, np.uint8)
+    def memory(self, count: int, size: int) -> UInt8:
+        return np.zeros((count, size), np.uint8)
 
     def mark(self) -> None:
         return None
 
-    def read(self, pages: Int32, into: Sequence[UInt8], after: object) -> Callable[[], None]:
-        for page, place in zip(pages.tolist(), into, strict=True):
-            place[:] = self.held[page : page + 1].view(np.uint8)
+    def read(self, pages: Int32, to: PagePlaces, after: object) -> Callable[[], None]:
+        for page, row in zip(pages.tolist(), to.rows.tolist(), strict=True):
+            to.blocks[row, to.skip :] = self.held[page : page + 1].view(np.uint8)
         return nothing
 
-    def write(self, pages: Int32, data: Sequence[UInt8], after: object) -> Callable[[], None]:
-        for page, place in zip(pages.tolist(), data, strict=True):
-            self.held[page] = place.view(np.int64)[0]
+    def write(self, pages: Int32, source: PagePlaces, after: object) -> Callable[[], None]:
+        for page, row in zip(pages.tolist(), source.rows.tolist(), strict=True):
+            self.held[page] = source.blocks[row, source.skip :].view(np.int64)[0]
         return nothing
 
 
@@ -204,8 +204,8 @@ def moves(folder: Path) -> dict[str, float]:
     backend = make_backend("cpu", geometry)
     copies = backend.page_copies
     pages = np.arange(MOVED, dtype=np.int32)
-    memory = np.zeros((MOVED, layout.block_bytes), np.uint8)
-    payloads = [block[layout.head_bytes :] for block in memory]
+    memory = copies.memory(MOVED, layout.block_bytes)
+    payloads = PagePlaces(memory, np.arange(MOVED), layout.head_bytes)
     keys = [number.to_bytes(16, "little") for number in range(MOVED)]
     copies.write(pages, payloads, None)
     gigabytes, rates = MOVED * layout.payload_bytes / 1e9, {}

@@ -187,13 +187,24 @@ class AttentionState:
     lse: Tensor
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PagePlaces:
+    """Places of pages in host memory: page i in `blocks[rows[i], skip:]`.
+
+    `blocks` is uint8 `[n, size]` of `PageCopies.memory`. A page takes `num_layers * page_bytes`:
+    K and V of every layer, as the pool stores them.
+    """
+
+    blocks: UInt8
+    rows: Int64
+    skip: int = 0
+
+
 class PageCopies(Protocol):
     """Copies of whole pages between pool and host memory, beside a backend's other calls.
 
     `read` and `write` begin copies, in any thread, and return a function that waits for their end.
-    Until then the caller neither writes to the pages nor frees them, nor touches the arrays. A copy
-    of a page is uint8 `[num_layers * page_bytes]`: K and V of every layer, as the pool stores them.
-    The arrays are parts of `memory`.
+    Until then the caller neither writes to the pages nor frees them, nor touches the places.
     """
 
     @property
@@ -201,20 +212,20 @@ class PageCopies(Protocol):
         """Calls that should be under way at once."""
         ...
 
-    def memory(self, size: int) -> UInt8:
-        """Host memory for copies: zeros, which take room as they are written to."""
+    def memory(self, count: int, size: int) -> UInt8:
+        """Host memory `[count, size]`: zeros, which take room as they are written to."""
         ...
 
     def mark(self) -> object:
         """A point after all calls of the backend so far. Not for other threads than its own."""
         ...
 
-    def read(self, pages: Int32, into: Sequence[UInt8], after: object) -> Callable[[], None]:
-        """Copy `pages[i]` to `into[i]`, once the calls before the mark `after` are done."""
+    def read(self, pages: Int32, to: PagePlaces, after: object) -> Callable[[], None]:
+        """Copy pages to their places, once the calls before the mark `after` are done."""
         ...
 
-    def write(self, pages: Int32, data: Sequence[UInt8], after: object) -> Callable[[], None]:
-        """Copy `data[i]` to `pages[i]`, once the calls before the mark `after` are done.
+    def write(self, pages: Int32, source: PagePlaces, after: object) -> Callable[[], None]:
+        """Copy pages from their places, once the calls before the mark `after` are done.
 
         Calls of the backend after the end see it.
         """

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import torch
 
-from kernels.backend import NUMPY_DTYPES, Array, DType, Int32, Layout, PoolGeometry, UInt8
+from kernels.backend import (
+    NUMPY_DTYPES,
+    Array,
+    DType,
+    Int32,
+    Layout,
+    PagePlaces,
+    PoolGeometry,
+    UInt8,
+)
 from kernels.cpu.tensors import BITS, TORCH_DTYPES, narrow, to_torch, widen
 
 JOINT_ELEMENTS: Final = 64 * 1024
@@ -137,20 +146,22 @@ class HostPageCopies:
 
     calls = 1
 
-    def memory(self, size: int) -> UInt8:
-        return np.zeros(size, np.uint8)
+    def memory(self, count: int, size: int) -> UInt8:
+        return np.zeros((count, size), np.uint8)
 
     def mark(self) -> None:
         return None
 
-    def read(self, pages: Int32, into: Sequence[UInt8], after: object) -> Callable[[], None]:
-        for page, place in zip(pages.tolist(), into, strict=True):
-            np.copyto(place.reshape(len(self._pages), -1), self._pages[:, page])
+    def read(self, pages: Int32, to: PagePlaces, after: object) -> Callable[[], None]:
+        for page, row in zip(pages.tolist(), to.rows.tolist(), strict=True):
+            place = to.blocks[row, to.skip :].reshape(len(self._pages), -1)
+            np.copyto(place, self._pages[:, page])
         return _is_done
 
-    def write(self, pages: Int32, data: Sequence[UInt8], after: object) -> Callable[[], None]:
-        for page, rows in zip(pages.tolist(), data, strict=True):
-            np.copyto(self._pages[:, page], rows.reshape(len(self._pages), -1))
+    def write(self, pages: Int32, source: PagePlaces, after: object) -> Callable[[], None]:
+        for page, row in zip(pages.tolist(), source.rows.tolist(), strict=True):
+            place = source.blocks[row, source.skip :].reshape(len(self._pages), -1)
+            np.copyto(self._pages[:, page], place)
         return _is_done
 
 

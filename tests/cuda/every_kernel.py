@@ -44,6 +44,7 @@ from kernels.backend import (  # noqa: E402
     DType,
     Layout,
     Mask,
+    PagePlaces,
     Plan,
     PoolGeometry,
     RaggedAttend,
@@ -176,10 +177,11 @@ class Small:
     def move_pages(self, run: Run, copy: Run) -> None:
         """A page to host memory, and to another page."""
         g, copies = self.geometry, self.backend.page_copies
-        memory = copies.memory(2 * g.num_layers * g.page_bytes).reshape(2, -1)
-        copies.read(run.pages, [memory[0]], copies.mark())()
-        copies.write(copy.pages, [memory[0]], copies.mark())()
-        copies.read(copy.pages, [memory[1]], copies.mark())()
+        memory = copies.memory(2, g.num_layers * g.page_bytes)
+        first, second = (PagePlaces(memory, np.array([row])) for row in range(2))
+        copies.read(run.pages, first, copies.mark())()
+        copies.write(copy.pages, first, copies.mark())()
+        copies.read(copy.pages, second, copies.mark())()
         if not np.array_equal(*memory):
             raise AssertionError(f"{g}: a page changed on its way")
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from ctypes import CDLL, c_size_t, c_void_p
 from typing import Any, Final
 
 import numpy as np
 from cupy.cuda import runtime
 from cupy_backends.cuda.api import driver
+from numpy.typing import NDArray
 
 STREAM_ORDER: Final = np.array([1, 0, 0, 0, 0, 0], np.int32)
 """`CUmemcpyAttributes`: sources are read in the stream's order; no hints, no flags."""
@@ -27,20 +27,14 @@ def batched() -> Any:
     return call
 
 
-def copy_all(
-    places: tuple[Sequence[int], Sequence[int], Sequence[int]],
-    kind: int,
-    stream: Any,
-    is_pinned: bool,
-) -> None:
-    """Start copies on a stream, in any order. `places`: destinations, sources and sizes of each."""
-    to, sources, sizes = places
-    call = batched() if is_pinned and len(sizes) > 1 else None
+def copy_all(copies: NDArray[np.uint64], kind: int, stream: Any, is_pinned: bool) -> None:
+    """Start copies in any order; the rows of `copies [3, n]` are to, from, and bytes."""
+    call = batched() if is_pinned and copies.shape[1] > 1 else None
     if call is None:
-        for one in zip(to, sources, sizes, strict=True):
-            runtime.memcpyAsync(*one, kind, stream.ptr)
+        for to, source, size in copies.T.tolist():
+            runtime.memcpyAsync(to, source, size, kind, stream.ptr)
         return
-    table = np.array([to, sources, sizes], np.uint64)
-    rows = [row.ctypes.data for row in table]
+    base, step = copies.ctypes.data, copies.strides[0]
     how = (STREAM_ORDER.ctypes.data, FIRST.ctypes.data, 1)
-    driver.check_status(call(*rows, len(sizes), *how, stream.ptr))
+    rows = (base, base + step, base + 2 * step)
+    driver.check_status(call(*rows, copies.shape[1], *how, stream.ptr))

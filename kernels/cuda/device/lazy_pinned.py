@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from dataclasses import dataclass
 from threading import Lock
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kernels.backend import UInt8
+from kernels.backend import Int64, UInt8
 from kernels.cuda.device.host_memory import HostRanges, address_of
 
 LOG: Final = logging.getLogger("attnd.kernels")
 PIECE: Final = 1 << 24
 """Bytes that are pinned at once. Launches wait for the driver meanwhile: some milliseconds."""
+SYSTEM_PAGE: Final = 4096
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blocks:
+    """An allocation: `rows` blocks are pinned at once; `done` are the pieces that are."""
+
+    whole: UInt8
+    rows: int
+    done: NDArray[np.bool_]
 
 
 class LazyPinned:
@@ -26,51 +37,45 @@ class LazyPinned:
     def __init__(self) -> None:
         self._lock = Lock()
         self._ranges = HostRanges()
-        self._ends: dict[int, int] = {}
-        """The end of each allocation, by its beginning."""
-        self._owners: list[UInt8] = []
-        self._done: set[int] = set()
-        """Pieces that are pinned, or never will be."""
+        self._blocks: dict[int, Blocks] = {}
         self.is_pinned = True
         """Whether all pieces in use are pinned."""
 
-    def allocate(self, size: int) -> UInt8:
-        """Bytes of zeros, which the system provides as they are written to."""
-        whole = np.zeros((-(-size // PIECE) + 1) * PIECE, np.uint8)
-        skipped = -address_of(whole) % PIECE
-        made = whole[skipped : skipped + size]
-        self._owners.append(whole)
-        self._ends[address_of(made)] = address_of(made) + size
-        return made
+    def allocate(self, count: int, size: int) -> UInt8:
+        """Blocks `[count, size]` of zeros, which the system provides as they are written to."""
+        step = -(-size // SYSTEM_PAGE) * SYSTEM_PAGE
+        whole = np.zeros(count * step + SYSTEM_PAGE, np.uint8)
+        skipped = -address_of(whole) % SYSTEM_PAGE
+        made = whole[skipped : skipped + count * step].reshape(count, step)
+        rows = max(1, PIECE // step)
+        self._blocks[address_of(made)] = Blocks(made, rows, np.zeros(-(-count // rows), np.bool_))
+        return made[:, :size]
 
-    def pin(self, begin: int, size: int) -> Iterator[tuple[int, int]]:
-        """Pin the pieces of a range; (offset, size) of each part for one copy.
+    def pin(self, blocks: UInt8, rows: Int64) -> Int64:
+        """Pin some blocks of an allocation; their addresses.
 
         Raises ValueError for memory that is not allocated here.
         """
-        end = begin + size
-        if not any(first <= begin and end <= last for first, last in self._ends.items()):
-            raise ValueError("the array is not in memory for page copies: this is a bug")
-        at = begin
-        while at < end:
-            piece = at // PIECE
-            if piece not in self._done:
-                self._pin(piece)
-            stop = min(end, (piece + 1) * PIECE)
-            yield at - begin, stop - at
-            at = stop
+        base = address_of(blocks)
+        own = self._blocks.get(base)
+        if own is None:
+            raise ValueError("the array is not memory for page copies: this is a bug")
+        pieces = rows // own.rows
+        if not own.done[pieces].all():
+            with self._lock:
+                for piece in np.unique(pieces).tolist():
+                    self._pin(own, piece)
+        return base + rows * own.whole.strides[0]
 
-    def _pin(self, piece: int) -> None:
-        with self._lock:
-            if piece in self._done:
-                return
-            if self.is_pinned and not self._ranges.register(piece * PIECE, PIECE):
-                self.is_pinned = False
-                pinned = len(self._done) * PIECE
-                LOG.warning("only %d bytes can be pinned: copies of the rest are slower", pinned)
-            self._done.add(piece)
+    def _pin(self, own: Blocks, piece: int) -> None:
+        if own.done[piece]:
+            return
+        part = own.whole[piece * own.rows : (piece + 1) * own.rows]
+        if self.is_pinned and not self._ranges.register(address_of(part), part.nbytes):
+            self.is_pinned = False
+            LOG.warning("the system pins no more memory: copies of the rest are slower")
+        own.done[piece] = True
 
     def clear(self) -> None:
         """Unpin everything, after all copies."""
         self._ranges.clear()
-        self._done.clear()

@@ -18,13 +18,13 @@ from typing import Any, Final, NamedTuple
 import cupy
 import numpy as np
 from cupy.cuda import runtime
+from numpy.typing import NDArray
 
-from kernels.backend import Int32, PoolGeometry, UInt8
+from kernels.backend import Int32, Int64, PagePlaces, PoolGeometry, UInt8
 from kernels.compile import Spec, spec
 from kernels.cuda import checks
 from kernels.cuda.common.structs import PAGE_MOVES, packed
 from kernels.cuda.device.copying import copy_all
-from kernels.cuda.device.host_memory import address_of
 from kernels.cuda.device.launch import Launcher, Library
 from kernels.cuda.device.lazy_pinned import LazyPinned
 from kernels.cuda.device.pending import Guard
@@ -96,37 +96,31 @@ class CudaPageCopies:
     def num_streams(self) -> int:
         return len(self._streams)
 
-    def memory(self, size: int) -> UInt8:
-        return self._memory.allocate(size)
+    def memory(self, count: int, size: int) -> UInt8:
+        return self._memory.allocate(count, size)
 
     def mark(self) -> object:
         with self._guarded():
             return mark(self._transfers.compute)
 
-    def read(self, pages: Int32, into: Sequence[UInt8], after: object) -> Callable[[], None]:
-        checks.check_pages(pages, self._geometry, "pages")
-        ends, kind = {}, runtime.memcpyDeviceToHost
-        spans = [self._spans(part, into) for part in self._parts(len(pages))]
+    def read(self, pages: Int32, to: PagePlaces, after: object) -> Callable[[], None]:
+        hosts, kind, ends = self._hosts(pages, to), runtime.memcpyDeviceToHost, {}
         with self._guarded(), self._stores.lock:
-            self._use_device()
-            for part, (ats, hosts, sizes) in zip(self._parts(len(pages)), spans, strict=True):
+            for part in self._parts(len(pages)):
                 stream, chunk = next(self._stores.chunks)
                 self._launch("gather_pages", stream, chunk, pages, part, after)
-                places = hosts, [chunk.ptr + at for at in ats], sizes
-                copy_all(places, kind, stream, self._memory.is_pinned)
+                table = self._table(part, hosts, chunk.ptr)
+                copy_all(table, kind, stream, self._memory.is_pinned)
                 ends[stream.ptr] = _end(stream)
         return partial(self._wait, tuple(ends.values()))
 
-    def write(self, pages: Int32, data: Sequence[UInt8], after: object) -> Callable[[], None]:
-        checks.check_pages(pages, self._geometry, "pages")
-        ends, kind = {}, runtime.memcpyHostToDevice
-        spans = [self._spans(part, data) for part in self._parts(len(pages))]
+    def write(self, pages: Int32, source: PagePlaces, after: object) -> Callable[[], None]:
+        hosts, kind, ends = self._hosts(pages, source), runtime.memcpyHostToDevice, {}
         with self._guarded(), self._loads.lock:
-            self._use_device()
-            for part, (ats, hosts, sizes) in zip(self._parts(len(pages)), spans, strict=True):
+            for part in self._parts(len(pages)):
                 stream, chunk = next(self._loads.chunks)
-                places = [chunk.ptr + at for at in ats], hosts, sizes
-                copy_all(places, kind, stream, self._memory.is_pinned)
+                table = self._table(part, hosts, chunk.ptr)[[1, 0, 2]]
+                copy_all(table, kind, stream, self._memory.is_pinned)
                 self._launch("scatter_pages", stream, chunk, pages, part, after)
                 ends[stream.ptr] = _end(stream)
         return partial(self._wait, tuple(ends.values()))
@@ -178,18 +172,23 @@ class CudaPageCopies:
                 num_layers = min(layers, g.num_layers - first)
                 yield Part(slice(page, page + 1), first, num_layers)
 
-    def _spans(self, part: Part, arrays: Sequence[UInt8]) -> tuple[list[int], list[int], list[int]]:
-        """Offsets in the chunk, host addresses and sizes of the copies of a part."""
+    def _hosts(self, pages: Int32, places: PagePlaces) -> Int64:
+        """The host addresses of pages, once they are pinned."""
+        checks.check_pages(pages, self._geometry, "pages")
+        needed = places.skip + self._geometry.num_layers * self._geometry.page_bytes
+        checks.require(places.blocks.shape[1] >= needed, "blocks", needed, "bytes of a page")
+        with self._guarded():
+            self._use_device()
+            return self._memory.pin(places.blocks, places.rows) + places.skip
+
+    def _table(self, part: Part, hosts: Int64, chunk: int) -> NDArray[np.uint64]:
+        """Host addresses, addresses in the chunk, and sizes of the copies of a part."""
         size = part.num_layers * self._geometry.page_bytes
-        first = part.first_layer * self._geometry.page_bytes
-        ats, hosts, sizes = [], [], []
-        for number, array in enumerate(arrays[part.pages]):
-            begin = address_of(array) + first
-            for at, count in self._memory.pin(begin, size):
-                ats.append(number * size + at)
-                hosts.append(begin + at)
-                sizes.append(count)
-        return ats, hosts, sizes
+        places = hosts[part.pages] + part.first_layer * self._geometry.page_bytes
+        table = np.empty((3, len(places)), np.uint64)
+        table[0], table[2] = places, size
+        table[1] = chunk + size * np.arange(len(places))
+        return table
 
     def _use_device(self) -> None:
         """Make the pool's device the calling thread's own."""

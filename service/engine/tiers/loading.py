@@ -19,9 +19,8 @@ from queue import SimpleQueue
 from typing import Any, Final, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kernels.backend import DeviceLost, Done
+from kernels.backend import DeviceLost, Done, Int64, PagePlaces, UInt8
 from service.core.errors import CoreError, OutOfPages
 from service.core.pool.budget import NO_LIMIT, EvictionPaused
 from service.core.prefix.commits import DEFAULT
@@ -133,7 +132,7 @@ class Loading:
         self._loads: set[Load] = set()
         self._by_id: dict[bytes, Load] = {}
         self._numbers = count()
-        self._spare: SimpleQueue[NDArray[np.uint8]] = SimpleQueue()
+        self._spare: SimpleQueue[UInt8] = SimpleQueue()
         """Blocks for a batch of records from disk, one set for each thread."""
         for _ in range(tiers.copies.calls):
             self._spare.put(tiers.blocks(tiers.at_once))
@@ -351,8 +350,11 @@ class Loading:
             and not self._loader.is_full
             and not load.has_failed
         ):
-            batch = slice(load.asked, load.asked + self.tiers.at_once)
-            load.asked = min(batch.stop, len(load.records))
+            first, tier = load.asked, load.records[load.asked].tier
+            most = min(first + self.tiers.at_once, len(load.records))
+            while load.asked < most and load.records[load.asked].tier == tier:
+                load.asked += 1
+            batch = slice(first, load.asked)
             load.in_flight += 1
             self._loader.add(partial(self._run, load, load.records[batch], load.pages[batch]))
         return bool(load.in_flight) or (load.asked < len(load.records) and not load.has_failed)
@@ -369,31 +371,35 @@ class Loading:
         return partial(self._loaded, load, records, labels, miss, time.monotonic() - began)
 
     def _write(
-        self, load: Load, records: Sequence[Record], pages: Int32, spare: NDArray[np.uint8]
+        self, load: Load, records: Sequence[Record], pages: Int32, spare: UInt8
     ) -> tuple[list[bytes], Miss | None]:
         """The labels of the first records, which are valid, and why the next one is a miss."""
-        tiers, blocks = self.tiers, list(spare[: len(records)])
-        found: list[bytes | Miss | None] = []
-        for at, record in enumerate(records):
-            if load.is_stopped or (found and isinstance(found[-1], str)):
-                break
-            if record.tier == "host":
-                blocks[at] = tiers.block(record.entry)
-            found.append(None if record.tier == "host" else self._verify(record, blocks[at].data))
-        payloads = [block[tiers.layout.head_bytes :] for block in blocks[: len(found)]]
-        wait = tiers.copies.write(pages[: len(found)], payloads, load.after)
+        tiers, is_in_host = self.tiers, records[0].tier == "host"
+        blocks = tiers.records if is_in_host else spare
+        slots = [one.entry.slot for one in records] if is_in_host else range(len(records))
+        rows = np.array(slots, np.int64)
+        found = [] if is_in_host else self._verify_all(load, records, blocks, rows)
+        count = len(rows) if is_in_host else len(found)
+        places = PagePlaces(blocks, rows[:count], tiers.layout.head_bytes)
+        wait = tiers.copies.write(pages[:count], places, load.after)
         try:
-            for at, label in enumerate(found):
-                found[at] = label or self._verify(records[at], blocks[at].data)
+            if is_in_host:
+                found = self._verify_all(load, records, blocks, rows)
         finally:
             wait()
-        labels: list[bytes] = []
-        for one in found:
-            if not isinstance(one, bytes):
+        labels = [one for one in found if isinstance(one, bytes)]
+        return labels, next((one for one in found if isinstance(one, str)), None)
+
+    def _verify_all(
+        self, load: Load, records: Sequence[Record], blocks: UInt8, rows: Int64
+    ) -> list[bytes | Miss]:
+        """The labels of records, up to the first one that is a miss."""
+        found: list[bytes | Miss] = []
+        for record, row in zip(records, rows.tolist(), strict=True):
+            if load.is_stopped or (found and isinstance(found[-1], str)):
                 break
-            labels.append(one)
-        miss = next((one for one in found if isinstance(one, str)), None)
-        return labels, miss
+            found.append(self._verify(record, blocks[row].data))
+        return found
 
     def _verify(self, record: Record, block: memoryview) -> bytes | Miss:
         """The label of a record that is read to `block`, or is there, or why it is a miss."""

@@ -19,7 +19,7 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.backend import DeviceLost, PageCopies
+from kernels.backend import DeviceLost, PageCopies, PagePlaces
 from service.core.pool.budget import Urgency
 from service.core.pool.namespaces import Root
 from service.core.prefix.keys import KEY_BYTES
@@ -126,8 +126,7 @@ class Tiers:
 
     def blocks(self, count: int) -> NDArray[np.uint8]:
         """Memory for records, `[count, block_bytes]`."""
-        size = self.layout.block_bytes
-        return self.copies.memory(count * size).reshape(count, size)
+        return self.copies.memory(count, self.layout.block_bytes)
 
     def use_disk(self, disk: RecordStore) -> None:
         """Write records to a store made with `evicted=tiers.disk_evicted`, and read from it."""
@@ -297,7 +296,8 @@ class Tiers:
         began, layout = time.monotonic(), self.layout
         pages = np.array([copy.page for copy in copies], np.int32)
         blocks = [self._memory[copy.entry.slot] for copy in copies]
-        self.copies.read(pages, [block[layout.head_bytes :] for block in blocks], after)()
+        slots = np.array([copy.entry.slot for copy in copies])
+        self.copies.read(pages, PagePlaces(self._memory, slots, layout.head_bytes), after)()
         for copy, block in zip(copies, blocks, strict=True):
             entry, view = copy.entry, memoryview(block)
             layout.seal(view, entry.key, entry.namespace, copy.label, layout.payload_bytes)
@@ -518,10 +518,10 @@ class Tiers:
 
     # Reports.
 
-    def block(self, entry: Entry) -> NDArray[np.uint8]:
-        """The memory of a record in host memory."""
-        place: NDArray[np.uint8] = self._memory[entry.slot]
-        return place
+    @property
+    def records(self) -> NDArray[np.uint8]:
+        """The memory of the records in host memory, by their slot."""
+        return self._memory
 
     def describe(self) -> list[dict[str, Any]]:
         """The tiers for `/v1/info`."""

@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy")
 
-from kernels.backend import DType, Int32, PoolGeometry  # noqa: E402
+from kernels.backend import DType, Int32, PagePlaces, PoolGeometry  # noqa: E402
 
 NUM_PAGES = 600
 
@@ -26,12 +26,19 @@ def int32(values: Any) -> Int32:
     return np.ascontiguousarray(values, np.int32)
 
 
-def random_places(copies: Any, rng: np.random.Generator, count: int, size: int) -> list[Any]:
-    """Memory for `count` pages with random content, apart by 192 bytes as behind headers."""
-    whole = copies.memory(count * (size + 192)).reshape(count, -1)[:, 192:]
+HEAD = 192
+
+
+def random_places(copies: Any, rng: np.random.Generator, count: int, size: int) -> Any:
+    """Memory for `count` pages with random content, behind headers."""
+    whole = copies.memory(count, HEAD + size)
     for place in whole:
-        place[...] = rng.integers(0, 256, size, np.uint8)
-    return list(whole)
+        place[...] = rng.integers(0, 256, HEAD + size, np.uint8)
+    return whole
+
+
+def places(memory: Any, rows: Any) -> PagePlaces:
+    return PagePlaces(memory, np.asarray(rows), HEAD)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -56,11 +63,11 @@ def test_many_threads_load_and_store_at_once(dtype: DType, layout: Any, page_siz
             waits = []
             for first in range(0, 60, 17):
                 some = slice(first, first + 17)
-                waits.append(copies.write(own[some], up[some], after))
+                waits.append(copies.write(own[some], places(up, range(60)[some]), after))
             for wait in waits:
                 wait()
-            copies.read(own, down, after)()
-            if any((a != b).any() for a, b in zip(up, down, strict=True)):
+            copies.read(own, places(down, range(60)), after)()
+            if not np.array_equal(up[:, HEAD:], down[:, HEAD:]):
                 wrong.append(f"thread {number}, turn {turn}")
             rng.shuffle(own)
 
@@ -90,7 +97,8 @@ def test_a_store_sees_the_appends_before_it_and_a_load_is_seen_by_later_calls() 
     g, copies = backend.geometry, backend.page_copies
     rng = np.random.default_rng(5)
     size = g.num_layers * g.page_bytes
-    place = random_places(copies, rng, 2, size)
+    memory = random_places(copies, rng, 2, size)
+    place = memory[:, HEAD:]
     slots = int32(np.arange(16))
     shape = (16, g.num_kv_heads, g.head_dim)
     heavy = int32(rng.integers(16 * 100, 16 * NUM_PAGES, 40_000))
@@ -102,12 +110,12 @@ def test_a_store_sees_the_appends_before_it_and_a_load_is_seen_by_later_calls() 
             k, v = (rng.standard_normal(shape, np.float32).astype(np.float16) for _ in "kv")
             backend.append(layer, k, v, slots)
             written += [k, v]
-        wait = copies.read(int32([0]), place[:1], copies.mark())
+        wait = copies.read(int32([0]), places(memory, [0]), copies.mark())
         wait()
         assert place[0].tobytes() == b"".join(one.tobytes() for one in written)
         pending = backend.gather(2, slots, "fp16")
         place[1][...] = rng.integers(0, 100, size, np.uint8)
-        copies.write(int32([0]), place[1:], copies.mark())()
+        copies.write(int32([0]), places(memory, [1]), copies.mark())()
         assert pending.result()[0].tobytes() == written[4].tobytes()
         got = backend.gather(2, slots, "fp16").result()
         begin = 2 * g.page_bytes

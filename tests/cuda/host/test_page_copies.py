@@ -13,16 +13,16 @@ pytest.importorskip("cupy")  # which needs no device for what follows
 from fake_device import FREED, FakeDevice
 from faked_backend import Kernels, fake_backend
 
-from kernels.backend import Int32
+from kernels.backend import Int32, PagePlaces
 from kernels.cuda.backend import CudaBackend
 from kernels.cuda.device import lazy_pinned
-from kernels.cuda.device.host_memory import address_of
 from kernels.cuda.pages import copies as copies_module
 
 SLOTS = 4
 HALF = np.dtype(np.float16)
 PAGE = 2 * 2048
 """Bytes of a page, both layers."""
+HEAD = 64
 
 
 class Bench:
@@ -30,7 +30,7 @@ class Bench:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int, chunk: int = 3 * PAGE) -> None:
         monkeypatch.setattr(copies_module, "CHUNK", chunk)
-        monkeypatch.setattr(lazy_pinned, "PIECE", 4096)
+        monkeypatch.setattr(lazy_pinned, "PIECE", 3 * 8192)
         self.device = FakeDevice(seed)
         self.rng = np.random.default_rng(seed)
         self.backend: CudaBackend
@@ -42,10 +42,17 @@ class Bench:
     def values(self, *shape: int) -> Any:
         return self.rng.standard_normal(shape, np.float32).astype(HALF)
 
-    def memory(self, count: int) -> list[Any]:
-        """Places for pages, apart by an odd number of bytes: as behind headers."""
-        whole = self.copies.memory(count * (PAGE + 64))
-        return [row[64:] for row in whole.reshape(count, -1)]
+    def memory(self, count: int) -> Any:
+        """Places for pages behind headers."""
+        return self.copies.memory(count, HEAD + PAGE)
+
+    def read(self, pages: list[int], memory: Any, rows: Any) -> Callable[[], None]:
+        to = PagePlaces(memory, np.asarray(rows), HEAD)
+        return self.copies.read(int32(pages), to, self.copies.mark())
+
+    def write(self, pages: list[int], memory: Any, rows: Any) -> Callable[[], None]:
+        source = PagePlaces(memory, np.asarray(rows), HEAD)
+        return self.copies.write(int32(pages), source, self.copies.mark())
 
     def page(self, number: int) -> bytes:
         """A page as it is in the pool now."""
@@ -78,14 +85,15 @@ def test_a_page_is_read_after_the_appends_before_it(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     bench = Bench(monkeypatch, seed)
-    (place,) = bench.memory(1)
+    memory = bench.memory(1)
     rows = bench.append(3)
-    wait = bench.copies.read(int32([3]), [place], bench.copies.mark())
+    wait = bench.read([3], memory, [0])
     wait()
-    assert place.tobytes() == rows.tobytes()
+    assert memory[0, HEAD:].tobytes() == rows.tobytes()
     bench.append(3)
     bench.device.run()
-    assert place.tobytes() == rows.tobytes()
+    assert memory[0, HEAD:].tobytes() == rows.tobytes()
+    assert not memory[0, :HEAD].any()
 
 
 @SEEDS
@@ -93,11 +101,12 @@ def test_a_page_is_written_after_the_calls_before_it_and_before_those_after_its_
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     bench = Bench(monkeypatch, seed)
-    (place,) = bench.memory(1)
+    memory = bench.memory(1)
+    place = memory[0, HEAD:]
     place[...] = np.frombuffer(bench.values(2, 2, SLOTS, 2, 64).tobytes(), np.uint8)
     old = bench.page(5)
     reading = bench.gather(5)
-    wait = bench.copies.write(int32([5]), [place], bench.copies.mark())
+    wait = bench.write([5], memory, [0])
     assert reading() == old
     wait()
     assert bench.gather(5)() == place.tobytes()
@@ -111,36 +120,34 @@ def test_many_calls_in_flight_both_ways_share_the_chunks(
     bench = Bench(monkeypatch, seed, chunk)
     pool = [bench.page(number) for number in range(8)]
     down, up = bench.memory(16), bench.memory(8)
-    for place in up:
-        place[...] = bench.rng.integers(0, 100, PAGE, np.uint8)
+    up[:] = bench.rng.integers(0, 100, up.shape, np.uint8)
     waits = []
     for first in (0, 2, 1):  # pages 0 to 3 go down, 4 to 7 are overwritten
-        places = down[4 * first : 4 * first + 4]
-        waits.append(bench.copies.read(int32([0, 1, 2, 3]), places, bench.copies.mark()))
+        waits.append(bench.read([0, 1, 2, 3], down, np.arange(4 * first + 3, 4 * first - 1, -1)))
         if first < 2:
-            pages = int32([4 + first, 6 + first])
-            data = up[2 * first : 2 * first + 2]
-            waits.append(bench.copies.write(pages, data, bench.copies.mark()))
+            waits.append(bench.write([4 + first, 6 + first], up, [2 * first, 2 * first + 1]))
     bench.rng.shuffle(waits)  # type: ignore[arg-type]
     for wait in waits:
         wait()
     for first in (0, 2, 1):
-        got = [place.tobytes() for place in down[4 * first : 4 * first + 4]]
-        assert got == pool[:4]
-    assert [bench.page(number) for number in (4, 6, 5, 7)] == [one.tobytes() for one in up[:4]]
+        got = [row.tobytes() for row in down[4 * first : 4 * first + 4, HEAD:]]
+        assert got == pool[3::-1]
+    assert [bench.page(number) for number in (4, 6, 5, 7)] == [
+        row.tobytes() for row in up[:4, HEAD:]
+    ]
 
 
 def test_memory_is_pinned_in_pieces_as_it_is_used_and_unpinned_at_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench = Bench(monkeypatch, 0)
-    places = bench.memory(100)
+    memory = bench.memory(100)
     registered = bench.device.live["registered"]
     assert not registered
-    bench.copies.read(int32([1]), places[:1], bench.copies.mark())()
-    assert 0 < len(registered) <= 2
-    bench.copies.read(int32([1, 2]), places[98:], bench.copies.mark())()
-    assert len(registered) <= 6
+    bench.read([1], memory, [1])()
+    assert len(registered) == 1
+    bench.read([1, 2], memory, [97, 99])()
+    assert len(registered) == 3
     bench.backend.close()
     assert not registered
 
@@ -149,39 +156,43 @@ def test_memory_that_the_system_does_not_pin_is_used_as_it_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench = Bench(monkeypatch, 0)
-    places = bench.memory(4)
+    memory = bench.memory(4)
     bench.device.refuses = 304
-    parts = [part for place in places for part in bench.copies._memory.pin(address_of(place), PAGE)]
-    assert sum(size for _, size in parts) == 4 * PAGE
+    found = bench.copies._memory.pin(memory, np.arange(4))
+    assert found.tolist() == [row.ctypes.data for row in memory]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert not bench.device.live["registered"]
 
 
 def test_other_memory_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, 0)
-    with pytest.raises(ValueError, match="not in memory for page copies"):
-        bench.copies.read(int32([1]), [np.zeros(PAGE, np.uint8)], bench.copies.mark())
+    with pytest.raises(ValueError, match="not memory for page copies"):
+        bench.read([1], np.zeros((1, HEAD + PAGE), np.uint8), [0])
     with pytest.raises(ValueError, match="pages"):
-        bench.copies.read(int32([8]), bench.memory(1), bench.copies.mark())
+        bench.read([8], bench.memory(1), [0])
+    with pytest.raises(ValueError, match="bytes of a page"):
+        bench.read([1], bench.copies.memory(1, PAGE), [0])
 
 
 def test_a_lost_device_fails_copies_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     from kernels.backend import DeviceLost
 
     bench = Bench(monkeypatch, 0)
+    memory, after = bench.memory(1), bench.copies.mark()
     bench.backend._lost = "gone"
     with pytest.raises(DeviceLost):
         bench.copies.mark()
     with pytest.raises(DeviceLost):
-        bench.copies.read(int32([1]), bench.memory(1), None)
+        bench.copies.read(int32([1]), PagePlaces(memory, np.arange(1), HEAD), after)
 
 
 def test_freed_pinned_memory_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     """The chunks live as long as the copies: dropped waits free nothing."""
     bench = Bench(monkeypatch, 3)
-    places = bench.memory(8)
+    memory = bench.memory(8)
     for _ in range(3):
-        bench.copies.read(int32(range(8)), places, bench.copies.mark())
+        bench.read(list(range(8)), memory, range(8))
     bench.device.run()
+    places = list(memory[:, HEAD:])
     assert not any((place == FREED).all() for place in places)
     assert [place.tobytes() for place in places] == [bench.page(number) for number in range(8)]
