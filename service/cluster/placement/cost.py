@@ -4,13 +4,15 @@ too full or too busy. A pure function of the engines' loads.
 The cost of an engine is in seconds: to finish its work; to compute the pages of the prompt that it
 has not cached, at its own pace; and to read what its sequences hold, as every decode does. Pages
 that another engine has cost more: later calls wait while they are computed again, and they evict
-others. The rule takes the numbers of one engine, or arrays of many engines' numbers.
+others. Pages in host memory or on disk cost a part of that. The rule takes
+the numbers of one engine, or arrays of many engines' numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 from numpy.typing import NDArray
@@ -21,6 +23,8 @@ AGAIN_WEIGHT: Final = 15.0
 """Weight of a second spent computing pages that another engine has, beside a second of waiting."""
 EXTRA_WAIT_S: Final = 1.0
 """Extra wait that is worth it for an engine with all of a prompt; in proportion for a part."""
+LOAD_SHARE: Final = 0.25
+"""Cost of a page that an engine loads from a lower tier, as a share of one that it computes."""
 MOST_WORK_S: Final = 60.0
 """Maximum work that an engine is assumed to have: an announced prompt may never come."""
 FULL: Final = 0.95
@@ -31,6 +35,7 @@ FURTHEST: Final = 2.0
 """Maximum factor between an engine's pace and the median one. An engine that looks slow gets no
 prompts, so it would never measure a better pace."""
 
+NOTHING: Final[Mapping[str, int]] = MappingProxyType({})
 Number = TypeVar("Number", float, NDArray[Any])
 """One engine's number, or an array with many engines' numbers."""
 
@@ -99,12 +104,17 @@ class Prompt:
     needed: int
     most: int = 0
 
-    def cost_s(self, there: Number, wait_s: Number, held: Number, pace: Pace) -> Number:
-        """The cost of an engine that has the first `there` pages."""
+    def cost_s(
+        self, there: Number, wait_s: Number, held: Number, pace: Pace, loaded: float = 0.0
+    ) -> Number:
+        """The cost of an engine that has the first `there` pages, `loaded` of them in lower tiers
+        only."""
         missing_s = pace.span_s(there, self.needed)
         again_s = pace.span_s(there, self.most)
         answer_s = ANSWER_TOKENS * pace.read_s * held
-        extra_s = EXTRA_WAIT_S / self.needed * (self.most - there)
+        extra_s = EXTRA_WAIT_S / self.needed * (self.most - there + LOAD_SHARE * loaded)
+        if loaded:
+            missing_s = missing_s + LOAD_SHARE * pace.span_s(there - loaded, there)
         cost_s: Number = wait_s + answer_s + missing_s + AGAIN_WEIGHT * again_s + extra_s
         return cost_s
 
@@ -119,8 +129,14 @@ def fits(held: Number, missing: Number, total: Number) -> Any:
     return held + missing <= FULL * total
 
 
-def choose(loads: Mapping[str, Load], matched: Mapping[str, int], needed: int) -> str:
-    """The engine for a prompt of `needed` pages, of which each engine has cached `matched`.
+def choose(
+    loads: Mapping[str, Load],
+    matched: Mapping[str, int],
+    needed: int,
+    loaded: Mapping[str, int] = NOTHING,
+) -> str:
+    """The engine for a prompt of `needed` pages, of which each engine has cached `matched`,
+    `loaded` of them in lower tiers only.
 
     Of equal costs the engine with the most room wins. Raises ValueError without engines.
     """
@@ -131,13 +147,18 @@ def choose(loads: Mapping[str, Load], matched: Mapping[str, int], needed: int) -
     among = {
         name: load
         for name, load in loads.items()
-        if fits(float(load.held + load.promised), float(needed - there[name]), float(load.total))
+        if fits(
+            float(load.held + load.promised),
+            float(needed - there[name] + loaded.get(name, 0)),
+            float(load.total),
+        )
     }
 
     def rank(name: str) -> tuple[float, float, str]:
         load = loads[name]
         held = float(load.held + load.promised)
-        cost_s = prompt.cost_s(float(there[name]), load.wait_s, held, load.pace)
+        in_tiers = float(min(loaded.get(name, 0), there[name]))
+        cost_s = prompt.cost_s(float(there[name]), load.wait_s, held, load.pace, in_tiers)
         return cost_s, -load.room, name
 
     return min(among or loads, key=rank)

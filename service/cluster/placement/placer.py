@@ -39,6 +39,8 @@ class Placement:
     engine: Engine
     matched: int = 0
     wait: Wait | None = None
+    loaded: int = 0
+    """Those of the first pages that come from its lower tiers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class Placer:
             placed = Placement(among[choose(loads, {}, needed)])
         else:
             placed = self.place_prefix(namespace, prefix, needed, among, loads, prompt)
-        placed.engine.promised += max(needed - placed.matched, 1)
+        placed.engine.promised += max(needed - placed.matched + placed.loaded, 1)
         return placed
 
     def place_prefix(
@@ -85,8 +87,8 @@ class Placer:
         """As `place`, for pages with keys, on one of the engines in `among`."""
         now, known = time.monotonic(), self.members.prefixes_of(namespace)
         keys, again = tee(chained_keys(prefix, namespace, self.members.info.page_size))
-        matched = known.matched(keys, now)
-        chosen = choose(loads, matched, needed)
+        matched, loaded = known.matched(keys, now)
+        chosen = choose(loads, matched, needed, loaded)
         there = min(matched.get(chosen, 0), needed)
         cached, other = known.awaited(chosen, list(islice(again, there)))
         wait = None
@@ -94,7 +96,7 @@ class Placer:
             pages_s = loads[chosen].pace.span_s(float(cached), there)
             wait = Wait(other, WORTH_WAITING * (loads[chosen].wait_s + pages_s))
         known.expect(chosen, again, now, prompt)
-        return Placement(among[chosen], there, wait)
+        return Placement(among[chosen], there, wait, min(loaded[chosen], there))
 
     def place_sequence(
         self,

@@ -4,7 +4,7 @@ the cluster's own events, made from the engines'."""
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
@@ -35,18 +35,28 @@ NOT_EXPECTED: Final[Expected] = ("", 0.0, None)
 class Prefixes:
     """The tags of the engines that have each page of one namespace."""
 
-    __slots__ = ("engines_with", "expected", "log")
+    __slots__ = ("below", "engines_with", "expected", "log")
 
     def __init__(self) -> None:
         self.engines_with: dict[str, frozenset[str]] = {}
+        """In their pools."""
+        self.below: dict[str, dict[str, frozenset[str]]] = {"CPU": {}, "DISK": {}}
+        """In their lower tiers, by medium."""
         self.expected: dict[str, Expected] = {}
         """The oldest first."""
         self.log = EventLog()
 
     def add(self, tag: str, event: Event) -> None:
-        """Adds an event of an engine's pool. The cluster has an event of its own where no engine
-        had a page before, or none has it any more."""
-        if event.get("medium", POOL) != POOL:
+        """Adds an event of an engine. The cluster has an event of its own where no engine had a
+        page in its pool before, or none has it there any more."""
+        if (there := self.below.get(event.get("medium", POOL))) is not None:
+            for key in event["page_keys"]:
+                tags = there.get(key, NO_TAGS)
+                left = tags | {tag} if event["type"] == "stored" else tags - {tag}
+                if left:
+                    there[key] = shared_set(left)
+                else:
+                    there.pop(key, None)
             return
         match event["type"]:
             case "stored":
@@ -67,6 +77,9 @@ class Prefixes:
         """Removes all pages of an engine, which has lost them or will list them again."""
         keys = [key for key, tags in self.engines_with.items() if tag in tags]
         self.remove(tag, keys, namespace)
+        for medium, there in self.below.items():
+            kept = ((key, shared_set(tags - {tag})) for key, tags in there.items())
+            self.below[medium] = {key: tags for key, tags in kept if tags}
 
     def remove(self, tag: str, keys: Iterable[str], namespace: str) -> None:
         removed: list[str] = []
@@ -102,19 +115,28 @@ class Prefixes:
         if key in self.expected and self.expected[key][0] == tag:
             del self.expected[key]
 
-    def matched(self, keys: Iterable[bytes], now: float = 0.0) -> dict[str, int]:
-        """The number of a chain's first pages that each engine has, or is expected to have. Reads
-        no more keys than some engine has."""
+    def matched(
+        self, keys: Iterable[bytes], now: float = 0.0
+    ) -> tuple[dict[str, int], Counter[str]]:
+        """The number of a chain's first pages that each engine has in any tier, or is expected to
+        have, and how many of them are not in its pool. Reads no more keys than some engine has."""
         found: dict[str, int] = {}
+        loaded: Counter[str] = Counter()
         left: frozenset[str] | None = None
         for count, key in enumerate(keys, 1):
-            tags = self.tags(key.hex(), now)
+            name = key.hex()
+            pool = tags = self.tags(name, now)
+            for there in self.below.values():
+                if name in there:
+                    tags = tags | there[name]
             left = tags if left is None or left is tags else left & tags
             if not left:
                 break
             for tag in left:
                 found[tag] = count
-        return found
+            if tags is not pool:
+                loaded.update(left - pool)
+        return found, loaded
 
     def awaited(self, tag: str, keys: Sequence[bytes]) -> tuple[int, InflightPrompt | None]:
         """Of a chain that an engine has or is expected to have: the number of first pages that it
@@ -122,7 +144,8 @@ class Prefixes:
         if not self.expected:
             return len(keys), None
         count = len(keys)
-        while count and tag not in self.engines_with.get(keys[count - 1].hex(), NO_TAGS):
+        media = (self.engines_with, *self.below.values())
+        while count and all(tag not in one.get(keys[count - 1].hex(), NO_TAGS) for one in media):
             count -= 1
         if count == len(keys):
             return count, None

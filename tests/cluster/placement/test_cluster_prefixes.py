@@ -54,10 +54,27 @@ def test_the_match_is_how_far_each_engine_has_the_chain_from_its_beginning() -> 
     known.add("a", stored(0, 1, 2, 3))
     known.add("b", stored(0, 1))
     known.add("c", stored(1, 2))
-    assert known.matched(iter(KEYS)) == {"a": 4, "b": 2}
+    assert known.matched(iter(KEYS))[0] == {"a": 4, "b": 2}
     known.add("a", removed(2))
-    assert known.matched(iter(KEYS)) == {"a": 2, "b": 2}
-    assert known.matched(iter(())) == {}
+    assert known.matched(iter(KEYS))[0] == {"a": 2, "b": 2}
+    assert known.matched(iter(())) == ({}, {})
+
+
+def test_pages_in_lower_tiers_count_and_are_told_apart() -> None:
+    known = Prefixes()
+    known.add("a", stored(0, 1, 2, 3))
+    known.add("b", stored(0))
+    for medium, pages in (("CPU", (0, 1, 2)), ("DISK", (1, 2, 3, 4))):
+        known.add("b", stored(*pages) | {"medium": medium})
+    assert known.matched(KEYS) == ({"a": 4, "b": 5}, {"b": 4})
+    assert known.awaited("b", KEYS[:5]) == (5, None)
+    assert logged(known) == [("stored", [0, 1, 2, 3])], "the cluster's events are of the pools"
+    known.add("b", removed(1, 2) | {"medium": "CPU"})
+    assert known.matched(KEYS) == ({"a": 4, "b": 5}, {"b": 4}), "they are on disk, too"
+    known.add("b", removed(2) | {"medium": "DISK"})
+    assert known.matched(KEYS) == ({"a": 4, "b": 2}, {"b": 1})
+    known.add("b", {"type": "cleared", "namespace": "default"})
+    assert known.matched(KEYS) == ({"a": 4}, {})
 
 
 def test_no_more_keys_are_computed_than_some_engine_has() -> None:
@@ -78,14 +95,14 @@ def test_pages_are_expected_for_a_while_where_their_prompt_was_placed() -> None:
     known = Prefixes()
     known.add("a", stored(0, 1))
     known.expect("a", KEYS[2:5], now=10.0)
-    assert known.matched(KEYS, 10.0 + EXPECTED_S / 2) == {"a": 5}
-    assert known.matched(KEYS, 10.0 + EXPECTED_S) == {"a": 2}
+    assert known.matched(KEYS, 10.0 + EXPECTED_S / 2)[0] == {"a": 5}
+    assert known.matched(KEYS, 10.0 + EXPECTED_S)[0] == {"a": 2}
     known.expect("b", KEYS[:3], now=12.0)
-    assert known.matched(KEYS, 12.0) == {"a": 2, "b": 3}, "the prompt placed last"
+    assert known.matched(KEYS, 12.0)[0] == {"a": 2, "b": 3}, "the prompt placed last"
     known.add("b", removed(2))
-    assert known.matched(KEYS, 12.0) == {"a": 2, "b": 2}, "the engine knows better"
+    assert known.matched(KEYS, 12.0)[0] == {"a": 2, "b": 2}, "the engine knows better"
     known.add("b", stored(0, 1))
-    assert known.matched(KEYS, 100.0) == {"a": 2, "b": 2}
+    assert known.matched(KEYS, 100.0)[0] == {"a": 2, "b": 2}
     known.expect("b", (), now=100.0)
     assert not known.expected, "expired entries are removed"
 
@@ -96,7 +113,7 @@ def test_the_number_of_expected_pages_is_bounded() -> None:
         names = [(prompt * EXPECTED_PAGES + n).to_bytes(16) for n in range(EXPECTED_PAGES)]
         known.expect("a", iter(names * 2), now=0.0)
     assert len(known.expected) == MAX_EXPECTED
-    assert known.matched(names, 1.0) == {"a": EXPECTED_PAGES}, "the oldest go first"
+    assert known.matched(names, 1.0)[0] == {"a": EXPECTED_PAGES}, "the oldest go first"
 
 
 def test_a_lost_engine_has_nothing() -> None:
@@ -104,7 +121,7 @@ def test_a_lost_engine_has_nothing() -> None:
     known.add("a", stored(0, 1))
     known.add("b", stored(0))
     known.forget("a", "default")
-    assert known.matched(iter(KEYS)) == {"b": 1}
+    assert known.matched(iter(KEYS))[0] == {"b": 1}
 
 
 def test_the_cluster_stores_with_the_first_engine_and_removes_with_the_last() -> None:

@@ -1,0 +1,57 @@
+"""New sequences go where their prompt is in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.cluster.membership.processes import LocalEngines, local_engines
+from tests.cluster.harness import DIM, FLOAT, HEADS, LAYERS, PAGE, PAGES, SETTINGS, Cluster
+
+LENGTH = 8 * PAGE
+
+
+@pytest.fixture(scope="module")
+def engines_with_tiers() -> Iterator[LocalEngines]:
+    cache = SETTINGS.cache.model_copy(update={"host_bytes": 4 * 2**20})
+    with local_engines(2, SETTINGS.model_copy(update={"cache": cache})) as engines:
+        yield engines
+
+
+async def keep(cluster: Cluster, ids: list[int]) -> dict[str, Any]:
+    """Create a sequence with a prompt, compute what is missing, commit and delete it."""
+    new = {"sequences": [{"prefix": {"token_ids": ids}}]}
+    (made,) = (await cluster.fields("create_sequences", new))["sequences"]
+    k = np.full((len(ids) - made["cached_len"], HEADS, DIM), ids[0], FLOAT)
+    for layer in range(LAYERS):
+        fields = {"layer": layer, "sequences": [made["id"]], "append_indptr": [0, len(k)]}
+        await cluster.ok("append", fields, k=k, v=k)
+    await cluster.ok("commit", {"id": made["id"], "token_ids": ids})
+    await cluster.ok("delete_sequence", {"id": made["id"]})
+    found: dict[str, Any] = made | {"home": cluster.home(made["id"])}
+    return found
+
+
+@pytest.mark.parametrize("cluster", ["engines_with_tiers"], indirect=True)
+async def test_a_prompt_in_an_engines_host_memory_goes_there_and_is_loaded(
+    cluster: Cluster,
+) -> None:
+    prompts = [[number] * LENGTH for number in range(1, PAGES // 8 + 5)]
+    cluster.only_on("engine-1")
+    for ids in prompts:  # more than the pool has pages for
+        assert (await keep(cluster, ids))["home"] == "engine-1"
+    cluster.only_on()
+    known = cluster.router.members.prefixes["default"]
+    pages = 8 * len(prompts)
+    await cluster.until(lambda: len(known.below["CPU"]) >= pages - PAGES, "events of copies")
+    await cluster.until(lambda: len(known.engines_with) <= PAGES, "events of evictions")
+    found = await keep(cluster, prompts[0])
+    assert (found["home"], found["cached_len"]) == ("engine-1", LENGTH)
+    assert found["cached"]["host"] == LENGTH
+    for name in ("engine-0", "engine-1"):
+        cluster.only_on(name)
+        await cluster.ok("clear")
+    cluster.only_on()
