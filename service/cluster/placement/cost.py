@@ -4,8 +4,8 @@ too full or too busy. A pure function of the engines' loads.
 The cost of an engine is in seconds: to finish its work; to compute the pages of the prompt that it
 has not cached, at its own pace; and to read what its sequences hold, as every decode does. Pages
 that another engine has cost more: later calls wait while they are computed again, and they evict
-others. Pages in host memory or on disk cost a part of that. The rule takes
-the numbers of one engine, or arrays of many engines' numbers.
+others. Pages in host memory or on disk cost a part of computing them. The rule takes the numbers
+of one engine, or arrays of many engines' numbers.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ class Prompt:
         answer_s = ANSWER_TOKENS * pace.read_s * held
         extra_s = EXTRA_WAIT_S / self.needed * (self.most - there + LOAD_SHARE * loaded)
         if loaded:
-            missing_s = missing_s + LOAD_SHARE * pace.span_s(there - loaded, there)
+            all_s = pace.span_s(there - loaded, self.needed)
+            missing_s = missing_s + LOAD_SHARE * (all_s - missing_s)
         cost_s: Number = wait_s + answer_s + missing_s + AGAIN_WEIGHT * again_s + extra_s
         return cost_s
 

@@ -49,14 +49,14 @@ class Prefixes:
     def add(self, tag: str, event: Event) -> None:
         """Adds an event of an engine. The cluster has an event of its own where no engine had a
         page in its pool before, or none has it there any more."""
-        if (there := self.below.get(event.get("medium", POOL))) is not None:
+        if (below := self.below.get(event.get("medium", POOL))) is not None:
             for key in event["page_keys"]:
-                tags = there.get(key, NO_TAGS)
+                tags = below.get(key, NO_TAGS)
                 left = tags | {tag} if event["type"] == "stored" else tags - {tag}
                 if left:
-                    there[key] = shared_set(left)
+                    below[key] = shared_set(left)
                 else:
-                    there.pop(key, None)
+                    below.pop(key, None)
             return
         match event["type"]:
             case "stored":

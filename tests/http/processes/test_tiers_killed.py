@@ -1,8 +1,12 @@
-"""Tiers of a service that is killed: durable commits are there again, to the bit."""
+"""Tiers of a service that is killed: durable commits are there again, to the bit.
+
+`KILLS=200` kills it that often. Afterwards the test prints the number of commits and checks.
+"""
 
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 import time
@@ -19,7 +23,9 @@ from http_process import listening
 from tests.harness.waiting import WAIT_S
 
 pytestmark = pytest.mark.long
-ROUNDS = 3
+ROUNDS = int(os.environ.get("KILLS", "3"))
+CHECKED = 24
+"""Newest and other durable commits that each round checks."""
 
 
 def tokens(number: int) -> list[int]:
@@ -57,16 +63,20 @@ def check(client: httpx.Client, number: int) -> None:
 
 
 def test_durable_commits_survive_kills_under_load(tmp_path: Path) -> None:
-    given = ("--cache.disk-path", str(tmp_path), "--cache.disk-bytes", str(2**24))
+    given = ("--cache.disk-path", str(tmp_path), "--cache.disk-bytes", str(2**28))
     given += ("--cache.model", "m@1", "--cache.write", "commit")
     durable: list[int] = []
-    number = 0
+    number = checked = 0
+    chosen = random.Random(ROUNDS)
     for _ in range(ROUNDS):
         with listening(*given) as (running, url), httpx.Client(base_url=url, timeout=WAIT_S) as one:
-            for old in durable:
+            others = durable[:-CHECKED]
+            some = [*durable[-CHECKED:], *chosen.sample(others, min(CHECKED, len(others)))]
+            for old in some:
                 check(one, old)
+            checked += len(some)
             engine = running.pid("engine")
-            timer = threading.Timer(1.0, os.kill, (engine, signal.SIGKILL))
+            timer = threading.Timer(chosen.uniform(0.05, 1.0), os.kill, (engine, signal.SIGKILL))
             timer.start()
             with suppress(httpx.HTTPError, AssertionError, KeyError):
                 while True:
@@ -76,4 +86,5 @@ def test_durable_commits_survive_kills_under_load(tmp_path: Path) -> None:
                     time.sleep(0.001)
             timer.join()
             assert running.child.wait(WAIT_S) == 1
-        assert durable
+    print(f"{ROUNDS} kills, {len(durable)} durable commits of {number}, {checked} checked")
+    assert durable
