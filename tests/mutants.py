@@ -25,7 +25,10 @@ PACKAGES = {  # the folder that is mutated; its own tests; tests of the layers a
     "placement": ("service/cluster/placement", ["tests/cluster/placement"], []),
     "plan": (
         "kernels/cuda/plan",
-        [f"{HOST}{name}.py" for name in ("planner", "rounds", "merges", "wide", "wide_masks")],
+        [
+            f"{HOST}{name}.py"
+            for name in ("planner", "plan_decisions", "rounds", "wide", "wide_masks")
+        ],
         [f"{HOST}{name}.py" for name in ("attention_launches", "kernel_sets")],
     ),
 }

@@ -17,7 +17,7 @@ from service.core.errors import (
     UnknownPage,
 )
 from service.core.plans.plan import make_plan
-from service.core.pool.budget import EvictionPaused
+from service.core.pool.budget import NO_LIMIT, EvictionPaused
 from service.core.prefix.keys import Prefix, as_keys, root_key
 from service.core.prefix.named_pages import Change, Cleared, Removed, Stored
 from service.core.prefix.nodes import Retention
@@ -115,6 +115,26 @@ def test_pages_are_taken_in_parts_where_many_have_to_be_evicted(max_pages: int |
     grow(tree, "new", 7 * PAGE)
     assert tree.describe("new").length == 7 * PAGE
     assert sum(found(tree, page) for page in range(8)) == 1
+
+
+@pytest.mark.parametrize(("most", "urgency"), [(8, "wait"), (NO_LIMIT, "now")])
+@pytest.mark.parametrize("victim", ["default", "other"])
+def test_copies_are_waited_for_in_turns_that_can_wait(
+    tree: PrefixTree, most: int, urgency: str, victim: str
+) -> None:
+    seen: list[str] = []
+
+    class Keeper:
+        def num_ready(self, node: Any, size: int, how: str) -> int:
+            seen.append(how)
+            return size
+
+    for page in range(8):
+        keep(tree, page, namespace=victim)
+    tree.budget.keeper, tree.budget.most_evicted = Keeper(), most
+    tree.create([NewSpec("new")])
+    grow(tree, "new", 2 * PAGE)
+    assert set(seen) == {urgency}
 
 
 def test_a_low_priority_goes_first_until_its_time_is_over(tree: PrefixTree) -> None:
@@ -388,3 +408,33 @@ def test_forks_that_name_shared_pages_differently_are_all_rejected(
         assert (found(tree, 1), found(tree, 9)) == (0, 0)
     assert tree.commits.commit_all(["a", "b"], [Prefix(ids(1, 2)), Prefix(ids(1))]) == [2, 1]
     tree.check_integrity()
+
+
+def test_nodes_that_become_cached_together_are_one_again(tree: PrefixTree) -> None:
+    """A match splits a prompt's node; the parts join once both have lost their last holder."""
+    prefix = Prefix(ids(1, 2, 3))
+    tree.create([NewSpec("long", prefix=prefix)])
+    grow(tree, "long", 3 * PAGE)
+    tree.commits.commit("long", prefix)
+    tree.create([NewSpec("short", prefix=Prefix(ids(1, 2)))])
+    tree.free(["short"])
+    assert tree.links.count == 2
+    tree.free(["long"])
+    assert tree.links.count == 1
+    tree.check_integrity()
+    assert found(tree, 1, 2, 3) == 3
+
+
+def test_computed_keys_are_those_of_the_committed_pages(tree: PrefixTree) -> None:
+    """All of a prompt's, or those from a page on, which a commit then does not hash again."""
+    prefix = Prefix(ids(5, 6, 7))
+    keep(tree, 5, 6, 7)
+    pages = tree.cache.match("default", prefix).table()
+    keys = [tree.cache.named.keys[page].tobytes() for page in pages]
+    assert list(prefix.chain(root_key("default", ""), PAGE)) == keys
+    assert list(Prefix(None, as_keys(b"".join(keys))).chain(b"", PAGE)) == keys
+    steps = prefix.hashed(1, keys[0], PAGE)
+    with pytest.raises(StopIteration) as end:
+        while True:
+            next(steps)
+    assert (end.value.value.computed, end.value.value.computed_from) == (b"".join(keys[1:]), 1)

@@ -432,6 +432,10 @@ def test_offsets_that_differ_are_answered_with_all_true_lengths(pool) -> None:
     with pytest.raises(LengthMismatch) as refused:
         pool.tree.extend(0, ["b", "a"], int32(1, 1), int32(2, 5))
     assert refused.value.lengths == {"b": 2, "a": 4}
+    with pytest.raises(LengthMismatch) as refused:
+        pool.tree.check_lengths(["b", "a"], 0, int32(2, 5))
+    assert refused.value.lengths == {"b": 2, "a": 4}
+    pool.tree.check_lengths(["b", "a"], 0, int32(2, 4))
     assert everything(pool.tree) == before
     assert pool.tree.extend(0, ["b", "a"], int32(1, 1), int32(2, 4)).lengths.tolist() == [3, 5]
 

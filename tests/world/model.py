@@ -136,17 +136,24 @@ class Op:
         return [self.fields["id"]] if "id" in self.fields else []
 
     @property
-    def names(self) -> set[str]:
-        """Sequences that it reads or writes, as far as it names them."""
-        made = self.fields["sequences"] if self.name == "create_sequences" else ()
-        return {*self.ids, *(new[each] for new in made for each in ("id", "parent") if each in new)}
+    def new(self) -> list[dict[str, Any]]:
+        return self.fields["sequences"] if self.name == "create_sequences" else []
+
+    @property
+    def written(self) -> set[str]:
+        """Sequences that it changes, as far as it names them."""
+        is_reading = self.name in READING and not self.rows
+        return {new["id"] for new in self.new} | set(() if is_reading else self.ids)
 
     def must_follow(self, other: Op) -> bool:
         """Whether it takes effect after `other`: a later call of the same session on a sequence."""
         if self.session != other.session or self.number < other.number or other.is_cancelled:
             return False
-        writes = any(one.rows or one.name not in READING for one in (self, other))
-        return writes and not self.names.isdisjoint(other.names)
+        names, others = (
+            {*one.ids, *(new["parent"] for new in one.new if "parent" in new), *one.written}
+            for one in (self, other)
+        )
+        return not (self.written.isdisjoint(others) and other.written.isdisjoint(names))
 
 
 @dataclass(slots=True)
@@ -206,7 +213,7 @@ class Model:
             self._check_error(space, op, code, fields, now)
             return
         for other in self.outstanding:
-            check(not op.must_follow(other), f"{op.name} overtook {other.name}:", op.names)
+            check(not op.must_follow(other), f"{op.name} overtook {other.name}:", op.fields)
         if op.name not in ("delete_sequences", "import_sequence", "cancel_import"):
             for name in op.ids:
                 self._read(space, op, name, now)
@@ -241,12 +248,7 @@ class Model:
     ) -> None:
         """Raises Wrong unless the error is right in the present state."""
         explained = set(FAULT_OF.get(code, ())) & set(self._faults[op.faults :])
-        parents = (
-            [new["parent"] for new in op.fields.get("sequences", ()) if "parent" in new]
-            if (op.name == "create_sequences")
-            else []
-        )
-        names = op.ids + parents
+        names = op.ids + [new["parent"] for new in op.new if "parent" in new]
         match code:
             case _ if explained:
                 right = True
@@ -265,18 +267,11 @@ class Model:
                         name,
                     )
             case "sequence_exists":
-                made = (
-                    [new["id"] for new in op.fields["sequences"]]
-                    if (op.name == "create_sequences")
-                    else op.ids
-                )
+                made = [new["id"] for new in op.new] or op.ids
                 right = any(name in space.sequences or name in space.imports for name in made)
             case "sequence_moving":
-                made = [
-                    new["id"] for new in op.fields.get("sequences", ()) if isinstance(new, dict)
-                ]
                 right = op.name == "delete_sequences" or any(
-                    name in space.marks for name in (*names, *made)
+                    name in space.marks for name in (*names, *op.written)
                 )
             case "length_mismatch":
                 held = {
@@ -319,7 +314,7 @@ class Model:
                     new["parent"] not in space.sequences
                     or new.get("length", space.sequences[new["parent"]].longest)
                     > space.sequences[new["parent"]].length
-                    for new in op.fields["sequences"]
+                    for new in op.new
                     if "parent" in new
                 )
             case "truncate":
@@ -366,7 +361,7 @@ class Model:
             case "append" | "decode" | "prefill":
                 return sum(self._pages(len(rows)) + 1 for rows in op.rows)
             case "create_sequences":
-                return longest * len(op.fields["sequences"])
+                return longest * len(op.new)
             case "truncate" | "import_sequence" | "commit":
                 return longest
         return 0
@@ -495,12 +490,7 @@ class Model:
         for name in space.sequences:
             right = name in found or self.may_be_gone(space, name, now)
             check(right, "a sequence is not listed:", name)
-        making = {
-            new["id"]
-            for one in self.outstanding
-            if one.name == "create_sequences" and one.space is space
-            for new in one.fields["sequences"]
-        }
+        making = {new["id"] for one in self.outstanding if one.space is space for new in one.new}
         extra = {name for name in found if name not in space.sequences} - making
         check(not extra, "listed sequences that are not there:", sorted(extra))
 

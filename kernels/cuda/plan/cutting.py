@@ -34,7 +34,7 @@ def cut_alike(
 
     `keys` are the tiles'. Returns the runs and how many each tile has; None for one each.
     """
-    sizes = _in_granules(keys, granule)
+    sizes = in_granules(keys, granule)
     count = min(most, least(sizes))
     if count == 1:
         return tiles, None
@@ -51,7 +51,7 @@ def equal_shares(
 
     `keys` are the tiles'. Returns the runs, how many each tile has, and where each team's begin.
     """
-    sizes = _in_granules(keys, granule)
+    sizes = in_granules(keys, granule)
     ends = np.add.accumulate(sizes)
     total: int = ends.item(-1)
     teams = min(teams, total)
@@ -96,7 +96,7 @@ def cut_at_splits(tiles: Int, split_keys: int, page_size: int, lead: int = 0) ->
     return runs, greatest(leads) > 1
 
 
-def _in_granules(keys: Int, granule: int) -> Int:
+def in_granules(keys: Int, granule: int) -> Int:
     """Number of granules for a number of keys."""
     sizes = keys + int64(granule - 1)
     sizes //= int64(granule)

@@ -240,7 +240,7 @@ def _assign(
 
     if num_tiles > teams:
         for size in (shape.teams if config.team is None else (team,)) if alike else ():
-            if each := _whole_each(num_tiles, max(1, workers // size), busy):
+            if each := whole_each(num_tiles, max(1, workers // size), busy):
                 return KernelWork(index, shape, num_keys, tiles, _bounds(num_tiles, each), size)
     elif largest <= shape.least_run * (team if 2 * num_tiles > teams else max(1, team // 4)):
         # its team alone gets through a tile before a merge of several teams' states would
@@ -281,7 +281,7 @@ def _team(shape: TileShape, useful: int, most: int) -> int:
     return fit[min(bisect_left(fit, useful), len(fit) - 1)]
 
 
-def _whole_each(num_tiles: int, teams: int, busy: float) -> int:
+def whole_each(num_tiles: int, teams: int, busy: float) -> int:
     """How many whole tiles to give each team, or 0 where that would leave teams idle."""
     each = -(-num_tiles // teams)
     used = -(-num_tiles // each)
