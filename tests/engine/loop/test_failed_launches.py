@@ -97,6 +97,20 @@ async def test_an_operation_that_fails_in_a_shared_launch_fails_alone(
     assert (await caller.pool())["integrity"] == "ok"
 
 
+@fake_engine()
+async def test_an_operation_that_cannot_begin_a_second_time_fails_alone(
+    caller: Caller, backend: FakeBackend
+) -> None:
+    await three_sequences(caller)
+    bug = RuntimeError("a bug")
+    backend.failures = {"attend": [bug], "append": [None, None, bug]}
+    every = [decode("a", new=True), decode("b", new=True, seed=3)]
+    replies = await held_back(caller, backend, *every)
+    assert codes(replies) == ["internal", "ok"]
+    assert [await caller.length(name) for name in ("a", "b")] == [5, 10]
+    assert (await caller.pool())["integrity"] == "ok"
+
+
 class OpensGate(FakeBackend):
     """An append opens the gate of the launches in flight."""
 
