@@ -14,8 +14,10 @@ from service.cluster.placement.prefixes import (
     EventLog,
     Prefixes,
     chained_keys,
+    prefix_of,
 )
 from service.core.prefix.keys import Prefix, root_key
+from service.operations.schema.page_names import PageNames
 
 KEYS = [bytes([n]) * 16 for n in range(8)]
 
@@ -114,6 +116,23 @@ def test_the_number_of_expected_pages_is_bounded() -> None:
         known.expect("a", iter(names * 2), now=0.0)
     assert len(known.expected) == MAX_EXPECTED
     assert known.matched(names, 1.0)[0] == {"a": EXPECTED_PAGES}, "the oldest go first"
+
+
+def test_a_long_prompt_is_expected_by_its_beginning() -> None:
+    known, names = Prefixes(), [n.to_bytes(16) for n in range(EXPECTED_PAGES + 5)]
+    known.expect("a", iter(names), now=0.0)
+    assert known.matched(names, 1.0)[0] == {"a": EXPECTED_PAGES}
+
+
+def test_pages_are_named_by_fields_or_by_tensors() -> None:
+    rows = np.frombuffer(b"".join(KEYS[:3]), np.uint8).reshape(3, 16)
+    by_tensor = prefix_of(PageNames(cache_salt="s"), {"page_keys": rows[::-1]})
+    by_field = prefix_of(PageNames(page_keys=[key.hex() for key in KEYS[2::-1]]), {})
+    for prefix in (by_tensor, by_field):
+        assert prefix is not None
+        assert list(prefix.chain(b"", 4)) == KEYS[2::-1]
+    assert by_tensor is not None and by_tensor.cache_salt == "s"
+    assert prefix_of(None, {}) is None
 
 
 def test_a_lost_engine_has_nothing() -> None:

@@ -54,6 +54,17 @@ def test_the_pages_to_compute_cost_time_at_the_engines_own_pace() -> None:
     assert choose({"a": slow, "b": behind}, {}, 20) == "a"
 
 
+@pytest.mark.parametrize(
+    ("cached", "needed", "wins"), [(10, 100, "b"), (50, 200, "b"), (98, 100, "a")]
+)
+def test_a_slow_engine_needs_more_than_a_few_pages_of_a_prompt(
+    cached: int, needed: int, wins: str
+) -> None:
+    """What another engine computes again costs time only at that engine's own pace."""
+    slow = replace(IDLE, pace=Pace(page_s=1e-2, read_s=0.0))
+    assert choose({"a": slow, "b": IDLE}, {"a": cached}, needed) == wins
+
+
 def test_a_pace_measured_in_a_busy_moment_keeps_no_engine_from_prompts() -> None:
     usual, spoiled = Pace(1e-3, 1e-5, 1e-6), Pace(1e-3, 2e-4, 3e-5)
     others = [usual, Pace(9e-4, 9e-6, 9e-7), spoiled, usual]
