@@ -17,6 +17,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="longest time")
     parser.add_argument("--bug", help="a patch of tests/world/bugs to find, or `all`")
+    parser.add_argument("--world", default="all", help="engine, cluster, or all")
     parser.add_argument("--table", action="store_true", help="print operations and faults")
     parser.add_argument("--seed", type=int, help="replay this one, with its trace")
     parser.add_argument("--statements", type=int, default=40, help="of each caller")
@@ -37,26 +38,29 @@ def main() -> int:
         missed = []
         for name in put_back.names() if given.bug == "all" else [given.bug]:
             print(f"{name}:", flush=True)
+            world = "engine" if given.world == "all" else given.world
             args = ["--no-shrink", "--seeds", str(given.seeds), "--jobs", str(given.jobs)]
+            args += ["--world", world]
             if not put_back.find(name, [*args, "--first", str(given.first)]):
                 missed.append(name)
         if missed:
             print("not found:", *missed)
         return bool(missed)
-    from tests.world.search import command, search, shrink
-    from tests.world.world import Plan, run
+    from tests.world.search import WORLDS, command, run, search, shrink
+    from tests.world.simulation import Plan
+
+    worlds = list(WORLDS) if given.world == "all" else [given.world]
 
     if given.seed is not None:
         skipped = frozenset(map(int, filter(None, given.skip.split(","))))
-        plan = Plan(
-            given.seed, statements=given.statements, faults=not given.no_faults, skipped=skipped
-        )
+        faults = not given.no_faults
+        plan = Plan(given.seed, 4, given.statements, faults, skipped, worlds[0])
         result = run(plan)
         print(*result.trace, sep="\n")
         print(f"seed {plan.seed}: {result.error or 'ok'}; digest {result.digest}")
         return result.error is not None
     seeds = range(given.first, given.first + given.seeds)
-    plans = (Plan(seed, statements=given.statements) for seed in seeds)
+    plans = (Plan(seed, statements=given.statements, world=one) for seed in seeds for one in worlds)
     totals, failed = search(plans, given.jobs, given.budget_s)
     print(totals.line())
     if given.table:

@@ -10,7 +10,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from tests.world.world import Plan, Result, run
+from tests.world.cluster import ClusterWorld
+from tests.world.simulation import Plan, Result, Simulation
+from tests.world.world import World
 
 PROGRESS_S: Final = 10.0
 SHRINK_RUNS: Final = 80
@@ -18,6 +20,13 @@ KIND_CHARS: Final = 24
 """Errors that begin with the same text are taken for the same."""
 AT_ONCE: Final = 4
 """Seeds that wait for each process."""
+
+
+WORLDS: Final[dict[str, type[Simulation]]] = {"engine": World, "cluster": ClusterWorld}
+
+
+def run(plan: Plan) -> Result:
+    return WORLDS[plan.world](plan).run()
 
 
 @dataclass(slots=True)
@@ -28,6 +37,7 @@ class Totals:
     seconds: float = 0.0
     rounds: int = 0
     calls: int = 0
+    unclear: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     coverage: Counter[tuple[str, str]] = field(default_factory=Counter)
     began: float = field(default_factory=time.perf_counter)
@@ -37,6 +47,7 @@ class Totals:
         self.seconds += result.seconds
         self.rounds += result.rounds
         self.calls += result.calls
+        self.unclear += result.is_unclear
         self.faults += result.faults
         self.coverage += result.coverage
 
@@ -44,7 +55,8 @@ class Totals:
         spent = time.perf_counter() - self.began
         pairs = sum(1 for _, what in self.coverage if what in self.faults)
         return (
-            f"{self.seeds} seeds, {self.seeds / spent:.1f}/s; {self.seconds:.0f} s simulated, "
+            f"{self.seeds} seeds ({self.unclear} given up), {self.seeds / spent:.1f}/s; "
+            f"{self.seconds:.0f} s simulated, "
             f"{self.seconds / spent:.1f}/s; {self.rounds} rounds, {self.calls} calls; "
             f"{len(self.faults)} faults, {pairs} pairs of operation and fault"
         )
@@ -137,7 +149,8 @@ def shrink(failed: Result) -> Result:
 
 def command(plan: Plan) -> str:
     """The command that repeats a run."""
-    words = [f"python -m tests.world --seed {plan.seed} --statements {plan.statements}"]
+    words = [f"python -m tests.world --world {plan.world} --seed {plan.seed}"]
+    words.append(f"--statements {plan.statements}")
     if not plan.faults:
         words.append("--no-faults")
     if plan.skipped:

@@ -1,41 +1,28 @@
-"""The world: one engine's real loop and both real ends of the road, in one thread, by a seed."""
+"""The world of one engine: its real loop and both real ends of the road, by a seed."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
-import hashlib
 import json
-import logging
 import random
-from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any, Final
 
-from config.sections import CacheSettings
-from config.settings import AuthSettings, EngineSettings, ServerSettings, Settings
-from kernels.backend import PoolGeometry
-from service.core.pool.allocator import PageAllocator
-from service.engine.loop.engine import Engine
-from service.engine.store.store import FATAL
 from service.errors import DeadlineExceeded, NotReady
 from service.image.json_body import fields_text, read_header
 from service.image.reading import Layout, place, read_entry
 from service.image.writing import PROBLEM, RESPONSE
-from service.keys import line_of
-from service.metrics import Metrics
 from service.operations.table import BY_NAME
-from service.road.caller_end import caller as caller_end
 from service.road.caller_end.caller import Answered, RoadCaller
 from service.road.caller_end.slots import ArenaFull, Slot
 from service.road.engine_end.session import Session, problem_image
 from tests.images import write_image
-from tests.world.clock import Clock, replaced, virtual
-from tests.world.device import WorldDevice
 from tests.world.model import Model, Op, Wrong, check
-from tests.world.network import Listener, Network, SimSelector, SimSocket
+from tests.world.network import SimSocket
 from tests.world.programs import Program
+from tests.world.simulation import SPACES, EngineProcess, Plan, Simulation
 
 ARENA_BYTES: Final = 2**18
 ANSWER_BYTES: Final = 2**13
@@ -43,121 +30,6 @@ SCRIBBLE: Final = 0xA5
 """What a caller puts into slots that the engine must not use any more."""
 PATIENCE_S: Final = 60.0
 """Virtual time after which a call without an answer is a bug."""
-LONGEST_S: Final = 3000.0
-"""The clock, which begins at 1000 s, at the end of the longest run."""
-SPACES: Final = ("ours", "theirs")
-SCOPES: Final = ("read", "append", "move", "admin")
-
-
-class Over(Exception):
-    """The run has failed, and ends."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a seed decides. A shrunk run has fewer statements, callers or faults."""
-
-    seed: int
-    callers: int = 4
-    statements: int = 40
-    faults: bool = True
-    skipped: frozenset[int] = frozenset()
-    """Numbers of statements that are left out."""
-
-
-@dataclass(slots=True)
-class Result:
-    """What a run did. `error` is None where all was right."""
-
-    plan: Plan
-    error: str | None = None
-    seconds: float = 0.0
-    rounds: int = 0
-    calls: int = 0
-    digest: str = ""
-    faults: Counter[str] = field(default_factory=Counter)
-    coverage: Counter[tuple[str, str]] = field(default_factory=Counter)
-    trace: list[str] = field(default_factory=list)
-
-
-class EngineProcess:
-    """The engine, with its listener and device; it can die at any frame, and start again."""
-
-    def __init__(self, world: World) -> None:
-        self.world, self.due, self.stalled_until = world, 0.0, 0.0
-        self.keys = world.keys
-        self.listener = Listener(world.network)
-        self.device = WorldDevice(world.geometry, world.clock, world.order, world.device_fault)
-        self.selector = SimSelector(world.network, world.order)
-        listener: Any = self.listener
-        self.engine = Engine(
-            listener,
-            world.settings,
-            self.device,
-            Metrics(),
-            read_file=lambda _: self.keys,
-            selector=self.selector,
-        )
-        self.device.run(float("inf"))
-        self.device.is_armed = world.plan.faults
-        world.devices[id(self.engine.store.tree.allocator)] = self.device
-        self.is_over = False
-
-    def round(self) -> None:
-        """One round of the loop; afterwards `due` is when the next one is.
-
-        A round that changed nothing and waits for the device is mostly repeated when the device is
-        done, or when bytes arrive: most of the time would go into such rounds.
-        """
-        world, before = self.world, self._state()
-        try:
-            self.engine.round()
-            world.result.rounds += 1
-            if self.engine.is_drained():
-                check(not self.engine.jobs, "a drain ended before calls that were accepted")
-                self.end()
-                return
-        except FATAL as error:
-            check(self.device.is_lost, f"the engine lost its pool: {error!r}")
-            self.end()
-            return
-        self.due = world.clock.now + self.engine.wait_s()
-        if self.device.stream and self._state() == before and world.order.random() < 0.9:
-            self.due = max(self.due, self.device.stream[0].due)
-        if world.fault("engine stalls", 0.01):
-            self.due += world.order.choice((0.01, 0.5, 4.0))
-            self.stalled_until = self.due
-
-    def _state(self) -> tuple[int, int, int]:
-        """Changes when a round has accepted a call, begun one, started a kernel, or answered."""
-        waiting = self.engine.scheduler.queue.count
-        return len(self.engine.jobs), waiting, self.device.num_launched
-
-    def next_due(self) -> float:
-        if self.is_over:
-            return float("inf")
-        if self.stalled_until > self.world.clock.now:
-            return self.stalled_until
-        return self.world.clock.now if self.selector.is_ready() else self.due
-
-    def kill(self) -> None:
-        """kill -9: nothing is sent any more."""
-        self._over()
-        for session in list(self.engine.callers.sessions):
-            sock: Any = session.sock
-            sock.kill()
-            session.live.clear()
-        self.engine.close()
-
-    def end(self) -> None:
-        """A graceful end, or that of a lost device."""
-        self.engine.close()
-        self._over()
-
-    def _over(self) -> None:
-        self.is_over = True
-        self.listener.close()
-        self.world.model.clear()
 
 
 class CallerProcess:
@@ -297,46 +169,47 @@ class CallerProcess:
             task.cancel()
 
 
-class World:
+class World(Simulation):
     """One run."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan, self.result = plan, Result(plan)
-        self.order = random.Random(f"{plan.seed} world")
-        order = self.order
-        stalls = order.choice((0.0, 0.0002, 0.003)) if plan.faults else 0.0
-        self.clock = Clock(random.Random(f"{plan.seed} clock"), stalls)
-        self.faults: list[str] = []
-        self.luck = random.Random(f"{plan.seed} faults")
-        self.intensity = self.luck.choice((0.3, 1.0, 3.0))
-        self.network = Network(self.clock, plan.seed, self.fault)
-        self.geometry = PoolGeometry(2, order.choice((20, 40, 80)), 4, 1, 4, dtype="fp32")
+        super().__init__(plan)
         self.model = Model(self.geometry, self.faults)
-        self.devices: dict[int, WorldDevice] = {}
         self.calls: dict[tuple[int, int], Op] = {}
-        lines = [line_of(name, name, SCOPES) for name in SPACES]
-        self.keys = "\n".join(lines).encode()
-        self.settings = Settings(
-            server=ServerSettings(live=False),
-            engine=EngineSettings(slice_ms=order.choice((1e-5, 0.001, 0.05, 20.0))),
-            cache=CacheSettings(
-                high_watermark=order.choice((0.5, 0.9, 1.0)), events_history=order.choice((0, 64))
-            ),
-            auth=AuthSettings(keys_file="keys"),
-        )
-        selector = SimSelector(self.network, order, self.wait)
-        self.loop = asyncio.SelectorEventLoop(selector)
-        self.engine: EngineProcess
         self.callers: list[CallerProcess] = []
-        self._digest = hashlib.sha256()
 
-    def fault(self, name: str, share: float) -> bool:
-        """Whether a fault happens now."""
-        if not self.plan.faults or self.luck.random() >= share * self.intensity:
-            return False
-        self.faults.append(name)
-        self.note(name)
-        return True
+    @property
+    def engine(self) -> EngineProcess:
+        return self.engines["engine"]
+
+    def begin(self) -> None:
+        self.engines["engine"] = EngineProcess(self)
+
+    def ended(self, engine: EngineProcess) -> None:
+        self.model.clear()
+
+    async def dial(self, path: str) -> SimSocket:
+        return self.engine.listener.dial()
+
+    def patches(self) -> Iterable[tuple[Any, str, Any]]:
+        answer, send_problem = Session.answer, Session.fail
+
+        def answered(session: Any, call: Any, status: int, length: int, *rest: Any) -> None:
+            self.answered(call, "ok", bytes(call.answer[:length]))
+            answer(session, call, status, length, *rest)
+
+        def failed(session: Any, call: Any, error: BaseException, *rest: Any, **named: Any) -> None:
+            status, image = problem_image(error)
+            self.answered(call, parse(status, image)[0], image)
+            send_problem(session, call, error, *rest, **named)
+
+        more = [(Session, "answer", answered), (Session, "fail", failed)]
+        return [*super().patches(), *more]
+
+    def wait(self, timeout: float | None) -> None:
+        if self.engine.is_over:
+            self.begin()
+        super().wait(timeout)
 
     def device_fault(self, name: str, share: float) -> bool:
         """A driver that fails while kept rows move loses the pool, so it does not fail then."""
@@ -345,55 +218,6 @@ class World:
         ):
             return False
         return self.fault(name, share)
-
-    def note(self, text: str) -> None:
-        line = f"{self.clock.now - 1000:.6f} {text}"
-        self._digest.update(line.encode())
-        self.result.trace.append(line)
-
-    def fail(self, error: BaseException) -> None:
-        """The first failure counts."""
-        if self.result.error is None:
-            self.result.error = f"{type(error).__name__}: {error}"
-            self.note(f"FAILED {self.result.error}")
-            if not isinstance(error, Wrong):
-                logging.getLogger("world").error("", exc_info=error)
-
-    # Time.
-
-    def wait(self, timeout: float | None) -> None:
-        """The callers' loop has nothing to do for `timeout` seconds: others run until then."""
-        clock = self.clock
-        if self.result.error is not None:
-            raise Over
-        check(clock.now < LONGEST_S, "the run does not end")
-        if self.engine.is_over:
-            self.engine = EngineProcess(self)
-        if timeout is not None and timeout <= 0:
-            if self.engine.next_due() <= clock.now and self.order.random() < 0.5:
-                self.run_engine()
-            return
-        ends = float("inf") if timeout is None else clock.now + timeout
-        while clock.now < ends:
-            if self.result.error is not None:
-                raise Over
-            if self.loop_selector_ready():
-                return
-            due = self.engine.next_due()
-            if due <= clock.now:
-                self.run_engine()
-                continue
-            clock.advance(min(due, ends, self.network.next_due()))
-
-    def loop_selector_ready(self) -> bool:
-        selector: Any = self.loop._selector  # type: ignore[attr-defined]
-        return bool(selector.is_ready())
-
-    def run_engine(self) -> None:
-        try:
-            self.engine.round()
-        except Exception as error:
-            self.fail(error)
 
     # The engine's answers.
 
@@ -429,7 +253,7 @@ class World:
 
     async def settle(self) -> None:
         """Faults end; what is left agrees with the model, and can all be given back."""
-        self.plan = Plan(self.plan.seed, faults=False)
+        self.plan = replace(self.plan, faults=False)
         self.engine.device.is_armed = False
         await asyncio.sleep(6.0)
         for caller in self.callers[:2]:
@@ -470,61 +294,3 @@ def parse(status: int, image: bytes) -> tuple[str, dict[str, Any], dict[str, Any
     room = len(image) - start
     layout = Layout({}, tuple(read_entry(name, document[name], room)[0] for name in names))
     return "ok", json.loads(fields_text(document, RESPONSE)), place(image, start, layout)
-
-
-def run(plan: Plan) -> Result:
-    """Run the world by a plan; equal plans give equal results."""
-    world = World(plan)
-    answer, send_problem, release = Session.answer, Session.fail, PageAllocator.release
-
-    def answered(session: Any, call: Any, status: int, length: int, *rest: Any) -> None:
-        world.answered(call, "ok", bytes(call.answer[:length]))
-        answer(session, call, status, length, *rest)
-
-    def failed(session: Any, call: Any, error: BaseException, *rest: Any, **named: Any) -> None:
-        status, image = problem_image(error)
-        world.answered(call, parse(status, image)[0], image)
-        send_problem(session, call, error, *rest, **named)
-
-    def released(allocator: Any, pages: Any) -> None:
-        before = allocator.num_free
-        release(allocator, pages)
-        if (device := world.devices.get(id(allocator))) is not None:
-            device.free(allocator._stack[before : allocator.num_free].copy())
-
-    async def dial(_: str) -> SimSocket:
-        return world.engine.listener.dial()
-
-    gc.disable()
-    log = logging.getLogger("attnd")
-    before, log.disabled = log.disabled, True
-    for name in ("attnd.engine", "attnd.keys", "attnd.watchdog"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    try:
-        with (
-            virtual(world.clock, random.Random(f"{plan.seed} entropy")),
-            replaced(
-                (Session, "answer", answered),
-                (Session, "fail", failed),
-                (PageAllocator, "release", released),
-                (caller_end, "connected", dial),
-            ),
-        ):
-            began = world.clock.now
-            world.engine = EngineProcess(world)
-            try:
-                world.loop.run_until_complete(world.main())
-            except Over:
-                for task in asyncio.all_tasks(world.loop):
-                    vars_of: Any = task
-                    vars_of._log_destroy_pending = False
-            except Exception as error:
-                world.fail(error)
-            world.result.seconds = world.clock.now - began
-    finally:
-        world.loop.close()
-        gc.enable()
-        log.disabled = before
-    world.result.faults = Counter(world.faults)
-    world.result.digest = world._digest.hexdigest()[:16]
-    return world.result

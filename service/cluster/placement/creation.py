@@ -17,7 +17,7 @@ from service.cluster.placement.prefixes import prefix_of
 from service.cluster.placement.unique_ids import UniqueIds
 from service.cluster.routing.outcomes import NEXT_ENGINE, Outcome, outcome_of, unknown_ids
 from service.cluster.routing.replies import longest, reply, results_of
-from service.cluster.routing.sequence_calls import SequenceCalls
+from service.cluster.routing.sequence_calls import SequenceCalls, joint_error
 from service.cluster.routing.tags import new_id, tags_of
 from service.core.prefix.keys import Prefix
 from service.doors.kit.problems import ProblemText
@@ -162,8 +162,11 @@ class Creation:
                 raise one
         if self.errors:
             made = {view["id"]: self.homes[at] for at, view in enumerate(views) if view}
-            await self.unique.undo(made)
-            raise next(iter(self.errors.values()))
+            error = next(iter(self.errors.values()))
+            if done := await self.unique.undo(made):
+                self.errors = {}  # a part of it is there: not to be tried again
+                raise joint_error([error], done)
+            raise error
         await self.keep({view["id"]: home for view, home in zip(views, self.homes, strict=True)})
         stages = longest(one.stages for one in results if isinstance(one, EngineReply))
         return reply(self.members.arena, self.call, {"sequences": views}, stages=stages)

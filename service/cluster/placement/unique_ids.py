@@ -11,17 +11,26 @@ import asyncio
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Final
 
 from service.cluster.membership.engine import Call, Home
-from service.cluster.routing.locator import ASK_DEADLINE_S, Locator
+from service.cluster.routing.locator import Locator
 from service.cluster.routing.outcomes import Outcome, outcome_of
 from service.cluster.routing.replies import gather_all
-from service.cluster.routing.sequence_calls import SequenceCalls
+from service.cluster.routing.sequence_calls import SequenceCalls, joint_error
 from service.cluster.routing.tags import tags_of
 from service.doors.kit.problems import ProblemText
-from service.errors import AttndError, LostSequence, SequenceExists, UnknownSequence
+from service.errors import (
+    AttndError,
+    DeadlineExceeded,
+    LostSequence,
+    SequenceExists,
+    UnknownSequence,
+)
 from service.operations.sequences import DELETE_SEQUENCE
 from service.tenants import Tenant
+
+UNDO_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +71,9 @@ class UniqueIds:
                     del left[name]
                 raise SequenceExists(twice)
             self.calls.members.check_reachable()
-        except BaseException:
-            await self.undo(left)
+        except BaseException as error:
+            if done := await self.undo(left):
+                raise joint_error([error], done) from None
             raise
 
     async def twice(self, made: Mapping[str, Home]) -> list[str]:
@@ -112,17 +122,26 @@ class UniqueIds:
                 await self.calls.retries.wait_for_move(delete, error)
 
     def deletion(self, home: Home) -> Call:
-        tenant = self.calls.members.acting_for(self.tenant)
-        return home.own(DELETE_SEQUENCE, tenant, ASK_DEADLINE_S)
+        call = home.own(DELETE_SEQUENCE, self.calls.members.acting_for(self.tenant), UNDO_S)
+        call.is_poll = True  # a silent engine has the sequence, too
+        return call
 
-    async def undo(self, made: Mapping[str, Home]) -> None:
-        """Deletes sequences of a call that has failed, also where a drain has moved them."""
+    async def undo(self, made: Mapping[str, Home]) -> list[str]:
+        """Deletes sequences of a call that has failed. Returns those that had left their engines:
+        others have used or deleted them, or a drain has moved them. Raises DeadlineExceeded where
+        an engine does not reply in time; the deletion goes on."""
+        members = self.calls.members
 
-        async def delete(name: str, home: Home) -> None:
-            with suppress(ProblemText, AttndError):
-                if not await self.delete_at(home, name):
-                    ids = {"id": name}
-                    await self.calls.ask(self.deletion(home), [name], ids, {}, changes=True)
+        async def delete(name: str, home: Home) -> bool:
+            try:
+                return await self.delete_at(home, name)
+            except (ProblemText, AttndError) as error:
+                await members.wait_for_fate(tags_of(home.tag))
+                if any(map(members.is_dead, tags_of(home.tag))):
+                    return True
+                text = f"{name} was made, and its engine does not reply: it may have been applied"
+                raise DeadlineExceeded(text) from error
 
         deleting = [delete(name, home) for name, home in made.items()]
-        await asyncio.shield(gather_all(deleting))
+        deleted = await asyncio.shield(gather_all(deleting))
+        return [name for name, gone in zip(made, deleted, strict=True) if not gone]

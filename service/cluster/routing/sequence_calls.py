@@ -27,8 +27,10 @@ from service.cluster.routing.replies import (
 from service.cluster.routing.tags import tags_of
 from service.doors.kit.problems import ProblemText, document_of
 from service.errors import (
+    DeadlineExceeded,
     InvalidRequest,
     LostSequence,
+    NotReady,
     SequenceMoving,
     UnknownSequence,
     problem,
@@ -39,6 +41,7 @@ from service.image.writing import RESPONSE
 from service.operations.schema.fields import Int32
 from service.operations.schema.spec import Prepared
 from service.operations.sequences import GET_SEQUENCE
+from service.road.caller_end.caller import AnswerLost
 
 Arrays = dict[str, Array]
 Fields = dict[str, Any]
@@ -97,7 +100,7 @@ class SequenceCalls:
             case Outcome.UNKNOWN | Outcome.STALE, _:
                 await self.find(call, home, unknown_ids(error))
             case Outcome.LOST, _:
-                raise await self.lost(home, ids, error) from error
+                raise await self.lost(call, home, ids, error) from error
             case _, ProblemText():
                 raise with_full_engine(error, home.name) from None
             case _:
@@ -113,15 +116,25 @@ class SequenceCalls:
             raise SequenceMoving(ids)
         await asyncio.sleep(RETRY_PAUSE_S)
 
-    async def lost(self, home: Home, ids: Sequence[str], error: Exception) -> Exception:
-        """The error of a call during which the session was lost. Raises NotReady while the engine
-        may come back."""
+    async def lost(self, call: Call, home: Home, ids: Sequence[str], error: Exception) -> Exception:
+        """The error of a call during which the session was lost: NotReady while the engine may come
+        back, or has; DeadlineExceeded where it may then have the call's change, since clients
+        repeat calls that are not ready."""
         if self.members.home(home.tag) is home:
             return error
         tags = tags_of(home.tag)
         await self.members.wait_for_fate(tags)
-        self.members.check_reachable(tags)
-        return LostSequence(ids)
+        if self.members.home(home.tag) is None:
+            try:
+                self.members.check_reachable(tags)
+            except NotReady as why:
+                error = why if not isinstance(error, AnswerLost) else error
+            else:
+                return LostSequence(ids)
+        if isinstance(error, AnswerLost) and may_change(call):
+            text = f"the session with {home.name} ended during the call; it may have been applied"
+            return DeadlineExceeded(text)
+        return error
 
     def succeeded(self, call: Call, ids: Sequence[str]) -> None:
         """Forgets deleted sequences; ends the wait for committed prompts."""
@@ -250,6 +263,14 @@ class Piecewise:
         if self.home is None:
             raise error
         await self.calls.recover(self.call, self.ids, self.home, outcome, error)
+
+
+def may_change(call: Call) -> bool:
+    """Whether a call changes sequences."""
+    operation = call.operation
+    if operation.scope != "read" or not operation.appended_with:
+        return operation.scope != "read"
+    return f'"{operation.appended_with}"'.encode() in split(call.image)[0]
 
 
 def is_shard(raw: RawReply) -> bool:

@@ -33,6 +33,10 @@ MAX_OUTPUT_BYTES: Final = 8 * 2**20
 """Bytes of frames that the engine has not read; far more than the calls in flight need."""
 
 
+class AnswerLost(NotReady):
+    """The session ended before the answer came; the operation may have been applied."""
+
+
 @dataclass(slots=True, eq=False)
 class Answered:
     """An answer. `image` is a view of the answer's slot and keeps it taken, or came in the frame.
@@ -356,7 +360,7 @@ class RoadCaller:
             self.loop.remove_writer(self.sock)
         for call in self.pending.values():
             if not call.future.done():
-                call.future.set_exception(NotReady(reason))
+                call.future.set_exception(AnswerLost(reason))
         if self.grown is not None and not self.grown.done():
             self.grown.set_exception(NotReady(reason))
         self.release()

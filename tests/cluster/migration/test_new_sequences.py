@@ -89,7 +89,7 @@ async def test_of_two_equal_ids_of_which_a_drain_moves_one_one_is_left(
 
 
 @THREE
-async def test_what_a_failed_call_has_made_is_deleted_where_a_drain_has_moved_it(
+async def test_a_failed_call_lists_what_it_has_made_and_a_drain_has_moved(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster.only_on(SECOND)
@@ -97,18 +97,19 @@ async def test_what_a_failed_call_has_made_is_deleted_where_a_drain_has_moved_it
     cluster.only_on(SOURCE)
     undo, has_moved = UniqueIds.undo, []
 
-    async def late(unique: UniqueIds, made: Any) -> None:
+    async def late(unique: UniqueIds, made: Any) -> list[str]:
         if made and not has_moved:
             has_moved.append(made)
             cluster.only_on()
             await asyncio.create_task(move(cluster, THIRD))
-        await undo(unique, made)
+        return await undo(unique, made)
 
     monkeypatch.setattr(UniqueIds, "undo", late)
     new = [{"id": "one"}, {}, {"id": "two", "parent": "parent", "length": 99}]
     refused = await cluster.call("create_sequences", {"sequences": new})
     assert refused.status == 422 and has_moved
-    assert await cluster.ids() == ["parent"]
+    assert "one" in refused.fields["done"] and len(refused.fields["done"]) == 2
+    assert sorted(await cluster.ids()) == sorted(["parent", *refused.fields["done"]])
 
 
 @THREE
@@ -132,6 +133,48 @@ async def test_an_import_and_a_new_sequence_of_one_id_are_not_both_made(
     cluster.only_on()
     assert (refused.status, refused.fields["code"]) == (409, "sequence_exists")
     assert await holders(cluster, "new") == [SECOND]
+
+
+@THREE
+async def test_what_others_made_under_the_same_id_meanwhile_is_not_undone(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undo = UniqueIds.undo
+
+    async def late(unique: UniqueIds, made: Any) -> list[str]:
+        async with another_door(cluster) as second:
+            await second.ok("delete_sequence", {"id": "one"})
+            second.only_on(THIRD)
+            await second.ok("create_sequences", {"sequences": [{"id": "one"}]})
+        return await undo(unique, made)
+
+    cluster.only_on(SECOND)
+    await cluster.ok("create_sequences", {"sequences": [{"id": "parent"}]})
+    cluster.only_on(SOURCE)
+    monkeypatch.setattr(UniqueIds, "undo", late)
+    new = [{"id": "one"}, {"id": "two", "parent": "parent", "length": 99}]
+    refused = await cluster.call("create_sequences", {"sequences": new})
+    cluster.only_on()
+    assert refused.status == 422
+    assert await holders(cluster, "one") == [THIRD]
+
+
+@THREE
+async def test_a_change_whose_session_ended_is_not_to_be_repeated(cluster: Cluster) -> None:
+    """The engine lives and comes back: the append may have been applied."""
+    await cluster.ok("create_sequences", {"sequences": [{"id": "here"}]})
+    (engine,) = [one for one in cluster.router.members.engines if one.name == cluster.home("here")]
+    row = np.zeros((1, HEADS, DIM), FLOAT)
+    fields = {"layer": 0, "sequences": ["here"]}
+    appending = asyncio.create_task(cluster.call("append", fields, k=row, v=row))
+    while engine.link.caller is None or not engine.link.caller.pending:
+        await asyncio.sleep(0)
+    engine.link.caller.lose("the connection broke")
+    reply = await appending
+    assert (reply.status, reply.fields["code"]) == (504, "deadline_exceeded")
+    assert "may have been applied" in reply.fields["detail"]
+    await cluster.until(lambda: len(cluster.router.members.engines) == 3, "all engines")
+    assert (await cluster.fields("get_sequence", {"id": "here"}))["lengths"][0] in (0, 1)
 
 
 async def test_a_taken_id_is_never_made_again_not_even_for_a_moment(
