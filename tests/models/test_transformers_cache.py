@@ -6,7 +6,8 @@ import gc
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -42,6 +43,21 @@ def configured(**settings: Any) -> Any:
     model = LlamaForCausalLM(LlamaConfig(**{**SIZES, **settings})).eval()
     model.set_attn_implementation("attnd")
     return model
+
+
+@contextmanager
+def failing(
+    module: torch.nn.Module, error: type[BaseException] = ZeroDivisionError
+) -> Iterator[None]:
+    """A forward in inference mode that ends by an error before a module of the model."""
+
+    def broken(*_: Any) -> None:
+        raise error
+
+    hook = module.register_forward_pre_hook(broken)
+    with torch.inference_mode(), pytest.raises(error):
+        yield
+    hook.remove()
 
 
 def test_another_pool_is_refused_with_the_command_for_the_model(session: Session) -> None:
@@ -173,14 +189,9 @@ def test_a_batch_that_had_no_room_can_be_followed_by_a_smaller_one(session: Sess
 def test_an_error_of_the_model_in_mid_forward_is_taken_back(session: Session) -> None:
     model, batch = tiny(), prompts(9, 12)
 
-    def broken(*_: Any) -> None:
-        raise ZeroDivisionError
-
-    with AttndCache(session, model) as cache, torch.inference_mode():
-        hook = model.model.layers[1].register_forward_pre_hook(broken)
-        with pytest.raises(ZeroDivisionError):
+    with AttndCache(session, model) as cache:
+        with failing(model.model.layers[1]):
             model(batch.ids, attention_mask=batch.mask, past_key_values=cache)
-        hook.remove()
         assert cache.get_seq_length() == 0
         assert_same(generated(model, batch, cache), generated(model, batch))
 
@@ -341,9 +352,6 @@ def test_an_error_behind_the_last_attention_takes_the_forward_back(
 ) -> None:
     model, batch = tiny(), prompts(9, 12)
 
-    def broken(*_: Any) -> None:
-        raise error
-
     with AttndCache(session, model) as cache, torch.inference_mode():
         if tokens:
             model(
@@ -356,11 +364,9 @@ def test_an_error_behind_the_last_attention_takes_the_forward_back(
             "attention_mask": batch.mask,
             "past_key_values": cache,
         }
-        hook = model.lm_head.register_forward_pre_hook(broken)
         for _ in range(2):
-            with pytest.raises(error):
+            with failing(model.lm_head, error):
                 model(**given)
-        hook.remove()
         if error is ZeroDivisionError:
             assert cache.get_seq_length() == tokens
         logits = model(**given).logits[:, -1]
@@ -375,14 +381,9 @@ def test_an_error_behind_the_last_attention_takes_the_forward_back(
 def test_caches_of_a_model_and_of_its_part_both_know_the_whole_call(session: Session) -> None:
     model, batch = tiny(), prompts(9, 12)
 
-    def broken(*_: Any) -> None:
-        raise ZeroDivisionError
-
     with AttndCache(session, model.model), AttndCache(session, model) as cache:
-        hook = model.lm_head.register_forward_pre_hook(broken)
-        with torch.inference_mode(), pytest.raises(ZeroDivisionError):
+        with failing(model.lm_head):
             model(batch.ids, attention_mask=batch.mask, past_key_values=cache)
-        hook.remove()
         assert cache.get_seq_length() == 0
         assert_same(generated(model, batch, cache), generated(model, batch))
 
@@ -390,14 +391,9 @@ def test_caches_of_a_model_and_of_its_part_both_know_the_whole_call(session: Ses
 def test_an_error_in_mid_forward_frees_its_sequences_at_once(socket: str, client: Client) -> None:
     model, batch = tiny(), prompts(9, 12)
 
-    def broken(*_: Any) -> None:
-        raise ZeroDivisionError
-
     with TorchSession(socket) as session, AttndCache(session, model) as cache:
-        hook = model.model.layers[1].register_forward_pre_hook(broken)
-        with torch.inference_mode(), pytest.raises(ZeroDivisionError):
+        with failing(model.model.layers[1]):
             model(batch.ids, attention_mask=batch.mask, past_key_values=cache)
-        hook.remove()
         hurried = client.with_options(deadline=2.0)
         for name in cache.sequences:
             hurried.truncate(name, 0)
@@ -406,14 +402,9 @@ def test_an_error_in_mid_forward_frees_its_sequences_at_once(socket: str, client
 def test_an_error_behind_the_last_attention_of_a_step_takes_it_back(socket: str) -> None:
     model, batch = tiny(), prompts(9, 12)
 
-    def broken(*_: Any) -> None:
-        raise ZeroDivisionError
-
     with TorchSession(socket) as session, AttndCache(session, model) as cache:
-        hook = model.lm_head.register_forward_pre_hook(broken)
-        with torch.inference_mode(), pytest.raises(ZeroDivisionError):
+        with failing(model.lm_head):
             model(batch.ids, attention_mask=batch.mask, past_key_values=cache)
-        hook.remove()
         assert [session.get_sequence(name).length for name in cache.sequences] == [0, 0]
         assert_same(generated(model, batch, cache), generated(model, batch))
 

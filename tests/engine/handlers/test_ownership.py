@@ -10,26 +10,15 @@ import numpy as np
 import pytest
 
 from tests.engine.exports import Exported, bring, export, grow, held
-from tests.engine.harness import Caller, NewCall, Refused, outcome
+from tests.engine.harness import Caller, NewCall
 from tests.engine.pool_model import CPU_GEOMETRY, cpu_engine, on_cpu
 
 LAYERS = CPU_GEOMETRY.num_layers
 PAGE = CPU_GEOMETRY.page_size
 
 
-async def reply(caller: Caller, name: str, fields: dict[str, Any]) -> dict[str, Any]:
-    answer = await outcome(caller.submit(NewCall(name, fields)))
-    assert not isinstance(answer, Refused), answer.problem
-    return dict(answer.fields)
-
-
-async def code_of(caller: Caller, name: str, fields: dict[str, Any]) -> str:
-    answer = await outcome(caller.submit(NewCall(name, fields)))
-    return str(answer.problem["code"]) if isinstance(answer, Refused) else "ok"
-
-
 async def hand(caller: Caller, state: str, **given: Any) -> str:
-    return await code_of(caller, "hand_over", {"id": "a", "state": state} | given)
+    return await caller.code(NewCall("hand_over", {"id": "a", "state": state} | given))
 
 
 @cpu_engine()
@@ -51,9 +40,9 @@ async def test_a_sequence_that_leaves_is_only_exported(caller: Caller) -> None:
         ("create_sequences", {"sequences": [{"id": "a"}]}),
         ("hand_over", {"id": "a", "state": "leaving"}),
     ):
-        assert await code_of(caller, name, fields) == "sequence_moving", name
-    assert await code_of(caller, "get_sequence", {"id": "b"}) == "ok"
-    header = (await reply(caller, "export_sequence", {"id": "a"}))["header"]
+        assert await caller.code(NewCall(name, fields)) == "sequence_moving", name
+    assert await caller.code(NewCall("get_sequence", {"id": "b"})) == "ok"
+    header = (await caller.call("export_sequence", {"id": "a"})).fields["header"]
     assert await hand(caller, "back") == "ok"
     again = await held(caller, "a", LAYERS)
     assert [one.tobytes() for one in again] == [one.tobytes() for one in before]
@@ -62,7 +51,7 @@ async def test_a_sequence_that_leaves_is_only_exported(caller: Caller) -> None:
     assert await hand(caller, "handed", generation="0" * 32) == "sequence_changed"
     assert await hand(caller, "handed", generation=header["generation"]) == "ok"
     assert await hand(caller, "gone") == "ok"
-    assert await code_of(caller, "get_sequence", {"id": "a"}) == "unknown_sequence"
+    assert await caller.code(NewCall("get_sequence", {"id": "a"})) == "unknown_sequence"
     assert (await caller.pool())["referenced"] == 0
 
 
@@ -71,17 +60,17 @@ async def test_a_bulk_delete_may_skip_what_other_engines_have_to_do_with(caller:
     await caller.create("a", "a-2", "b")
     shard = {"rank": 0, "ranks": 2}
     new = [{"id": "a-3", "shard": shard, "epoch": 7}, {"id": "a-4", "shard": shard}]
-    await reply(caller, "create_sequences", {"sequences": new})
+    await caller.call("create_sequences", {"sequences": new})
     assert await hand(caller, "leaving", for_s=60.0) == "ok"
     skipped = {"ids": ["a", "a-2", "a-3", "missing"], "skip": True}
-    deleted = await reply(caller, "delete_sequences", skipped)
+    deleted = (await caller.call("delete_sequences", skipped)).fields
     assert deleted == {"num_deleted": 1, "skipped": ["a", "a-3"]}
-    assert await code_of(caller, "delete_sequences", {"ids": ["b", "a"]}) == "sequence_moving"
-    assert await code_of(caller, "delete_sequences", {"prefix": "a"}) == "sequence_moving"
-    deleted = await reply(caller, "delete_sequences", {"prefix": "", "skip": True})
+    assert await caller.code(NewCall("delete_sequences", {"ids": ["b", "a"]})) == "sequence_moving"
+    assert await caller.code(NewCall("delete_sequences", {"prefix": "a"})) == "sequence_moving"
+    deleted = (await caller.call("delete_sequences", {"prefix": "", "skip": True})).fields
     assert deleted == {"num_deleted": 2, "skipped": ["a", "a-3"]}
     assert await hand(caller, "back") == "ok"
-    assert await reply(caller, "delete_sequences", {"prefix": ""}) == {"num_deleted": 2}
+    assert (await caller.call("delete_sequences", {"prefix": ""})).fields == {"num_deleted": 2}
 
 
 @cpu_engine()
@@ -91,44 +80,45 @@ async def test_pins_and_leases_are_listed_and_can_be_made_at_another_engine(call
     before = await held(caller, "a", LAYERS)
     ids = list(range(4 * PAGE))
     named = {"token_ids": ids, "cache_salt": "x"}
-    key = (await reply(caller, "commit", {"id": "a"} | named))["last_key"]
-    await reply(caller, "delete_sequence", {"id": "a"})
+    key = (await caller.call("commit", {"id": "a"} | named)).fields["last_key"]
+    await caller.call("delete_sequence", {"id": "a"})
     page = {"page_key": key, "cache_salt": "x"}
-    assert (await reply(caller, "holds", {})) == {"holds": []}
-    await reply(caller, "pin", page | {"hard": True})
+    assert (await caller.call("holds")).fields == {"holds": []}
+    await caller.call("pin", page | {"hard": True})
     short = {"token_ids": ids[: 2 * PAGE], "cache_salt": "x", "lease_s": 60.0}
-    lease = (await reply(caller, "match_prefix", short))["lease"]["id"]
-    pin, leased = (await reply(caller, "holds", {}))["holds"]
+    lease = (await caller.call("match_prefix", short)).fields["lease"]["id"]
+    pin, leased = (await caller.call("holds")).fields["holds"]
     assert pin == {"lease": None, "left_s": None, "num_pages": 4} | page
     assert (leased["lease"], leased["num_pages"]) == (lease, 2)
     assert 50.0 < leased["left_s"] <= 60.0
-    await reply(caller, "drain_engine", {"name": "engine"})
+    await caller.call("drain_engine", {"name": "engine"})
     for name, fields in (
         ("pin", page | {"hard": True}),
         ("renew_lease", {"id": "lease-y"} | page),
         ("create_sequences", {"sequences": [{"id": "new"}]}),
     ):
-        assert await code_of(caller, name, fields) == "not_ready", name
-    matched = await reply(caller, "match_prefix", short)
+        assert await caller.code(NewCall(name, fields)) == "not_ready", name
+    matched = (await caller.call("match_prefix", short)).fields
     assert matched == {"matched_len": 2 * PAGE, "num_pages": 2, "lease": None}
-    assert await code_of(caller, "renew_lease", {"id": lease}) == "ok"
+    assert await caller.code(NewCall("renew_lease", {"id": lease})) == "ok"
     new = {"sequences": [{"id": "a", "held": page}]}
-    assert (await reply(caller, "create_sequences", new))["sequences"][0]["cached_len"] == 4 * PAGE
+    made = (await caller.call("create_sequences", new)).fields
+    assert made["sequences"][0]["cached_len"] == 4 * PAGE
     again = await held(caller, "a", LAYERS)
     assert [one.tobytes() for one in again] == [one.tobytes() for one in before]
-    await reply(caller, "drain_engine", {"name": "engine", "stop": True})
-    await reply(caller, "renew_lease", {"id": "lease-y", "lease_s": 9.0} | page)
-    assert [one["lease"] for one in (await reply(caller, "holds", {}))["holds"]] == [
+    await caller.call("drain_engine", {"name": "engine", "stop": True})
+    await caller.call("renew_lease", {"id": "lease-y", "lease_s": 9.0} | page)
+    assert [one["lease"] for one in (await caller.call("holds")).fields["holds"]] == [
         *(None, lease, "lease-y")
     ]
     for one in (lease, "lease-y"):
-        await reply(caller, "release_lease", {"id": one})
+        await caller.call("release_lease", {"id": one})
     unknown = {"page_key": "0" * 32}
-    assert await code_of(caller, "renew_lease", {"id": "z"} | unknown) == "unknown_page"
+    assert await caller.code(NewCall("renew_lease", {"id": "z"} | unknown)) == "unknown_page"
     both = {"sequences": [{"held": page, "prefix": named}]}
-    assert await code_of(caller, "create_sequences", both) == "invalid_request"
-    await reply(caller, "unpin", page)
-    await reply(caller, "delete_sequence", {"id": "a"})
+    assert await caller.code(NewCall("create_sequences", both)) == "invalid_request"
+    await caller.call("unpin", page)
+    await caller.call("delete_sequence", {"id": "a"})
     assert (await caller.pool())["cached"] == 4
 
 
@@ -139,14 +129,14 @@ async def test_when_a_mark_expires_the_sequence_stays_or_is_deleted_if_it_was_tr
 ) -> None:
     await caller.create("a")
     await grow(caller, "a", (PAGE, PAGE), CPU_GEOMETRY)
-    header = (await reply(caller, "export_sequence", {"id": "a"}))["header"]
+    header = (await caller.call("export_sequence", {"id": "a"})).fields["header"]
     assert await hand(caller, "leaving", for_s=0.05) == "ok"
     if handed:
         given = {"generation": header["generation"], "for_s": 0.05}
         assert await hand(caller, "handed", **given) == "ok"
     await asyncio.sleep(0.1)
     expected = "unknown_sequence" if handed else "ok"
-    assert await code_of(caller, "get_sequence", {"id": "a"}) == expected
+    assert await caller.code(NewCall("get_sequence", {"id": "a"})) == expected
     assert (await caller.pool())["referenced"] == (0 if handed else 1)
 
 
@@ -155,33 +145,34 @@ async def test_an_import_begins_with_what_its_base_has(caller: Caller) -> None:
     await caller.create("a")
     await grow(caller, "a", (23, 23), CPU_GEOMETRY)
     fork = {"id": "f", "parent": "a", "length": 2 * PAGE}
-    await reply(caller, "create_sequences", {"sequences": [fork]})
+    await caller.call("create_sequences", {"sequences": [fork]})
     call = {"id": "a", "beside": ["f", "a"]}
-    answer = await reply(caller, "export_sequence", call)
+    answer = (await caller.call("export_sequence", call)).fields
     assert answer["shared"][0] == 2 * PAGE
-    assert await code_of(caller, "export_sequence", call | {"beside": ["no"]}) == (
-        "unknown_sequence"
-    )
+    missing = NewCall("export_sequence", call | {"beside": ["no"]})
+    assert await caller.code(missing) == "unknown_sequence"
     exported = await export(caller, "a", part_bytes=CPU_GEOMETRY.page_bytes * LAYERS)
     free = (await caller.pool())["free"]
     begin = {"id": "c", "header": exported.header, "digest": exported.digest}
     for wrong in ({"base": "f", "base_len": 2 * PAGE + 1}, {"base": "f", "base_len": 24}):
-        assert await code_of(caller, "import_sequence", begin | wrong) == "invalid_request"
-    assert await code_of(caller, "import_sequence", begin | {"base": "no"}) == ("unknown_sequence")
-    state = await reply(caller, "import_sequence", begin | {"base": "f", "base_len": 2 * PAGE})
+        assert await caller.code(NewCall("import_sequence", begin | wrong)) == "invalid_request"
+    missing = NewCall("import_sequence", begin | {"base": "no"})
+    assert await caller.code(missing) == "unknown_sequence"
+    begun = await caller.call("import_sequence", begin | {"base": "f", "base_len": 2 * PAGE})
+    state = begun.fields
     assert (state["next_part"], state["cached_len"]) == (2, 2 * PAGE)
     pages = -(-23 // PAGE)
     assert (await caller.pool())["free"] == free - (pages - 2)
-    await reply(caller, "drain_engine", {"name": "engine"})
+    await caller.call("drain_engine", {"name": "engine"})
     new = {"sequences": [{"id": "n"}]}
-    assert await code_of(caller, "create_sequences", new) == "not_ready"
+    assert await caller.code(NewCall("create_sequences", new)) == "not_ready"
     fork = {"sequences": [{"id": "n", "parent": "a"}]}
-    assert await code_of(caller, "create_sequences", fork) == "ok"
-    await reply(caller, "drain_engine", {"name": "engine", "stop": True})
+    assert await caller.code(NewCall("create_sequences", fork)) == "ok"
+    await caller.call("drain_engine", {"name": "engine", "stop": True})
 
 
 async def shard_of(caller: Caller, name: str) -> Any:
-    return (await reply(caller, "get_sequence", {"id": name})).get("shard")
+    return (await caller.view(name)).get("shard")
 
 
 def test_the_parts_of_a_sequence_are_exported_and_imported_one_by_one() -> None:
@@ -215,7 +206,7 @@ def test_the_parts_of_a_sequence_are_exported_and_imported_one_by_one() -> None:
 
     async def export_part(caller: Caller, shard: dict[str, int]) -> Exported:
         call = {"id": "whole", "shard": shard}
-        whole = (await reply(caller, "export_sequence", call))["whole"]
+        whole = (await caller.call("export_sequence", call)).fields["whole"]
         size = CPU_GEOMETRY.page_bytes * LAYERS
         part = await export(caller, "whole", part_bytes=size, shard=shard)
         assert part.header["num_parts"] > 1
@@ -232,9 +223,9 @@ async def is_refused_without_an_epoch(caller: Caller) -> None:
         ("truncate", {"id": "a", "length": 1}),
         ("create_sequences", {"sequences": [{"id": "f", "parent": "a", "length": 1}]}),
     ):
-        assert await code_of(caller, name, fields) == "sequence_taken", name
+        assert await caller.code(NewCall(name, fields)) == "sequence_taken", name
     look = {"layer": 0, "sequences": ["a"], "stop": 0}
-    assert await code_of(caller, "gather", look) == "ok"
+    assert await caller.code(NewCall("gather", look)) == "ok"
 
 
 @cpu_engine()
@@ -244,7 +235,7 @@ async def test_who_exports_a_part_keeps_a_sequence_leaving(caller: Caller) -> No
     assert await hand(caller, "leaving", for_s=0.3) == "ok"
     for _ in range(3):
         await asyncio.sleep(0.2)
-        await reply(caller, "export_sequence", {"id": "a"})
-    assert await code_of(caller, "get_sequence", {"id": "a"}) == "sequence_moving"
+        await caller.call("export_sequence", {"id": "a"})
+    assert await caller.code(NewCall("get_sequence", {"id": "a"})) == "sequence_moving"
     await asyncio.sleep(0.4)
-    assert await code_of(caller, "get_sequence", {"id": "a"}) == "ok"
+    assert await caller.code(NewCall("get_sequence", {"id": "a"})) == "ok"

@@ -102,11 +102,11 @@ async def test_an_operation_that_cannot_begin_a_second_time_fails_alone(
     caller: Caller, backend: FakeBackend
 ) -> None:
     await three_sequences(caller)
-    bug = RuntimeError("a bug")
-    backend.failures = {"attend": [bug], "append": [None, None, bug]}
+    full = NoMemory("full")
+    backend.failures = {"attend": [RuntimeError("a bug")], "append": [None, None, full]}
     every = [decode("a", new=True), decode("b", new=True, seed=3)]
     replies = await held_back(caller, backend, *every)
-    assert codes(replies) == ["internal", "ok"]
+    assert codes(replies) == ["overloaded", "ok"]
     assert [await caller.length(name) for name in ("a", "b")] == [5, 10]
     assert (await caller.pool())["integrity"] == "ok"
 
