@@ -121,6 +121,7 @@ ARROWS: Final = (
         beyond(
             *("numpy", "attnd.wire", "service.road", "service.image"),
             *("service.errors", "service.keys", "service.tenants"),
+            *("pydantic", "config.wording"),
         ),
     ),
     Arrow(

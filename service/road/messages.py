@@ -2,60 +2,67 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Final
+from dataclasses import asdict
+from typing import Annotated, Any, Final, TypeVar
 
-from attnd.wire.frames import (
-    CHALLENGE,
-    GROW,
-    HELLO,
-    NAMES,
-    REFUSED,
-    TENANT,
-    VERSION,
-    FrameError,
-    json_frame,
-)
+from attnd.wire.frames import NAMES, REFUSED, VERSION, FrameError, json_frame
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
 
+from config.wording import rule_of
 from service.errors import MalformedBody, problem
 from service.image.json_text import load_json
-from service.tenants import Tenant, tenant_of
 
-NAME: Final = re.compile(r"[A-Za-z0-9 ._:/-]{0,64}")
-LARGEST: Final = 2**63 - 1
+STRICT: Final = ConfigDict(strict=True)
+NONCE_BYTES: Final = 32
 MOST_TENANTS: Final = 2**16 - 1
 """The largest value of the field in a CALL frame."""
 
 
-@dataclass(frozen=True, slots=True)
+def our_version(version: int) -> int:
+    if version != VERSION:
+        raise ValueError(f"version {version}: this service speaks version {VERSION} of the road")
+    return version
+
+
+Size = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Word = Annotated[str, Field(pattern=r"^[\x00-\x7f]*$")]
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
 class Hello:
     """A caller's first message. `name` is for logs. A `door` forwards calls of other callers, and
     sends the `secret` of the service's own doors."""
 
-    version: int
-    name: str
-    door: bool
-    arena_bytes: int
-    key: str = ""
-    secret: str = ""
+    version: Annotated[int, AfterValidator(our_version)]
+    arena_bytes: Size
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9 ._:/-]{0,64}$")] = ""
+    door: bool = False
+    key: Word = ""
+    secret: Word = ""
     brings_arena: bool = False
     """Whether the door provides the arena: its descriptor comes with this message."""
-    nonce: str = ""
+    nonce: Word = ""
     """Over TCP: WELCOME proves with it that the engine knows the secret, too."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=STRICT)
+class Challenge:
+    """Over TCP, before HELLO: the door proves with `nonce` that it knows the secret."""
+
+    nonce: Annotated[str, Field(pattern=rf"^[0-9a-f]{{{2 * NONCE_BYTES}}}$")]
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
 class Announced:
     """A door's announcement that calls with this number are a tenant's."""
 
-    number: int
+    number: Annotated[int, Field(ge=1, le=MOST_TENANTS)]
     namespace: str
-    scopes: tuple[str, ...]
+    scopes: Annotated[tuple[str, ...], Field(strict=False)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=STRICT)
 class State:
     """The engine's state: `starting`, `ready`, `draining` or `lost`, and the reason."""
 
@@ -63,36 +70,52 @@ class State:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=STRICT)
 class Welcome:
     """The engine's reply to HELLO; the arena's descriptor comes with it."""
 
     version: int
     session: int
     instance_id: str
-    arena_bytes: int
-    max_arena_bytes: int
-    pinned_bytes: int
-    routes: Mapping[str, int]
-    limits: Mapping[str, int]
+    arena_bytes: Size
+    max_arena_bytes: Size
+    pinned_bytes: Size
+    routes: dict[str, int]
+    limits: dict[str, int | float]
     state: str
     reason: str
     proof: str = ""
     """Over TCP: the proof for HELLO's nonce."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=STRICT)
+class Grow:
+    """A request for an arena of this size, or in DEVICE for such a device arena."""
+
+    arena_bytes: Size
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
 class Grown:
     """The arena's size after a GROW, possibly less than requested; the caller remaps it."""
 
-    arena_bytes: int
-    pinned_bytes: int
+    arena_bytes: Size
+    pinned_bytes: Size
 
 
+@dataclass(frozen=True, slots=True, config=STRICT)
+class Refused:
+    """Why the engine closes the connection."""
+
+    detail: str
+
+
+M = TypeVar("M")
 OVER_TCP: Final = frozenset({"nonce", "proof"})
+Message = Hello | Challenge | Announced | State | Welcome | Grow | Grown
 
 
-def message(kind: int, content: Hello | Welcome | Grown | State) -> bytes:
+def message(kind: int, content: Message) -> bytes:
     """A JSON message as a frame, without empty fields that only TCP uses."""
     fields = asdict(content)
     return json_frame(
@@ -100,108 +123,22 @@ def message(kind: int, content: Hello | Welcome | Grown | State) -> bytes:
     )
 
 
-def grow(arena_bytes: int) -> bytes:
-    """A GROW frame."""
-    return json_frame(GROW, {"arena_bytes": arena_bytes})
-
-
-def challenge(nonce: str) -> bytes:
-    """A CHALLENGE frame."""
-    return json_frame(CHALLENGE, {"nonce": nonce})
-
-
-def announced(tenant: Announced) -> bytes:
-    """A TENANT frame."""
-    return json_frame(TENANT, asdict(tenant))
-
-
 def refusal(error: BaseException) -> bytes:
     """A REFUSED frame: the problem for which the engine closes the connection."""
     return json_frame(REFUSED, problem(error))
 
 
-def read_object(kind: int, payload: bytes) -> dict[str, Any]:
-    """The JSON object of a frame."""
+def read(kind: int, payload: bytes, of: type[M]) -> M:
+    """The message in a frame; unknown keys are ignored. Raises FrameError, which shows no values:
+    they may be secrets."""
     try:
-        value = load_json(payload, NAMES[kind])
+        value: Any = load_json(payload, NAMES[kind])
+        if not isinstance(value, dict):
+            raise FrameError(f"{NAMES[kind]} is not a JSON object")
+        return of(**value)
     except MalformedBody as error:
         raise FrameError(str(error)) from error
-    if not isinstance(value, dict):
-        raise FrameError(f"{NAMES[kind]} is not a JSON object")
-    return value
-
-
-def read_hello(payload: bytes) -> Hello:
-    """A caller's HELLO; unknown keys are ignored."""
-    value = read_object(HELLO, payload)
-    version = count(value, "version", HELLO)
-    if version != VERSION:
-        raise FrameError(f"version {version}: this service speaks version {VERSION} of the road")
-    name = value.get("name", "")
-    if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise FrameError(f"name {name!r:.40}: at most 64 of A-Z a-z 0-9 space . _ : / -")
-    size = count(value, "arena_bytes", HELLO)
-    key, secret = word(value, "key"), word(value, "secret")
-    return Hello(
-        version,
-        name,
-        truth(value, "door"),
-        size,
-        key,
-        secret,
-        truth(value, "brings_arena"),
-        word(value, "nonce"),
-    )
-
-
-def truth(value: dict[str, Any], key: str) -> bool:
-    """An optional boolean in HELLO."""
-    found = value.get(key, False)
-    if not isinstance(found, bool):
-        raise FrameError(f"{key} {found!r:.40}: true or false")
-    return found
-
-
-def word(value: dict[str, Any], key: str) -> str:
-    """An optional text in HELLO; no error shows its value, which may be a secret."""
-    text = value.get(key, "")
-    if not isinstance(text, str) or not text.isascii():
-        raise FrameError(f"{key} in HELLO: a string of ASCII characters, or leave it out")
-    return text
-
-
-def read_announced(payload: bytes) -> tuple[int, Tenant]:
-    """A tenant, and its number in a door's calls."""
-    value = read_object(TENANT, payload)
-    number = count(value, "number", TENANT)
-    namespace, scopes = value.get("namespace"), value.get("scopes")
-    if not 0 < number <= MOST_TENANTS:
-        raise FrameError(f"number {number} in TENANT: 1 to {MOST_TENANTS}")
-    if not isinstance(namespace, str) or not isinstance(scopes, list):
-        raise FrameError("TENANT has a namespace, a string, and scopes, a list")
-    try:
-        return number, tenant_of(namespace, map(str, scopes))
-    except ValueError as error:
-        raise FrameError(f"TENANT {number}: {error}") from error
-
-
-def read_grow(payload: bytes) -> int:
-    """The arena size in a GROW."""
-    return count(read_object(GROW, payload), "arena_bytes", GROW)
-
-
-def count(value: dict[str, Any], key: str, kind: int) -> int:
-    """A key that must hold a non-negative integer."""
-    number = value.get(key)
-    if type(number) is not int or not 0 <= number <= LARGEST:
-        raise FrameError(f"{key} {number!r:.40} in {NAMES[kind]}: an integer from 0 to 2^63-1")
-    return number
-
-
-def read_known(kind: int, payload: bytes, keys: tuple[str, ...]) -> dict[str, Any]:
-    """These keys of an engine's message, of which none may be missing."""
-    value = read_object(kind, payload)
-    missing = [key for key in keys if key not in value]
-    if missing:
-        raise FrameError(f"{NAMES[kind]} lacks {', '.join(missing)}")
-    return {key: value[key] for key in keys}
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise FrameError(f"{place} in {NAMES[kind]}: {rule_of(first)}") from None

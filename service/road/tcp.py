@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from attnd.wire.frames import BUFFER_BYTES, FrameError, Reader
 
 from service.road.arena import anonymous_file, pages
+from service.road.messages import NONCE_BYTES
 
 if TYPE_CHECKING:
     from service.road.engine_end.calls import Call, Event
 
 SCHEME: Final = "tcp:"
-NONCE_BYTES: Final = 32
 SILENCE_MS: Final = 30_000
 """A connection without an acknowledgement for this time is dead."""
 

@@ -16,7 +16,7 @@ from attnd.wire.frames import VERSION
 
 from service.road.engine_end.calls import SessionConfig
 from service.road.engine_end.session import Session
-from service.road.messages import Hello, State, message
+from service.road.messages import Grow, Hello, State, message
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class PlainCaller:
         self.sock.sendall(b"".join(frames))
 
     def hello(self, arena_bytes: int = 4096, name: str = "plain") -> None:
-        self.send(message(f.HELLO, Hello(VERSION, name, False, arena_bytes)))
+        self.send(message(f.HELLO, Hello(VERSION, arena_bytes, name)))
 
     def receive(self) -> Iterator[tuple[int, bytes]]:
         """The frames that have arrived; nothing when the stream is at its end."""
@@ -92,6 +92,10 @@ def problem_of(answer: Answer) -> dict[str, Any]:
     assert document["status"] == answer.status, document
     assert isinstance(document, dict)
     return document
+
+
+def grow(arena_bytes: int) -> bytes:
+    return message(f.GROW, Grow(arena_bytes))
 
 
 def call_frame(number: int = 1, route: int = 9, **given: Any) -> bytes:

@@ -14,7 +14,7 @@ from service.keys import Key, Keys, line_of, read_line
 from service.road.engine_end.admission import Admission
 from service.road.engine_end.calls import Call, SessionConfig
 from service.road.engine_end.session import Session
-from service.road.messages import Announced, announced
+from service.road.messages import Announced, message
 from service.tenants import ANONYMOUS, OPEN, tenant_of
 
 SECRET = "known to the service's own processes only"
@@ -38,6 +38,10 @@ def rules(*keys: Key, secret: str = SECRET) -> SessionConfig:
 def greet(caller: PlainCaller, **given: Any) -> None:
     hello = {"version": 1, "arena_bytes": 65536} | given
     caller.send(f.frame(f.HELLO, json.dumps(hello).encode()))
+
+
+def announced(number: int, namespace: str, *scopes: str) -> bytes:
+    return message(f.TENANT, Announced(number, namespace, scopes))
 
 
 def calls_of(session: Session) -> list[Call]:
@@ -106,9 +110,9 @@ def test_a_door_names_the_tenants_of_its_calls_and_has_no_rights_itself() -> Non
     with session_and_caller(rules(*KEYS), greet=False) as (session, caller):
         greet(caller, door=True, secret=SECRET)
         caller.send(
-            announced(Announced(1, "cave", ("read",))),
+            announced(1, "cave", "read"),
             call_frame(1, reserved=1),
-            announced(Announced(2, "mountain", ("append", "read"))),
+            announced(2, "mountain", "append", "read"),
             call_frame(2, reserved=2),
             call_frame(3, reserved=1),
             call_frame(4, reserved=0),
@@ -121,7 +125,7 @@ def test_a_door_names_the_tenants_of_its_calls_and_has_no_rights_itself() -> Non
 def test_calls_for_a_tenant_that_was_not_announced_end_the_session() -> None:
     with session_and_caller(rules(*KEYS), greet=False) as (session, caller):
         greet(caller, door=True, secret=SECRET)
-        caller.send(announced(Announced(1, "cave", ("read",))), call_frame(1, reserved=2))
+        caller.send(announced(1, "cave", "read"), call_frame(1, reserved=2))
         assert calls_of(session) == []
         assert "tenant field of CALL 1 is 2" in session.ended
 
@@ -130,7 +134,7 @@ def test_calls_for_a_tenant_that_was_not_announced_end_the_session() -> None:
 def test_only_a_door_calls_for_other_tenants(keys: tuple[Key, ...]) -> None:
     with session_and_caller(rules(*keys), greet=False) as (session, caller):
         greet(caller, key="open sesame")
-        caller.send(announced(Announced(1, "mountain", ("read",))), call_frame(reserved=1))
+        caller.send(announced(1, "mountain", "read"), call_frame(reserved=1))
         assert calls_of(session) == []
         assert "TENANT from a caller that is no door" in session.ended
 
@@ -138,14 +142,23 @@ def test_only_a_door_calls_for_other_tenants(keys: tuple[Key, ...]) -> None:
 @pytest.mark.parametrize(
     ("announcement", "detail"),
     [
-        ({"number": 0, "namespace": "a", "scopes": ["read"]}, "number 0 in TENANT: 1 to 65535"),
-        ({"number": 65536, "namespace": "a", "scopes": ["read"]}, "number 65536 in TENANT"),
+        (
+            {"number": 0, "namespace": "a", "scopes": ["read"]},
+            "number in TENANT: must be greater than",
+        ),
+        (
+            {"number": 65536, "namespace": "a", "scopes": ["read"]},
+            "number in TENANT: must be less",
+        ),
         ({"number": 1, "namespace": "a/b", "scopes": ["read"]}, "namespace 'a/b'"),
         ({"number": 1, "namespace": "a", "scopes": ["all"]}, "scope 'all'"),
         ({"number": 1, "namespace": "a", "scopes": []}, "no scope"),
-        ({"number": 1, "namespace": "a", "scopes": "read"}, "scopes, a list"),
-        ({"number": 1, "scopes": ["read"]}, "a namespace, a string"),
-        ({"namespace": "a", "scopes": ["read"]}, "number None in TENANT"),
+        (
+            {"number": 1, "namespace": "a", "scopes": "read"},
+            "scopes in TENANT: must be a list",
+        ),
+        ({"number": 1, "scopes": ["read"]}, "namespace in TENANT: must be given"),
+        ({"namespace": "a", "scopes": ["read"]}, "number in TENANT: must be given"),
     ],
 )
 def test_a_door_that_announces_nonsense_is_refused(

@@ -147,7 +147,7 @@ def test_slots_of_an_engine_that_died_are_free(loops: Loops, tmp_path: Path, own
 def greeted(own_fd: int | None, **how: Any) -> tuple[int, Any]:
     """The engine's reply to a HELLO with an arena, with these values and this descriptor."""
     reply: dict[str, Any] = {"door": True, "secret": SECRET, "brings_arena": True} | how
-    data = message(f.HELLO, Hello(VERSION, "door", arena_bytes=SIZE, **reply))
+    data = message(f.HELLO, Hello(VERSION, SIZE, "door", **reply))
     ours, theirs = socket.socketpair()
     with ours:
         session = Session(theirs, 1, RULES, State("ready"))

@@ -6,14 +6,14 @@ import socket
 
 import pytest
 from attnd.wire import frames as f
-from plain_caller import call_frame, cancel_frame, problem_of, session_and_caller
+from plain_caller import call_frame, cancel_frame, grow, problem_of, session_and_caller
 from scripted_engine_end import LIMITS, ROUTES, config
 
 from service.errors import InvalidRequest
 from service.road.arena import Pinning
 from service.road.engine_end.calls import Call, Cancel
 from service.road.engine_end.session import Session
-from service.road.messages import State, grow
+from service.road.messages import State
 
 SECONDS = (0.5, 0.25, 0.125, 1.0, 2.0, 4.0)
 

@@ -9,12 +9,11 @@ import time
 
 import pytest
 from attnd.wire import frames as f
-from plain_caller import call_frame, problem_of, session_and_caller
+from plain_caller import call_frame, grow, problem_of, session_and_caller
 from scripted_engine_end import config
 
 from service.road.engine_end.calls import Call
 from service.road.engine_end.session import Session
-from service.road.messages import grow
 
 
 def calls(session: Session) -> list[Call]:
@@ -84,9 +83,15 @@ OFFENCES = [
     (f.HEADER.pack(f.GROW, 0, 2**31), "payload of 2147483648 bytes in GROW"),
     (f.HEADER.pack(f.CANCEL, 3, 8), "frame flags 3 of CANCEL"),
     (f.frame(f.GROW, b"[]"), "GROW is not a JSON object"),
-    (f.frame(f.GROW, b"{}"), "arena_bytes None in GROW"),
-    (f.frame(f.GROW, b'{"arena_bytes":true}'), "arena_bytes True in GROW"),
-    (f.frame(f.GROW, b'{"arena_bytes":-1}'), "arena_bytes -1 in GROW"),
+    (f.frame(f.GROW, b"{}"), "arena_bytes in GROW: must be given"),
+    (
+        f.frame(f.GROW, b'{"arena_bytes":true}'),
+        "in GROW: must be an integer, not true",
+    ),
+    (
+        f.frame(f.GROW, b'{"arena_bytes":-1}'),
+        "arena_bytes in GROW: must be greater",
+    ),
     (f.frame(f.GROW, b'{"arena_bytes":' + b"9" * 5000 + b"}"), "GROW is not JSON"),
     (f.frame(f.GROW, b"\xff{}"), "GROW is not UTF-8"),
     (f.frame(f.GROW, b'{"a":' * 10000), "GROW is nested too deep"),
@@ -115,10 +120,19 @@ EARLY = [
     (call_frame(1), "CALL before HELLO"),
     (grow(4096), "GROW before HELLO"),
     (f.frame(f.HELLO, b'{"version":2,"arena_bytes":1}'), "version 2: this service speaks"),
-    (f.frame(f.HELLO, b'{"version":1}'), "arena_bytes None in HELLO"),
-    (f.frame(f.HELLO, b'{"version":1,"arena_bytes":1,"name":"a\\nb"}'), "name 'a.*nb'"),
-    (f.frame(f.HELLO, b'{"version":1,"arena_bytes":1,"name":7}'), "name 7"),
-    (f.frame(f.HELLO, b'{"version":1,"arena_bytes":1,"door":1}'), "door 1: true or false"),
+    (f.frame(f.HELLO, b'{"version":1}'), "arena_bytes in HELLO: must be given"),
+    (
+        f.frame(f.HELLO, b'{"version":1,"arena_bytes":1,"name":"a\\nb"}'),
+        "name in HELLO: must",
+    ),
+    (
+        f.frame(f.HELLO, b'{"version":1,"arena_bytes":1,"name":7}'),
+        "name in HELLO: must be text",
+    ),
+    (
+        f.frame(f.HELLO, b'{"version":1,"arena_bytes":1,"door":1}'),
+        "door in HELLO: must be true",
+    ),
     (b"GET / HTTP/1.1\r\n\r\n", "frame kind 17735"),
 ]
 

@@ -18,12 +18,14 @@ from service.road.caller_end.greeting import PeerProcess, greet, greet_remote
 from service.road.caller_end.slots import Mapping, OwnArena, Slot, Slots
 from service.road.messages import (
     Announced,
+    Grow,
+    Grown,
     Hello,
+    Refused,
     State,
     Welcome,
-    announced,
-    grow,
-    read_known,
+    message,
+    read,
 )
 from service.road.output import Output, Unread
 from service.road.tcp import Filling, connected, is_remote
@@ -125,7 +127,7 @@ class RoadCaller:
         try:
             if on_reached is not None:
                 on_reached()
-            hello = Hello(f.VERSION, name, bool(secret), arena_bytes, key, secret)
+            hello = Hello(f.VERSION, arena_bytes, name, bool(secret), key, secret)
             meet = greet_remote if is_remote(path) else greet
             greeted = await meet(sock, hello, None if own is None else own.mapping, peer)
             caller = cls(sock, *greeted, own)
@@ -149,7 +151,8 @@ class RoadCaller:
         number = self.numbers.get(tenant)
         if number is None:
             number = len(self.numbers) + 1
-            self.send(announced(Announced(number, tenant.namespace, tuple(tenant.scopes))))
+            content = Announced(number, tenant.namespace, tuple(tenant.scopes))
+            self.send(message(f.TENANT, content))
             self.numbers[tenant] = number
         return number
 
@@ -221,7 +224,7 @@ class RoadCaller:
         async with self.growing:
             if self.grown is not None:  # an earlier caller was cancelled: one GROW at a time
                 await asyncio.shield(self.grown)
-            self.send(grow(arena_bytes))
+            self.send(message(f.GROW, Grow(arena_bytes)))
             self.grown = self.loop.create_future()
             size = await asyncio.shield(self.grown)
             self.grown = None
@@ -305,27 +308,27 @@ class RoadCaller:
         """GROWN, STATE or REFUSED."""
         if kind == f.STATE:
             before, self.beat = self.state, self.loop.time()
-            self.state = State(**read_known(kind, payload, ("state", "reason")))
+            self.state = read(kind, payload, State)
             if self.on_state is not None and self.state != before:
                 self.on_state(self.state)
         elif kind == f.GROWN:
-            self.on_grown(**read_known(kind, payload, ("arena_bytes", "pinned_bytes")))
+            self.on_grown(read(kind, payload, Grown))
         elif kind == f.REFUSED:
-            self.lose(f"the engine ended the session: {read_known(kind, payload, ('detail',))}")
+            self.lose(f"the engine ended the session: {read(kind, payload, Refused).detail}")
         else:
             raise f.FrameError(f"{f.NAMES[kind]} came twice")
 
-    def on_grown(self, arena_bytes: int, pinned_bytes: int) -> None:
+    def on_grown(self, grown: Grown) -> None:
         """Remap the arena, unless the door provides it."""
         if self.own is None:
             if self.is_remote:
-                os.ftruncate(self.mapping.fd, arena_bytes)
-            self.mapping.grow(arena_bytes)
-            self.slots.grow(arena_bytes)
-        self.reach = arena_bytes
-        self.pinned_bytes = pinned_bytes
+                os.ftruncate(self.mapping.fd, grown.arena_bytes)
+            self.mapping.grow(grown.arena_bytes)
+            self.slots.grow(grown.arena_bytes)
+        self.reach = grown.arena_bytes
+        self.pinned_bytes = grown.pinned_bytes
         if self.grown is not None and not self.grown.done():
-            self.grown.set_result(arena_bytes)
+            self.grown.set_result(grown.arena_bytes)
 
     def send(self, data: bytes | memoryview) -> None:
         """Send a frame now, or when the socket can be written. Raises NotReady."""

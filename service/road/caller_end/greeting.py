@@ -10,21 +10,20 @@ import array
 import asyncio
 import hmac
 import os
-import re
 import secrets
 import select
 import socket
 import struct
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Final
 
 from attnd.wire import frames as f
 
 from service.errors import NotReady
 from service.road.caller_end.slots import Mapping
-from service.road.messages import Hello, Welcome, message, read_known, read_object
-from service.road.tcp import NONCE_BYTES, engine_proof, mirror, proof
+from service.road.messages import NONCE_BYTES, Challenge, Hello, Refused, Welcome, message, read
+from service.road.tcp import engine_proof, mirror, proof
 
 CREDENTIALS: Final = struct.Struct("3i")
 """Process, user, group: `struct ucred` of Linux."""
@@ -81,9 +80,7 @@ def receive(sock: socket.socket, size: int, most_fds: int) -> tuple[bytes, list[
     return data, descriptors.tolist(), pid
 
 
-WELCOME_KEYS: Final = tuple(field.name for field in fields(Welcome) if field.name != "proof")
 MAX_DESCRIPTORS: Final = 4
-NONCE: Final = re.compile(rf"[0-9a-f]{{{2 * NONCE_BYTES}}}")
 
 
 async def greet_remote(
@@ -107,12 +104,7 @@ async def greet_remote(
         raise refused(payload)
     if kind != f.CHALLENGE:
         raise f.FrameError(f"{f.NAMES[kind]} came before CHALLENGE")
-    nonce, own_nonce = (
-        read_known(kind, payload, ("nonce",))["nonce"],
-        secrets.token_hex(NONCE_BYTES),
-    )
-    if not isinstance(nonce, str) or not NONCE.fullmatch(nonce):
-        raise f.FrameError(f"CHALLENGE with nonce {nonce!r:.40}: {2 * NONCE_BYTES} hex digits")
+    nonce, own_nonce = read(kind, payload, Challenge).nonce, secrets.token_hex(NONCE_BYTES)
     proved = replace(hello, secret=proof(hello.secret, nonce), nonce=own_nonce)
     with suppress(BrokenPipeError, ConnectionResetError):  # the engine has refused: read why
         await loop.sock_sendall(sock, message(f.HELLO, proved))
@@ -175,15 +167,11 @@ def welcome_of(kind: int, payload: bytes) -> Welcome:
         raise refused(payload)
     if kind != f.WELCOME:
         raise f.FrameError(f"{f.NAMES[kind]} came before WELCOME")
-    shown = read_object(kind, payload).get("proof", "")
-    if not isinstance(shown, str):
-        raise f.FrameError("WELCOME with a proof that is no string")
-    return Welcome(**read_known(kind, payload, WELCOME_KEYS), proof=shown)
+    return read(kind, payload, Welcome)
 
 
 def refused(payload: bytes) -> NotReady:
-    detail = read_known(f.REFUSED, payload, ("detail",))["detail"]
-    return NotReady(f"the engine refused the session: {detail}")
+    return NotReady(f"the engine refused the session: {read(f.REFUSED, payload, Refused).detail}")
 
 
 async def readable(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:

@@ -6,13 +6,13 @@ import hmac
 from dataclasses import dataclass
 from typing import Final
 
-from attnd.wire.frames import FrameError
+from attnd.wire.frames import TENANT, FrameError
 
 from service.errors import Unauthorized
 from service.keys import Key, Keys
-from service.road.messages import Hello, read_announced
+from service.road.messages import Announced, Hello, read
 from service.road.tcp import engine_proof, proof
-from service.tenants import ANONYMOUS, OPEN, Tenant
+from service.tenants import ANONYMOUS, OPEN, Tenant, tenant_of
 
 REMEDY: Final = "give it as api_key of the session, or as key in HELLO"
 
@@ -66,8 +66,11 @@ class Standing:
         """Process a TENANT frame. Raises FrameError."""
         if not self.is_door:
             raise FrameError("TENANT from a caller that is no door of the service")
-        number, tenant = read_announced(payload)
-        self.tenants[number] = tenant
+        announced = read(TENANT, payload, Announced)
+        try:
+            self.tenants[announced.number] = tenant_of(announced.namespace, announced.scopes)
+        except ValueError as error:
+            raise FrameError(f"TENANT {announced.number}: {error}") from error
 
     def renew(self) -> None:
         """The keys were read again. Raises Unauthorized where this session's was removed."""

@@ -10,7 +10,7 @@ from attnd.wire import frames as f
 
 from service.road.arena import PAGEABLE, Pinning
 from service.road.engine_end.admission import Admission
-from service.road.messages import count, read_object
+from service.road.messages import Grow, read
 from service.tenants import Tenant
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class SessionConfig:
 
     instance_id: str
     routes: Mapping[str, int]
-    limits: Mapping[str, int]
+    limits: Mapping[str, int | float]
     max_arena_bytes: int
     default_deadline_s: float
     pinning: Pinning = PAGEABLE
@@ -115,7 +115,7 @@ def read_stepping(
     if not session.greeted:
         raise f.FrameError(f"{f.NAMES[kind]} before HELLO: a session begins with HELLO")
     if kind == f.DEVICE:
-        return ArenaRequest(session, count(read_object(kind, payload), "arena_bytes", kind))
+        return ArenaRequest(session, read(kind, payload, Grow).arena_bytes)
     if kind == f.STEP:
         return read_step(session, payload)
     number, layer = f.LAYER_PAYLOAD.unpack(payload)

@@ -32,14 +32,14 @@ from service.road.engine_end.calls import (
 )
 from service.road.engine_end.door_arena import DoorArena
 from service.road.messages import (
+    Challenge,
+    Grow,
     Grown,
     Hello,
     State,
     Welcome,
-    challenge,
     message,
-    read_grow,
-    read_hello,
+    read,
 )
 from service.road.messages import refusal as refused
 from service.road.output import Output, Unread
@@ -102,7 +102,7 @@ class Session:
         """The size in a GROW that waits, because calls keep a pinned arena in place."""
         if is_remote:
             self.incoming = Incoming(self.live, config.max_arena_bytes)
-            self.send(challenge(self.incoming.nonce))
+            self.send(message(f.CHALLENGE, Challenge(self.incoming.nonce)))
 
     @property
     def greeted(self) -> bool:
@@ -226,7 +226,7 @@ class Session:
         if kind == f.HELLO:
             if self.arena is not None:
                 raise f.FrameError("HELLO came twice: GROW makes the arena larger")
-            hello = read_hello(payload)
+            hello = read(kind, payload, Hello)
             self.name = hello.name
             self.standing.greet(hello, "" if self.incoming is None else self.incoming.nonce)
             if not self.standing.is_door:
@@ -242,7 +242,7 @@ class Session:
             raise f.FrameError("GROW before HELLO: a session begins with HELLO")
         if self.growth:
             raise f.FrameError("GROW while another waits for its GROWN: one at a time")
-        self.growth = max(read_grow(payload), 1)
+        self.growth = max(read(kind, payload, Grow).arena_bytes, 1)
         self.grow()
 
     # The arena.
@@ -264,8 +264,8 @@ class Session:
             arena_bytes=arena.size,
             max_arena_bytes=arena.limit,
             pinned_bytes=len(arena.pinned),
-            routes=config.routes,
-            limits=config.limits,
+            routes=dict(config.routes),
+            limits=dict(config.limits),
             state=self.state.state,
             reason=self.state.reason,
             proof=self.standing.proof(hello) if self.incoming is not None else "",

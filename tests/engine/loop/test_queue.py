@@ -237,7 +237,7 @@ async def test_one_session_too_many_is_refused_with_a_reason_until_another_ends(
     caller: Caller,
 ) -> None:
     async with caller.another():
-        hello = message(HELLO, Hello(VERSION, "third", False, 4096))
+        hello = message(HELLO, Hello(VERSION, 4096, "third"))
         assert b"server.max_sessions" in reply_to(caller, hello)
     await until(lambda: len(caller.engine.callers.sessions) == 1)
     async with caller.another() as again:
