@@ -40,6 +40,10 @@ STAGES: Final = ("plan", "copy_in", "kernel", "copy_out", "encode")
 Mode = Literal["flat", "cascade", "explicit"]
 REASONS: Final = ("overloaded", "not_ready", "deadline_exceeded", "cancelled")
 STATES: Final = ("free", "referenced", "cached", "pinned")
+MISSES: Final = (
+    *("never_stored", "evicted", "other_salt", "other_model"),
+    *("corrupt", "unreadable"),
+)
 TIERS: Final = ("host", "disk")
 MOST_ENGINES: Final = 512
 """A process's cells have room for the series of this many engines."""
@@ -115,9 +119,9 @@ SPECS: Final[dict[str, Spec]] = {
     "tier_seconds": Spec("counter", "Time of these moves.", ("tier", "way")),
     "tier_misses": Spec(
         "counter",
-        "Pages found in a tier and not loaded: corrupt, unreadable, or evicted meanwhile.",
+        "Pages at which a prefix ends, by why no tier has them, or why they were not loaded.",
         ("reason",),
-        values=("corrupt", "unreadable", "evicted"),
+        values=MISSES,
     ),
     "leases": Spec("gauge", "Leases that hold cached pages."),
     "sequences": Spec("gauge", "Sequences alive."),

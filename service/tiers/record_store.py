@@ -71,6 +71,8 @@ class RecordStore:
         self._evicted = evicted
         self._lock = Lock()
         self._given_up: list[Entry] = []
+        self.foreign: set[bytes] = set()
+        """Keys of records of another stamp that were there at the start."""
         self._shelf = Shelf(capacity_bytes // layout.block_bytes, self._given_up.append)
         self._dirty: dict[int, str | None] = {}
         """Free places with data of a namespace; None: after a restart it is not known whose."""
@@ -246,8 +248,7 @@ class RecordStore:
             os.ftruncate(self._data_fd, end * size)
         free = self._shelf.restore([one for one in entries if one.slot < end], end)
         self._dirty = dict.fromkeys(free)
-        num_foreign = sum(len(one.key) < len(self.layout.stamp) for one in entries)
-        if num_foreign or self._others:
+        if self.foreign or self._others:
             kind = "records of another model or geometry are ignored and give way to new ones"
             LOG.warning("%s: %s: name another path to keep them", path, kind)
 
@@ -264,6 +265,7 @@ class RecordStore:
             "select slot, key, stamp, namespace, rank, tag, used from records order by used"
         ).fetchall()
         self._clock = rows[-1][-1] if rows else 0
+        self.foreign = {key for _, key, stamp, *_ in rows if stamp != self.layout.stamp}
         return [
             Entry(
                 key if stamp == self.layout.stamp else b"\0%d" % slot,

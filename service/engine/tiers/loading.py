@@ -90,12 +90,14 @@ class Record:
 class Found:
     """Pages of a prefix: `num_cached` in the pool, and `records` of the next ones.
 
-    `is_loading`: the next page is being loaded for another operation.
+    `is_loading`: the next page is being loaded for another operation. `missing`: the identity of
+    the page that no tier has.
     """
 
     num_cached: int = 0
     records: list[Record] = field(default_factory=list)
     is_loading: bool = False
+    missing: bytes | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -196,12 +198,14 @@ class Loading:
             return False
         found = Found()
         next(self._look_up(namespace, prefix, limits, found, 1), None)
+        self._count_miss(namespace, prefix, found)
         return bool(found.records) or found.is_loading
 
     def look_up(self, namespace: str, prefix: Prefix, limits: LoadLimits) -> Steps:
         """Where the pages of a prefix are; loads nothing."""
         found = Found()
         yield from in_slices(self._look_up(namespace, prefix, limits, found))
+        self._count_miss(namespace, prefix, found)
         origin = Origin(record.tier for record in found.records)
         origin["pool"] = found.num_cached
         return origin
@@ -235,6 +239,7 @@ class Loading:
                 return
             record = self._find(record_id, limits)
             if record is None or (prefix.token_ids is not None and not record.tag.with_ids):
+                found.missing = record_id
                 return
             found.records.append(record)
             if not len(found.records) % LOOKED_UP:
@@ -249,6 +254,19 @@ class Loading:
             if found is not None:
                 return Record(record_id, PageTag.read(found.tag), found, "disk")
         return None
+
+    def _count_miss(self, namespace: str, prefix: Prefix, found: Found) -> None:
+        """Count the page at which a prefix ends in all tiers."""
+        if found.missing is None:
+            return
+        tiers, first = self.tiers, b""
+        if not found.num_cached and not found.records:
+            ids = prefix.ids_of(0, 1, self._tree.page_size)
+            first = prefix.key_at(0, b"", 0) if ids is None else ids.tobytes()
+        is_foreign = tiers.disk is not None and found.missing in tiers.disk.foreign
+        root = root_key(namespace, prefix.cache_salt)
+        why = tiers.misses.reason(found.missing, is_foreign, namespace, first, root)
+        tiers.metrics.add(1, "tier_misses", why)
 
     # Loads.
 
@@ -267,6 +285,7 @@ class Loading:
                 yield waiting()
                 continue
             if not found.records:
+                self._count_miss(namespace, prefix, found)
                 return origin
             load = self._open(namespace, prefix, found)
             try:

@@ -27,6 +27,7 @@ from service.core.prefix.named_pages import Removed, Stored
 from service.core.prefix.nodes import DEFAULT_PRIORITY, Int32, Name, Node, named
 from service.core.tree import PrefixTree
 from service.engine.store.event_history import EventHistory
+from service.engine.tiers.misses import Misses
 from service.engine.tiers.page_records import PageTag, next_id
 from service.metrics import Metrics
 from service.tiers.record_store import NewRecord, RecordStore
@@ -93,6 +94,7 @@ class Tiers:
         self.keeps_host = keeps_host
         self.host = Shelf(host_slots, self._host_evicted)
         self.disk: RecordStore | None = None
+        self.misses = Misses()
         self.disk_bytes: int | None = None
         """Size of the disk tier, also of one that is off; None: there is none."""
         self.history: EventHistory | None = None
@@ -145,7 +147,13 @@ class Tiers:
 
     def named(self, node: Node, root: Root, keys: bytes) -> None:
         """`Watcher`: note the identities of committed pages, and queue them for copies."""
-        before = root.key if node.parent is None else self.id_of(node.parent.pages.item(-1))
+        if node.parent is None:
+            before, name = root.key, named(node)
+            ids = self.named_pages.token_ids[node.pages.item(0)].tobytes()
+            first = ids if name.with_ids else keys[:KEY_BYTES]
+            self.misses.named(root.namespace.name, first, before)
+        else:
+            before = self.id_of(node.parent.pages.item(-1))
         for at, page in enumerate(node.pages.tolist()):
             before = next_id(before, keys[at * KEY_BYTES : (at + 1) * KEY_BYTES])
             self._ids[page * KEY_BYTES : (page + 1) * KEY_BYTES] = before
@@ -161,10 +169,13 @@ class Tiers:
             if self._discarded is not None:
                 self._discarded.append(record_id)
                 continue
-            if (entry := self.host.find(record_id)) is not None:
-                self.host.use(entry, name.keep.priority)
-            if self.disk is not None and (entry := self.disk.find(record_id)) is not None:
-                self.disk.use(entry, self._disk_rank(record_id, name.keep.priority))
+            in_host, on_disk = self.host.find(record_id), None
+            if in_host is not None:
+                self.host.use(in_host, name.keep.priority)
+            if self.disk is not None and (on_disk := self.disk.find(record_id)) is not None:
+                self.disk.use(on_disk, self._disk_rank(record_id, name.keep.priority))
+            if in_host is None and on_disk is None:
+                self.misses.gone(record_id)
 
     def num_ready(self, node: Node, size: int, urgency: Urgency) -> int:
         """`Keeper`: pages with copies can be evicted; others are copied first where that can wait.
@@ -208,7 +219,10 @@ class Tiers:
         self._writer.take_done()
         self._write_down()
         while self._evicted_from_disk:
-            self._report_removed(self._evicted_from_disk.popleft(), "DISK")
+            entry = self._evicted_from_disk.popleft()
+            self._report_removed(entry, "DISK")
+            if not self.host.has(entry.key):
+                self.misses.gone(entry.key)
         while self._to_copy and not self._copier.is_full:
             queued = [self._to_copy[at] for at in range(min(self.at_once, len(self._to_copy)))]
             wanted = [page for page, record_id in queued if self._is_wanted(page, record_id)]
@@ -424,6 +438,7 @@ class Tiers:
 
     def clear_host(self, namespace: str) -> Generator[None, None, None]:
         """Delete all records of a namespace from host memory, one a step."""
+        self.misses.forget(namespace)
         for copy in self._copying.values():
             copy.is_void |= copy.entry.namespace == namespace
         for entry in self.host.own(namespace):
@@ -548,6 +563,8 @@ class Tiers:
     def _host_evicted(self, entry: Entry) -> None:
         if self.keeps_host:
             self._report_removed(entry, "CPU")
+            if not self.on_disk(entry.key):
+                self.misses.gone(entry.key)
 
     def _report_stored(self, copy: PageCopy, medium: str) -> None:
         if self.history is not None:

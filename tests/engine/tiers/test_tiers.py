@@ -14,8 +14,9 @@ import pytest
 from config.sections import CacheSettings
 from kernels import make_backend
 from service.engine.tiers.page_records import layout_of
+from service.metrics import MISSES
 from tests.engine.handlers.test_engine_prefix import PAGE, begin, check, keep
-from tests.engine.harness import Caller, Refused, creation, until, with_engine
+from tests.engine.harness import Caller, Refused, Reply, creation, outcome, until, with_engine
 from tests.engine.pool_model import CPU_GEOMETRY, KIND
 
 T = TypeVar("T")
@@ -236,6 +237,79 @@ def test_another_model_finds_nothing(tmp_path: Path) -> None:
 
     run(before, on_disk(tmp_path))
     run(after, on_disk(tmp_path, model="other"))
+
+
+def test_misses_are_counted_by_reason(tmp_path: Path) -> None:
+    def count(caller: Caller) -> dict[str, float]:
+        found = {why: caller.metric(f'attnd_tier_misses_total{{reason="{why}"}}') for why in MISSES}
+        return {why: number for why, number in found.items() if number}
+
+    async def before(caller: Caller) -> None:
+        await create(caller, "a", PROMPTS[0])
+        assert count(caller) == {"never_stored": 1}
+        await caller.call("delete_sequence", {"id": "a"})
+        await fill(caller, PROMPTS[:1])
+        await create(caller, "a", PROMPTS[0], cache_salt="x")
+        assert count(caller) == {"never_stored": 2, "other_salt": 1}
+        await create(caller, "b", [*PROMPTS[0], *PROMPTS[1]])
+        assert count(caller) == {"never_stored": 3, "other_salt": 1}
+        await caller.call("delete_sequences", {"prefix": ""})
+        await fill(caller, PROMPTS[1:10])  # disk and pool have 12 pages each
+        told = count(caller)
+        await create(caller, "a", PROMPTS[0])
+        assert count(caller)["evicted"] == told.get("evicted", 0) + 1
+
+    async def after(caller: Caller) -> None:
+        await create(caller, "a", PROMPTS[9])
+        assert count(caller) == {"other_model": 1}
+
+    run(before, on_disk(tmp_path, disk_bytes=12 * BLOCK))
+    run(after, on_disk(tmp_path, disk_bytes=12 * BLOCK, model="other"))
+
+
+def test_records_of_another_namespace_leave_no_trace(tmp_path: Path) -> None:
+    """Replies to prompts that another namespace has in a lower tier equal those to prompts that
+    nobody has; nor is a record loaded or looked at."""
+    keys = {"key-a": ("a", ["read", "append"]), "key-b": ("b", ["read", "append"])}
+    names = [[bytes([base + at] * 16).hex() for at in range(4)] for base in (10, 20)]
+
+    async def told(other: Caller, named: dict[str, Any]) -> list[Any]:
+        replies = []
+        for name, fields in (
+            ("match_prefix", named),
+            ("match_prefix", named | {"lease_s": 0.0}),
+            ("prefetch", named),
+            ("prefetch", named | {"tiers": ["host", "disk"]}),
+            ("pin", {"page_key": named.get("page_keys", ["ab" * 16])[-1]}),
+            ("evict", {"num_pages": 4}),
+        ):
+            found = await outcome(other.call(name, fields))
+            text = found.fields if isinstance(found, Reply) else str(found)
+            replies.append(str(text).replace(str(fields.get("page_key")), "KEY"))
+        new = {"id": "x", "prefix": named}
+        made = (await other.submit(creation(new))).fields["sequences"][0]
+        await other.call("delete_sequence", {"id": "x"})
+        return [*replies, made]
+
+    async def scenario(caller: Caller) -> None:
+        await fill(caller)
+        await begin(caller, "named", PROMPTS[12])
+        await caller.call("commit", {"id": "named", "page_keys": names[0]})
+        await caller.call("delete_sequence", {"id": "named"})
+        await fill(caller, PROMPTS[13:18])
+        loading = caller.engine.store.loading
+        assert loading is not None
+        verified = []
+        loading._verify = lambda *args: verified.append(args)  # type: ignore[method-assign]
+        async with caller.another("key-b") as other:
+            for kind, has, none in (
+                ("token_ids", PROMPTS[0], PROMPTS[18]),
+                ("page_keys", names[0], names[1]),
+            ):
+                assert await told(other, {kind: has}) == await told(other, {kind: none})
+        assert not verified
+
+    run(scenario, on_disk(tmp_path, host_bytes=64 * BLOCK), keys=keys, key="key-a")
 
 
 def test_flipped_bits_are_misses_and_are_counted(tmp_path: Path) -> None:
