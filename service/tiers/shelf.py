@@ -72,6 +72,8 @@ class Shelf:
         self._free: list[int] = []
         self._end = 0
         """Places from here on were never used."""
+        self.is_jammed = False
+        """The latest record found no place because all are held."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -149,15 +151,15 @@ class Shelf:
         self._entries[entry.key] = entry
 
     def _take(self, owner: Owner) -> int | None:
+        self.is_jammed = False
         while owner.limit is not None and owner.count >= owner.limit:
             if not self._evict(owner.first()):
                 return None
         if not self._free and self._end < self.num_slots:
             self._end += 1
             return self._end - 1
-        if not self._free and not self._evict(self._victim(owner)):
-            return None
-        return self._free.pop()
+        self.is_jammed = not self._free and not self._evict(self._victim(owner))
+        return None if self.is_jammed else self._free.pop()
 
     def _evict(self, victim: Entry | None) -> bool:
         if victim is None:

@@ -41,7 +41,7 @@ THREADS: Final = 256
 PIECE: Final = 16 * THREADS * 4
 """Bytes that a block moves at once."""
 MOST_BLOCKS: Final = 64
-MOST_CALLS: Final = 8
+MOST_CALLS: Final = 4
 
 
 class Part(NamedTuple):
@@ -90,7 +90,7 @@ class CudaPageCopies:
 
     @property
     def calls(self) -> int:
-        return max(2, min(MOST_CALLS, (os.cpu_count() or 1) // 2))
+        return max(2, min(MOST_CALLS, (os.cpu_count() or 1) // 4))
 
     @property
     def num_streams(self) -> int:

@@ -41,10 +41,8 @@ IN_POOL: Final = 0
 """Rank of a record in host memory whose page is in the pool, too: it gives way first."""
 COPIED_AT_ONCE: Final = 16
 """Maximum pages that one task of a worker moves, ..."""
-BYTES_AT_ONCE: Final = 2**24
-"""... and their bytes, between the pool and host memory, ..."""
-WRITTEN_AT_ONCE: Final = 2**25
-"""... and to the disk: each task ends with a sync."""
+BYTES_AT_ONCE: Final = 2**25
+"""... and their bytes."""
 LOOKED_AT: Final = 64
 """Pages at the front of the eviction order that are looked at for ones to copy."""
 TASKS: Final = 4
@@ -188,7 +186,9 @@ class Tiers:
         if count or urgency == "now" or not (self.keeps_host or self.disk):
             return count or size
         self.copy_next(named(node).root.namespace.order.upcoming())
-        return 0 if urgency == "ahead" or pages[-1] in self._copying else size
+        has_no_room = self._copier.is_full or self.host.is_jammed
+        is_awaited = pages[-1] in self._copying or (has_no_room and self.is_copying)
+        return 0 if urgency == "ahead" or is_awaited else size
 
     def pin(self, record_ids: Sequence[bytes], by: int) -> None:
         """Add (`by` 1) or remove (-1) a pin of records on disk, now and when they are written."""
@@ -341,12 +341,11 @@ class Tiers:
 
     def _write_down(self, waits: bool = True) -> None:
         """Start a write to the disk, of what came together while the last one ran."""
-        at_once = max(1, min(COPIED_AT_ONCE, WRITTEN_AT_ONCE // self.layout.block_bytes))
         while self._to_write:
-            is_small = len(self._to_write) < at_once and self._writer.count > 0
+            is_small = len(self._to_write) < self.at_once and self._writer.count > 0
             if waits and (is_small or self._writer.is_full):
                 return
-            count = min(at_once, len(self._to_write))
+            count = min(self.at_once, len(self._to_write))
             writes = [self._to_write.popleft() for _ in range(count)]
             self._writer.add(partial(self._run_writes, writes))
 

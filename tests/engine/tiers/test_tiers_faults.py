@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from service.engine.tiers import setup
 from service.tiers.record_store import RecordStore
 from tests.engine.handlers.test_engine_prefix import PAGE, check
 from tests.engine.harness import Caller, NewCall, creation, until
@@ -24,6 +25,14 @@ def make_faulty(caller: Caller, files: FaultyFiles) -> FaultyFiles:
     assert loading is not None and isinstance(loading.tiers.disk, RecordStore)
     loading.tiers.disk._files = files
     return files
+
+
+class SlowFiles(FaultyFiles):
+    """Writes that take a while."""
+
+    def write(self, fd: int, data: memoryview, offset: int) -> int:
+        time.sleep(0.005)
+        return super().write(fd, data, offset)
 
 
 async def settle(caller: Caller) -> None:
@@ -125,5 +134,19 @@ def test_a_clear_that_cannot_erase_says_so(tmp_path: Path) -> None:
         refused = await caller.refused(NewCall("clear"), "internal")
         assert "not all could be erased" in str(refused)
         assert await check_all(caller) == [0] * 6
+
+    run(scenario, on_disk(tmp_path))
+
+
+def test_pages_wait_for_room_on_their_way_to_a_slow_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup, "STAGING_BYTES", 0)
+    monkeypatch.setattr(setup, "LEAST_STAGING", 2)
+
+    async def scenario(caller: Caller) -> None:
+        make_faulty(caller, SlowFiles())
+        await fill(caller, PROMPTS[:10])
+        assert await check_all(caller, PROMPTS[:10]) == [4 * PAGE] * 10
 
     run(scenario, on_disk(tmp_path))
