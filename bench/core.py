@@ -95,7 +95,6 @@ def long_fork(length: int) -> Case:
 
 
 def decode_step(tokens: int) -> Case:
-    """One token for each of 256 sequences."""
     tree = tree_of(IDS, tokens)
     done: list[Extension] = []
 

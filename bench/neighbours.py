@@ -236,7 +236,6 @@ def decode_for(door: Door, pipe: Any) -> None:
 
 
 def victim_sequences(client: Any) -> list[str]:
-    """A sequence of 64 tokens."""
     made = client.create_sequences([NewSequence()])
     rows = np.ones((64, HEADS.num_kv, HEADS.dim), np.float16)
     for layer in range(2):

@@ -51,8 +51,6 @@ MOST_ENGINES: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """One metric."""
-
     kind: Literal["counter", "gauge", "histogram"]
     help: str
     labels: tuple[str, ...] = ()

@@ -191,7 +191,6 @@ class Supervisor:
             self._kill()
 
     def _kill(self) -> None:
-        """Kill every process."""
         for running in self._running.values():
             running.process.kill()
         for running in self._running.values():

@@ -150,8 +150,6 @@ def separate(count: int, num_tokens: int) -> Prepare:
 
 
 def forks(count: int, num_pages: int) -> Prepare:
-    """A trunk of `num_pages` pages and `count` forks of it."""
-
     def prepare(client: Any) -> None:
         client.create_sequences([NewSequence("trunk")])
         append(client, "trunk", num_pages * PAGE)
@@ -188,13 +186,11 @@ def cached(num_pages: int) -> Prepare:
 
 
 def calls(operation: str, times: int, answer_bytes: int = 2**16, **fields: Any) -> Burst:
-    """One call, `times` times."""
     shot = Shot(operation, fields, times=times, answer_bytes=answer_bytes)
     return lambda: [shot]
 
 
 def decodes(count: int, times: int, answer_bytes: int = 2**16) -> Burst:
-    """A decode of `count` sequences, `times` times."""
     q = ones(count, HEADS.num_qo)
     shot = Shot("decode", {"layer": 0, "sequences": ids(count)}, {"q": q}, times, answer_bytes)
     return lambda: [shot]

@@ -38,7 +38,6 @@ SLOT: Final = 64
 
 
 def http_request(path: str, body: bytes) -> bytes:
-    """An HTTP/1.1 request with a safetensors body."""
     head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: {len(body)}\r\n"
     return f"{head}content-type: application/vnd.safetensors\r\n\r\n".encode() + body
 

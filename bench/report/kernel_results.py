@@ -25,7 +25,6 @@ HEAD: Final = (
 
 
 def run_of(results: Results, row: dict[str, Any]) -> dict[str, Any]:
-    """The run that measured a row."""
     own: dict[str, Any] = row.get("run", {})
     return {name: results[name] for name in RUN if name in results} | own
 

@@ -259,7 +259,6 @@ class PrefixTree:
         return self.books.lengths[layer][index], self.books.leaves(index)
 
     def page_table(self, ids: Ids, layer: int) -> CsrTable:
-        """The page tables at `layer`, in the order of `ids`."""
         lengths, leaves = self.read(ids, layer)
         return csr_table([leaf.table for leaf in leaves], lengths, self.page_size)
 

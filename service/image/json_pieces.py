@@ -151,7 +151,6 @@ def windows(text: str, begin: int, end: int, values: list[Any]) -> Pieces[int]:
 
 
 def items_at(text: str, at: int, values: list[Any]) -> Pieces[tuple[list[Any], int]]:
-    """The items from there on, one by one."""
     while True:
         value, at = yield from value_at(text, skip(text, at))
         values.append(value)

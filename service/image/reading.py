@@ -107,7 +107,6 @@ def placing(body: bytes | memoryview, start: int, layout: Layout) -> Pieces[dict
 
 
 def viewing(body: bytes | memoryview, start: int, entry: Entry) -> Pieces[Array]:
-    """One tensor."""
     if 0 in entry.shape:
         return np.empty(entry.shape, entry.dtype)
     array: Array = np.ndarray(entry.shape, entry.dtype, body, start + entry.begin)

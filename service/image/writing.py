@@ -34,7 +34,6 @@ def _width(tensor: Shaped) -> int:
 
 
 def num_bytes(tensor: Shaped) -> int:
-    """Bytes of one tensor."""
     return math.prod(tensor[2]) * tensor[1].itemsize
 
 
@@ -65,7 +64,6 @@ def write(into: memoryview, head: bytes, arrays: Mapping[str, Array]) -> int:
 
 
 def shaped(arrays: Mapping[str, Array]) -> list[Shaped]:
-    """Name, dtype and shape of each array."""
     return [(name, array.dtype, array.shape) for name, array in arrays.items()]
 
 

@@ -227,7 +227,6 @@ def tensor_schema(spec: TensorSpec) -> Schema:
 
 
 def element(dtypes: tuple[str, ...]) -> Schema:
-    """One element of `data`."""
     if dtypes == ("BOOL",):
         return {"type": "boolean"}
     if dtypes == ("U8",):

@@ -41,7 +41,6 @@ class InterruptedExport(ExportFileError):
 
 
 def write_header(file: BinaryIO, header: ExportHeader) -> None:
-    """The beginning of a file."""
     file.write(MAGIC)
     fields = {"header": dict(header.fields), "digest": header.digest}
     write_record(file, fields, header.names)

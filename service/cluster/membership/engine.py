@@ -222,7 +222,6 @@ class Engine:
             self.arena.give_back(slot)
 
     async def exchange(self, call: Call, request: Slot, length: int) -> RawReply:
-        """The reply to the image in `request`."""
         if self.is_silent and not call.is_poll:
             raise NotReady(f"{self.name} does not respond and may resume at any time: retry later")
         is_work = call.operation.has_tensors  # status requests are not

@@ -88,7 +88,6 @@ class LocalEngines:
         self.processes[name].wait()
 
     def remove(self, name: str) -> None:
-        """Removes an engine from the cluster."""
         listening = self.listening.pop(name)
         self.write_members()
         self.kill(name)

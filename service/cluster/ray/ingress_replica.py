@@ -70,7 +70,6 @@ class IngressReplica:
         self.watching = asyncio.get_running_loop().create_task(self.watch())
 
     def url(self) -> str:
-        """The URL of the doors."""
         return self.addresses.url
 
     async def watch(self) -> None:

@@ -76,7 +76,6 @@ class Broadcast:
     members: Members
 
     async def call(self, call: Call, prepared: Prepared) -> RawReply:
-        """The joined reply."""
         fields = prepared.fields.model_dump(exclude_unset=True, exclude={"token_ids"})
         match call.operation.name:
             case "match_prefix":
@@ -97,7 +96,6 @@ class Broadcast:
                 return await self.joined(call, name, prepared, fields)
 
     async def joined(self, call: Call, name: str, prepared: Prepared, fields: Fields) -> RawReply:
-        """The replies joined as `JOINS` says."""
         if name == "list_sequences":
             self.members.check_all_respond()
         parts = shares(name, fields, len(self.members.engines))

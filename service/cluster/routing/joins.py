@@ -15,7 +15,6 @@ Join = Callable[[Fields, Sequence[Fields]], Fields]
 
 
 def join_sums(_: Fields, replies: Sequence[Fields]) -> Fields:
-    """Every number is the sum."""
     return {name: sum(one[name] for one in replies) for name in replies[0]}
 
 

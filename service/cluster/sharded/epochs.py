@@ -223,7 +223,6 @@ def is_stale(reply: object) -> bool:
 
 
 def epoch_in(error: object, name: str) -> int:
-    """The epoch that an error names, 0 if it names none."""
     if not isinstance(error, ProblemText):
         return 0
     return int(error.problem.get("epochs", {}).get(name, 0))

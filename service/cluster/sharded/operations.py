@@ -102,7 +102,6 @@ def joined(
     lengths: list[int],
     sinks: Array | None,
 ) -> EngineReply:
-    """One reply of all ranks'."""
     stages = longest(part.stages for part in parts)
     if call.operation.name == "append":
         return EngineReply({"lengths": lengths}, {}, stages)

@@ -65,7 +65,6 @@ class Ranks:
     async def ask(
         self, call: Call, fields: Mapping[str, Any], arrays: Arrays | None = None
     ) -> EngineReply:
-        """As `Engine.ask`."""
         return await handle(self, call, fields, arrays or {})
 
     async def all(self, call: Call, fields: Mapping[str, Any]) -> list[EngineReply]:

@@ -31,7 +31,6 @@ def indptr(counts: Int32) -> Int32:
 
 
 def page_counts(tokens: Int32, page_size: int) -> Int32:
-    """Pages that hold `tokens` tokens each."""
     pages: Int32 = (tokens + (page_size - 1)) // page_size
     return pages
 

@@ -47,14 +47,12 @@ class Prefix:
         return self.skipped * page_size + given
 
     def ids_of(self, page: int, stop: int, page_size: int) -> TokenIds | None:
-        """Token ids of pages `page:stop`."""
         if self.token_ids is None:
             return None
         first, last = (page - self.skipped) * page_size, (stop - self.skipped) * page_size
         return self.token_ids[first:last]
 
     def keys_of(self, page: int, stop: int) -> Keys | None:
-        """Given keys of pages `page:stop`."""
         if self.page_keys is None:
             return None
         return self.page_keys[page - self.skipped : stop - self.skipped]

@@ -324,7 +324,6 @@ class NamedPages:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes with a name."""
         return len(self.nodes) - len(self._free_numbers)
 
     def _kids_above(self, node: Node, root: Root) -> dict[bytes, Node]:

@@ -139,7 +139,6 @@ class Leaf:
 
 
 def named(node: Node) -> Name:
-    """The name of a node that must have one."""
     if node.name is None:
         raise RuntimeError("a named node has no name: this is a bug")
     return node.name

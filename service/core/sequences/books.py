@@ -228,7 +228,6 @@ class SequenceBooks:
         return self._leaves[watch.indices[differ[0]]].id if differ.size else None
 
     def leaves(self, indices: Indices) -> list[Leaf]:
-        """The leaf of each column."""
         every = self._leaves
         return [every[index] for index in indices.tolist()]
 

@@ -74,7 +74,6 @@ class Rpc:
 
     @property
     def call_id(self) -> bytes:
-        """The request id as the road has it."""
         return call_id_of(self.request_id)
 
     @property

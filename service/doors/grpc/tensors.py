@@ -39,7 +39,6 @@ SERVICE: Final = POOL.FindServiceByName("inference.GRPCInferenceService")
 
 
 def message(name: str) -> Any:
-    """The class of a message."""
     return GetMessageClass(POOL.FindMessageTypeByName(f"inference.{name}"))
 
 

@@ -92,7 +92,6 @@ class Waiters:
         return True
 
     def wake(self) -> None:
-        """Wake all, each in its turn."""
         for waiting in self._waiting:
             self._turns.wait(self._caller, partial(release, waiting))
         self._waiting = {}

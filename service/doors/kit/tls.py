@@ -110,7 +110,6 @@ def make_tls(server: ServerSettings, read: ReadFile = from_disk) -> Tls | None:
 
 
 def reason(error: Exception) -> str:
-    """The reason of an error, in one line."""
     if isinstance(error, ssl.SSLError):
         if error.reason == "KEY_VALUES_MISMATCH":
             return MISMATCH

@@ -122,7 +122,6 @@ def body_head(name: str, answer: Answer, wanted: Wanted, image: memoryview) -> b
 
 
 def spell(answer: Answer, output: Output, image: memoryview) -> Iterator[bytes]:
-    """One output as JSON."""
     entry = output.entry
     head = {"name": entry.name, "datatype": output.datatype, "shape": entry.shape}
     if output.is_binary:

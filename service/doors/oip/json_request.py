@@ -72,7 +72,6 @@ class Requests:
         self.cached: dict[tuple[str, bytes, int], Call] = {}
 
     def read(self, model: Model, text: bytes, data: memoryview) -> Call:
-        """As `read_request`."""
         key = (model.name, text, len(data))
         call = self.cached.get(key)
         if call is None:

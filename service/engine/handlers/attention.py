@@ -251,7 +251,6 @@ def scoring(q: Array, fields: Any) -> Scoring:
 
 
 def state_shapes(q: Array, suffix: str = "") -> tuple[Shaped, ...]:
-    """`o` and `lse` of the rows of `q`."""
     return ((f"lse{suffix}", FLOAT32, q.shape[:2]), (f"o{suffix}", q.dtype, q.shape))
 
 

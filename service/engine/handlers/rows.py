@@ -156,7 +156,6 @@ class TokenRows:
         return int(self.indptr[-1])
 
     def slots(self, begin: int, end: int, page_size: int) -> Int32:
-        """The slots of rows `begin:end`."""
         if begin == end:
             return np.empty(0, np.int32)
         low = int(np.searchsorted(self.indptr, begin, "right")) - 1

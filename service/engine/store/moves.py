@@ -96,7 +96,6 @@ class UnfinishedImports:
             raise SequenceExists(taken)
 
     def count(self, namespace: str | None) -> int:
-        """Number of imports of a namespace, or of all (None)."""
         return len(self._by_name) if namespace is None else self._counts.get(namespace, 0)
 
 

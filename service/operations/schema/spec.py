@@ -122,12 +122,10 @@ class Operation:
 
     @property
     def path_names(self) -> tuple[str, ...]:
-        """The fields in the path."""
         return tuple(part[1:-1] for part in self.path.split("/") if part.startswith("{"))
 
     @property
     def query_names(self) -> tuple[str, ...]:
-        """The fields in the query."""
         if self.has_body:
             return ()
         return tuple(name for name in self.fields.model_fields if name not in self.path_names)

@@ -305,7 +305,6 @@ class RoadCaller:
         pending.answer.free()
 
     def on_message(self, kind: int, payload: bytes) -> None:
-        """GROWN, STATE or REFUSED."""
         if kind == f.STATE:
             before, self.beat = self.state, self.loop.time()
             self.state = read(kind, payload, State)

@@ -75,7 +75,6 @@ class SocketTransport:
         return response
 
     def _take(self) -> Connection | None:
-        """An idle connection that is still good."""
         while True:
             try:
                 connection = self._idle.pop()

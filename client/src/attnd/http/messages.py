@@ -130,7 +130,6 @@ def reply_of(response: Response, request_id: str, call: Call[T]) -> Reply:
 
 
 def refusal(status: int, document: Any, meta: Meta, call: Call[T]) -> ServiceError:
-    """The error in an answer."""
     if isinstance(document, dict) and "code" in document:
         return service_error(document, meta)
     # Not a document of attnd: a proxy in between, or another program.

@@ -150,7 +150,6 @@ class ExpectedAnswer:
         return cls(status, head, len(image), fields, contents.entries)
 
     def reply(self, image: images.Bytes, meta: Meta) -> Reply:
-        """The reply in an image that is equal to the expected one."""
         start = len(self.head)
         arrays = {
             one.name: np.ndarray(one.shape, one.dtype, image, start + one.begin)

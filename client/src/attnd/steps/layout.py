@@ -89,7 +89,6 @@ class Shapes:
 
     @property
     def sinks(self) -> tuple[int, int]:
-        """The shape of the sinks."""
         return self.sink_layers, self.num_qo_heads
 
     @property

@@ -166,7 +166,6 @@ class RankedSlots(OfLayers[torch.Tensor]):
 
     @property
     def sinks(self) -> torch.Tensor:
-        """As `Slots.sinks`."""
         return self.parts[0].sinks
 
     def tensors(self, layer: int) -> Tensors[torch.Tensor]:

@@ -111,7 +111,6 @@ class FrameError(Exception):
 
 
 def frame(kind: int, payload: bytes) -> bytes:
-    """A whole frame."""
     return HEADER.pack(kind, 0, len(payload)) + payload
 
 

@@ -64,8 +64,6 @@ class InferenceEndpoint:
 
 
 class ModelEndpoint:
-    """Inference with one model."""
-
     def __init__(self, door: Door, model: Model, requests: Requests) -> None:
         self.door = door
         self.limits = door.limits

@@ -61,7 +61,6 @@ PARAMETERS: Final = (
 
 
 def document() -> Schema:
-    """The whole document."""
     found = get_openapi(title="attnd", version=__version__, description=DESCRIPTION, routes=[])
     found["components"] = {"schemas": schemas(), "securitySchemes": {"key": SECURITY}}
     found["security"] = [{}, {"key": []}]
