@@ -25,6 +25,8 @@ from tests.world.network import Fault
 FREED: Final = np.nan
 """What freed pages hold: attention to one shows at once."""
 LONGEST_S: Final = 0.05
+SUDDEN: Final = 0.03
+"""Share of looks at late work by which it is done, sooner than it was due."""
 
 
 @dataclass(eq=False, slots=True)
@@ -41,8 +43,11 @@ class Work:
 
     @property
     def done(self) -> bool:
-        self.device.check()
-        self.device.run(self.device.clock.now)
+        """It may become so between any two looks."""
+        device = self.device
+        device.check()
+        is_sudden = not self.has_run and device.order.random() < SUDDEN
+        device.run(max(self.due, device.clock.now) if is_sudden else device.clock.now)
         return self.has_run
 
     def result(self) -> Any:
@@ -163,7 +168,7 @@ class WorldDevice(FakeBackend):
         late = 1e-6 * 10.0 ** (4.5 * order.random()) if order.random() < 0.7 else 0.0
         self._free_at = max(now, self._free_at) + min(late, LONGEST_S)
         work = Work(self, kernel, self._free_at)
-        if fails and self.is_armed and self.fault("kernel fails", 0.01):
+        if fails and self.is_armed and self.fault("kernel fails", 0.02):
             work.error = RuntimeError(f"{fails}: a fault of the device")
         self.stream.append(work)
         self.num_launched += 1

@@ -435,14 +435,26 @@ class Program:
         await self.send(Op("decode", dict(fields), {"q": self._queries(1)}))
 
     async def _burst(self) -> None:
-        """Tokens for one sequence, each sent before the one before it is answered."""
+        """Tokens for one sequence, and its end or a fork, each sent before the last is answered."""
         name, layer = self._name(), self._layer()
-        count = min(self.order.randint(2, 4), MAX_ROWS - len(self._held(name, layer)))
+        count = min(self.order.randint(1, 4), MAX_ROWS - len(self._held(name, layer)))
         (rows,) = self._appended([name], layer, [max(count, 0)])
+        length = self.order.randint(0, min(map(len, self._every(name)), default=0))
+        fork = {"id": self.order.choice(self.names), "parent": name, "length": length}
+        last = self.order.choice(
+            (
+                None,
+                Op("truncate", {"id": name, "length": length}),
+                Op("delete_sequence", {"id": name}),
+                Op("create_sequences", {"sequences": [fork]}),
+            )
+        )
         calls = []
         for row in rows:
             k, v = self.model.rows.content([row], layer)
             fields = {"layer": layer, "sequences": [name]}
             op = Op("decode", fields, {"q": self._queries(1), "k": k, "v": v}, [[row]])
             calls.append(self.send(op))
+        if last is not None:
+            calls.append(self.send(last))
         await asyncio.gather(*calls)
