@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +23,9 @@ from service.tiers.record_store import NewRecord, RecordStore, StoreUnavailable
 from service.tiers.records import InvalidRecord, RecordLayout
 from service.tiers.shelf import PINNED
 
+FLIPS = int(os.environ.get("FLIPS", "2000"))
+"""Flipped bits, and other faults, of a test; `FLIPS=100000 FAULTS=100000` takes minutes."""
+FAULTS = int(os.environ.get("FAULTS", "2000"))
 LAYOUT: Final = RecordLayout(40, 1000, b"model and shape.")
 ROOM: Final = 8 * LAYOUT.block_bytes
 SECRET: Final = b"keys and values "
@@ -317,7 +321,7 @@ def test_no_flipped_bit_is_served(store: RecordStore) -> None:
     path = store.path / f"{LAYOUT.block_bytes}.data"
     good = path.read_bytes()
     chosen = random.Random(5)
-    for _ in range(2000):
+    for _ in range(FLIPS):
         bit = chosen.randrange(8 * len(good))
         with path.open("r+b") as file:
             file.seek(bit // 8)
@@ -328,6 +332,40 @@ def test_no_flipped_bit_is_served(store: RecordStore) -> None:
             file.seek(bit // 8)
             file.write(good[bit // 8 : bit // 8 + 1])
     assert get(store, 1) == payload_of(1)
+
+
+def test_random_faults_are_misses_or_errors(store: RecordStore, files: FaultyFiles) -> None:
+    """Torn and short writes and reads, EIO, a full disk and flipped bits, in any order."""
+    chosen = random.Random(FAULTS)
+    path = store.path / f"{LAYOUT.block_bytes}.data"
+    outcomes: Counter[str] = Counter()
+    for _ in range(FAULTS):
+        number, fault = chosen.randrange(20), chosen.randrange(7)
+        files.most = chosen.randrange(1, 400) if fault == 0 else None
+        files.lost_bytes = chosen.randrange(1, LAYOUT.block_bytes) if fault == 1 else 0
+        files.write_error = chosen.choice((errno.EIO, errno.ENOSPC)) if fault == 2 else None
+        files.read_error = errno.EIO if fault == 3 else None
+        files.sync_error = errno.EIO if fault == 4 else None
+        if fault == 5 and (size := path.stat().st_size):
+            with path.open("r+b") as file:
+                file.seek(at := chosen.randrange(size))
+                byte = file.read(1)
+                file.seek(at)
+                file.write(bytes([byte[0] ^ 1 << chosen.randrange(8)]))
+        try:
+            if chosen.random() < 0.5:
+                put(store, number)
+                outcomes["kept"] += 1
+            elif store.find(key_of(number)) is not None:
+                assert get(store, number) == payload_of(number)
+                outcomes["right"] += 1
+        except InvalidRecord as error:
+            outcomes[error.reason] += 1
+            store.drop([found for found in [store.find(key_of(number))] if found])
+        except OSError:
+            outcomes["error"] += 1
+    print(f"{FAULTS} faults: {dict(outcomes)}")
+    assert min(outcomes[one] for one in ("kept", "right", "corrupt", "error")) > 0
 
 
 @pytest.mark.parametrize(
