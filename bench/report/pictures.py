@@ -16,6 +16,7 @@ from bench.cache import CACHE_RESULTS
 from bench.report.kernel_results import KERNEL_RESULTS
 from bench.report.provenance import RESULTS, Results, read_results, workloads
 from bench.report.serving_results import SERVING_RESULTS
+from bench.tiers import TIERS_RESULTS
 from simulation.tables import short
 
 BLUE: Final = "#3b6ea5"
@@ -124,6 +125,27 @@ def road_bars(rows: list[dict[str, Any]]) -> list[tuple[str, float, str]]:
     return [kernels, *steps, ("Client, HTTP", min(row["http_us"] for row in rows), RED)]
 
 
+def draw_tiers(results: Results, path: Path) -> None:
+    """Hit rates with and without tiers, by the tier that had the tokens, beside exact LRU."""
+    rows = results["rows"][::-1]
+    total = rows[0]["hits_checked"] / rows[0]["hit_rate"]
+    with picture(path, (7.2, 1.7)) as (axes,):
+        begin = [0.0] * len(rows)
+        for name, colour in (("pool", BLUE), ("host", PURPLE), ("disk", GREY)):
+            found = [row["hits_checked"] - row["from_host"] - row["from_disk"] for row in rows]
+            counts = found if name == "pool" else [row[f"from_{name}"] for row in rows]
+            shares = [count / total for count in counts]
+            axes.barh(range(len(rows)), shares, 0.6, left=begin, color=colour, label=name)
+            begin = [at + share for at, share in zip(begin, shares, strict=True)]
+        for place, row in enumerate(rows):
+            axes.plot([row["lru_hit_rate"]] * 2, [place - 0.4, place + 0.4], color=RED)
+            axes.text(row["hit_rate"] + 0.01, place, f"{row['hit_rate']:.3f}", va="center")
+        axes.plot([], [], color=RED, label="exact LRU")
+        axes.set_yticks(range(len(rows)), [row["tiers"] for row in rows])
+        axes.set(xlabel="share of tokens found", xlim=(0, 0.85))
+        axes.legend(frameon=False, title="tokens from", fontsize=7, loc="lower right")
+
+
 def draw_serving(results: Results, path: Path) -> None:
     """Tokens a second and the first token's wait by way of serving, shared prompts and not."""
     ways = list(dict.fromkeys(row["way"] for row in results["rows"]))[::-1]
@@ -185,6 +207,7 @@ def draw_all() -> None:
     draw_kernels(read_results(KERNEL_RESULTS), PICTURES / "h200.svg")
     draw_road(read_results(ROAD_RESULTS), PICTURES / "road-h200.svg")
     draw_cache(read_results(CACHE_RESULTS), PICTURES / "cache-cpu.svg")
+    draw_tiers(read_results(TIERS_RESULTS), PICTURES / "tiers-cpu.svg")
     draw_serving(read_results(SERVING_RESULTS), PICTURES / "serving-cpu.svg")
     simulated = read_results(RESULTS / "simulation.json")
     for dark, name in ((False, "simulation.svg"), (True, "simulation-dark.svg")):
