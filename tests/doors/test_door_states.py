@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -143,19 +144,25 @@ def test_without_an_engine_every_request_gets_503_at_once(running: Running) -> N
     running.engine.waiting.clear()
 
 
-def test_a_drain_finishes_accepted_requests_and_refuses_others(running: Running) -> None:
+def test_a_drain_finishes_accepted_requests_and_refuses_halves_and_others(running: Running) -> None:
     running.engine.close_gate()
-    with running.connect() as admitted, running.connect() as open_one, running.connect() as half:
+    with ExitStack() as peers:
+        admitted, open_one, *parts = (peers.enter_context(running.connect()) for _ in range(4))
         admitted.sendall(GOOD)
-        half.sendall(GOOD[:-4])
+        for peer, sent in zip(parts, (30, -4), strict=True):
+            peer.sendall(GOOD[:sent])
         open_one.sendall(LIVE)
         assert statuses(open_one, 1) == [200]
         wait_for(lambda: running.engine.waiting, "the call")
-        wait_for(lambda: running.door.active == 2, "the half request")
+        wait_for(lambda: running.door.active == 2, "the half body")
+        wait_for(
+            lambda: any(one.intake.parser for one in running.door.connections), "the half head"
+        )
         running.drain()
-        (reply,) = replies(receive_all(half))
-        assert (reply.status, reply.problem["code"]) == (503, "not_ready")
-        assert reply.headers["connection"] == "close"
+        for peer in parts:
+            (reply,) = replies(receive_all(peer))
+            assert (reply.status, reply.problem["code"]) == (503, "not_ready")
+            assert reply.headers["connection"] == "close"
         with pytest.raises(OSError):
             running.connect().close()
         open_one.sendall(READY)
