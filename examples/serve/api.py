@@ -9,14 +9,14 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from jinja2 import TemplateError
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError, model_validator
 from starlette.exceptions import HTTPException
 
 from examples.serve.answers import Delta, Sampling
@@ -24,26 +24,30 @@ from examples.serve.scheduler import Scheduler
 
 PAGE: Final = Path(__file__).with_name("page.html")
 POLL_S: Final = 0.1
+MOST_BYTES: Final = 2**20
+"""Of a request's body: far more text than the model takes would hold up others."""
+NOT_SERVED: Final = "tools response_format logit_bias presence_penalty frequency_penalty echo"
+"""OpenAI's fields that would change an answer, and that the engine would ignore."""
 Stop = Annotated[str, Field(max_length=256)]
 
 
-class Part(BaseModel):
+class Part(BaseModel, strict=True):
     type: Literal["text"]
     text: str
 
 
-class Message(BaseModel):
+class Message(BaseModel, strict=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] = ""
+    content: str | list[Part] | None = None
 
     def plain(self) -> dict[str, str]:
         parts = self.content
-        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        text = parts if isinstance(parts, str) else "".join(part.text for part in parts or ())
         return {"role": self.role, "content": text}
 
 
-class Body(BaseModel):
-    """What both endpoints take; fields that are not here are ignored."""
+class Body(BaseModel, strict=True):
+    """What both endpoints take; unknown fields are ignored."""
 
     model: str
     max_tokens: int | None = Field(None, ge=1)
@@ -53,7 +57,18 @@ class Body(BaseModel):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63 - 16)
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
     stream: bool = False
-    stream_options: dict[str, bool] | None = None
+    stream_options: dict[str, bool | None] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def known(cls, given: Any) -> Any:
+        """Only fields that are served, without those that are null."""
+        if not isinstance(given, dict):
+            return given
+        for name in given.keys() & NOT_SERVED.split():
+            if given[name] and given[name] != {"type": "text"}:
+                raise ValueError(f"{name} is not served here")
+        return {name: value for name, value in given.items() if value is not None}
 
 
 class ChatBody(Body):
@@ -77,13 +92,6 @@ class Model:
     tokenizer: Any
     max_tokens: int
 
-    def check(self, name: str) -> None:
-        if name != self.name:
-            raise HTTPException(404, f"the model {name!r} does not exist; {self.name!r} does")
-
-    def described(self) -> dict[str, Any]:
-        return {"id": self.name, "object": "model", "created": 0, "owned_by": "attnd"}
-
 
 class Run:
     """A request in the scheduler, and what came of its answers so far."""
@@ -92,14 +100,16 @@ class Run:
         chat = isinstance(body, ChatBody)
         asked = (body.max_completion_tokens if chat else None) or body.max_tokens
         room = model.max_tokens - len(prompt)
-        model.check(body.model)
+        if body.model != model.name:
+            raise HTTPException(
+                404, f"the model {body.model!r} does not exist; {model.name!r} does"
+            )
         if not prompt or max(prompt) >= len(model.tokenizer) or min(prompt) < 0:
             raise HTTPException(400, "the prompt must have tokens, all of them in the vocabulary")
         if room < (asked or 1):
             sizes = f"the prompt has {len(prompt)} tokens and the answer may have {asked or 1}"
             raise HTTPException(400, f"{sizes}: the model takes {model.max_tokens} in all")
-        stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
-        stop = tuple(filter(None, stops))
+        stop = tuple(filter(None, [body.stop] if isinstance(body.stop, str) else body.stop or ()))
         top = body.top_logprobs if chat and body.logprobs else None
         sampling = Sampling(asked or room, body.temperature, body.top_p, body.seed, stop, top)
         self._model, self._scheduler, self._chat = model, scheduler, chat
@@ -135,7 +145,7 @@ class Run:
         choices = [self._choice(answer, "message") for answer in self._answers]
         return self._document(self._kind, choices) | {"usage": self._usage()}
 
-    async def events(self, *, usage: bool) -> AsyncIterator[str]:
+    async def events(self, options: dict[str, bool | None]) -> AsyncIterator[str]:
         """The reply as server-sent events."""
         kind = f"{self._kind}.chunk" if self._chat else self._kind
         try:
@@ -145,7 +155,7 @@ class Run:
         except HTTPException as error:
             yield event(problem(error.status_code, str(error.detail)))
             return
-        if usage:
+        if options.get("include_usage"):
             yield event(self._document(kind, []) | {"usage": self._usage()})
         yield "data: [DONE]\n\n"
 
@@ -183,7 +193,7 @@ def create_app(scheduler: Scheduler, model: Model, live_url: str) -> FastAPI:
     async def reply(prompt: list[int], body: Body, request: Request) -> Any:
         run = Run(scheduler, model, prompt, body)
         if body.stream:
-            events = run.events(usage=(body.stream_options or {}).get("include_usage", False))
+            events = run.events(body.stream_options or {})
             return StreamingResponse(events, media_type="text/event-stream")
         whole = asyncio.create_task(run.whole())
         while not (await asyncio.wait({whole}, timeout=POLL_S))[0]:
@@ -192,18 +202,20 @@ def create_app(scheduler: Scheduler, model: Model, live_url: str) -> FastAPI:
         return await whole
 
     @app.post("/v1/chat/completions")
-    async def chat(body: ChatBody, request: Request) -> Any:
+    async def chat(request: Request) -> Any:
+        body = await parsed(request, ChatBody)
         messages = [one.plain() for one in body.messages]
         options = {"add_generation_prompt": True, "return_dict": False}
         try:  # in a thread: a long text must not hold up other requests
             encode = model.tokenizer.apply_chat_template
             prompt = await asyncio.to_thread(encode, messages, **options)
-        except TemplateError as error:
+        except (TemplateError, ValueError) as error:  # or the model has no template
             raise HTTPException(400, f"messages: {error}") from None
         return await reply(prompt, body, request)
 
     @app.post("/v1/completions")
-    async def complete(body: CompletionBody, request: Request) -> Any:
+    async def complete(request: Request) -> Any:
+        body = await parsed(request, CompletionBody)
         prompt = body.prompt
         if isinstance(prompt, str):
             prompt = (await asyncio.to_thread(model.tokenizer, prompt))["input_ids"]
@@ -211,12 +223,8 @@ def create_app(scheduler: Scheduler, model: Model, live_url: str) -> FastAPI:
 
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
-        return {"object": "list", "data": [model.described()]}
-
-    @app.get("/v1/models/{name}")
-    def one_model(name: str) -> dict[str, Any]:
-        model.check(name)
-        return model.described()
+        served = {"id": model.name, "object": "model", "created": 0, "owned_by": "attnd"}
+        return {"object": "list", "data": [served]}
 
     @app.get("/health")
     def health() -> dict[str, Any]:
@@ -225,23 +233,32 @@ def create_app(scheduler: Scheduler, model: Model, live_url: str) -> FastAPI:
     @app.get("/", response_class=HTMLResponse)
     def page() -> str:
         text = PAGE.read_text(encoding="utf-8")
-        return text.replace("{{model}}", model.name).replace("{{live}}", live_url)
+        return text.replace("{{model}}", escape(model.name)).replace("{{live}}", escape(live_url))
 
     @app.exception_handler(HTTPException)
-    async def refused(request: Request, error: HTTPException) -> JSONResponse:
-        return JSONResponse(problem(error.status_code, str(error.detail)), error.status_code)
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        param = ".".join(str(part) for part in first["loc"][1:]) or "body"
-        return JSONResponse(problem(400, f"{param}: {first['msg']}", param), 400)
-
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> JSONResponse:
-        return JSONResponse(problem(500, "internal error"), 500)
+        status, message = getattr(error, "status_code", 500), getattr(error, "detail", "a bug")
+        return JSONResponse(problem(status, str(message)), status)
+
+    @app.exception_handler(ValidationError)
+    async def invalid(request: Request, error: ValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        param = str(first["loc"][0]) if first["loc"] else None
+        message = first["msg"].removeprefix("Value error, ")
+        return JSONResponse(problem(400, f"{param}: {message}" if param else message, param), 400)
 
     return app
+
+
+async def parsed(request: Request, kind: type[Body]) -> Any:
+    """The body of a request, a `kind`; ValidationError if it is none."""
+    data = bytearray()
+    async for piece in request.stream():
+        data += piece
+        if len(data) > MOST_BYTES:
+            raise HTTPException(413, f"the body is longer than {MOST_BYTES} bytes")
+    return kind.model_validate_json(data)
 
 
 def event(document: dict[str, Any]) -> str:

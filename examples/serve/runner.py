@@ -10,6 +10,7 @@ decodes and prompts share them.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import logging
 import uuid
@@ -22,7 +23,7 @@ from attnd.calls.control import NewSequence
 from attnd.calls.prefix import Prefix
 from attnd.errors import AttndError
 from attnd.torch import TorchSession
-from attnd.transformers.geometry import geometry_of
+from attnd.transformers.geometry import check_pool, geometry_of
 from torch import Tensor
 from transformers import AttentionInterface
 
@@ -41,22 +42,6 @@ class Row:
     stored: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Recording:
-    """A forward of `inputs[0].numel()` tokens: fill `inputs` (tokens, positions, rows whose logits
-    are kept), replay `graph`, and read `logits`."""
-
-    inputs: tuple[Tensor, ...]
-    logits: Tensor
-    graph: Any
-
-    def run(self, given: tuple[Tensor, ...]) -> Tensor:
-        for place, values in zip(self.inputs, given, strict=True):
-            place[: len(values)].copy_(values, non_blocking=True)
-        self.graph.replay()
-        return self.logits
-
-
 class Runner:
     """One model and one session; for one thread.
 
@@ -68,31 +53,35 @@ class Runner:
         self, model: Any, connect: Callable[[], TorchSession], max_rows: int, max_tokens: int
     ) -> None:
         self.model, self._connect = model, connect
-        self._max_rows, self._max_tokens = max_rows, max_tokens
+        self.max_rows, self.max_tokens = max_rows, max_tokens
         config = model.config.get_text_config(decoder=True)
         self._heads = config.num_attention_heads
-        self._windows = geometry_of(model).windows
+        self._geometry = geometry_of(model)
+        self._salt = fingerprint(model)
         self._cap = float(getattr(config, "attn_logit_softcapping", None) or 0.0)
         self._scale = scale_of(model)
         self._no_mask = torch.zeros((1, 1, 1, 1), device=model.device)
-        self._recordings: dict[int, Recording] = {}
+        self._recordings: dict[int, tuple[tuple[Tensor, ...], Tensor, Any]] = {}
+        """By tokens: tensors to fill (tokens, positions, rows whose logits are kept), the logits
+        that a replay writes, and the graph."""
         self._is_warming = False
         self._ids = f"serve-{uuid.uuid4().hex[:12]}-"
         self._numbers = itertools.count()
         AttentionInterface.register(NAME, self._attend)
         model.set_attn_implementation(NAME)
-        self.session = connect()
         self._begin()
 
     def reconnect(self) -> None:
         """Open a new session. No sequence is left."""
         with contextlib.suppress(AttndError, OSError):
             self.session.close()
-        self.session = self._connect()
         self._begin()
 
     def _begin(self) -> None:
-        self._slots = self.session.slots(self._max_tokens, self._heads)
+        self.session = self._connect()
+        check_pool(self._geometry, self.session.info())
+        sinks = self._geometry.has_sinks
+        self._slots = self.session.slots(self.max_tokens, self._heads, sinks=sinks)
         self.session.delete_sequences(prefix=self._ids)
         try:
             self._record()
@@ -113,7 +102,7 @@ class Runner:
 
         The last token is never taken from the cache: its logits are needed.
         """
-        prefix = Prefix(token_ids=tokens[:-1])
+        prefix = Prefix(token_ids=tokens[:-1], cache_salt=self._salt)
         made = self.session.create_sequence(self._new_id(), prefix=prefix, ttl_s=TTL_S)
         return made.id, made.cached_len or 0
 
@@ -125,7 +114,7 @@ class Runner:
 
     def commit(self, sequence: str, tokens: Sequence[int], committed: int) -> int:
         """Cache the full pages of these tokens; `committed` are cached already."""
-        prefix = Prefix(token_ids=tokens[committed:])
+        prefix = Prefix(token_ids=tokens[committed:], cache_salt=self._salt)
         return self.session.commit(sequence, prefix, offset=committed).committed_len
 
     def delete(self, sequences: Sequence[str]) -> None:
@@ -152,12 +141,15 @@ class Runner:
             qo_indptr=None if max(counts) == 1 else [0, *ends],
             sm_scale=self._scale,
             logits_soft_cap=self._cap,
-            window_left=self._windows,
+            window_left=self._geometry.windows,
         ) as step:
             if size is None:
                 logits = self._model(tuple(one.to(self.model.device) for one in given))
             else:
-                logits = self._recordings[size].run(given)
+                inputs, logits, graph = self._recordings[size]
+                for place, values in zip(inputs, given, strict=True):
+                    place[: len(values)].copy_(values, non_blocking=True)
+                graph.replay()
             step.release_to_engine()
         step.wait()
         return logits[: len(rows)]
@@ -181,8 +173,8 @@ class Runner:
         if device.type != "cuda":
             return
         pool = torch.cuda.graph_pool_handle()
-        for size in recorded_sizes(self._max_tokens):
-            counts = (size, size, min(size, self._max_rows))
+        for size in recorded_sizes(self.max_tokens):
+            counts = (size, size, min(size, self.max_rows))
             inputs = tuple(torch.zeros(n, dtype=torch.int64, device=device) for n in counts)
             self._is_warming = True  # no step is open, so layers must not wait for attnd
             try:
@@ -192,7 +184,7 @@ class Runner:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 logits = self._model(inputs)
-            self._recordings[size] = Recording(inputs, logits, graph)
+            self._recordings[size] = inputs, logits, graph
 
     def _attend(
         self, module: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **options: Any
@@ -201,6 +193,8 @@ class Runner:
         layer, count, slots = module.layer_idx, q.shape[2], self._slots
         for place, states in zip((slots.q, slots.k, slots.v), (q, k, v), strict=True):
             place(layer)[:count].copy_(states[0].transpose(0, 1))
+        if (sinks := options.get("s_aux")) is not None:
+            slots.sinks[layer].copy_(sinks)
         o = slots.o(layer) if self._is_warming else slots.attend(layer)
         return o[:count].unsqueeze(0), None
 
@@ -218,3 +212,9 @@ def scale_of(model: Any) -> float | None:
         if hasattr(module, "layer_idx") and hasattr(module, "scaling"):
             return float(module.scaling)
     return None
+
+
+def fingerprint(model: Any) -> str:
+    """Salts the cache: models that share an attnd must not find one another's KV."""
+    some = [one.flatten()[:64].tolist() for one in model.parameters()]
+    return hashlib.blake2b(repr((model.config, some)).encode(), digest_size=16).hexdigest()

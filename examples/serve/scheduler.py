@@ -13,7 +13,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -34,26 +33,20 @@ MOST_FAILURES: Final = 5
 """Of forwards, one after another, before the running answers end with an error."""
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Answers that run at once, and prompt tokens beside them in one forward."""
-
-    max_running: int = 32
-    prompt_tokens: int = 512
-
-
 class Scheduler:
-    """Runs in a thread of its own; `submit` and `cancel` may be called from any."""
+    """Runs in a thread of its own; `submit` and `cancel` may be called from any.
 
-    def __init__(self, runner: Runner, tokenizer: Any, ends: set[int], limits: Limits) -> None:
-        self._runner, self._tokenizer, self._ends, self._limits = runner, tokenizer, ends, limits
+    `runner.max_rows` answers run at once. A forward has `runner.max_tokens` tokens at most.
+    """
+
+    def __init__(self, runner: Runner, tokenizer: Any, ends: set[int]) -> None:
+        self._runner, self._tokenizer, self._ends = runner, tokenizer, ends
         self._messages: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: list[Answer] = []
         self._running: list[Answer] = []
         self._closed = False
         self._full = False  # no pages were left, and no answer has ended since
-        self._failures = 0
-        self.preemptions = 0
+        self._failures = self.preemptions = 0
         self._thread = threading.Thread(target=self._run, name="scheduler")
 
     def start(self) -> None:
@@ -78,9 +71,13 @@ class Scheduler:
         """Stop a request's answers and free their pages; nothing is emitted any more."""
         self._messages.put(lambda: self._drop(request))
 
-    def close(self) -> None:
-        """End the thread and delete its sequences."""
+    def stop(self) -> None:
+        """End all requests with an error; later ones are not answered."""
         self._messages.put(None)
+
+    def close(self) -> None:
+        """Stop, delete the sequences and end the thread."""
+        self.stop()
         self._thread.join()
 
     def _run(self) -> None:
@@ -112,13 +109,10 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Start waiting answers in their order, as far as there is room."""
-        while not (self._full and self._running):
+        most = self._runner.max_rows
+        while len(self._running) < most and not (self._full and self._running):
             answer = next((one for one in self._waiting if not self._awaits_pages(one)), None)
             if answer is None:
-                return
-            siblings = [one for one in answer.request.answers if one is not answer]
-            forks = [one for one in siblings if answer.index == 0 and one.generated == 0]
-            if self._running and len(self._running) + len(forks) >= self._limits.max_running:
                 return
             try:
                 answer.sequence, answer.stored = self._runner.create(answer.tokens)
@@ -126,7 +120,7 @@ class Scheduler:
                 if not self._running:
                     raise
                 return
-            if answer.generated == 0:
+            if answer.generated == 0 and answer.index == 0:
                 answer.request.cached_tokens = answer.stored
             answer.committed = answer.stored
             self._waiting.remove(answer)
@@ -134,15 +128,12 @@ class Scheduler:
 
     def _awaits_pages(self, answer: Answer) -> bool:
         """Whether a prompt that is being read begins alike: its pages will be in the cache soon."""
-        ends = [(one, one.committed + SHARED) for one in self._running if one.missing > 1]
-        return any(
-            end < len(one.request.prompt) and answer.tokens[:end] == one.tokens[:end]
-            for one, end in ends
-        )
+        read = [(r.request.prompt, r.committed + SHARED) for r in self._running if r.missing > 1]
+        return any(n < len(prompt) and answer.tokens[:n] == prompt[:n] for prompt, n in read)
 
     def _forward(self) -> None:
         """One forward: a token of every decode, and pieces of prompts up to the limit."""
-        left, batch = self._limits.prompt_tokens, list[tuple[Answer, Row]]()
+        left, batch = self._runner.max_tokens - self._runner.max_rows, list[tuple[Answer, Row]]()
         for answer in self._running:
             count = 1 if answer.missing == 1 else min(answer.missing, left)
             if answer.missing > 1:
@@ -173,7 +164,10 @@ class Scheduler:
 
     def _fork(self, first: Answer) -> list[Answer]:
         """The other answers to a prompt continue from here."""
-        others = [one for one in first.request.answers[1:] if one.generated == 0]
+        known = [*self._waiting, *self._running]
+        new = [one for one in first.request.answers if one.generated == 0 and one not in known]
+        room = self._runner.max_rows - len(self._running)
+        others, self._waiting[:0] = new[:room], new[room:]
         if not others or first.sequence is None:
             return []
         try:
@@ -192,11 +186,9 @@ class Scheduler:
         answer.tokens.append(token)
         is_end = token in self._ends
         text = "" if is_end else answer.text.push(token)
-        finish: Any = None
-        if is_end or answer.text.stopped:
-            finish = "stop"
-        elif answer.generated >= answer.request.sampling.max_tokens:
-            finish = "length"
+        is_full = answer.generated >= answer.request.sampling.max_tokens
+        is_over = is_end or answer.text.stopped
+        finish: Any = "stop" if is_over else "length" if is_full else None
         if finish:
             text += answer.text.finish()
             self._running.remove(answer)

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -237,7 +236,10 @@ def test_completions_take_text_and_tokens(server: Server, folder: Path) -> None:
         ({"n": 0}, openai.BadRequestError, "n"),
         ({"max_tokens": 10**6}, openai.BadRequestError, str(POOL_TOKENS)),
         ({"stop": ["a"] * 5}, openai.BadRequestError, "stop"),
-        ({"stop": "a" * 10**6}, openai.BadRequestError, "stop"),
+        ({"stop": "a" * 10**5}, openai.BadRequestError, "stop"),
+        ({"seed": True}, openai.BadRequestError, "seed"),
+        ({"tools": [{"type": "function"}]}, openai.BadRequestError, "tools is not served"),
+        ({"response_format": {"type": "json_object"}}, openai.BadRequestError, "not served"),
     ],
 )
 def test_a_wrong_request_gets_openais_error(
@@ -247,6 +249,37 @@ def test_a_wrong_request_gets_openais_error(
         server.chat("wrong?", **fields)
     assert isinstance(raised.value.body, dict)
     assert raised.value.body["type"] == "invalid_request_error"
+
+
+def test_null_is_as_a_field_that_is_not_there(server: Server, expect: Any) -> None:
+    nulls = dict.fromkeys(("n", "stop", "top_p", "seed", "stream", "logprobs", "tools"))
+    reply = server.chat("nulls?", **nulls, response_format={"type": "text"})
+    assert text_of(reply) == expect("nulls?")
+    complete = server.openai.completions.create
+    assert complete(model="tiny", prompt="x", max_tokens=None).usage.completion_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        (b"", 400),
+        (b"[]", 400),
+        (b'{"model": ', 400),
+        (b'{"model": "\xff"}', 400),
+        (b"[" * 100_000, 400),
+        (b'{"seed": ' + b"9" * 10_000 + b"}", 400),
+        (b'{"model": "' + b"x" * 10_000_000 + b'"}', 413),
+    ],
+    ids=lambda one: repr(one[:20]) if isinstance(one, bytes) else None,
+)
+def test_bodies_that_are_no_requests_get_openais_error(
+    server: Server, content: bytes, status: int
+) -> None:
+    headers = {"content-type": "application/json"}
+    reply = httpx.post(f"{server.url}/v1/chat/completions", content=content, headers=headers)
+    assert reply.status_code == status
+    assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
+    assert text_of(server.chat("and then?", max_tokens=1))
 
 
 def test_a_stream_that_its_caller_closes_frees_its_pages(server: Server) -> None:
@@ -277,13 +310,19 @@ def test_a_reader_that_reads_nothing_delays_no_other(server: Server, expect: Any
         wait_for(lambda: pages_in_use(server) == 0, "its answer to end, although it is not read")
 
 
-def test_a_body_that_is_no_json_and_a_path_that_is_none_get_openais_error(server: Server) -> None:
-    wrong = httpx.post(f"{server.url}/v1/chat/completions", content=b"{")
+def test_a_path_that_is_none_and_text_that_is_none_get_openais_error(server: Server) -> None:
     unknown = httpx.get(f"{server.url}/v1/unknown")
-    surrogate = {"model": "tiny", "messages": [{"role": "user", "content": "\ud800"}]}
-    lone = httpx.post(f"{server.url}/v1/chat/completions", content=json.dumps(surrogate))
-    assert [one.status_code for one in (wrong, unknown, lone)] == [400, 404, 400]
-    for reply in (wrong, unknown, lone):
+    headers = {"content-type": "application/json"}
+    message = {"model": "tiny", "messages": [{"role": "user", "content": "\ud800"}]}
+    replies = [
+        httpx.post(f"{server.url}/v1/{path}", content=json.dumps(body), headers=headers)
+        for path, body in (
+            ("chat/completions", message),
+            ("completions", {"model": "tiny", "prompt": "\udc00"}),
+        )
+    ]
+    assert [one.status_code for one in (unknown, *replies)] == [404, 400, 400]
+    for reply in (unknown, *replies):
         assert reply.json()["error"]["type"] == "invalid_request_error"
 
 
@@ -337,8 +376,19 @@ def test_the_page_shows_an_error_of_the_server(server: Server, chromium: Chrome)
     assert chromium.find_element(By.ID, "send").text == "Send"
 
 
+def test_new_ends_an_answer_and_nothing_of_it_is_in_the_next_chat(
+    server: Server, chromium: Chrome
+) -> None:
+    chromium.get(server.url)
+    asked_in_the_page(chromium, "first?")
+    wait_for(lambda: len(shown(chromium, "assistant")) > 20, "the answer to begin")
+    chromium.find_element(By.ID, "new").click()
+    wait_for(lambda: chromium.find_element(By.ID, "send").text == "Send", "the answer to stop")
+    assert chromium.execute_script("return [messages, log.textContent]") == [[], ""]
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1920, 820, 390, 320])
+@pytest.mark.parametrize("width", [1440, 820, 390, 320])
 def test_the_page_fits_its_window(
     server: Server, chromium: Chrome, width: int, scheme: str
 ) -> None:
@@ -372,7 +422,7 @@ def test_the_default_model_answers_as_generate_does() -> None:
     """SmolLM2, alone and in a batch, the second time from the cache."""
     from examples.serve.__main__ import load
 
-    model, tokenizer, name = load(None, "cpu")
+    model, tokenizer, name = load(None)
     composed = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
     environment = composed["services"]["attnd-chat"]["environment"]
     for setting, value in pool_settings(model).items():
@@ -407,14 +457,16 @@ def test_the_default_model_answers_as_generate_does() -> None:
         assert list(pool.map(ask, questions)) == wanted
 
 
-def test_answers_survive_a_killed_engine(folder: Path, expect: Any) -> None:
+@pytest.mark.parametrize("victims", ["engine", "everything"])
+def test_answers_survive_a_killed_attnd(folder: Path, expect: Any, victims: str) -> None:
     with running(folder) as server, ThreadPoolExecutor(4) as pool:
         asked = [f"survivor {number}?" for number in range(4)]
         futures = [pool.submit(server.chat, one, max_tokens=300) for one in asked]
         wait_for(lambda: pages_in_use(server) == 4, "answers to run")
         for pid in descendants(server.process.pid):
             words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-            if "--process" in words and words[words.index("--process") + 1] == "engine":
+            is_engine = "--process" in words and words[words.index("--process") + 1] == "engine"
+            if is_engine or victims == "everything":
                 os.kill(pid, signal.SIGKILL)
         replies = [future.result(180) for future in futures]
         assert [text_of(reply) for reply in replies] == [expect(one, 300) for one in asked]
@@ -425,8 +477,53 @@ def descendants(pid: int) -> list[int]:
     return found + [one for child in found for one in descendants(child)]
 
 
-def test_sigterm_ends_both_services(folder: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_both_services_and_callers_get_an_error(
+    folder: Path, number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
     with running(folder) as server:
+        short = server.chat("short?", stream=True, max_tokens=3)
+        long = server.chat("long?", stream=True, max_tokens=None)
+        next(iter(long))
+        pids = descendants(server.process.pid)
+        server.process.send_signal(number)
+        assert [one.choices[0].finish_reason for one in short][-1] == "length"
+        with pytest.raises(openai.APIError, match="the server is stopping"):
+            list(long)
         attnd = server.attnd
-        time.sleep(0.1)
     assert not is_up(attnd)
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_what_cannot_start_says_why_in_one_line(server: Server, folder: Path) -> None:
+    port, attnd = (url.rsplit(":", 1)[1] for url in (server.url, server.attnd))
+    free = ["--port", str(free_port())]
+    for options, says in (
+        (["--port", port], "ddress already in use"),
+        ([*free, "--attnd-port", attnd], f"another program listens on port {attnd}"),
+        ([*free, "--model", str(folder.parent)], "there is no config.json"),
+        ([*free, "--attnd", str(folder / "none")], "no engine at"),
+        ([*free, "--attnd", "http://example.com"], "is another machine"),
+    ):
+        command = [sys.executable, "-m", "examples.serve", "--model", str(folder), *options]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert done.returncode != 0
+        assert says in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
+
+
+def test_a_running_attnd_serves_by_url_and_socket_but_not_another_geometry(
+    server: Server, folder: Path, tmp_path: Path, expect: Any
+) -> None:
+    with running(folder, "--attnd", server.attnd) as other:
+        assert text_of(other.chat("by url?")) == expect("by url?")
+        usage = other.chat("by url?").usage
+        assert usage.prompt_tokens_details.cached_tokens >= 100
+    config = LlamaConfig.from_pretrained(folder)
+    config.num_hidden_layers = 1
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    PreTrainedTokenizerFast.from_pretrained(folder).save_pretrained(tmp_path)
+    command = [sys.executable, "-m", "examples.serve", "--port", str(free_port())]
+    command += ["--model", str(tmp_path), "--attnd", server.attnd]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "the service's pool is 2 layers" in done.stderr

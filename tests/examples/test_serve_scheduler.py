@@ -19,7 +19,7 @@ from examples.local_service import serve_tcp
 from examples.serve import scheduler as module
 from examples.serve.answers import Delta, Sampling
 from examples.serve.runner import Runner
-from examples.serve.scheduler import Limits, Scheduler
+from examples.serve.scheduler import Scheduler
 from tests.harness.waiting import wait_for
 
 pytestmark = pytest.mark.long
@@ -28,8 +28,8 @@ PAGE_SIZE, POOL_TOKENS, COUNT = 16, 640, 48
 SHARED = list(range(1, 129))
 
 
-def build() -> Any:
-    torch.manual_seed(5)
+def build(seed: int = 5) -> Any:
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=257,
         hidden_size=64,
@@ -68,7 +68,7 @@ class Faulty(Runner):
 
     def __init__(self, model: Any, port: int) -> None:
         self.faults: dict[str, list[Exception]] = {}
-        super().__init__(model, lambda: TorchSession(port=port), 8, 600)
+        super().__init__(model, lambda: TorchSession(port=port), 8, 520)
 
     def _fault(self, name: str) -> None:
         if faults := self.faults.get(name):
@@ -125,7 +125,7 @@ def bench(port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     with TorchSession(port=port) as session:
         session.clear()
     runner = Faulty(build(), port)
-    scheduler = Scheduler(runner, Text(), set(), Limits(8, 512))
+    scheduler = Scheduler(runner, Text(), set())
     yield Bench(runner, scheduler)
     if scheduler._thread.is_alive():
         scheduler.close()
@@ -225,6 +225,42 @@ def test_a_cancelled_request_frees_its_pages_after_the_round(bench: Bench, port:
         bench.scheduler.cancel(asked.request)
         wait_for(lambda: not list(session.list_sequences()), "its sequence to be deleted", 5)
     assert not asked.over.is_set()
+
+
+def test_more_answers_than_rows_run_one_after_another(bench: Bench, expect: Any) -> None:
+    over, counts = threading.Semaphore(0), list[int]()
+    forward = bench.runner.forward
+    bench.runner.forward = lambda rows: counts.append(len(rows)) or forward(rows)  # type: ignore
+
+    def emit(delta: Delta) -> None:
+        assert delta.error is None
+        if delta.finish:
+            over.release()
+
+    sampling = Sampling(12, temperature=0)
+    request = bench.scheduler.submit(SHARED[:40], sampling, 12, emit)
+    bench.scheduler.start()
+    assert all(over.acquire(timeout=60) for _ in range(12))
+    for answer in request.answers:
+        assert answer.tokens[40:] == expect(SHARED[:40], 12)
+    assert max(counts) == bench.runner.max_rows
+
+
+def test_models_that_share_an_attnd_do_not_share_its_cache(bench: Bench, port: int) -> None:
+    bench.scheduler.start()
+    first = bench.ask(SHARED)
+    first.tokens()
+    other = build(seed=6)
+    out = other.generate(
+        torch.tensor([SHARED]), max_new_tokens=COUNT, do_sample=False, pad_token_id=0
+    )
+    runner = Runner(other, lambda: TorchSession(port=port), 8, 520)
+    scheduler = Scheduler(runner, Text(), set())
+    scheduler.start()
+    asked = Bench(bench.runner, scheduler).ask(SHARED)
+    assert asked.tokens() == out[0, len(SHARED) :].tolist() != first.tokens()
+    assert asked.request.cached_tokens == 0
+    scheduler.close()
 
 
 def test_requests_end_with_an_error_when_the_server_stops(bench: Bench, port: int) -> None:
