@@ -20,7 +20,6 @@ __all__ = [
     "num_bytes",
     "shaped",
     "size",
-    "write",
 ]
 
 
@@ -53,14 +52,6 @@ def lay(into: memoryview, head: bytes, tensors: Iterable[Shaped]) -> dict[str, A
         arrays[name] = np.ndarray(shape, dtype, into, begin) if length else np.empty(shape, dtype)
         begin += length
     return arrays
-
-
-def write(into: memoryview, head: bytes, arrays: Mapping[str, Array]) -> int:
-    """Copy a whole image to the front of `into`; returns its bytes. `head` is its header."""
-    tensors = in_order(shaped(arrays))
-    for name, place in lay(into, head, tensors).items():
-        place[...] = arrays[name]
-    return size(head, tensors)
 
 
 def shaped(arrays: Mapping[str, Array]) -> list[Shaped]:

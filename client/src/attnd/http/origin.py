@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeAlias
 from urllib.parse import urlsplit
@@ -24,8 +23,6 @@ Verify: TypeAlias = "bool | str | SSLContext"
 Certificate: TypeAlias = str | tuple[str, str] | None
 """PEM files of a client's certificate and its key; one file may hold both."""
 
-REMEMBERED: Final = 512
-"""Heads at a time."""
 KEEP_IDLE_S: Final = 60.0
 """Idle connections are closed before the service closes them (75 s) under a new request."""
 MAX_CONNECTIONS: Final = 100
@@ -45,10 +42,6 @@ class Origin:
     uds: str | None = None
     secret: str = field(default="", repr=False)
     context: SSLContext | None = None
-    remembered: dict[tuple[object, ...], str] = field(
-        default_factory=dict, repr=False, compare=False
-    )
-    """Heads up to the request id."""
 
     @property
     def unanswered(self) -> str:
@@ -61,28 +54,16 @@ class Origin:
         return f"unix:{self.uds}" if self.uds else f"{self.host}:{self.port}"
 
     def head(self, request: Request) -> bytes:
-        """The request line and the headers. All but the request id is remembered for requests that
-        are alike."""
-        headers, length = request.headers, request.body_bytes
-        key = request.method, request.target, length, *headers, *headers.values()
-        before = self.remembered.get(key)
-        if before is None:
-            before = self.opening(request.method, request.target, length, headers)
-            if len(self.remembered) >= REMEMBERED:
-                self.remembered.clear()
-            self.remembered[key] = before
-        return f"{before}x-request-id: {request.request_id}\r\n\r\n".encode("latin-1")
-
-    def opening(self, method: str, target: str, length: int, headers: Mapping[str, str]) -> str:
-        """A head up to the request id."""
-        lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
-        if length or method in ("POST", "PUT"):
+        """The request line and the headers."""
+        length = request.body_bytes
+        lines = "".join([f"{name}: {value}\r\n" for name, value in request.headers.items()])
+        if length or request.method in ("POST", "PUT"):
             lines += f"content-length: {length}\r\n"
         return (
-            f"{method} {self.prefix}{target} HTTP/1.1\r\n"
+            f"{request.method} {self.prefix}{request.target} HTTP/1.1\r\n"
             f"host: {self.host_header}\r\nuser-agent: {USER_AGENT}\r\n"
-            f"{self.secret}{lines}"
-        )
+            f"{self.secret}{lines}x-request-id: {request.request_id}\r\n\r\n"
+        ).encode("latin-1")
 
 
 def origin_of(
