@@ -319,8 +319,8 @@ class Loading:
                 can_grow = yield from self._grow(load, found, ends)
             is_busy = self._feed(load)
             if can_grow and not is_known:
-                is_known = next(looking, looking) is looking
                 yield empty_slice()
+                is_known = next(looking, looking) is looking  # what is found is held at once
             elif is_busy:
                 yield waiting()
             else:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from config.sections import CacheSettings
+from service.engine.tiers import loading
 from tests.engine.handlers.test_engine_prefix import PAGE, begin, check
 from tests.engine.harness import Caller, NewCall, Reply, creation, outcome, until
 from tests.engine.tiers.test_tiers import BLOCK, on_disk, run
@@ -70,7 +71,11 @@ def settings(kind: str, path: Path) -> CacheSettings:
 
 @pytest.mark.parametrize("kind", ["host", "disk", "both", "commit"])
 @pytest.mark.parametrize("seed", range(2))
-def test_random_programs_find_only_what_is_right(tmp_path: Path, kind: str, seed: int) -> None:
+def test_random_programs_find_only_what_is_right(
+    tmp_path: Path, kind: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if seed:
+        monkeypatch.setattr(loading, "LOOKED_UP", 1)
     keys = {
         "key-a": ("a", ["read", "append"]),
         "key-b": ("b", ["read", "append"]),
