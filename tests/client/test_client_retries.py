@@ -71,6 +71,19 @@ def test_a_lost_reply_is_asked_for_again_where_twice_does_no_harm(
     assert first.request_id == second.request_id
 
 
+def test_an_error_after_a_lost_reply_shows_that_an_earlier_attempt_may_have_been_executed(
+    kind: Kind,
+) -> None:
+    refused = problem(404, "unknown_sequence", sequences=["a"])
+    script = Script(BROKEN, refused)
+    with pytest.raises(attnd.UnknownSequence) as caught:
+        ask(kind, script, "append", 0, ["a"], K, K, offsets=[5])
+    assert isinstance(caught.value.__cause__, attnd.ReplyLost)
+    with pytest.raises(attnd.UnknownSequence) as caught:
+        ask(kind, Script(refused), "append", 0, ["a"], K, K, offsets=[5])
+    assert caught.value.__cause__ is None
+
+
 @pytest.mark.parametrize(("name", "args", "kwargs"), UNREPEATABLE)
 def test_a_lost_reply_is_an_error_where_twice_would_do_harm(
     kind: Kind, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]

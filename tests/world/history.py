@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any, Final, NamedTuple
 
@@ -55,6 +56,9 @@ class Effect:
     ends: float = FOREVER
     """When an effect without an answer cannot take place any more."""
     began: float = 0.0
+    undo: Effect | None = None
+    """Of one that makes a sequence: while it is not answered it may be deleted, and made again."""
+    undoes: int = 0
 
 
 class History:
@@ -88,6 +92,9 @@ class History:
             began=self.now(),
         )
         self.pending[number] = effect
+        if makes:
+            effect.undo = self.begin(f"undo {text}", [makes], partial(unmake, makes, number))
+            effect.undo.undoes = number
         return effect
 
     def answered(self, effect: Effect, is_right: Callable[[Outcome], bool], text: str) -> None:
@@ -107,17 +114,23 @@ class History:
         self._keep(found, effect, text)
 
     def refused(self, effect: Effect, text: str) -> None:
-        """The call was answered, and has changed nothing."""
+        """The call was answered, and has changed nothing, or has undone it."""
         found: set[State] = set()
-        for frozen, done in self.states:
+        for frozen, done in self._expanded(effect):
             mine = {entry for entry in done if entry[0] == effect.number}
-            if all(effect.is_read or outcome[0] != "ok" for _, outcome in mine):
+            is_done = not effect.is_read and any(seen[0] in ("ok", "any") for _, seen in mine)
+            if is_done and effect.undo is not None:
+                held = dict(frozen).get(effect.makes)  # or others have deleted it
+                is_done = held is not None and held.made == effect.number
+            if not is_done:
                 found.add((frozen, done - mine))
         self._keep(found, effect, text)
 
     def lost(self, effect: Effect, for_s: float) -> None:
         """No answer came: it may take effect for some seconds."""
         effect.ends = self.now() + for_s
+        if effect.undo is not None:
+            effect.undo.ends = effect.ends
         if effect.is_read:
             self._forget(effect)
             return
@@ -160,20 +173,23 @@ class History:
             raise Wrong(f"{text}: not possible after {before}, with {waiting}")
         self.states = found
         self.pending.pop(effect.number, None)
+        if effect.undo is not None:
+            self._end(effect.undo)
         now = self.now()
         if effect.makes:
             self.made[effect.makes] = now
         for one in [one for one in self.pending.values() if one.ends < now]:
-            self._forget(one)
+            if one.number in self.pending:
+                self._forget(one)
 
     def _forget(self, effect: Effect) -> None:
         """It has taken effect by now, or never will."""
-        states = self._expanded(effect)
+        self.states = self._expanded(effect)
+        self._end(effect)
+
+    def _end(self, effect: Effect) -> None:
         del self.pending[effect.number]
-        self.states = {
-            (frozen, frozenset(entry for entry in done if entry[0] != effect.number))
-            for frozen, done in states
-        }
+        self.states = {(frozen, without(done, effect.number)) for frozen, done in self.states}
 
     def _expanded(self, effect: Effect) -> set[State]:
         """The states, and all that calls without an answer can have made of them, which are about
@@ -195,6 +211,14 @@ class History:
                     continue
                 held = dict(frozen)
                 outcome = one.apply(held)
+                if one.undoes:
+                    if (
+                        outcome
+                        and (state := (freeze(held), without(done, one.undoes))) not in found
+                    ):
+                        found.add(state)
+                        todo.append(state)
+                    continue
                 if one.ends < FOREVER and outcome[:1] == ("ok",):
                     outcome = ANY  # it is answered nowhere
                 elif not outcome or one.ends < FOREVER:
@@ -206,6 +230,18 @@ class History:
             if len(found) > MAX_STATES:
                 raise Unclear(f"{len(found)} states: {[one.text for one in near]}")
         return found
+
+
+def without(done: frozenset[tuple[int, Outcome]], number: int) -> frozenset[tuple[int, Outcome]]:
+    return frozenset(entry for entry in done if entry[0] != number)
+
+
+def unmake(name: str, number: int, held: Sequences, _: int) -> Outcome:
+    """A door deletes a sequence that it has made, since it cannot keep it."""
+    if name not in held or held[name].made != number:
+        return NOT_NOW
+    del held[name]
+    return ("ok",)
 
 
 def freeze(held: Sequences) -> Frozen:

@@ -95,6 +95,11 @@ class SimSocket:
     def setsockopt(self, *_: Any) -> None:
         """Options make no difference here."""
 
+    def getsockname(self) -> tuple[str, int]:
+        return "127.0.0.1", self.pair
+
+    getpeername = getsockname
+
     def gettimeout(self) -> float:
         return 0.0
 

@@ -21,6 +21,7 @@ from service.engine.store.store import FATAL
 from service.keys import line_of
 from service.metrics import Metrics
 from service.road.caller_end import caller as caller_end
+from service.road.engine_end.session import Session
 from tests.world.clock import Clock, replaced, virtual
 from tests.world.device import WorldDevice
 from tests.world.history import Unclear
@@ -176,11 +177,13 @@ class Simulation:
             ),
             auth=AuthSettings(keys_file="keys" if self.has_keys else None),
         )
-        selector = SimSelector(self.network, order, self.wait)
-        self.loop = asyncio.SelectorEventLoop(selector)
-        self.selector = selector
+        self.selector = SimSelector(self.network, order, self.wait)
+        self.loop = self.make_loop()
         self.engines: dict[str, EngineProcess] = {}
         self._digest = hashlib.sha256()
+
+    def make_loop(self) -> asyncio.SelectorEventLoop:
+        return asyncio.SelectorEventLoop(self.selector)
 
     async def main(self) -> None:
         """All callers, and what is checked at the end."""
@@ -207,7 +210,11 @@ class Simulation:
             if (device := self.devices.get(id(allocator))) is not None:
                 device.free(allocator._stack[before : allocator.num_free].copy())
 
-        return [(PageAllocator, "release", released), (caller_end, "connected", self.dial)]
+        return [
+            (PageAllocator, "release", released),
+            (caller_end, "connected", self.dial),
+            (Session, "__hash__", lambda session: session.sock.pair),  # sets keep their order
+        ]
 
     def fault(self, name: str, share: float) -> bool:
         """Whether a fault happens now."""

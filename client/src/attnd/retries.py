@@ -182,9 +182,14 @@ def remaining(ends: float) -> float:
 def retrying(
     failed: Attempt[T], error: AttndError, options: CallOptions
 ) -> Generator[Attempt[Any] | Pause, Any, T]:
-    """Drive a call whose first attempt failed to its result; raises `AttndError`."""
+    """Drive a call whose first attempt failed to its result; raises `AttndError`.
+
+    The error's `__cause__` is the `ReplyLost` of an earlier attempt, which may have been executed,
+    where there was one.
+    """
     call, request_id, ends = failed.call, failed.request_id, failed.ends
     attempt, lost = 0, False
+    unknown: ReplyLost | None = None  # of the first attempt that may have been executed
     try:
         while True:
             error.request_id = error.request_id or request_id
@@ -201,11 +206,14 @@ def retrying(
                 ):
                     detail = f"the deadline of {options.deadline_s} s passed: {error}"
                     raise TimedOut(detail, error.request_id) from error
-                lost = lost or isinstance(error, ReplyLost)
+                if isinstance(error, ReplyLost):
+                    lost, unknown = True, unknown or error
                 attempt += 1
                 wait = options.retries.wait_s(attempt, error) if may_repeat(call, error) else None
                 if wait is None or (ends is not None and time.monotonic() + wait >= ends):
-                    raise error
+                    if unknown is None or unknown is error:
+                        raise error
+                    raise error from unknown
                 yield Pause(wait)
             again = attempt_before(call, request_id, options, ends)
             try:
@@ -213,7 +221,7 @@ def retrying(
             except AttndError as raised:
                 error = raised
     finally:
-        del error  # an error's traceback refers to this frame
+        del error, unknown  # an error's traceback refers to this frame
 
 
 def may_repeat(call: Call[T], error: AttndError) -> bool:

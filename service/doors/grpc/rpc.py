@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from time import perf_counter
 from typing import Any, Final
 
 import grpc
@@ -52,7 +52,7 @@ class Rpc:
     """A call's metadata and outcome; a stream has one for each request."""
 
     def __init__(self, context: Any, method: str) -> None:
-        self.started = perf_counter()
+        self.started = time.perf_counter()
         self.context = context
         self.method = method
         self.path = f"{SERVICE}/{method}"
@@ -93,7 +93,7 @@ class Rpc:
 
     def end(self, status: int = 200, code: str = "ok") -> None:
         self.status, self.code = status, code
-        self.seconds = perf_counter() - self.started
+        self.seconds = time.perf_counter() - self.started
 
 
 def status_of(problem: Mapping[str, Any]) -> tuple[grpc.StatusCode, str]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
 from attnd.wire.dtypes import Part
@@ -104,14 +104,14 @@ class ModelEndpoint:
         has_text = wanted.has_text
         too_long = None if operation.gives and not has_text else self.too_long
         answered, slot = await call_engine(door, exchange, operation, slot, length, too_long)
-        started = perf_counter()
+        started = time.perf_counter()
         parts: Sequence[Part]
         if has_text and len(answered.image) > INLINE_BYTES:
             parts, json_bytes = await self.write_long(exchange, slot, len(answered.image), wanted)
         else:
             parts, json_bytes = answer_parts(operation.name, answered.image, wanted)
         *stages, encode = answered.stages
-        exchange.stages = (*stages, encode + perf_counter() - started)
+        exchange.stages = (*stages, encode + time.perf_counter() - started)
         content = b"%b%d\r\n" % (BINARY_HEADERS, json_bytes) if json_bytes else CONTENT_TYPES[JSON]
         respond(door, exchange, 200, content, parts)
         if sum(map(len, parts)) <= JOIN_BYTES:

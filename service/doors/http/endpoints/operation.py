@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qsl
 
@@ -171,7 +171,7 @@ class OperationEndpoint:
 
     async def respond_json(self, exchange: Exchange, answered: Answered, slot: Slot) -> None:
         """Send the reply as JSON."""
-        started = perf_counter()
+        started = time.perf_counter()
         limit, length = self.limits.max_json_bytes, len(answered.image)
         part: Part = b""
         try:
@@ -189,7 +189,7 @@ class OperationEndpoint:
         if size > limit:
             raise self.too_long_as_json(size)
         *stages, encode = answered.stages
-        exchange.stages = (*stages, encode + perf_counter() - started)
+        exchange.stages = (*stages, encode + time.perf_counter() - started)
         respond(self.door, exchange, answered.status, CONTENT_TYPES[JSON], (part,))
 
 

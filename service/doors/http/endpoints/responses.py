@@ -6,9 +6,9 @@ Errors are application/problem+json documents, with the headers that belong to t
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from contextlib import suppress
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
 from attnd.wire.dtypes import Part
@@ -247,7 +247,7 @@ def finish(door: Door, exchange: Exchange, status: int, code: str) -> None:
     """Stop the clock, free memory, and record the request: the response is sent, or the client has
     left."""
     connection, body = exchange.connection, exchange.body
-    exchange.seconds = perf_counter() - exchange.started
+    exchange.seconds = time.perf_counter() - exchange.started
     exchange.status, exchange.code = status, code
     exchange.body = exchange.head = exchange.connection = None
     if body is not None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from http import HTTPStatus
 from random import getrandbits
-from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
 from attnd.wire.frames import NO_STAGES
@@ -39,7 +39,7 @@ class Exchange:
 
     def __init__(self, head: Head | None, request_id: bytes, peer: str) -> None:
         """`head` None: the bytes were not a request. An empty `request_id` is replaced."""
-        self.started = perf_counter()
+        self.started = time.perf_counter()
         self.seconds = 0.0
         self.op = "unknown"
         self.status = 0
