@@ -38,7 +38,7 @@ def main() -> int:
         missed = []
         for name in put_back.names() if given.bug == "all" else [given.bug]:
             print(f"{name}:", flush=True)
-            world = "engine" if given.world == "all" else given.world
+            world = put_back.world_of(name) if given.world == "all" else given.world
             args = ["--no-shrink", "--seeds", str(given.seeds), "--jobs", str(given.jobs)]
             args += ["--world", world]
             if not put_back.find(name, [*args, "--first", str(given.first)]):

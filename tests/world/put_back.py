@@ -25,6 +25,12 @@ def applies(name: str) -> bool:
     return subprocess.run([*PATCH, "--dry-run", "-i", path_of(name)], cwd=ROOT).returncode == 0
 
 
+def world_of(name: str) -> str:
+    """The world in which a patch is to be found: its file may begin with `World: NAME`."""
+    first = Path(path_of(name)).read_text().partition("\n")[0]
+    return first.removeprefix("World: ") if first.startswith("World: ") else "engine"
+
+
 def path_of(name: str) -> str:
     return str(PATCHES / f"{name}.patch")
 
