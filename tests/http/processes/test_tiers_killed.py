@@ -1,6 +1,6 @@
 """Tiers of a service that is killed: durable commits are there again, to the bit.
 
-`KILLS=200` kills it that often. Afterwards the test prints the number of commits and checks.
+`KILLS=200` kills it that often; with `-s` the test prints the numbers of commits and checks.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_durable_commits_survive_kills_under_load(tmp_path: Path) -> None:
     durable: list[int] = []
     number = checked = 0
     chosen = random.Random(ROUNDS)
-    for _ in range(ROUNDS):
+    for kills in range(1, ROUNDS + 1):
         with listening(*given) as (running, url), httpx.Client(base_url=url, timeout=WAIT_S) as one:
             others = durable[:-CHECKED]
             some = [*durable[-CHECKED:], *chosen.sample(others, min(CHECKED, len(others)))]
@@ -86,5 +86,6 @@ def test_durable_commits_survive_kills_under_load(tmp_path: Path) -> None:
                     time.sleep(0.001)
             timer.join()
             assert running.child.wait(WAIT_S) == 1
-    print(f"{ROUNDS} kills, {len(durable)} durable commits of {number}, {checked} checked")
+        counts = f"{len(durable)} durable commits of {number}, {checked} checked"
+        print(f"{kills} kills: {counts}", flush=True)
     assert durable
