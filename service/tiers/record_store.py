@@ -162,9 +162,11 @@ class RecordStore:
             with self._lock:
                 for entry, _ in new:
                     entry.holds, entry.is_ready = 0, True
+                # one that was kept already may have given way to another of these
+                durable = [one is not None and self._shelf.find(one.key) is one for one in placed]
         for entry in removed:
             self._evicted(entry)
-        return [entry is not None for entry in placed]
+        return durable
 
     def drop(self, entries: Iterable[Entry]) -> None:
         """Delete records; their places may still have their bytes. Raises `OSError`."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from tests.world.cluster import ClusterWorld
+from tests.world.disk import DiskWorld
 from tests.world.simulation import Plan, Result, Simulation
 from tests.world.world import World
 
@@ -22,7 +23,11 @@ AT_ONCE: Final = 4
 """Seeds that wait for each process."""
 
 
-WORLDS: Final[dict[str, type[Simulation]]] = {"engine": World, "cluster": ClusterWorld}
+WORLDS: Final[dict[str, type[Simulation] | type[DiskWorld]]] = {
+    "engine": World,
+    "cluster": ClusterWorld,
+    "disk": DiskWorld,
+}
 
 
 def run(plan: Plan) -> Result:

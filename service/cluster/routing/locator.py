@@ -62,12 +62,13 @@ class Locator:
     async def locate_each(self, ids: Sequence[str], tenant: Tenant) -> list[Home]:
         """As `locate`, without the memory of batches."""
         space, home, tag = tenant.namespace, self.members.home, self.tags.tag
-        homes = [home(tag((space, name)) or "") for name in ids]
-        if None in homes:
-            missing = [name for name, engine in zip(ids, homes, strict=True) if engine is None]
-            await self.find(missing, tenant)
-            homes = [home(tag((space, name)) or "") for name in ids]
-        return [engine for engine in homes if engine is not None]
+        while True:
+            homes = {name: home(tag((space, name)) or "") for name in ids}
+            found = [one for name in ids if (one := homes[name]) is not None]
+            if len(found) == len(ids):
+                return found
+            # an engine may leave while the others are asked: then they are asked again
+            await self.find([name for name, one in homes.items() if one is None], tenant)
 
     async def find(self, ids: Sequence[str], tenant: Tenant) -> None:
         """Asks all engines for sequences, and remembers where they are. Raises as `locate`.

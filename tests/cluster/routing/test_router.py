@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from oracle import attend, visible
 
+from service.cluster.membership.members import Members
 from service.cluster.membership.processes import LocalEngines
+from service.cluster.routing.locator import Locator
 from service.cluster.routing.router import Router
 from service.metrics import Metrics
 from tests.cluster.harness import (
@@ -124,6 +126,36 @@ async def test_ids_that_callers_choose_are_found_by_a_router_that_has_never_met_
         missing = await cluster.call("get_sequence", {"id": name})
         assert (missing.status, missing.fields["code"]) == (404, "unknown_sequence")
         assert missing.fields["sequences"] == [name]
+
+
+async def test_an_engine_that_leaves_while_sequences_are_looked_for_is_asked_for_again(
+    cluster: Cluster, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was left out of the batch: the reply was that of the other sequences."""
+    ids = ["first", "second", "third"]
+    await cluster.ok("create_sequences", {"sequences": [{"id": name} for name in ids]})
+    cluster.router.locator.tags.known.clear()
+    find, home, is_away = Locator.find, Members.home, False
+
+    async def found(self: Locator, *args: Any) -> None:
+        nonlocal is_away
+        is_away = not self.tags.known  # once
+        await find(self, *args)
+
+    def absent(self: Members, tag: str) -> Any:
+        nonlocal is_away
+        if tag and is_away:
+            is_away = False
+            return None
+        return home(self, tag)
+
+    monkeypatch.setattr(Locator, "find", found)
+    monkeypatch.setattr(Members, "home", absent)
+    k = rows(rng, 3)
+    reply = await cluster.ok("append", {"layer": 0, "sequences": ids}, k=k, v=k)
+    assert reply.fields["lengths"] == [1, 1, 1]
+    gathered = await cluster.ok("gather", {"layer": 0, "sequences": ids})
+    np.testing.assert_array_equal(gathered.arrays["k"], k)
 
 
 async def test_an_id_exists_once_whichever_router_makes_it(cluster: Cluster) -> None:
