@@ -50,7 +50,7 @@ def write_mutants(folder: str) -> list[str]:
 
 
 def survivors(names: list[str], tests: list[str]) -> list[str]:
-    """Those of `names` that no test of `tests` notices."""
+    """The `names` that no test of `tests` notices."""
     if not names or not tests:
         return names
     config().pytest_add_cli_args_test_selection = tests

@@ -425,7 +425,7 @@ def test_nodes_that_become_cached_together_are_one_again(tree: PrefixTree) -> No
     assert found(tree, 1, 2, 3) == 3
 
 
-def test_computed_keys_are_those_of_the_committed_pages(tree: PrefixTree) -> None:
+def test_computed_keys_equal_the_keys_of_the_committed_pages(tree: PrefixTree) -> None:
     """All of a prompt's, or those from a page on, which a commit then does not hash again."""
     prefix = Prefix(ids(5, 6, 7))
     keep(tree, 5, 6, 7)

@@ -253,7 +253,7 @@ def test_a_clear_reaches_files_of_another_geometry(store: RecordStore) -> None:
     other.close()
 
 
-def test_a_smaller_size_drops_what_is_beyond_it(store: RecordStore) -> None:
+def test_a_smaller_size_drops_the_records_beyond_it(store: RecordStore) -> None:
     put(store, *range(8))
     again = reopened(store, room=4 * LAYOUT.block_bytes)
     assert kept(again) == [0, 1, 2, 3]

@@ -89,7 +89,7 @@ async def test_of_two_equal_ids_of_which_a_drain_moves_one_one_is_left(
 
 
 @THREE
-async def test_a_failed_call_lists_what_it_has_made_and_a_drain_has_moved(
+async def test_a_failed_call_lists_the_sequences_it_made_and_a_drain_moved(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster.only_on(SECOND)

@@ -62,7 +62,7 @@ def test_the_match_is_how_far_each_engine_has_the_chain_from_its_beginning() -> 
     assert known.matched(iter(())) == ({}, {})
 
 
-def test_pages_in_lower_tiers_count_and_are_told_apart() -> None:
+def test_pages_in_lower_tiers_count_and_are_counted_apart() -> None:
     known = Prefixes()
     known.add("a", stored(0, 1, 2, 3))
     known.add("b", stored(0))

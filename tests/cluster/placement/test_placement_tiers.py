@@ -22,7 +22,7 @@ def engines_with_tiers() -> Iterator[LocalEngines]:
 
 
 async def keep(cluster: Cluster, ids: list[int]) -> dict[str, Any]:
-    """Create a sequence with a prompt, compute what is missing, commit and delete it."""
+    """Create a sequence with a prompt, compute the missing rest, commit and delete it."""
     new = {"sequences": [{"prefix": {"token_ids": ids}}]}
     (made,) = (await cluster.fields("create_sequences", new))["sequences"]
     k = np.full((len(ids) - made["cached_len"], HEADS, DIM), ids[0], FLOAT)

@@ -39,7 +39,7 @@ PAGE = 16
 @pytest.mark.parametrize("window", [0, 1, 31, 100, 999, 2000])
 @pytest.mark.parametrize("split_keys", [0, 256])
 def test_pages_left_of_every_window_are_left_out(window: int, split_keys: int) -> None:
-    """With fixed splits, runs begin where those of the whole sequence do."""
+    """With fixed splits, runs begin where the whole sequence's do."""
     length = 1000
     config = PlannerConfig(4, PAGE, 8, window, (WIDE,), split_keys=split_keys)
     items = make_work([(0, decode_plan([length], PAGE))], config).kernels[0].items

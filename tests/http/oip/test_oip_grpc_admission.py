@@ -175,3 +175,11 @@ def test_two_keys_are_refused(guarded: Server, stack: ExitStack, second: tuple[s
     channel = connect(guarded, stack)
     for metadata in ((RED, second), (second, RED)):
         assert code_of(channel, *metadata) == grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_message_above_the_limit_is_refused(stack: ExitStack) -> None:
+    limit = ("--server.grpc-max-message-bytes", "65536")
+    with serving(*limit) as service, grpc_door(service) as door, stack:
+        channel = connect(door, stack)
+        assert code_of(channel, data=bytes(65537)) == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert infer(channel)
