@@ -91,6 +91,17 @@ def data_of(store: RecordStore) -> bytes:
     return b"".join(one.read_bytes() for one in store.path.iterdir())
 
 
+def test_a_record_that_gives_way_to_others_of_its_own_write_is_not_durable(
+    store: RecordStore,
+) -> None:
+    store.set_limit("a", 2 * LAYOUT.block_bytes)
+    put(store, 1)
+    put(store, 2)
+    placed = put(store, 1, 3, 4)
+    assert placed == [get(store, number) is not None for number in (1, 3, 4)]
+    assert placed[0] is False
+
+
 def test_a_record_is_read_as_it_was_kept(store: RecordStore) -> None:
     assert put(store, 1, 2) == [True, True]
     assert (get(store, 1), get(store, 2), get(store, 3)) == (payload_of(1), payload_of(2), None)

@@ -25,8 +25,9 @@ def test_the_service_agrees_with_the_model() -> None:
     assert status == 0, output
 
 
-def test_a_seed_repeats_exactly() -> None:
-    first, second = (world("--seed", "3") for _ in range(2))
+@pytest.mark.parametrize("name", ["engine", "cluster", "disk"])
+def test_a_seed_repeats_exactly(name: str) -> None:
+    first, second = (world("--world", name, "--seed", "3") for _ in range(2))
     assert first == second
     assert "digest" in first[1]
 
