@@ -26,6 +26,7 @@ from tests.client.client_stub import (
 K = np.zeros((1, 2, 8), np.float32)
 Q = np.zeros((1, 4, 8), np.float32)
 REFUSED = attnd.ConnectionFailed("refused")
+K2 = np.zeros((2, 2, 8), np.float32)
 BROKEN = attnd.ReplyLost("reset by peer")
 APPENDED = tensor_answer({"lengths": [6]})
 
@@ -69,6 +70,20 @@ def test_a_lost_reply_is_asked_for_again_where_twice_does_no_harm(
     first, second = script.requests
     assert script.content(0) == script.content(1)
     assert first.request_id == second.request_id
+
+
+def test_a_batch_of_which_a_cluster_has_done_a_part_is_repeated_with_offsets_only(
+    kind: Kind,
+) -> None:
+    part = problem(503, "not_ready", done=["a"])
+    script = Script(part, APPENDED)
+    with pytest.raises(attnd.NotReady) as caught:
+        ask(kind, script, "append", 0, ["a", "b"], K2, K2)
+    assert len(script.requests) == 1 and caught.value.problem["done"] == ["a"]
+    again = Script(part, problem(409, "length_mismatch", lengths={"a": 6}))
+    with pytest.raises(attnd.LengthMismatch):
+        ask(kind, again, "append", 0, ["a", "b"], K2, K2, offsets=[5, 5])
+    assert len(again.requests) == 2
 
 
 def test_an_error_after_a_lost_reply_shows_that_an_earlier_attempt_may_have_been_executed(

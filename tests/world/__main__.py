@@ -17,7 +17,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="longest time")
     parser.add_argument("--bug", help="a patch of tests/world/bugs to find, or `all`")
-    parser.add_argument("--world", default="all", help="engine, cluster, or all")
+    parser.add_argument("--world", default="all", help="engine, cluster, disk, or all")
     parser.add_argument("--table", action="store_true", help="print operations and faults")
     parser.add_argument("--seed", type=int, help="replay this one, with its trace")
     parser.add_argument("--statements", type=int, default=40, help="of each caller")

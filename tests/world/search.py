@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Final
 
 from tests.world.cluster import ClusterWorld
@@ -23,6 +25,19 @@ AT_ONCE: Final = 4
 """Seeds that wait for each process."""
 
 
+KINDS: Final[dict[str, tuple[str, ...]]] = {
+    "deaths": ("caller dies", "door dies", "engine dies", "device lost"),
+    "stalls": ("engine stalls", "engine stalls long"),
+    "network": ("partial send", "short read", "frames lost"),
+    "device": ("kernel fails", "launch fails", "no memory", "unsupported"),
+    "drains": ("engine drains", "engine is emptied", "emptying ends"),
+    "cancelled": ("caller cancels",),
+    "keys": ("key file breaks",),
+    "disk": (
+        *("disk fails to read", "disk fails to sync", "disk flips a bit", "disk is full"),
+        *("disk lies about a sync", "disk reads short", "disk writes short"),
+    ),
+}
 WORLDS: Final[dict[str, type[Simulation] | type[DiskWorld]]] = {
     "engine": World,
     "cluster": ClusterWorld,
@@ -67,17 +82,26 @@ class Totals:
         )
 
     def table(self) -> str:
-        """Operations and faults, as Markdown: answers to calls during which the fault happened."""
-        faults = sorted(self.faults)
-        lines = ["| operation | answered | " + " | ".join(faults) + " |"]
-        lines.append("|---|" + "---|" * (len(faults) + 1))
+        """Operations and kinds of faults, as Markdown: calls during which a fault happened."""
+        lines = ["| operation | answered | " + " | ".join(KINDS) + " |"]
+        lines.append("|---|" + "---|" * (len(KINDS) + 1))
         for name in sorted({name for name, _ in self.coverage}):
-            codes = [what for one, what in self.coverage if one == name and what not in faults]
-            answered = sum(self.coverage[name, code] for code in codes)
-            counts = [self.coverage[name, fault] for fault in faults]
-            cells = " | ".join(str(count) for count in (answered, *counts))
-            lines.append(f"| `{name}` | {cells} |")
+            of = {what: count for (one, what), count in self.coverage.items() if one == name}
+            hits = [sum(of.get(fault, 0) for fault in faults) for faults in KINDS.values()]
+            answered = sum(count for what, count in of.items() if what not in self.faults)
+            lines.append(f"| `{name}` | {answered} | " + " | ".join(map(str, hits)) + " |")
+        lines.append(
+            "\n" + "; ".join(f"{name} {self.faults[name]}" for name in sorted(self.faults))
+        )
+        missed = sorted(named_faults() - self.faults.keys())
+        lines.append(f"\nNamed faults that were not reached: {', '.join(missed) or 'none'}.")
         return "\n".join(lines)
+
+
+def named_faults() -> set[str]:
+    """The names of all fault points of the worlds, from their source."""
+    texts = [path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("*.py")]
+    return {name for text in texts for name in re.findall(r'fault\(\s*"([^"]+)"', text)}
 
 
 def results(plans: Iterable[Plan], jobs: int) -> Iterator[Result]:

@@ -235,6 +235,7 @@ class Simulation:
     def fail(self, error: BaseException) -> None:
         """The first failure counts."""
         if isinstance(error, Unclear):
+            self.note(f"given up: {error}")
             self.is_over = self.result.is_unclear = True
         elif self.result.error is None:
             self.result.error = f"{type(error).__name__}: {error}"

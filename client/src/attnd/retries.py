@@ -5,7 +5,8 @@ generator that yields the next step (`Attempt` or `Pause`) and is sent the reply
 error. The clients only execute these steps, so they cannot differ in anything else.
 
 Calls that are sent again, within `Retries.attempts`:
-  always      nothing was sent (connection refused), or the service answered 429 or 503
+  always      nothing was sent (connection refused), or the service answered 429 or 503, and has
+              changed nothing
   repeatable  the reply was lost (connection broke): only calls that do no harm twice
   never       anything else, including a timeout after sending: the time given was used up
 """
@@ -225,7 +226,12 @@ def retrying(
 
 
 def may_repeat(call: Call[T], error: AttndError) -> bool:
-    """Whether sending `call` again after `error` is safe, and could help."""
+    """Whether sending `call` again after `error` is safe, and could help.
+
+    `done` in an error of a cluster lists sequences that were changed all the same.
+    """
+    if isinstance(error, ServiceError) and error.problem.get("done") and not call.repeatable:
+        return False
     if isinstance(error, (ConnectionFailed, Overloaded, NotReady, SequenceMoving)):
         return True
     return isinstance(error, ReplyLost) and call.repeatable
