@@ -52,6 +52,7 @@ class Shape:
     scoring: Scoring
     most_tokens: int
     q_dtype: DType = "fp16"
+    sinks: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +75,7 @@ class Forest:
         self._pool()
         self._sums: dict[tuple[int, int], int] = {}
         heads, dim = shape.num_qo_heads, shape.geometry.head_dim
+        self._sinks = rng.normal(1, 3, heads).astype(np.float32) if shape.sinks else None
         self._factors = rng.integers(0, 2**63, heads * (dim + 1), np.uint64) * np.uint64(2)
         self._factors += np.uint64(1)
         self.num_rows = 0
@@ -115,8 +117,7 @@ class Forest:
             self._tokens = {name: replace(one, length=0)}
             self._append([name], [one.length])
             self._attend([name], [one.length], "alone")
-            geometry = self._shape.geometry
-            if geometry.dtype == self._shape.q_dtype and geometry.page_size % 8 == 0:
+            if self._shape.geometry.dtype == self._shape.q_dtype:
                 self._ragged(one)
 
     def _new(self) -> None:
@@ -165,7 +166,7 @@ class Forest:
             rows = [self._rows(n, c) for n, c in zip(names[part], counts[part], strict=True)]
             owner = [row for _, keys in rows for row in keys]
             q = np.concatenate([q for q, _ in rows] or [self._normal((0, 1, 1), "fp16")])
-            whole = Attend(0, q, planned.plan, self._shape.scoring)
+            whole = Attend(0, q, planned.plan, self._shape.scoring, sinks=self._sinks)
             if len(parts) == 1 and rng.random() < 0.3 and len(q):
                 self._cut(whole, owner, f"{how}, {mode}, cut")
             elif len(q):
@@ -191,7 +192,7 @@ class Forest:
         at = np.array([0, one.length], np.int32)
         rows = (one.q[: one.length], one.k[: one.length], one.v[: one.length])
         if one.length:
-            call = RaggedAttend(*rows, at, at, True, self._shape.scoring)
+            call = RaggedAttend(*rows, at, at, True, self._shape.scoring, sinks=self._sinks)
             state = self._backend.attend_ragged(call).result()
             self._compare(
                 state, [(int(n), p) for p, n in enumerate(one.owner[: one.length])], "ragged"
@@ -262,7 +263,8 @@ def shapes(most_tokens: int, num_pages: int, kv_heads: int, fp32: bool) -> list[
         scale = 0.5 if dtype.startswith("fp8") else 1.0
         geometry = PoolGeometry(1, pages, page_size, kv_heads, dim, "NHD", dtype, scale, scale)
         q_dtype: DType = "fp16" if dtype.startswith("fp8") else dtype
-        made.append(Shape(geometry, kv_heads * group, scoring, most_tokens, q_dtype))
+        sinks = (dtype, page_size) in (("bf16", 32), ("fp8_e4m3", 16))
+        made.append(Shape(geometry, kv_heads * group, scoring, most_tokens, q_dtype, sinks))
     return made
 
 

@@ -1,6 +1,6 @@
 """Time of the CUDA kernels on the rows of workloads.json, beside the ceilings of the same GPU.
 
-    python -m bench.kernels [--only decode] [--mma-sync] [--invariant] [--out FILE]
+    python -m bench.kernels [--only decode] [--mma-sync] [--invariant] [--sinks] [--out FILE]
     python -m bench.kernels --random N [--seed S]
 
 A row's floor is max(bytes / read ceiling, flops / matmul ceiling), with both ceilings measured in
@@ -36,6 +36,8 @@ from kernels.cuda.wide import variants as wide
 
 REPLAYS: Final = 7
 LONG_MS: Final = 0.05
+REST_S: Final = 0.2
+"""Before each measurement: without, power limits the device, and the first of two looks best."""
 HOST_CALLS: Final = 40
 """Plans, each with one cold and one cached call; two more come first, untimed."""
 
@@ -133,8 +135,8 @@ def run_facts() -> dict[str, Any]:
     }
 
 
-def measure(row: Row, run: dict[str, Any], invariant: bool) -> Row:
-    """One row of the results; `invariant`: attention with those numerics, too."""
+def measure(row: Row, run: dict[str, Any], invariant: bool, sinks: bool) -> Row:
+    """One row of the results; `invariant`, `sinks`: with those numerics, and with sinks, too."""
     ms = timed(build(row))
     ceilings = run["ceilings"]
     floor = max(
@@ -152,10 +154,13 @@ def measure(row: Row, run: dict[str, Any], invariant: bool) -> Row:
         result["flat_ms"] = round(timed(build(row, flat=True)), 5)
     if invariant and row["kind"] not in ("append", "merge"):
         result["invariant_ms"] = round(timed(build(row, numerics="invariant")), 5)
+    if sinks and row["kind"] != "append":
+        result["sinks_ms"] = round(timed(build(row, sinks=True)), 5)
     return result
 
 
 def timed(case: KernelCall) -> float:
+    time.sleep(REST_S)
     ms = graph_ms(case.call, case.calls)
     del case
     gc.collect()
@@ -218,6 +223,8 @@ def show(row: Row, result: Row) -> str:
     if "invariant_ms" in result:
         flat += f"  invariant {result['invariant_ms']:.4f}, "
         flat += f"{result['ms'] / result['invariant_ms']:.2f} of the speed"
+    if "sinks_ms" in result:
+        flat += f"  sinks {result['sinks_ms'] / result['ms']:.3f} of the time"
     met = "" if row["at_least"] is None or result["roofline"] >= row["at_least"] else "  SHORT"
     return (
         f"{row['name']:28} {result['ms']:8.4f} ms {result['tbps']:6.2f} TB/s "
@@ -245,6 +252,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--invariant", action="store_true", help="each row with engine.numerics: invariant, too"
     )
+    parser.add_argument("--sinks", action="store_true", help="each row with sinks, too")
     parser.add_argument("--random", type=int, metavar="N", help="workloads drawn at random instead")
     parser.add_argument("--seed", type=int, default=1, help="of --random")
     parser.add_argument("--mma-sync", action="store_true", help="without Hopper's wide kernel")
@@ -258,7 +266,7 @@ def measure_random(run: dict[str, Any], count: int, seed: int) -> None:
     """Workloads drawn at random; the worst come last, of all that take long enough."""
     rows = random_rows(count, np.random.default_rng(seed))
     rows.sort(key=lambda row: (row["head_dim"], row["kv_dtype"], row["page_size"]))
-    results = [(row, measure(row, run, False)) for row in rows]
+    results = [(row, measure(row, run, False, False)) for row in rows]
     long = [(row, result) for row, result in results if result["ms"] > LONG_MS]
     print(f"{len(results)} workloads, {len(long)} above {LONG_MS} ms; the worst of these:")
     for row, result in sorted(long, key=lambda one: one[1]["roofline"])[:10]:
@@ -283,7 +291,7 @@ def main() -> None:
     for row in workloads():
         if arguments.only not in row["name"]:
             continue
-        results.append(measure(row, run, arguments.invariant))
+        results.append(measure(row, run, arguments.invariant, arguments.sinks))
         print(show(row, results[-1]), flush=True)
     cpu = {
         batch: measure_cpu(batch, kv_lens)

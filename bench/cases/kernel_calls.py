@@ -57,18 +57,20 @@ def random_array(shape: Sequence[int], dtype: DType) -> Any:
     return array
 
 
-def build(row: Row, flat: bool = False, numerics: Numerics = "fast") -> KernelCall:
+def build(
+    row: Row, flat: bool = False, numerics: Numerics = "fast", sinks: bool = False
+) -> KernelCall:
     """A row's call, with its tensors on the device."""
     if row["kind"] == "append":
         return append_case(row)
     if row["kind"] == "merge":
-        return merge_case(row)
+        return merge_case(row, sinks)
     if row.get("storage") == "ragged":
-        return ragged_case(row, numerics)
-    return pool_case(row, flat, numerics)
+        return ragged_case(row, numerics, sinks)
+    return pool_case(row, flat, numerics, sinks)
 
 
-def pool_case(row: Row, flat: bool, numerics: Numerics) -> KernelCall:
+def pool_case(row: Row, flat: bool, numerics: Numerics, sinks: bool) -> KernelCall:
     """Decode, cascade, paged prefill: each call reads another layer, which is not in the cache."""
     g, plan = pool_plan(row, flat)
     layers = g.num_layers
@@ -81,25 +83,33 @@ def pool_case(row: Row, flat: bool, numerics: Numerics) -> KernelCall:
     )
     config = config_of(row, backend.kv)
     device_plan = backend.attention.make([(0, plan)], config)
-    call, owners = attend_call(row, backend, config, device_plan, len(plan.positions))
+    call, owners = attend_call(row, backend, config, device_plan, len(plan.positions), sinks)
     return KernelCall(lambda i: call(i % layers), max(6, layers), (backend, owners))
 
 
 def attend_call(
-    row: Row, backend: CudaBackend, config: AttentionConfig, device_plan: DevicePlan, rows: int
+    row: Row,
+    backend: CudaBackend,
+    config: AttentionConfig,
+    device_plan: DevicePlan,
+    rows: int,
+    sinks: bool,
 ) -> tuple[Callable[[int], None], Any]:
     shape = (rows, row["num_qo_heads"], row["head_dim"])
     q, o = random_array(shape, "fp16"), cupy.empty(int(np.prod(shape)) * 2, cupy.uint8)
     lse = cupy.empty(rows * row["num_qo_heads"], cupy.float32)
+    given = cupy.zeros(row["num_qo_heads"], cupy.float32)
+    where = (q.data.ptr, o.data.ptr, lse.data.ptr)
+    how = (given.data.ptr, given.size) if sinks else (0, 0)
     backend.transfers.finish()
 
     def call(layer: int) -> None:
-        backend.attention.enqueue(device_plan, config, layer, q.data.ptr, o.data.ptr, lse.data.ptr)
+        backend.attention.enqueue(device_plan, config, layer, *where, sinks=how)
 
-    return call, (q, o, lse)
+    return call, (q, o, lse, given)
 
 
-def ragged_case(row: Row, numerics: Numerics) -> KernelCall:
+def ragged_case(row: Row, numerics: Numerics, sinks: bool) -> KernelCall:
     backend = CudaBackend(geometry_of(row | {"page_size": 16}, 1, 1), numerics=numerics)
     heads, head_dim = row["num_kv_heads"], row["head_dim"]
     tokens, plan = ragged_row_plan(row)
@@ -108,7 +118,7 @@ def ragged_case(row: Row, numerics: Numerics) -> KernelCall:
     kv = ragged_view(heads, head_dim, row["kv_dtype"], k.data.ptr, v.data.ptr, tokens)
     config = config_of(row, kv)
     device_plan = backend.attention.make([(0, plan)], config)
-    call, owners = attend_call(row, backend, config, device_plan, len(plan.positions))
+    call, owners = attend_call(row, backend, config, device_plan, len(plan.positions), sinks)
     return KernelCall(lambda i: call(0), 6, (backend, k, v, owners))
 
 
@@ -135,7 +145,7 @@ def append_case(row: Row) -> KernelCall:
     return KernelCall(call, max(6, layers), (backend, k, v, slots_at))
 
 
-def merge_case(row: Row) -> KernelCall:
+def merge_case(row: Row, sinks: bool) -> KernelCall:
     geometry, lists = merge_indptr(row)
     backend = CudaBackend(geometry)
     rows, states, heads, dim = row["rows"], row["states"], row["num_heads"], row["head_dim"]
@@ -144,6 +154,7 @@ def merge_case(row: Row) -> KernelCall:
     lse = random_array((rows * states, heads), "fp32")
     indptr = cupy.asarray(lists)
     out, out_lse = cupy.empty(rows * heads * dim * 2, cupy.uint8), cupy.empty(rows * heads * 4)
+    given = cupy.zeros(heads, cupy.float32)
     backend.transfers.finish()
 
     def call(i: int) -> None:
@@ -153,6 +164,7 @@ def merge_case(row: Row) -> KernelCall:
             (o[i % copies].data.ptr, lse.data.ptr, indptr.data.ptr),
             (out.data.ptr, out_lse.data.ptr),
             states,
+            sinks=given.data.ptr if sinks else 0,
         )
 
-    return KernelCall(call, max(6, copies), (backend, o, lse, indptr, out, out_lse))
+    return KernelCall(call, max(6, copies), (backend, o, lse, indptr, out, out_lse, given))

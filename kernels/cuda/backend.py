@@ -52,7 +52,6 @@ from kernels.cuda.device.transfer import Transfers, mark
 from kernels.cuda.kv.pool import allocate, pool_view
 from kernels.cuda.kv.ragged import ragged_plan, ragged_view
 from kernels.cuda.merge.merger import Merger
-from kernels.cuda.merge.sinks import enqueue_sinks
 from kernels.cuda.pages.copies import CudaPageCopies
 from kernels.cuda.rows.mover import RowMover
 from kernels.cuda.specs import service_specs
@@ -99,7 +98,8 @@ class CudaBackend:
             self.kv = pool_view(geometry, self._pool.ptr)
             self._split_keys = split_keys(numerics, SPLIT_KEYS, geometry.page_size)
             here = (self.library, self.transfers, self.multiprocessors)
-            self.attention = AttentionRunner(*here, self._split_keys)
+            how = (self._split_keys, geometry.page_size)
+            self.attention = AttentionRunner(*here, *how)
             shared = (self.library, self.transfers, self.guarded)
             self._rows = RowMover(geometry, self.kv, *shared)
             in_order = self._split_keys > 0
@@ -222,16 +222,11 @@ class CudaBackend:
         seconds.plan = perf_counter() - start
         layers = {layer for layer, _ in plans}
         layer = layers.pop() if len(layers) == 1 else None
-        uploaded = upload(
-            self.transfers,
-            [
-                *_sinks(requests),
-                Wanted(q, NUMPY_DTYPES[compute]),
-                *_masks(r.mask for r in requests),
-            ],
-        )
+        sinks = _sinks(requests)
+        wanted = [Wanted(q, NUMPY_DTYPES[compute]), *_masks(r.mask for r in requests)]
+        uploaded = upload(self.transfers, [*wanted, *as_is(*sinks)])
         seconds.copy_in = perf_counter() - start - seconds.plan
-        return self._launch(device_plan, config, layer, requests, uploaded, seconds)
+        return self._launch(device_plan, config, layer, requests, uploaded, sinks, seconds)
 
     def _launch(
         self,
@@ -240,26 +235,22 @@ class CudaBackend:
         layer: int | None,
         requests: Sequence[Attend | RaggedAttend],
         uploaded: Uploaded,
+        sinks: Sequence[Float32],
         seconds: StageSeconds,
     ) -> Pending[list[AttentionState]]:
-        """Launch attention of the `uploaded` arrays, sinks first, q and mask last, and start the
-        result copies."""
+        """Launch attention of the last `uploaded` arrays, q, mask and sinks, and start the result
+        copies."""
         outs = [request.out for request in requests]
         if device_plan.num_rows == 0:
             return Done([out or _empty(r.q) for out, r in zip(outs, requests, strict=True)])
         shapes = [(r.q.shape, r.q.dtype, r.out) for r in requests]
         answers = Answers(self.transfers, states_made(shapes, NUMPY_DTYPES[config.compute]))
-        (o, lse), (q, *mask) = answers.at, uploaded.at[-3 if config.masked else -1 :]
-        bits, offsets = mask or (0, 0)
+        at = uploaded.at[-1 - 2 * config.masked - len(sinks) :]
+        mask = (at[1], at[2]) if config.masked else (0, 0)
+        given = (at[-1], sinks[0].size) if sinks else (0, 0)
+        (o, lse), q = answers.at, at[0]
         with self.transfers.compute:
-            self.attention.enqueue(device_plan, config, layer, q, o, lse, (bits, offsets))
-            sinks = iter(uploaded.at)
-            for request in requests:
-                shape = request.q.shape
-                if request.sinks is not None:
-                    enqueue_sinks(self.library, config.compute, shape, o, lse, next(sinks))
-                o += request.q.size * NUMPY_DTYPES[config.compute].itemsize
-                lse += shape[0] * shape[1] * np.float32().itemsize
+            self.attention.enqueue(device_plan, config, layer, q, o, lse, mask, given)
         launched = mark(self.transfers.compute)
         uploaded.release(launched, device_plan)
         done = answers.send(launched)
@@ -281,10 +272,11 @@ class CudaBackend:
             kind = NUMPY_DTYPES[compute]
             wanted = [Wanted((tensor,), kind) for tensor in (request.k, request.v, request.q)]
             sinks = _sinks([request])
-            uploaded = upload(self.transfers, [*sinks, *wanted, *_masks([request.mask])])
+            wanted += [*_masks([request.mask]), *as_is(*sinks)]
+            uploaded = upload(self.transfers, wanted)
             seconds = StageSeconds(copy_in=perf_counter() - start)
             tokens, heads, head_dim = request.k.shape
-            k, v = uploaded.at[len(sinks) : len(sinks) + 2]
+            k, v = uploaded.at[:2]
             kv = ragged_view(heads, head_dim, compute, k, v, tokens)
             masked = request.mask is not None
             config = AttentionConfig(kv, request.q.shape[1], compute, request.scoring, masked)
@@ -292,7 +284,8 @@ class CudaBackend:
             plan = ragged_plan(*ends, request.causal, request.row_positions)
             device_plan = self.attention.make([(0, plan)], config)
             seconds.plan = perf_counter() - start - seconds.copy_in
-            return First(self._launch(device_plan, config, 0, [request], uploaded, seconds))
+            made = self._launch(device_plan, config, 0, [request], uploaded, sinks, seconds)
+            return First(made)
 
     @property
     def page_copies(self) -> CudaPageCopies:
@@ -328,9 +321,19 @@ def _empty(q: Tensor) -> AttentionState:
     return AttentionState(np.zeros(q.shape, q.dtype), np.zeros(q.shape[:2], np.float32))
 
 
-def _sinks(requests: Sequence[Attend | RaggedAttend]) -> list[Wanted]:
-    """The sinks of requests that have them."""
-    return as_is(*(request.sinks for request in requests if request.sinks is not None))
+def _sinks(requests: Sequence[Attend | RaggedAttend]) -> tuple[Float32, ...]:
+    """The sinks of a launch: none, one for each head, or one for each head of each row."""
+    if len(requests) == 1:
+        return () if requests[0].sinks is None else (requests[0].sinks,)
+    if all(request.sinks is None for request in requests):
+        return ()
+    return (np.concatenate([_sinks_of_rows(request) for request in requests]),)
+
+
+def _sinks_of_rows(request: Attend | RaggedAttend) -> Float32:
+    """A request's sinks for each of its rows, -inf for none."""
+    sinks = np.float32(-np.inf) if request.sinks is None else request.sinks
+    return np.broadcast_to(sinks, request.q.shape[:2])
 
 
 def _masks(masks: Iterable[Mask | None]) -> list[Wanted]:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from kernels.backend import TENSOR_DTYPES, DType, Numerics, Scoring
 from kernels.compile import Spec
 from kernels.cuda.attention.kernels import attend_kernels, wide_variant
-from kernels.cuda.merge.sinks import sinks_spec
 from kernels.cuda.merge.variants import BATCHES, IN_ORDER, PARTIAL_BATCHES, merge_spec
 from kernels.cuda.narrow.variants import few_rows_kernels, short_decode_kernels
 from kernels.cuda.pages.copies import PAGES_SPEC
@@ -37,7 +34,7 @@ def service_specs(
         batches = PARTIAL_BATCHES if numerics == "fast" else (*PARTIAL_BATCHES, IN_ORDER)
         specs += [merge_spec(head_dim, True, compute, batch, *in_order) for batch in batches]
     for tensor in TENSOR_DTYPES:
-        specs += [rows_spec(head_dim, tensor, dtype), sinks_spec(tensor)]
+        specs.append(rows_spec(head_dim, tensor, dtype))
         dims = (head_dim, 0)
         specs += [merge_spec(dim, False, tensor, b, *in_order) for dim in dims for b in BATCHES]
     return tuple(dict.fromkeys(specs))
@@ -56,5 +53,6 @@ def _wide_specs(
     usual = [variant for variant in variants if variant is not None]
     others = [made for v in usual for made in (wide.short_variant(v), wide.long_variant(v)) if made]
     if numerics == "invariant":
-        others = [replace(variant, splits=True) for variant in usual if not variant.has_mask]
+        usual += map(wide.few_variant, usual.copy())
+        others = [wide.joining_variant(variant) for variant in usual if not variant.has_mask]
     return [variant.spec for variant in (*usual, *others)]

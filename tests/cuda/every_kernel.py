@@ -44,6 +44,7 @@ from kernels.backend import (  # noqa: E402
     DType,
     Layout,
     Mask,
+    Numerics,
     PagePlaces,
     Plan,
     PoolGeometry,
@@ -64,6 +65,7 @@ POOLS: Pools = [
     (256, "fp16", "fp16", "HND", 1),
 ]
 """head_dim, dtype of the pool, of q, layout, page_size."""
+INVARIANT: Pools = [POOLS[0], (128, "fp8_e4m3", "fp16", "NHD", 16), POOLS[3]]
 
 
 class Small:
@@ -91,9 +93,10 @@ class Small:
         if masked:
             masks, mask = self.masks(qo_lens, kv_lens)
         plan = self.pooled.flat(runs, qo_lens, causal=True)
-        (state,) = self.backend.attend([Attend(1, q, plan, scoring, mask)]).result()
+        sinks = None if masked else normal(self.rng, (QO_HEADS,), "fp32")
+        (state,) = self.backend.attend([Attend(1, q, plan, scoring, mask, sinks=sinks)]).result()
         want = expected(self.computed(q), runs, qo_lens, True, scoring, masks)
-        self.equals(state, want, (qo_len, scoring, masked))
+        self.equals(state, with_sinks(want, sinks), (qo_len, scoring, masked))
 
     def masks(self, qo_lens: list[int], kv_lens: list[int]) -> tuple[list[Array], Mask]:
         pairs = zip(qo_lens, kv_lens, strict=True)
@@ -115,9 +118,10 @@ class Small:
         ]
         ones = [1] * batch
         plan = Plan(levels, positions([run.num_keys for run in whole], ones))
-        q = self.query(batch)
-        (state,) = self.backend.attend([Attend(1, q, plan, scoring)]).result()
-        self.equals(state, expected(self.computed(q), whole, ones, False, scoring), "cascade")
+        q, sinks = self.query(batch), normal(self.rng, (QO_HEADS,), "fp32")
+        (state,) = self.backend.attend([Attend(1, q, plan, scoring, sinks=sinks)]).result()
+        want = expected(self.computed(q), whole, ones, False, scoring)
+        self.equals(state, with_sinks(want, sinks), "cascade")
 
     def ragged(self, qo_len: int, scoring: Scoring, masked: bool) -> None:
         shape = (sum(LENGTHS), KV_HEADS, self.geometry.head_dim)
@@ -212,21 +216,30 @@ class Small:
             self.ragged(qo_len, Scoring(scale), False)
             self.ragged(qo_len, Scoring(scale, 20.0), True)
         self.attend([runs[0], runs[2]], 33, Scoring(scale), False)  # short prefills and no others
-        self.attend([self.pooled.add(2500, 1)], 1, Scoring(scale), False)  # cut, and merged
+        long = self.pooled.add(2500, 1)  # cut, and merged; or the states of its splits joined
+        for qo_len in (1, 33):
+            self.attend([long], qo_len, Scoring(scale), False)
         self.share(Scoring(scale))
         self.move()
         for members, head_dim in ((2, self.geometry.head_dim), (5, 24)):
             self.merge(7, members, head_dim, into=members == 2)
 
 
-def run(kind: BackendKind, pools: Pools = POOLS) -> set[str]:
+def with_sinks(state: oracle.State, sinks: Array | None) -> oracle.State:
+    o, lse = state
+    if sinks is None:
+        return state
+    return oracle.merge([state, (np.zeros(o.shape), np.broadcast_to(sinks, lse.shape))])
+
+
+def run(kind: BackendKind, pools: Pools = POOLS, numerics: Numerics = "fast") -> set[str]:
     """Everything on a kind of backend; the entry points that a device launched."""
     launched: set[str] = set()
     rng = np.random.default_rng(11)
     for head_dim, dtype, q_dtype, layout, page_size in pools:
         pages = 4000 // page_size + 64
         geometry = PoolGeometry(2, pages, page_size, KV_HEADS, head_dim, layout, dtype, 0.5, 2.0)
-        backend = make_backend(kind, geometry, poison=True)
+        backend = make_backend(kind, geometry, poison=True, numerics=numerics)
         library = getattr(backend, "library", None)
         if library is not None:
             find = library.function
@@ -236,7 +249,7 @@ def run(kind: BackendKind, pools: Pools = POOLS) -> set[str]:
             )[1]
         Small(backend, q_dtype, rng).all()
         backend.close()
-        print(f"{kind}: right on {geometry}", flush=True)
+        print(f"{kind}, {numerics}: right on {geometry}", flush=True)
     return launched
 
 
@@ -247,6 +260,6 @@ def entries() -> set[str]:
 
 
 if __name__ == "__main__":
-    missing = entries() - run("cuda")
+    missing = entries() - run("cuda") - run("cuda", INVARIANT, "invariant")
     if missing:
         raise SystemExit(f"never launched: {', '.join(sorted(missing))}")

@@ -81,6 +81,7 @@ class Kernels:
         o: int,
         lse: int,
         mask: Any = (0, 0),
+        sinks: tuple[int, int] = (0, 0),
     ) -> None:
         self.attended.append((q, o, lse))
         compute, kv = NUMPY_DTYPES[config.compute], config.kv
@@ -153,6 +154,7 @@ class Kernels:
         where: Sequence[int],
         longest: int,
         into: bool = False,
+        sinks: int = 0,
     ) -> None:
         self.merged.append((members, where))
 

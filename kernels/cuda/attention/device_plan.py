@@ -83,10 +83,12 @@ class DevicePlanBuilder:
         schedule: int,
         split_keys: int = 0,
         running: int = 0,
+        pool_page: int = 16,
     ) -> None:
         self._config, self._library = config, library
         self._multiprocessors, self._schedule = multiprocessors, schedule
-        self._sets = kernel_sets(config.shape, library.arch, multiprocessors, split_keys)
+        how = (split_keys, pool_page)
+        self._sets = kernel_sets(config.shape, library.arch, multiprocessors, *how)
         self._usual = self._sets["usual"]
         self._struct = attend_struct(config)
         self._split_keys, self._running = split_keys, running
@@ -113,9 +115,10 @@ class DevicePlanBuilder:
         buffer, at = transfers.upload_ints(arrays)
         count = len(work.kernels)
         places = _Places(*at[count : count + 6])
+        merged = len(merges.chunks) > 0
         alone = len(work.kernels) == 1 and self._library.overlaps
-        follows = len(merges.chunks) == 0
-        overlaps = alone and _begins_early(work.kernels[0], follows)
+        follows = not merged
+        overlaps = alone and _begins_early(work.kernels[0], not merged)
         before: list[Step] = []
         steps: list[Step] = []
         others: list[Step] = []
@@ -139,7 +142,7 @@ class DevicePlanBuilder:
             buffer=buffer,
             steps=(*before, *(steps or others)),
             beside=tuple(others if steps else ()),
-            merge=self._merge_step(merges, places, alone) if len(merges.chunks) else None,
+            merge=self._merge_step(merges, places, alone) if merged else None,
             num_rows=work.num_rows,
             partial_rows=merges.num_partial_rows,
             sums=any(launch.joins for launch in work.kernels),

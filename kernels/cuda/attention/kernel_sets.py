@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, Literal
 
@@ -25,12 +25,14 @@ from kernels.cuda.wide import variants as wide
 MOST_SHAPES: Final = 64
 SHORT_DECODE: Final = 128
 """Keys a narrow warp, of a device full of them, up to which a decode is short."""
+FEW_ROWS: Final = 64
+"""Packed rows of a segment, at most, in batches of few rows."""
 SHORT_PREFILL: Final = 512
 LONG_PREFILL: Final = 1024
 """Keys of the longest sequence of a short prefill; and at least, on average, of a long one."""
 
 
-BatchKind = Literal["usual", "short decode", "short prefill", "long prefill"]
+BatchKind = Literal["usual", "few rows", "short decode", "short prefill", "long prefill"]
 """Class of a batch. Prefills: each sequence has enough rows for the kernel of many rows."""
 
 
@@ -58,22 +60,41 @@ class KernelSet:
 
 @lru_cache(MOST_SHAPES)
 def kernel_sets(
-    config: AttentionShape, arch: str, multiprocessors: int, split_keys: int = 0
+    config: AttentionShape,
+    arch: str,
+    multiprocessors: int,
+    split_keys: int = 0,
+    pool_page: int = 16,
 ) -> Mapping[BatchKind, KernelSet]:
     """The sets that there are for a configuration; always the usual one.
 
-    With `split_keys` one kernel serves all rows, so that all have the same arithmetic.
+    With `split_keys` all rows have the same arithmetic: one kernel serves them, or, where none has
+    many rows, another one like it. Ragged keys have that of a pool of pages of `pool_page`.
     """
     options = (arch, config.head_dim, config.compute, config.dtype)
     page_size = 0 if config.contiguous else config.page_size
     variant = wide_variant(*options, page_size, config.scoring, config.masked)
+    if split_keys and not wide.supports(
+        *options, pool_page if config.contiguous else page_size, config.scoring.sm_scale
+    ):
+        variant = None
     usual = attend_kernels(*options, config.general, variant)
     if split_keys:
-        joining = None
-        if variant is not None and not config.masked:
-            joining = wide_kernel(replace(variant, splits=True))
-        only = usual[-1:]
-        return {"usual": _kernel_set(only, {}, config, multiprocessors, split_keys, joining)}
+        if variant is None:
+            return {"usual": _kernel_set(usual[-1:], {}, config, multiprocessors, split_keys)}
+        alike: dict[BatchKind, wide.WideVariant]
+        alike = {"usual": variant, "few rows": wide.few_variant(variant)}
+        return {
+            kind: _kernel_set(
+                (wide_kernel(one),),
+                {},
+                config,
+                multiprocessors,
+                split_keys,
+                None if config.masked else wide_kernel(wide.joining_variant(one)),
+            )
+            for kind, one in alike.items()
+        }
     few_rows = {} if config.general else few_rows_kernels(*options)
     made: dict[BatchKind, KernelSet]
     made = {"usual": _kernel_set(usual, few_rows, config, multiprocessors)}
@@ -120,6 +141,12 @@ def _kernel_set(
 
 def batch_kind(plans: Sequence[Plan], usual: PlannerConfig) -> BatchKind:
     """A cheap classification of a batch; `usual` unless another set certainly fits."""
+    if usual.split_keys:
+        levels = [level for plan in plans for level in plan.levels if len(level.kv_start)]
+        most = max(
+            [greatest(level.qo_indptr[1:] - level.qo_indptr[:-1]) for level in levels] or [0]
+        )
+        return "few rows" if most * usual.group_size <= FEW_ROWS else "usual"
     rows = sequences = pages = 0
     for plan in plans:
         if len(plan.levels) != 1:

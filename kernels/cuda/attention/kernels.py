@@ -22,6 +22,8 @@ FEW_ROWS_BYTES: Final = 5.4e9
 """What an item costs a warp of the narrow kernel, and how many bytes it reads in a second; and the
 same where groups are small enough for loads that leave the L1 cache together."""
 WIDE_ITEM: Final = 1.8e-6
+WIDE_BYTES: Final = 35e9
+"""What a multiprocessor reads in a second where the wide kernel multiplies 64 rows a tile."""
 TILE_ITEM: Final = 1.8e-6
 SMS: Final = 132
 """Of the device on which costs were measured, and what its kernels reach."""
@@ -95,9 +97,12 @@ def planner_shape(
     """
     narrow, wide = kernel.entry == "attend_narrow", kernel.entry == "attend_wide"
     token_bytes = 2 * head_dim * NUMPY_DTYPES[storage].itemsize
-    wide_flops = SHORT_ROW_FLOPS[kernel.rows] if wide and head_dim == 64 else WIDE_FLOPS
+    wide_flops = SHORT_ROW_FLOPS.get(kernel.rows, WIDE_FLOPS) if head_dim == 64 else WIDE_FLOPS
     reached = (wide_flops if wide else TILE_FLOPS) / SMS / kernel.blocks
     flops = 4 * head_dim * kernel.rows
+    many_seconds = flops / reached
+    if wide and kernel.blocks == 1 and kernel.rows == 64:
+        many_seconds = max(many_seconds, token_bytes / WIDE_BYTES)
     warps = kernel.threads // 32 if narrow else 1
     narrow_item = FEW_ROWS_ITEM if few_rows else NARROW_ITEM
     narrow_bytes = FEW_ROWS_BYTES if few_rows else NARROW_BYTES
@@ -110,7 +115,7 @@ def planner_shape(
         persistent=narrow,
         least_run=NARROW_RUN if narrow else 256,
         item_seconds=narrow_item if narrow else WIDE_ITEM if wide else TILE_ITEM,
-        key_seconds=token_bytes / narrow_bytes if narrow else flops / reached,
+        key_seconds=token_bytes / narrow_bytes if narrow else many_seconds,
         heads_at_once=2 if wide else 0,  # wide.heads_together, but for hundreds of tiles on one run
         teams=tuple(t for t in range(1, warps + 1) if warps % t == 0),
     )

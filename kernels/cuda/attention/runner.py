@@ -19,6 +19,7 @@ from kernels.cuda.attention.steps import CallAddresses, DevicePlan
 from kernels.cuda.device.launch import Library
 from kernels.cuda.device.transfer import Transfers
 from kernels.cuda.kv.view import KvView
+from kernels.cuda.merge.variants import sinks_inverse
 from kernels.cuda.wide import variants as wide
 
 DEVICE_PLANS: Final = 64
@@ -28,15 +29,22 @@ MOST_BUILDERS: Final = 64
 class AttentionRunner:
     """Plans, caches and launches attention over one `KvView`.
 
-    `team` forces how many warps share an item in plans made from then on: for measurements.
+    `pool_page` is the pool's page size. `team` forces how many warps share an item in plans made
+    from then on: for measurements.
     """
 
     def __init__(
-        self, library: Library, transfers: Transfers, multiprocessors: int, split_keys: int = 0
+        self,
+        library: Library,
+        transfers: Transfers,
+        multiprocessors: int,
+        split_keys: int = 0,
+        pool_page: int = 16,
     ) -> None:
         self._library = library
         self._transfers = transfers
-        self._multiprocessors, self._split_keys = multiprocessors, split_keys
+        self._multiprocessors = multiprocessors
+        self._split_keys, self._pool_page = split_keys, pool_page
         self.team: int | None = None
         self._device_plans: OrderedDict[tuple[object, ...], DevicePlan] = OrderedDict()
         self._builders: dict[AttentionConfig, DevicePlanBuilder] = {}
@@ -87,6 +95,7 @@ class AttentionRunner:
                 self._schedule.data.ptr,
                 self._split_keys,
                 self._running.data.ptr,
+                self._pool_page,
             )
             if len(self._builders) == MOST_BUILDERS:
                 self._builders.clear()
@@ -103,8 +112,10 @@ class AttentionRunner:
         o: int,
         lse: int,
         mask: tuple[int, int] = (0, 0),
+        sinks: tuple[int, int] = (0, 0),
     ) -> None:
-        """Launch on the current stream. q, o, lse: device addresses; mask: bits and offsets.
+        """Launch on the current stream. q, o, lse: device addresses; mask: bits and offsets; sinks:
+        their address, and how many, one for each head or for each head of each row.
 
         `layer` is that of the requests when they share one, else None. The caller keeps the plan
         until the launch is done: the cache may drop it earlier, and does not hold ragged ones.
@@ -112,7 +123,8 @@ class AttentionRunner:
         kv = config.kv
         shift = (layer or 0) * kv.layer_bytes
         tensors = (q, o, lse, kv.k + shift, kv.v + shift)
-        call = CallAddresses(layer, *tensors, *mask, *self.partials(device_plan, kv))
+        given = (sinks[0], sinks_inverse(sinks[1]), sinks[1]) if sinks[0] else (0, 0, 0)
+        call = CallAddresses(layer, *tensors, *mask, *self.partials(device_plan, kv), *given)
         if device_plan.beside:
             stream = cupy.cuda.get_current_stream()
             self._fork.record(stream)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final, NamedTuple
 
 from kernels.backend import Plan
@@ -39,24 +38,21 @@ class CallAddresses(NamedTuple):
     partial_o: int
     partial_lse: int
     partial_sum: int = 0
+    sinks: int = 0
+    sinks_inverse: int = 0
+    num_sinks: int = 0
 
 
 _MASK: Final = ("mask_bits", "mask_row_offsets")
 _PARTIALS: Final = ("partial_o", "partial_lse")
-_write_tensors: Final = writer(ATTEND_PARAMS, "q", "o", "lse", "k", "v")
-_write_scratch: Final = writer(ATTEND_PARAMS, *_MASK, *_PARTIALS)
-_write_states: Final = writer(MERGE_PARAMS, "o_in", "lse_in", "sum_in", "o", "lse")
+_SINKS: Final = ("sinks", "sinks_inverse", "num_sinks")
+_WIDE: Final = ("q", "o", "lse", *_MASK, *_PARTIALS, "partial_sum", *_SINKS)
+_write_attend: Final = writer(ATTEND_PARAMS, "q", "o", "lse", "k", "v", *_MASK, *_PARTIALS, *_SINKS)
+_write_states: Final = writer(MERGE_PARAMS, "o_in", "lse_in", "sum_in", "o", "lse", *_SINKS)
 _write_table_mask: Final = writer(VISIBLE_PARAMS, *_MASK)
-_wide_writer: Final = partial(writer, WIDE_PARAMS, base=wide.PARAMS_AT)
-_write_wide_rows: Final = _wide_writer("q", "o", "lse")
-_write_wide_mask: Final = _wide_writer(*_MASK)
-_write_wide_partials: Final = _wide_writer(*_PARTIALS, "partial_sum")
-_write_wide_heads: Final = _wide_writer("head_blocks", "head_groups")
-_stored_writer: Final = partial(writer, WIDE_PARAMS, base=STORED_KV.itemsize)
+_write_wide: Final = writer(WIDE_PARAMS, *_WIDE, "head_blocks", "head_groups", base=wide.PARAMS_AT)
 _write_stored: Final = writer(STORED_KV, "k", "v")
-_write_stored_rows: Final = _stored_writer("q", "o", "lse")
-_write_stored_mask: Final = _stored_writer(*_MASK)
-_write_stored_partials: Final = _stored_writer(*_PARTIALS, "partial_sum")
+_write_stored_wide: Final = writer(WIDE_PARAMS, *_WIDE, base=STORED_KV.itemsize)
 
 
 Write = Callable[[bytearray, CallAddresses], None]
@@ -88,8 +84,7 @@ class Step:
 
 def write_attend(memory: bytearray, call: CallAddresses) -> None:
     """Into `AttendParams`, of attend_narrow or attend_tile."""
-    _write_tensors(memory, *call[1:6])
-    _write_scratch(memory, *call[6:10])
+    _write_attend(memory, *call[1:10], *call[11:])
 
 
 def write_wide(maps: Callable[[int | None], TensorMaps]) -> Write:
@@ -98,10 +93,7 @@ def write_wide(maps: Callable[[int | None], TensorMaps]) -> Write:
     def write(memory: bytearray, call: CallAddresses) -> None:
         found = maps(call.layer)
         memory[: wide.PARAMS_AT] = found.packed
-        _write_wide_heads(memory, found.head_blocks, found.head_groups)
-        _write_wide_rows(memory, call.q, call.o, call.lse)
-        _write_wide_mask(memory, call.mask_bits, call.mask_row_offsets)
-        _write_wide_partials(memory, *call[8:])
+        _write_wide(memory, *call[1:4], *call[6:], found.head_blocks, found.head_groups)
 
     return write
 
@@ -109,9 +101,7 @@ def write_wide(maps: Callable[[int | None], TensorMaps]) -> Write:
 def write_stored_wide(memory: bytearray, call: CallAddresses) -> None:
     """Into attend_wide's over an fp8 pool, where it finds K and V by their addresses."""
     _write_stored(memory, call.k, call.v)
-    _write_stored_rows(memory, call.q, call.o, call.lse)
-    _write_stored_mask(memory, call.mask_bits, call.mask_row_offsets)
-    _write_stored_partials(memory, *call[8:])
+    _write_stored_wide(memory, *call[1:4], *call[6:])
 
 
 def write_visible(memory: bytearray, call: CallAddresses) -> None:
@@ -121,7 +111,7 @@ def write_visible(memory: bytearray, call: CallAddresses) -> None:
 
 def write_merge(memory: bytearray, call: CallAddresses) -> None:
     """Into `MergeParams`, of merge_states over the partial rows."""
-    _write_states(memory, *call[8:], call.o, call.lse)
+    _write_states(memory, *call[8:11], call.o, call.lse, *call[11:])
 
 
 @dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a plan

@@ -14,6 +14,14 @@ __device__ __forceinline__ void copy_async_16(uint32 dst, const void* src, bool 
                "r"(valid ? 16 : 0)
                : "memory");
 }
+// 4 bytes, of which nobody waits for a group.
+__device__ __forceinline__ void copy_async_4(void* dst, const void* src) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(dst)), "l"(src)
+               : "memory");
+}
+__device__ __forceinline__ void copy_async_wait_all() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
 __device__ __forceinline__ void copy_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }

@@ -13,15 +13,18 @@ struct AttendParams {
   float* lse;          // [n, num_kv_heads * group_size]
   const void* k;       // K of page 0 of the launch's base layer
   const void* v;       // V of the same page
+  const uint8* mask_bits;         // null: no custom mask
+  const int64* mask_row_offsets;  // per plan row, in bits
+  float* partial_o;
+  float* partial_lse;
+  const float* sinks;  // natural; null: none
+  uint64 sinks_inverse;  // 2^63 / num_sinks
+  int num_sinks;       // of each head, or of each head of each row
   const WorkItem* items;
   const int* worker_begin;   // narrow kernel: team w owns items worker_begin[w] : worker_begin[w + 1]
   const int* kv_indices;     // page ids; null: page id = its index
   const int* order;          // plan row -> row of q, o, lse
   const int* positions;      // per plan row
-  const uint8* mask_bits;    // null: no custom mask
-  const int64* mask_row_offsets;  // per plan row, in bits
-  float* partial_o;
-  float* partial_lse;
   // Strides in rows of kHeadDim stored elements: 32 bits reach any pool that fits a device.
   uint32 layer_rows;
   uint32 page_rows;

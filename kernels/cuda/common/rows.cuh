@@ -1,6 +1,7 @@
 // Where a packed row is, and which keys it sees.
 #pragma once
 
+#include "common/state.cuh"
 #include "common/types.cuh"
 #include "common/work.cuh"
 
@@ -24,6 +25,26 @@ struct PackedRow {
 // Where partial row `row` of a kv head is in the partial arrays, counted in heads.
 __device__ __forceinline__ int64 partial_place(int row, int num_kv_heads, int head) {
   return static_cast<int64>(row) * num_kv_heads + head;
+}
+
+// Whether there are sinks: what they cost is out of the way of calls without.
+template <class Params>
+__device__ __forceinline__ bool has_sinks(const Params& p) {
+  return __builtin_expect(p.sinks != nullptr, 0);
+}
+
+// Where the sink of row `at` of o and lse is, counted in heads: there is one for each head, or for each head of each
+// row. And the sink; -inf where there are none. The remainder of a division by `num_sinks`, whose inverse is 2^63 over
+// it, rounded up.
+template <class Params>
+__device__ __forceinline__ const float* sink_place(const Params& p, int64 at) {
+  const uint32 row = static_cast<uint32>(at);
+  const uint32 whole = static_cast<uint32>(__umul64hi(2ull * row, p.sinks_inverse));
+  return p.sinks + (row - whole * static_cast<uint32>(p.num_sinks));
+}
+template <class Params>
+__device__ __forceinline__ float sink_of(const Params& p, int64 at) {
+  return has_sinks(p) ? *sink_place(p, at) : minus_infinity();
 }
 
 // Keys `low` to `high` of a run.

@@ -124,6 +124,16 @@ __device__ __forceinline__ float state_merged_lse(float max_lse, float sum) {
   return sum == 0.0f ? minus_infinity() : fmaf(log2_fast(sum), kLn2, max_lse);
 }
 
+// The share that a complete state keeps once it is merged with a sink's state (0, sink): what its o is multiplied by.
+// Moves `lse` to that of both. -inf changes nothing.
+__device__ __forceinline__ float add_sink(float& lse, float sink) {
+  if (sink == minus_infinity()) return 1.0f;
+  const float top = fmaxf(lse, sink);
+  const float weight = state_weight(lse, top), sum = weight + state_weight(sink, top);
+  lse = state_merged_lse(top, sum);
+  return weight * state_inverse(sum);
+}
+
 // The state of members in order, one after another, their outputs weighed by what e^lse is relative to the highest
 // so far. The bits are those of the members in order alone: an empty one changes nothing, and a member can be the
 // running state that the ones before it have left.

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kernels.compile import SOURCES
 
 _FIELD: Final = re.compile(r"^(?:const )?(\w+)(\*?) (\w+);", re.MULTILINE)
-_TYPES: Final = {"int": np.int32, "uint32": np.uint32, "float": np.float32}
+_TYPES: Final = {"int": np.int32, "uint32": np.uint32, "uint64": np.uint64, "float": np.float32}
 
 
 def declared(source: str, name: str) -> np.dtype[Any]:
@@ -42,7 +42,6 @@ STORED_KV: Final = declared("wide/params.cuh", "StoredKv")
 VISIBLE_PARAMS: Final = declared("visible/visible.cu", "VisibleParams")
 VISIBLE_TABLE: Final = declared("visible/visible.cuh", "VisibleTable")
 MERGE_PARAMS: Final = declared("merge/merge.cu", "MergeParams")
-SINK_PARAMS: Final = declared("merge/sinks.cu", "SinkParams")
 POOL_ROWS: Final = declared("rows/rows.cu", "PoolRows")
 TENSOR_ROWS: Final = declared("rows/rows.cu", "TensorRows")
 PAGE_MOVES: Final = declared("pages/pages.cu", "PageMoves")

@@ -24,7 +24,6 @@ from kernels.cuda.device.transfer import mark, passed
 from kernels.cuda.kv.view import KvView
 from kernels.cuda.lanes.flags import Flags
 from kernels.cuda.lanes.memory import SIDES, LaneMemory, Outgrown
-from kernels.cuda.merge.sinks import enqueue_sinks
 from kernels.cuda.rows.mover import APPENDED_UNITS, THREADS, append_entry
 from kernels.cuda.rows.variants import rows_spec
 from kernels.lanes.lane import Owner, StepWork
@@ -307,12 +306,10 @@ class CudaLane:
             laid.append()
         config, device_plan = kind
         lse = base + slot.lse
-        self._attention.enqueue(device_plan, config, layer, base + slot.q, base + slot.o, lse)
-        if (sinks := work.sinks_at(layer)) is not None:
-            shape = (work.rows, work.num_qo_heads, kv.head_dim)
-            enqueue_sinks(
-                self.shared.library, config.compute, shape, base + slot.o, lse, base + sinks
-            )
+        sinks = work.sinks_at(layer)
+        given = (0, 0) if sinks is None else (base + sinks, work.num_qo_heads)
+        where = (base + slot.q, base + slot.o, lse)
+        self._attention.enqueue(device_plan, config, layer, *where, sinks=given)
         if work.lse_scale != 1.0:
             scale(lse, work.rows * work.num_qo_heads, work.lse_scale)
 

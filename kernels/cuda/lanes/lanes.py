@@ -17,10 +17,9 @@ from kernels.backend import Backend, Unsupported
 from kernels.compile import Spec
 from kernels.cuda.backend import CudaBackend
 from kernels.cuda.lanes.flags import has_mps, uuid_of
-from kernels.cuda.lanes.lane import STEP_DTYPES, Arena, CudaLane, Shared, scale
+from kernels.cuda.lanes.lane import Arena, CudaLane, Shared, scale
 from kernels.cuda.lanes.memory import SIDES
 from kernels.cuda.lanes.pool import BlockPool
-from kernels.cuda.merge.sinks import enqueue_sinks
 from kernels.errors import NoMemory
 from kernels.lanes.lane import Lane, NoRoom, Owner, address_of
 
@@ -82,11 +81,8 @@ class CudaLanes:
     def _load_kernels(self) -> None:
         """Launch what steps launch beside attention once. The first launch may make the driver wait
         for all streams: during a step, that would be for its caller."""
-        zeros = cupy.zeros(8, cupy.float32)
-        at = zeros.data.ptr
-        scale(at, 1, 1.0)
-        for dtype in STEP_DTYPES:
-            enqueue_sinks(self._backend.library, dtype, (1, 1, 8), at, at, at)
+        zeros = cupy.zeros(1, cupy.float32)
+        scale(zeros.data.ptr, 1, 1.0)
 
     @property
     def _most_here(self) -> int:

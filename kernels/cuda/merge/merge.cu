@@ -52,6 +52,9 @@ struct MergeParams {
   const float* sum_in;  // in order: what a running state's weights sum to; null: 1, members are complete
   void* o;
   float* lse;
+  const float* sinks;  // natural; null: none
+  uint64 sinks_inverse;  // 2^63 / num_sinks
+  int num_sinks;       // of each head of o, or of each head of each row
   const int* indptr;   // [num_rows + 1]
   const int* members;  // partials: partial row of the chunk's first packed row; else unused
   const int* chunks;   // partials: chunk id of each merged row; else unused
@@ -247,6 +250,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads)
   wait_for_predecessor();  // everything read above was written before it
   float into_lse = minus_infinity();
   if (active && p.into) into_lse = p.lse[out_row];
+  const float sink = sink_of(p, out_row);
   __syncwarp();  // lane 0 overwrites it below
   for (int pass = 0; pass < passes; ++pass) {
     const int d = pass * kSpan + lane * kVector;
@@ -321,14 +325,15 @@ extern "C" __global__ void __launch_bounds__(kMostThreads)
       __syncthreads();
     }
     if (share == 0 && active) {
-      const float inverse = state_inverse(state.sum);
+      float lse = state_merged_lse(state.max, state.sum);
+      const float inverse = state_inverse(state.sum) * add_sink(lse, sink);
 #pragma unroll
       for (int i = 0; i < kValues; ++i) state.o[i] *= inverse;
 #pragma unroll
       for (int u = 0; u < kUnits; ++u)
         if (d + u * kStep < head_dim)
           write_vector(p.o, out_row * head_dim + d + u * kStep, state.o + u * kVector);
-      if (d == 0) p.lse[out_row] = state_merged_lse(state.max, state.sum);
+      if (d == 0) p.lse[out_row] = lse;
     }
   }
 }

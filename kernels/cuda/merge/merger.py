@@ -17,14 +17,13 @@ from kernels.backend import (
     Tensor,
 )
 from kernels.cuda import checks
-from kernels.cuda.common.structs import MERGE_PARAMS, params
+from kernels.cuda.common.structs import MERGE_PARAMS, packed
 from kernels.cuda.device.answers import Answers, states_made
 from kernels.cuda.device.inputs import as_is, upload
-from kernels.cuda.device.launch import Library
+from kernels.cuda.device.launch import Launcher, Library
 from kernels.cuda.device.pending import Guard, Result
 from kernels.cuda.device.transfer import Transfers, mark
-from kernels.cuda.merge.sinks import enqueue_sinks
-from kernels.cuda.merge.variants import merge_launch
+from kernels.cuda.merge.variants import merge_launch, sinks_inverse
 from kernels.outputs import check_sinks, merge_place
 
 
@@ -68,11 +67,9 @@ class Merger:
             answers = Answers(self._transfers, made, None if into is None else uploaded.at[3:5])
             with self._transfers.compute:
                 longest = int(np.diff(indptr).max())
-                self.enqueue(shape, dtype, uploaded.at[:3], answers.at, longest, into is not None)
-                if sinks is not None:
-                    states_at, lse_at = answers.at
-                    sinks_at = uploaded.at[-1]
-                    enqueue_sinks(self._library, dtype, shape, states_at, lse_at, sinks_at)
+                given = 0 if sinks is None else uploaded.at[-1]
+                how = (longest, into is not None, given)
+                self.enqueue(shape, dtype, uploaded.at[:3], answers.at, *how)
             launched = mark(self._transfers.compute)
             uploaded.release(launched)
             done = answers.send(launched, uploaded)
@@ -91,22 +88,27 @@ class Merger:
         where: Sequence[int],
         longest: int,
         into: bool = False,
+        sinks: int = 0,
     ) -> None:
         """Launch a merge of device addresses (o, lse, indptr) -> (o, lse) of `shape`.
 
-        `shape` is (lists, heads, head_dim); `longest` is the length of the longest list.
+        `shape` is (lists, heads, head_dim); `longest` is the length of the longest list; `sinks` is
+        the address of one for each head, 0 without.
         """
         rows, heads, head_dim = shape
         special = head_dim if head_dim == self._head_dim else 0
         sizes = (rows * heads, longest, self._multiprocessors)
         how = merge_launch(special, False, dtype, *sizes, self._in_order)
-        block = params(
+        block = packed(
             MERGE_PARAMS,
             o_in=members[0],
             lse_in=members[1],
             indptr=members[2],
             o=where[0],
             lse=where[1],
+            sinks=sinks,
+            sinks_inverse=sinks_inverse(heads),
+            num_sinks=heads,
             num_rows=rows,
             num_kv_heads=heads,
             group_size=1,
@@ -116,7 +118,7 @@ class Merger:
             into=int(into),
         )
         function = self._library.function(how.spec, "merge_states")
-        function((how.grid,), (how.threads,), (block,))
+        Launcher(function, how.grid, how.threads, 0, block, overlaps=self._library.overlaps)()
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> AttentionState:

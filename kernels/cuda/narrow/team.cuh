@@ -16,7 +16,8 @@ constexpr int kThreads = kWarps * 32;
 constexpr int kStateStride = kHeadDim + 4;  // floats
 constexpr int kQueryBytes = kKeySteps * 32 * 16;
 constexpr int kStateBytes = 8 * kStateStride * 4;
-constexpr int kWarpBytes = kQueryBytes + kStateBytes + 64 + (kRows * 4 + 15) / 16 * 16;
+constexpr int kRowsAt = kQueryBytes + kStateBytes + 64, kRowsBytes = (kRows * 4 + 15) / 16 * 16;
+constexpr int kWarpBytes = kRowsAt + 2 * kRowsBytes;
 
 // A warp's part of shared memory.
 struct WarpShared {
@@ -29,7 +30,15 @@ struct WarpShared {
     return reinterpret_cast<float*>(at + kQueryBytes + kStateBytes) + row * 2;
   }
   __device__ __forceinline__ int& query(int row) const {  // row of q and o, in heads
-    return reinterpret_cast<int*>(at + kQueryBytes + kStateBytes + 64)[row];
+    return reinterpret_cast<int*>(at + kRowsAt)[row];
+  }
+  __device__ __forceinline__ float& sink(int row) const {
+    return reinterpret_cast<float*>(at + kRowsAt + kRowsBytes)[row];
+  }
+  // Describes row `row` of an item; its sink is on the way until `write_state`.
+  __device__ __forceinline__ void describe(int row, int query_row, const AttendParams& p) const {
+    query(row) = query_row;
+    if (has_sinks(p) && query_row >= 0) copy_async_4(&sink(row), sink_place(p, query_row));
   }
 };
 
@@ -51,6 +60,7 @@ __device__ __forceinline__ void write_state(const Accumulator<kN>& acc, const At
                                             const Team& team) {
   const int lane = threadIdx.x & 31, g = lane >> 2, j = lane & 3;
   const bool final = item.partial == kFinal;
+  if (has_sinks(p)) copy_async_wait_all();
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
     if (n * 8 >= item.num_rows) break;
@@ -74,11 +84,13 @@ __device__ __forceinline__ void write_state(const Accumulator<kN>& acc, const At
     const WarpShared leader{own.at - team.rank * kWarpBytes};
     for (int unit = team.rank * 32 + lane; unit < units; unit += team.size * 32) {
       const int row = unit / (kHeadDim / 4), dim = unit % (kHeadDim / 4) * 4;
-      float max = minus_infinity();
+      float sink = minus_infinity();  // a state of its own: its sum is 1, its o 0
+      if (has_sinks(p) && final) sink = own.sink(n * 8 + row) * kLog2E;
+      float max = sink;
 #pragma unroll 4
       for (int w = 0; w < team.size; ++w)
         max = fmaxf(max, WarpShared{leader.at + w * kWarpBytes}.max_sum(row)[0]);
-      float sum = 0.0f;
+      float sum = state_rescale(sink, max);
       float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 4
       for (int w = 0; w < team.size; ++w) {

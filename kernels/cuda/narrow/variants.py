@@ -59,8 +59,8 @@ def narrow_kernel(
     rows = 8 * row_tiles // parts
     # kQueryBytes of team.cuh
     queries = head_dim * (16 if row_tiles == 1 and halves(head_dim, storage, general) else 32)
-    # kWarpBytes of team.cuh: queries, a row tile's states, maxima and sums, row numbers
-    own = queries + 8 * (head_dim + 4) * 4 + 64 + -(rows * 4 // -16) * 16
+    # kWarpBytes of team.cuh: queries, a row tile's states, maxima and sums, row numbers and sinks
+    own = queries + 8 * (head_dim + 4) * 4 + 64 + 2 * -(rows * 4 // -16) * 16
     # 168 registers hold neither long rows, nor 128 dims of what is general or has to be converted;
     # for sm_100 and later the compiler takes a few more than there are
     hard = head_dim == LONG_ROWS and (general or storage != compute)

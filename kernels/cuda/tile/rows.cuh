@@ -76,12 +76,12 @@ __device__ __forceinline__ void write_state(Accumulator<kM>& acc, const Rows<kM>
   for (int r = 0; r < kM * 2; ++r) {
     const float sum = quad_sum(acc.sum[r]);
     if (rows.query[r] < 0) continue;
-    const float inverse = state_inverse(sum) * p.v_scale;
-    const float lse = state_lse(acc.max[r] * c, sum);
+    float inverse = state_inverse(sum) * p.v_scale, lse = state_lse(acc.max[r] * c, sum);
     const bool final = item.partial == kFinal;
     const int64 row =
         final ? rows.query[r]
               : partial_place(item.partial + first_row + r * 8 + g, p.num_kv_heads, head);
+    if (final) inverse *= add_sink(lse, sink_of(p, row));
     if (j == 0) (final ? p.lse : p.partial_lse)[row] = lse;
     uint32* o = static_cast<uint32*>(p.o) + row * (kHeadDim / 2);
     float* partial = p.partial_o + row * kHeadDim;

@@ -16,7 +16,9 @@
 // Specialised by -D: HEAD_DIM (64, 128, 192, 256), BF16, TILE_KEYS, STAGES, QUERY_STAGES, PAGE_SIZE (a multiple
 // of 8 that divides TILE_KEYS; 0: ragged keys), HAS_MASK, HAS_SOFT_CAP, QUERIES_IN_REGISTERS (the scores'
 // products take Q from there; shared memory only passes it on), CONSUMERS (1, 2, 3 warpgroups that multiply),
-// SPLITS (1: items are split at fixed positions, and the splits' states joined in order).
+// CTAS (1, 2 on a multiprocessor), MOVERS (warps that move data), STAGED (fp8: tiles as stored, 2 to 4),
+// SPLITS (1: items are split at fixed positions, and the splits' states joined in order; RUNNING_HERE of a running
+// state's vectors stay in shared memory).
 
 #include "common/overlap.cuh"
 #include "wide/params.cuh"
@@ -63,6 +65,7 @@ __device__ __forceinline__ void clear_values(const Shared& shared, const Ring<kS
 __device__ __forceinline__ bool softmax_tile(float (&s)[kScores], Rows& rows, const KeyTile& tile,
                                             float (&factor)[2], const Shared& shared, int stage,
                                             const WideParams& params) {
+  if (rows.is_idle()) return false;
   rows.cap(s, params.cap_scale);
   rows.hide(s, tile.index * kTileKeys);
 #if HAS_MASK
@@ -76,6 +79,11 @@ __device__ __forceinline__ bool softmax_tile(float (&s)[kScores], Rows& rows, co
   return raised;
 }
 
+// Whether a tile's scores are the last that need queries in shared memory.
+__device__ __forceinline__ bool ends_with(const KeyTile& tile, int ends) {
+  return !kQueriesInRegisters && tile.is_last() && !(ends & kFollowed);
+}
+
 // The state of a unit, to where it goes.
 __device__ __forceinline__ void write_unit(Finished& finished, float (&o)[kOutputs],
                                            const WideParams& params, const Shared& shared) {
@@ -87,7 +95,7 @@ __device__ __forceinline__ void write_unit(Finished& finished, float (&o)[kOutpu
 // tile, be it the next unit's first, are always under way with the values of the present one.
 __device__ __forceinline__ void attend_units(const Shared& shared, const WideParams& params,
                                              float v_scale) {
-  const int consumer = threadIdx.x / 128 - 1;
+  const int consumer = threadIdx.x / 128 - kMovers / 4;
   const uint32 my_queries = consumer * kConsumerQueryBytes;
   if (consumer == kConsumers - 1) pass_turn(consumer);
 
@@ -120,7 +128,7 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WidePar
   release(shared.keys_empty(keys.stage()));
   keys.advance();
   softmax_tile(s, rows, tile, factor, shared, slots.stage(), params);
-  if (tile.is_last() && !kQueriesInRegisters) barrier_arrive(shared.query_empty(queries.stage()));
+  if (ends_with(tile, ends)) barrier_arrive(shared.query_empty(queries.stage()));
   pack(s, p);
 
   for (;;) {
@@ -129,10 +137,12 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WidePar
     if (switching) {
       finished = rows.finish(slots.stage(), ends, params.scale, v_scale);
       if (!next_unit(shared, units, unit)) break;
-      queries.advance();
-      slots.advance();
-      wait_for_queries(shared, queries);
-      if (kQueriesInRegisters) load_queries(q, shared, queries);
+      if (!is_same_rows(unit.item)) {
+        queries.advance();
+        slots.advance();
+        wait_for_queries(shared, queries);
+        if (kQueriesInRegisters) load_queries(q, shared, queries);
+      }
       rows = Rows(unit.item, params, shared, slots.stage(), my_row());
       tile.enter(unit.item);
       ends = ends_of(unit.item);
@@ -150,7 +160,7 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WidePar
     pin(s);
     release(shared.keys_empty(keys.stage()));
     keys.advance();
-    if (tile.is_last() && !switching && !kQueriesInRegisters) {
+    if (ends_with(tile, ends) && !switching) {
       barrier_arrive(shared.query_empty(queries.stage()));
     }
     const bool raised = softmax_tile(s, rows, tile, factor, shared, slots.stage(), params);
@@ -169,7 +179,7 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WidePar
       write_unit(finished, o, params, shared);
       clear(o);
       // only now, because rows of the unit just written are still read above
-      if (tile.is_last() && !kQueriesInRegisters) barrier_arrive(shared.query_empty(queries.stage()));
+      if (ends_with(tile, ends)) barrier_arrive(shared.query_empty(queries.stage()));
     } else if (raised) {
       rows.rescale(o, factor);
     }
@@ -201,11 +211,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas)
   const Shared shared(storage);
   if (shared.address % 1024 != 0) __trap();  // swizzled groups repeat with the address
   if (threadIdx.x == 0) shared.init_barriers();
-  if (params.own_units > 0) wait_for_predecessor();  // else the narrow kernel beside it has
+  if (params.own_units > 0) launch_dependents();
+  if (kHasMask) wait_to_begin(params);  // the table of visible tiles is the predecessor's
   __syncthreads();
 
-  if (threadIdx.x < 128) {
-    give_registers<kProducerRegisters>();
+  if (threadIdx.x < kMovers * 32) {
+    if (kSharesRegisters) give_registers<kProducerRegisters>();
 #if FP8
     stream_stored(shared, params, kv);
 #else
@@ -219,12 +230,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas)
     }
 #endif
   } else {
-    take_registers<kConsumerRegisters>();
+    if (kSharesRegisters) take_registers<kConsumerRegisters>();
 #if FP8
     attend_units(shared, params, kv.v_scale);
 #else
     attend_units(shared, params, 1.0f);
 #endif
   }
-  wait_for_predecessor();  // the narrow kernel beside it: who waits for this one waits for both
+  wait_for_predecessor();  // the kernel beside it: who waits for this one waits for both
 }

@@ -3,12 +3,19 @@
 // warp 3. What each of them writes is waited for, and its place given back, through the barriers of `Shared`.
 #pragma once
 
+#include "common/overlap.cuh"
 #include "common/rows.cuh"
 #include "wide/params.cuh"
 #include "wide/hopper.cuh"
 #include "wide/ring.cuh"
 #include "wide/shared.cuh"
 #include "wide/walk.cuh"
+
+// Waits until what this launch reads has been written, and what it writes read: all but the plan. A launch beside
+// another begins after that, and waits for the other at its end.
+__device__ __forceinline__ void wait_to_begin(const WideParams& params) {
+  if (params.own_units > 0) wait_for_predecessor();
+}
 
 // One warp streams the K (or V) tiles of every unit, last tile first.
 template <bool kOfKeys>
@@ -33,6 +40,7 @@ __device__ __forceinline__ void stream_tiles(const Shared& shared, const TensorM
       const int num_pages = min(kPagesPerTile, ceil_div(item.num_keys, kPageSize) - first_page);
       const int* ids = params.kv_indices + item.kv_begin + first_page;
       const int mine = lane < num_pages ? ids[lane] : 0;
+      wait_to_begin(params);
 #pragma unroll
       for (int first = 0; first < kPagesPerTile; first += kPagesAtOnce) {
         int pages[kPagesAtOnce];
@@ -57,6 +65,7 @@ __device__ __forceinline__ void stream_tiles(const Shared& shared, const TensorM
         }
       }
 #else
+      wait_to_begin(params);
       barrier_wait(empty + ring.stage() * 8, ring.parity() ^ 1);
       if (elect_lane()) {
         if (kOfKeys) publish_visit(shared, ring.stage(), cursor);
@@ -114,13 +123,15 @@ __device__ __forceinline__ int publish_unit(const Shared& shared, const Ring<kUn
       const bool more = SPLITS && take_split(item, done, params);
       unit.item = item;
       unit.head = turn * params.head_block + inner % params.head_block;
+      barrier_arrive(shared.unit_full(ring.stage()));
+      wait_to_begin(params);  // the counters are the predecessor's, too
       next = more ? number : params.own_units + atomicAdd(params.schedule, 1u);
     } else {
       unit.head = -1;
+      barrier_arrive(shared.unit_full(ring.stage()));
       const uint32 last = gridDim.x - 1;
       if (atomicInc(params.schedule + 1, last) == last) atomicExch(params.schedule, 0u);
     }
-    barrier_arrive(shared.unit_full(ring.stage()));
   }
   return next;
 }
@@ -185,6 +196,7 @@ __device__ __forceinline__ void gather_rows(const Shared& shared, const WidePara
   const WorkItem& item = unit.item;
   // where each row comes from and goes, and its position
   UnitRow described[kRowsPerLane];
+  int sources[kRowsPerLane];
 #pragma unroll
   for (int i = 0; i < kRowsPerLane; ++i) {
     const int row = first_row + i * 32 + lane;
@@ -197,13 +209,17 @@ __device__ __forceinline__ void gather_rows(const Shared& shared, const WidePara
     described[i].source = row == read ? source : -1;
     described[i].target = row == read ? target : -1;
     described[i].position = params.positions[packed.plan_row];
+    sources[i] = source;
 #if HAS_MASK
     described[i].mask_bit = params.mask_row_offsets[packed.plan_row] + item.kv_start;
 #endif
   }
+  wait_to_begin(params);
 #pragma unroll
-  for (int i = 0; i < kRowsPerLane; ++i)
+  for (int i = 0; i < kRowsPerLane; ++i) {
+    described[i].sink = item.partial == kFinal ? sink_of(params, sources[i]) : minus_infinity();
     shared.row(slot, first_row + i * 32 + lane) = described[i];
+  }
 
   if constexpr (kQueriesInRegisters) {
     copy_rows(shared, params, described, first_row, stage);
@@ -226,6 +242,7 @@ __device__ __forceinline__ void stream_queries(const Shared& shared, const WideP
       number = publish_unit(shared, units, number, done, params);
     }
     if (!next_unit(shared, units, unit)) return;
+    if (is_same_rows(unit.item)) continue;
     barrier_wait(shared.query_empty(ring.stage()), ring.parity() ^ 1);
     gather_rows<kRowsPerWarp>(shared, params, unit, first_row, ring.stage(), slots.stage());
     ring.advance();

@@ -9,16 +9,21 @@ struct WideParams {
   const void* q;                      // [rows, num_qo_heads, head_dim] Element
   void* o;                            // same
   float* lse;                         // [rows, num_qo_heads], natural log
+  const uint32* mask_bits;            // padded by 32 readable bytes
+  const int64* mask_row_offsets;      // by plan row
+  float* partial_o;
+  float* partial_lse;
+  float* partial_sum;                 // fixed splits: what the weights of a running state sum to
+  const float* sinks;                 // natural; null: none
+  uint64 sinks_inverse;               // 2^63 / num_sinks
+  int num_sinks;                      // of each head, or of each head of each row
+  int head_blocks;                    // what a kv head adds to the map's third coordinate (NHD) ...
+  int head_groups;                    // ... or to its fourth (HND); the other one is 0
   const WorkItem* items;
   const int* kv_indices;              // page ids; unused for ragged keys
   const int* order;                   // plan row -> row of q and o
   const int* positions;               // by plan row
-  const uint32* mask_bits;          // padded by 32 readable bytes
-  const int64* mask_row_offsets;  // by plan row
   const VisibleTiles* visible;        // visible_words for each item
-  float* partial_o;
-  float* partial_lse;
-  float* partial_sum;                 // fixed splits: what the weights of a running state sum to
   float* running;                     // fixed splits: running states, kRunningFloats for each consumer thread
   uint32* schedule;                 // two counters, zero between launches
   float scale;                        // of a product (of its tanh, if capped) to base 2
@@ -30,8 +35,6 @@ struct WideParams {
   int group_size;
   int head_block;                     // kv heads worked on together; divides num_kv_heads
   int num_pages;                      // pages of one layer: outer map index = layer * num_pages + page
-  int head_blocks;                    // what a kv head adds to the map's third coordinate (NHD) ...
-  int head_groups;                    // ... or to its fourth (HND); the other one is 0
   int visible_words;
   int split_keys;                     // fixed splits: at multiples of so many keys
   int page_size;                      // 1 for ragged keys

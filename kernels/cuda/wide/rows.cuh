@@ -13,7 +13,7 @@
 __device__ __forceinline__ int my_row() {
   int thread = threadIdx.x;
   if (kQueriesInRegisters) asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return (thread / 128 - 1) * 64 + thread / 32 % 4 * 16 + thread % 32 / 4;
+  return (thread / 128 - kMovers / 4) * 64 + thread / 32 % 4 * 16 + thread % 32 / 4;
 }
 
 // What becomes of a unit's state: the rows' only one, or one of their splits.
@@ -41,7 +41,7 @@ struct Finished {
                                        const Shared& shared, int row);
 
   __device__ __forceinline__ void write(const float (&o)[kOutputs], const WideParams& params,
-                                        const Shared& shared, int row) const;
+                                        const Shared& shared, int row);
 };
 
 // How far a score may be above its row's reference, in base 2: weights of up to 2^kSlack are as exact as any.
@@ -61,6 +61,7 @@ struct Rows {
   float limit[2], sum[2];
   KeyRange keys[2];         // of the run, that the row sees
   int warp_low, warp_high;  // keys in this range are seen by all 16 rows of the warp
+  static constexpr int kNobody = 1 << 31;
 
   __device__ __forceinline__ Rows(const WorkItem& item, const WideParams& params,
                                   const Shared& shared, int stage, int row) {
@@ -75,7 +76,11 @@ struct Rows {
     }
     warp_low = __reduce_max_sync(kAllLanes, ::max(keys[0].low, keys[1].low));
     warp_high = __reduce_min_sync(kAllLanes, ::min(keys[0].high, keys[1].high));
+    if (row / 16 * 16 >= item.num_rows) warp_high = kNobody;
   }
+
+  // Whether the warp has no rows: then its weights may be anything, and need not be worked out.
+  __device__ __forceinline__ bool is_idle() const { return warp_high == kNobody; }
 
   // Hides the keys, of the tile that starts at key `begin`, which a row does not see.
   __device__ __forceinline__ void hide(float (&s)[kScores], int begin) const {
@@ -221,7 +226,8 @@ __device__ __forceinline__ uint4 transpose_quad(uint32 a, uint32 b, uint32 c, ui
   return make_uint4(high ? ac : a, high ? bd : b, high ? c : ac, high ? d : bd);
 }
 
-// A thread's own 16 bytes beside those of its neighbours: what it has left it reads itself, in the L2 cache.
+// A thread's own 16 bytes beside those of its neighbours: what it has left it reads itself, in shared memory, or in the
+// L2 cache what does not fit there.
 __device__ __forceinline__ bool Finished::join(float (&o)[kOutputs], const WideParams& params,
                                                const Shared& shared, int row) {
   const bool follows = ends & kFollows, followed = ends & kFollowed;
@@ -229,13 +235,19 @@ __device__ __forceinline__ bool Finished::join(float (&o)[kOutputs], const WideP
   const int target[2] = {shared.row(slot, row).target, shared.row(slot, row + 8).target};
   if (target[0] < 0 && target[1] < 0) return followed;  // no such rows
   constexpr int kEach = 128 * kConsumers;
-  float4* mine = reinterpret_cast<float4*>(params.running) +
-                 static_cast<int64>(blockIdx.x) * (kEach * kRunningFloats / 4) + (threadIdx.x - 128);
+  int thread, block;  // read again: kept, what follows from them would occupy registers all the time
+  asm volatile("mov.u32 %0, %%tid.x; mov.u32 %1, %%ctaid.x;" : "=r"(thread), "=r"(block));
+  thread -= 32 * kMovers;
+  const auto mine = [&](int i) -> float4& {
+    if (i < kRunningHere) return shared.running(i * kEach + thread);
+    return reinterpret_cast<float4*>(
+        params.running)[block * (kEach * kRunningFloats / 4) + i * kEach + thread];
+  };
 #pragma unroll
   for (int i = 0; i < kOutputs; ++i) o[i] *= inverse[i / 2 % 2];
   RunningState state[2];
   if (follows) {
-    const float4 before = mine[kOutputs / 4 * kEach];
+    const float4 before = mine(0);
     state[0] = {before.x, before.y};
     state[1] = {before.z, before.w};
   }
@@ -245,7 +257,7 @@ __device__ __forceinline__ bool Finished::join(float (&o)[kOutputs], const WideP
   if (follows) {
 #pragma unroll
     for (int i = 0; i < kOutputs; i += 4) {
-      const float4 before = mine[i / 4 * kEach];
+      const float4 before = mine(1 + i / 4);
       o[i] = fmaf(o[i], weight[0], before.x * keep[0]);
       o[i + 1] = fmaf(o[i + 1], weight[0], before.y * keep[0]);
       o[i + 2] = fmaf(o[i + 2], weight[1], before.z * keep[1]);
@@ -255,8 +267,8 @@ __device__ __forceinline__ bool Finished::join(float (&o)[kOutputs], const WideP
   if (followed) {
 #pragma unroll
     for (int i = 0; i < kOutputs; i += 4)
-      mine[i / 4 * kEach] = make_float4(o[i], o[i + 1], o[i + 2], o[i + 3]);
-    mine[kOutputs / 4 * kEach] = make_float4(state[0].max, state[0].sum, state[1].max, state[1].sum);
+      mine(1 + i / 4) = make_float4(o[i], o[i + 1], o[i + 2], o[i + 3]);
+    mine(0) = make_float4(state[0].max, state[0].sum, state[1].max, state[1].sum);
     return true;
   }
   const bool final = ends & kFinalEnd;
@@ -273,12 +285,14 @@ __device__ __forceinline__ bool Finished::join(float (&o)[kOutputs], const WideP
 // float, a quad 32 bytes at a time.
 __device__ __forceinline__ void Finished::write(const float (&o)[kOutputs],
                                                 const WideParams& params,
-                                                const Shared& shared, int row) const {
+                                                const Shared& shared, int row) {
   const int part = fresh_lane() % 4;
   const bool final = ends & kFinalEnd;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int index = shared.row(slot, row + 8 * r).target;
+    const UnitRow& place = shared.row(slot, row + 8 * r);
+    const int index = place.target;
+    if (final) {inverse[r] *= add_sink(lse[r], place.sink);}
     const int64 offset = static_cast<int64>(index) * kHeadDim;
     if (final) {
       Element* o_row = static_cast<Element*>(params.o) + offset + part * 8;

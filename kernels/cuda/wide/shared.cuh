@@ -7,10 +7,11 @@
 #include "wide/hopper.cuh"
 
 #ifndef TILE_KEYS
-#error "specialise with -DTILE_KEYS=... -DSTAGES=... -DQUERY_STAGES=... -DPAGE_SIZE=... -DQUERIES_IN_REGISTERS=0|1 -DCONSUMERS=... -DHAS_MASK=0|1 -DHAS_SOFT_CAP=0|1"
+#error "specialise with -DTILE_KEYS=... -DSTAGES=... -DQUERY_STAGES=... -DPAGE_SIZE=... -DQUERIES_IN_REGISTERS=0|1 -DCONSUMERS=... -DCTAS=... -DMOVERS=... -DSTAGED=... -DHAS_MASK=0|1 -DHAS_SOFT_CAP=0|1"
 #endif
 #ifndef SPLITS
 #define SPLITS 0
+#define RUNNING_HERE 0
 #endif
 
 using Element = uint16;  // 16 bits of fp16 or bf16, as kBf16 says: only moved, never computed on
@@ -23,9 +24,9 @@ constexpr bool kQueriesInRegisters = QUERIES_IN_REGISTERS != 0;
 constexpr bool kHasMask = HAS_MASK != 0;
 constexpr bool kHasSoftCap = HAS_SOFT_CAP != 0;
 constexpr int kConsumers = CONSUMERS;  // warpgroups that multiply, of 64 packed rows each
-constexpr int kCtas = kConsumers == 1 ? 2 : 1;  // at a time on a multiprocessor
-constexpr int kMovers = 4;     // warps that do not
-constexpr int kGatherers = kIsFp8 ? kMovers : 2;  // of these, the ones that bring queries
+constexpr int kCtas = CTAS;            // at a time on a multiprocessor
+constexpr int kMovers = MOVERS;  // warps that do not: 4 or 8
+constexpr int kGatherers = kIsFp8 && CONSUMERS > 1 ? kMovers : 2;  // of these, the ones that bring queries
 
 static_assert(kHeadDim % 64 == 0, "a swizzled row of 128 bytes holds 64 elements");
 static_assert(kTileKeys % 16 == 0, "a product takes 16 keys");
@@ -41,14 +42,22 @@ static_assert(kPagesPerTile % kPagesAtOnce == 0, "whole turns");
 #endif
 
 constexpr int kTileRows = 64 * kConsumers;
-constexpr int kThreads = 128 * (kConsumers + 1);
-// The consumers take the registers that the data movers give up.
+constexpr int kThreads = 128 * kConsumers + 32 * kMovers;
+// The consumers take the registers that the data movers give up, unless there are enough for all.
+constexpr bool kSharesRegisters = kThreads * kCtas > 256;
 constexpr int kProducerRegisters = kIsFp8 ? 72 : kConsumers == 3 ? 32 : 40;
-constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kIsFp8 || kConsumers == 1 ? 216 : 232;
-static_assert(128 * kCtas * (kProducerRegisters + kConsumers * kConsumerRegisters) <= 65536, "no more than there are");
+constexpr int kConsumerRegisters =
+    kConsumers == 3 ? 160 : kMovers > 4 ? 240 : kIsFp8 || kCtas == 2 ? 216 : 232;
+// A CTA begins with as many for each thread as are a multiple of 8, and has no others: more are waited for in vain.
+constexpr int kEntryRegisters = 65536 / (kThreads * kCtas) / 8 * 8;
+static_assert(!kSharesRegisters ||
+                  32 * kMovers * kProducerRegisters + 128 * kConsumers * kConsumerRegisters <=
+                      kThreads * kEntryRegisters,
+              "no more than there are");
 constexpr int kScores = kTileKeys / 2;   // per thread
 constexpr int kOutputs = kHeadDim / 2;  // per thread
-constexpr int kRunningFloats = kOutputs + 4;  // of a running state, per thread: o, then each row's max and sum
+constexpr int kRunningFloats = 4 + kOutputs;  // of a running state, per thread: each row's max and sum, then o
+constexpr int kRunningHere = RUNNING_HERE;    // of its vectors of four, the first ones that shared memory holds
 
 // A K or V tile is made of groups of 8 keys x 64 dims (1024 bytes, swizzled). A page arrives in one box as
 // [group of 8 keys][block of 64 dims]; ragged keys arrive as [block of 64 dims][group of 8 keys].
@@ -64,9 +73,10 @@ constexpr int kQueryRowStride = kQueryRowBytes + 16;
 constexpr int kConsumerQueryBytes =
     64 * (kQueriesInRegisters ? kQueryRowStride : kQueryRowBytes);
 constexpr int kQueryBytes = kConsumers * kConsumerQueryBytes;
-// fp8 pools: a tile of K and one of V as stored, until they are converted.
+// fp8 pools: tiles as stored, of K and of V in turn, until they are converted.
 constexpr int kStagedBytes = kIsFp8 ? kTileKeys * kRowBytes : 0;
-constexpr int kUnitSlots = kIsFp8 ? 4 : 2;  // fp8 pools are read two tiles ahead
+constexpr int kStaged = STAGED;
+constexpr int kUnitSlots = kIsFp8 ? 4 : 2;  // fp8 pools are read up to three tiles ahead
 // Rows are needed until o is written; q only until its last scores, or until it is in registers.
 constexpr int kRowSlots = kQueryStages + 1 + kQueriesInRegisters;
 
@@ -84,10 +94,16 @@ struct UnitRow {
   int source;  // its row of q; -1: no such row
   int target;  // its row of o and lse, or of the partial arrays
   int position;
+  float sink;  // of a final row; -inf: none
 #if HAS_MASK
   int64 mask_bit;  // bit of the run's first key
 #endif
 };
+
+// Whether an item's queries and rows are those of the unit before it: another of its fixed splits.
+__device__ __forceinline__ bool is_same_rows(const WorkItem& item) {
+  return SPLITS && (item.rules & kFollows);
+}
 
 struct Unit {
   WorkItem item;
@@ -103,7 +119,8 @@ struct Shared {
 
   static constexpr int kQueries = 2 * kStages * kTileBytes;
   static constexpr int kStaging = kQueries + kQueryStages * kQueryBytes;
-  static constexpr int kRows = kStaging + 2 * kStagedBytes;
+  static constexpr int kRunning = kStaging + kStaged * kStagedBytes;
+  static constexpr int kRows = kRunning + kRunningHere * 128 * kConsumers * 16;
   static constexpr int kUnits =
       kRows + kRowSlots * kTileRows * int(sizeof(UnitRow));
   static constexpr int kBarriers = kUnits + kUnitSlots * 64;
@@ -118,8 +135,13 @@ struct Shared {
   __device__ __forceinline__ uint32 queries(int stage) const {
     return address + kQueries + stage * kQueryBytes;
   }
-  __device__ __forceinline__ uint32 staged_keys() const { return address + kStaging; }
-  __device__ __forceinline__ uint32 staged_values() const { return address + kStaging + kStagedBytes; }
+  __device__ __forceinline__ uint32 staged(int place) const {
+    return address + kStaging + place * kStagedBytes;
+  }
+  // A vector of the consumer threads' running states.
+  __device__ __forceinline__ float4& running(int i) const {
+    return reinterpret_cast<float4*>(base + kRunning)[i];
+  }
   __device__ __forceinline__ UnitRow& row(int slot, int row) const {
     return reinterpret_cast<UnitRow*>(base + kRows)[slot * kTileRows + row];
   }
@@ -160,8 +182,8 @@ struct Shared {
   // units: by an arrival of each of those threads.
   __device__ __forceinline__ void init_barriers() const {
     for (int stage = 0; stage < kStages; ++stage) {
-      barrier_init(keys_full(stage), kIsFp8 ? kMovers : 1);
-      barrier_init(values_full(stage), kIsFp8 ? kMovers : 1);
+      barrier_init(keys_full(stage), kIsFp8 ? 4 : 1);
+      barrier_init(values_full(stage), kIsFp8 ? 4 : 1);
       barrier_init(keys_empty(stage), 4 * kConsumers);
       barrier_init(values_empty(stage), 4 * kConsumers);
     }

@@ -2,8 +2,10 @@
 // shared memory and leave them, converted to the 16 bits that the products take, where the copy engine leaves the
 // tiles of other pools. They take the units and gather the query rows as well.
 //
+// With eight warps, where there is a warpgroup for them, four have the keys and four the values.
+//
 // A warp has a quarter of a tile's tokens, and each lane converts what it has copied itself, so that nothing but its
-// own copies is waited for: the staging memory is as good as more registers. Copies are a tile ahead of the
+// own copies is waited for: the staging memory is as good as more registers. Copies are up to two tiles ahead of the
 // conversion, and page ids a tile ahead of the copies, one per lane: any page size costs the same.
 // Tokens past a run's end are zeros, and nothing is read for them.
 //
@@ -18,18 +20,20 @@
 #include "wide/shared.cuh"
 #include "wide/walk.cuh"
 
-constexpr int kMoverTokens = kTileKeys / kMovers;  // of a tile, per warp
+constexpr bool kApart = kMovers == 8;  // four warps have K, four V: else each warp has both, in turn
+constexpr int kMoverTokens = kTileKeys / 4;  // of a tile, per warp
 constexpr int kMoverGroups = kMoverTokens / 8;
 constexpr int kMoverChunks = kMoverGroups * kBlocks;  // of 16 bytes, per lane
 constexpr int kChunksAtOnce = kMoverChunks % 4 == 0 ? 4 : 2;
 static_assert(kMoverChunks % kChunksAtOnce == 0, "whole turns");
 constexpr uint32 kNoRow = 0xffffffffu;
+constexpr int kAhead = kApart ? kStaged / 2 : kStaged;  // copies under way, per warp
 static_assert(kMoverTokens <= 32, "a lane looks up one token");
 static_assert(kMoverTokens % 8 == 0, "eight quads of lanes, a token each");
 
 // This lane's part of a tile in the staging memory: 16 bytes of each 512.
 __device__ __forceinline__ uint32 staged_place(uint32 staging) {
-  return staging + threadIdx.x / 32 * (kStagedBytes / kMovers) + threadIdx.x % 32 * 16;
+  return staging + threadIdx.x / 32 % 4 * (kStagedBytes / 4) + threadIdx.x % 32 * 16;
 }
 
 // Copies this warp's tokens of a tile; lane t has in `rows` the row of the warp's token t. At a time its eight quads
@@ -66,14 +70,14 @@ __device__ __forceinline__ uint4 read_chunk(uint32 at) {
   return x;
 }
 
-// Leaves the tile that this warp copied before its last one, converted, at `tile`.
+// Leaves the tile that this warp copied first of those not converted, converted, at `tile`.
 __device__ __forceinline__ void convert_stored(uint32 tile, uint32 staging) {
   // a token's two chunks of 16 bytes, swizzled: quads beside each other reach different banks
   const int key = threadIdx.x % 32 / 4, chunk = threadIdx.x % 4 * 2;
   const uint32 from = staged_place(staging);
-  const uint32 mine = tile + threadIdx.x / 32 * (kMoverGroups * kGroupStride) + key * 128;
+  const uint32 mine = tile + threadIdx.x / 32 % 4 * (kMoverGroups * kGroupStride) + key * 128;
   const uint32 low = mine + (chunk ^ key) * 16, high = mine + ((chunk + 1) ^ key) * 16;
-  copy_async_wait<1>();
+  copy_async_wait<kAhead - 1>();
 #pragma unroll
   for (int first = 0; first < kMoverChunks; first += kChunksAtOnce) {
     uint4 x[kChunksAtOnce];  // all are asked for before the first is converted
@@ -134,7 +138,7 @@ struct RowLookup {
                                           const StoredKv& kv) {
     const Unit& unit = shared.unit(units.stage());
     const int lane = threadIdx.x % 32;
-    const int token = cursor.tile * kTileKeys + threadIdx.x / 32 * kMoverTokens + lane;
+    const int token = cursor.tile * kTileKeys + threadIdx.x / 32 % 4 * kMoverTokens + lane;
     within = kNoRow;
     if (lane < kMoverTokens && cursor.tile >= 0 && token < unit.item.num_keys) {
       const int index = static_cast<uint32>(token) / static_cast<uint32>(kv.page_size);
@@ -159,30 +163,44 @@ __device__ __forceinline__ void stream_stored(const Shared& shared, const WidePa
   RowLookup lookup(shared, params, kv);
   Ring<kUnitSlots> units;
   Ring<kStages> ring;
-  uint32 rows = lookup.next(shared, params, kv);
-  copy_stored(shared.staged_keys(), kv.k, rows);
-  copy_stored(shared.staged_values(), kv.v, rows);
-  for (;; units.advance()) {
+  // copies go round the staging memory: K of a tile, its V, K of the next one; or those of one of them
+  const bool has_keys = !kApart || threadIdx.x < 128, has_values = !kApart || !has_keys;
+  const int own = kApart && has_values ? kAhead : 0;
+  uint32 rows, copied = 0;
+  const auto copy_next = [&](bool of_keys) {
+    if (of_keys || kApart) rows = lookup.next(shared, params, kv);
+    copy_stored(shared.staged(own + copied % kAhead), of_keys ? kv.k : kv.v, rows);
+    ++copied;
+  };
+  wait_to_begin(params);
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) copy_next(kApart ? has_keys : i % 2 == 0);
+  for (uint32 gathered = 0;; units.advance()) {
     const Unit& unit = shared.unit(units.stage());
     barrier_wait(shared.unit_full(units.stage()), units.parity());
     if (unit.head < 0) break;
-    const Ring<kQueryStages> queries{units.uses};
-    const Ring<kRowSlots> slots{units.uses};
-    barrier_wait(shared.query_empty(queries.stage()), queries.parity() ^ 1);
-    gather_rows<kRowsPerWarp>(shared, params, unit, threadIdx.x / 32 * kRowsPerWarp,
-                              queries.stage(), slots.stage());
+    if (threadIdx.x < kGatherers * 32 && !is_same_rows(unit.item)) {
+      const Ring<kQueryStages> queries{gathered};
+      const Ring<kRowSlots> slots{gathered};
+      ++gathered;
+      barrier_wait(shared.query_empty(queries.stage()), queries.parity() ^ 1);
+      gather_rows<kRowsPerWarp>(shared, params, unit, threadIdx.x / 32 * kRowsPerWarp,
+                                queries.stage(), slots.stage());
+    }
     for (TileCursor cursor(unit, params); cursor.tile >= 0; cursor.advance()) {
-      rows = lookup.next(shared, params, kv);
-      barrier_wait(shared.keys_empty(ring.stage()), ring.parity() ^ 1);
-      convert_stored(shared.keys(ring.stage()), shared.staged_keys());
-      if (threadIdx.x == 0) publish_visit(shared, ring.stage(), cursor);
-      hand_over(shared.keys_full(ring.stage()));
-      copy_stored(shared.staged_keys(), kv.k, rows);
-
-      barrier_wait(shared.values_empty(ring.stage()), ring.parity() ^ 1);
-      convert_stored(shared.values(ring.stage()), shared.staged_values());
-      hand_over(shared.values_full(ring.stage()));
-      copy_stored(shared.staged_values(), kv.v, rows);
+      if (has_keys) {
+        barrier_wait(shared.keys_empty(ring.stage()), ring.parity() ^ 1);
+        convert_stored(shared.keys(ring.stage()), shared.staged(own + copied % kAhead));
+        if (threadIdx.x == 0) publish_visit(shared, ring.stage(), cursor);
+        hand_over(shared.keys_full(ring.stage()));
+        copy_next(kApart || kAhead % 2 == 0);
+      }
+      if (has_values) {
+        barrier_wait(shared.values_empty(ring.stage()), ring.parity() ^ 1);
+        convert_stored(shared.values(ring.stage()), shared.staged(own + copied % kAhead));
+        hand_over(shared.values_full(ring.stage()));
+        copy_next(!kApart && kAhead % 2 != 0);
+      }
       ring.advance();
     }
     barrier_arrive(shared.unit_empty(units.stage()));

@@ -51,6 +51,9 @@ class WideVariant:
     query_stages: int = 2
     query_registers: bool = False
     consumers: int = 2
+    ctas: int = 1
+    movers: int = 4
+    staged: int = 2
     splits: bool = False
 
     @property
@@ -60,13 +63,13 @@ class WideVariant:
 
     @property
     def threads(self) -> int:
-        """Warpgroups of a CTA: one moves data, the others multiply."""
-        return 128 * (1 + self.consumers)
+        """Of a CTA: warps that move data, and warpgroups that multiply."""
+        return 32 * self.movers + 128 * self.consumers
 
     @property
     def blocks(self) -> int:
         """CTAs at a time on a multiprocessor: `kCtas` of shared.cuh."""
-        return 2 if self.consumers == 1 else 1
+        return self.ctas
 
     @property
     def converts(self) -> bool:
@@ -79,15 +82,27 @@ class WideVariant:
         return not (self.converts or self.has_mask or self.has_soft_cap)
 
     @property
+    def running_here(self) -> int:
+        """How many vectors of a consumer thread's running state shared memory has room for."""
+        each = 128 * self.consumers * 16
+        room = (MOST_SHARED - self._other_bytes) // each
+        return max(0, min(1 + self.head_dim // 8, room)) if self.splits else 0
+
+    @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory, laid out as `Shared` of shared.cuh."""
+        return self._other_bytes + self.running_here * 128 * self.consumers * 16
+
+    @property
+    def _other_bytes(self) -> int:
+        """Shared memory but for running states."""
         tiles = 2 * self.stages * self.tile_keys * self.head_dim * 2
         queries = (
             self.query_stages * self.tile_rows * (2 * self.head_dim + 16 * self.query_registers)
         )
-        staged = 2 * self.tile_keys * self.head_dim * self.converts
+        staged = self.staged * self.tile_keys * self.head_dim * self.converts
         slots = self.query_stages + 1 + self.query_registers
-        rows = slots * self.tile_rows * (24 if self.has_mask else 12)
+        rows = slots * self.tile_rows * (24 if self.has_mask else 16)
         units = 4 if self.converts else 2
         barriers = 4 * self.stages + 2 * self.query_stages + 2 * units
         visits = 4 * self.stages if self.has_mask else 0
@@ -105,9 +120,12 @@ class WideVariant:
             PAGE_SIZE=self.page_size,
             QUERIES_IN_REGISTERS=int(self.query_registers),
             CONSUMERS=self.consumers,
+            CTAS=self.ctas,
+            MOVERS=self.movers,
+            STAGED=self.staged,
             HAS_MASK=int(self.has_mask),
             HAS_SOFT_CAP=int(self.has_soft_cap),
-            **({"SPLITS": 1} if self.splits else {}),
+            **({"SPLITS": 1, "RUNNING_HERE": self.running_here} if self.splits else {}),
         )
 
 
@@ -117,6 +135,8 @@ _GENERAL: Final = {64: (128, 3, 2), 128: (128, 2, 2), 192: (64, 3, 1), 256: (64,
 _GENERAL_IN_REGISTERS: Final = 64
 _PLAIN: Final = {**_GENERAL, 64: (192, 2, 2)}
 _PLAIN_IN_REGISTERS: Final = 128
+MOST_SHARED: Final = 227 * 1024
+"""Bytes of a CTA's shared memory."""
 MOST_RUNNING: Final = 256 * (256 // 2 + 4)
 """Floats of the running states of a CTA: see kRunningFloats of shared.cuh."""
 LONG_KEYS: Final = 96
@@ -179,7 +199,7 @@ def short_variant(usual: WideVariant) -> WideVariant | None:
     """Of batches of short sequences: two CTAs of 64 rows a multiprocessor. None: there is none."""
     if usual.head_dim != 128 or not usual.is_plain:
         return None
-    return replace(usual, tile_keys=64, consumers=1)
+    return replace(usual, tile_keys=64, consumers=1, ctas=2)
 
 
 def long_variant(usual: WideVariant) -> WideVariant | None:
@@ -187,6 +207,23 @@ def long_variant(usual: WideVariant) -> WideVariant | None:
     if usual.head_dim != 64 or not usual.is_plain or usual.page_size not in _LONG_PAGES:
         return None
     return replace(usual, tile_keys=LONG_KEYS, stages=3, consumers=3)
+
+
+def joining_variant(usual: WideVariant) -> WideVariant:
+    """That joins the fixed splits of a run; with one buffer of queries where they leave it at once,
+    so that shared memory has room for more of the running states."""
+    stages = 1 if usual.query_registers else usual.query_stages
+    return replace(usual, splits=True, query_stages=stages)
+
+
+def few_variant(usual: WideVariant) -> WideVariant:
+    """Of 64 rows with the same arithmetic: half the products. Bound by memory, so with more tiles
+    under way, and twice the warps that convert those of fp8 pools."""
+    made = replace(usual, consumers=1, query_stages=1)
+    if usual.converts:
+        return replace(made, staged=4, movers=8)
+    more = (replace(made, stages=made.stages + n) for n in (2, 1))
+    return next((deeper for deeper in more if deeper.shared_bytes <= MOST_SHARED), made)
 
 
 def heads_together(num_kv_heads: int, num_items: int, num_runs: int) -> int:

@@ -110,3 +110,22 @@ def test_whatever_a_batch_may_launch_is_compiled_before_a_service_starts(
             sizes = (1000, longest, MULTIPROCESSORS)
             how = merge_launch(head_dim, partials, "fp16", *sizes, bool(split_keys))
             assert how.spec in prepared
+
+
+@pytest.mark.parametrize(("rows", "kind"), [([1, 16], "few rows"), ([1, 17], "usual")])
+def test_with_fixed_splits_only_the_most_rows_of_a_sequence_count(
+    rows: list[int], kind: BatchKind
+) -> None:
+    kernels = kernel_sets(config_of().shape, "sm_90a", MULTIPROCESSORS, 2048)
+    plan = plan_of(rows, [3000] * len(rows))
+    assert batch_kind([plan], kernels["usual"].planner) == kind
+    assert kernels[kind].kernels[0].rows == {"few rows": 64, "usual": 128}[kind]
+
+
+@pytest.mark.parametrize(("pool_page", "entry"), [(16, "attend_wide"), (5, "attend_tile")])
+def test_with_fixed_splits_ragged_keys_have_the_kernel_of_the_pool(
+    pool_page: int, entry: str
+) -> None:
+    ragged = config_of().shape._replace(contiguous=True, page_size=1)
+    sets = kernel_sets(ragged, "sm_90a", MULTIPROCESSORS, 2048, pool_page)
+    assert {kernel.entry for one in sets.values() for kernel in one.kernels} == {entry}

@@ -108,7 +108,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     monkeypatch.setattr(lanes_module, "uuid_of", lambda _: "uuid")
     monkeypatch.setattr(lanes_module, "has_mps", lambda _: False)
     monkeypatch.setattr(lanes_module, "scale", lambda *_: None)
-    monkeypatch.setattr(lanes_module, "enqueue_sinks", lambda *_: None)
     monkeypatch.setattr(lane_module, "AttentionRunner", Attention)
     return made
 
@@ -144,16 +143,6 @@ def test_as_many_lanes_as_have_queues_of_their_own(
     if queues is not None:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
     assert most_lanes(device_queues()) == most
-
-
-def test_the_kernels_of_sinks_are_loaded_before_any_step(
-    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Loading one waits for all streams, and a step's stream waits for its caller."""
-    loaded: list[str] = []
-    monkeypatch.setattr(lanes_module, "enqueue_sinks", lambda _, dtype, *__: loaded.append(dtype))
-    lanes_of(device, most=1)
-    assert loaded == ["fp16", "bf16"]
 
 
 def test_lanes_made_are_counted_not_lanes_open(device: FakeDevice, living: set[int]) -> None:

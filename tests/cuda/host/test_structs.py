@@ -11,7 +11,6 @@ import pytest
 from kernels.compile import Spec, compile_spec
 from kernels.cuda.attention.kernels import attend_kernels
 from kernels.cuda.common import structs
-from kernels.cuda.merge.sinks import sinks_spec
 from kernels.cuda.merge.variants import merge_spec
 from kernels.cuda.rows.variants import rows_spec
 from kernels.cuda.visible import table as visible
@@ -28,7 +27,6 @@ POOL_AND_TENSOR = (structs.POOL_ROWS, structs.TENSOR_ROWS)
         (TILE, "attend_tile", (structs.ATTEND_PARAMS, structs.VISIBLE_TABLE)),
         (visible.SPEC, visible.ENTRY, (structs.VISIBLE_PARAMS,)),
         (merge_spec(64, True, "fp16", 2), "merge_states", (structs.MERGE_PARAMS,)),
-        (sinks_spec("fp16"), "add_sinks", (structs.SINK_PARAMS,)),
         (rows_spec(64, "fp16", "fp16"), "append_rows", POOL_AND_TENSOR),
     ],
 )

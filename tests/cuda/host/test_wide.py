@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -61,12 +59,32 @@ def test_every_specialisation_compiles_without_spills_or_serialised_products(
     assert variant.blocks * (variant.shared_bytes + RESERVED) <= shared_limit("sm_90a")
 
 
+STORED = [wide.variant(d, "fp16", 16, storage="fp8_e4m3") for d in (64, 128, 192)]
+CAPPED = [wide.variant(d, "fp16", 16, has_soft_cap=True) for d in HEAD_DIMS]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("variant", PLAIN, ids=lambda variant: str(variant.spec))
-def test_variants_that_join_splits_serialise_no_products(variant: wide.WideVariant) -> None:
-    compiled = compile_spec(replace(variant, splits=True).spec, "sm_90a")
-    assert compiled.resources.spill_bytes < 100, "none in the loop over tiles"
-    assert "C75" not in compiled.log, compiled.log
+@pytest.mark.parametrize(
+    "variant", [*PLAIN, *STORED, *CAPPED], ids=lambda variant: str(variant.spec)
+)
+def test_variants_of_invariant_numerics_spill_little_and_serialise_no_products(
+    variant: wide.WideVariant,
+) -> None:
+    few = wide.few_variant(variant)
+    for one in (few, wide.joining_variant(few), wide.joining_variant(variant)):
+        compiled = compile_spec(one.spec, "sm_90a")
+        assert compiled.resources.spill_bytes < 160, "a few numbers of a run, no scores or outputs"
+        assert "C75" not in compiled.log, compiled.log
+        assert one.blocks * (one.shared_bytes + RESERVED) <= shared_limit("sm_90a")
+
+
+@pytest.mark.parametrize("variant", [*PLAIN, *OTHERS], ids=lambda variant: str(variant.spec))
+def test_few_rows_have_the_arithmetic_of_many(variant: wide.WideVariant) -> None:
+    few = wide.few_variant(variant)
+    assert few.tile_rows == 64 and few.tile_keys == variant.tile_keys
+    assert few.query_registers == variant.query_registers
+    for one in (few, wide.joining_variant(few), wide.joining_variant(variant)):
+        assert one.shared_bytes <= wide.MOST_SHARED
 
 
 def test_queries_are_in_registers_where_there_is_room_for_them() -> None:
