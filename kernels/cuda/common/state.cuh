@@ -124,8 +124,9 @@ __device__ __forceinline__ float state_merged_lse(float max_lse, float sum) {
   return sum == 0.0f ? minus_infinity() : fmaf(log2_fast(sum), kLn2, max_lse);
 }
 
-// The share that a complete state keeps once it is merged with a sink's state (0, sink): what its o is multiplied by.
-// Moves `lse` to that of both. -inf changes nothing.
+// The share that a complete state keeps once it is merged with a sink's state (0, sink): what its o is multiplied by,
+// after it has been divided by its sum, so that the bits are the same whoever divides. Moves `lse` to that of both.
+// -inf changes nothing.
 __device__ __forceinline__ float add_sink(float& lse, float sink) {
   if (sink == minus_infinity()) return 1.0f;
   const float top = fmaxf(lse, sink);

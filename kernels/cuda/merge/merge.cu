@@ -326,9 +326,9 @@ extern "C" __global__ void __launch_bounds__(kMostThreads)
     }
     if (share == 0 && active) {
       float lse = state_merged_lse(state.max, state.sum);
-      const float inverse = state_inverse(state.sum) * add_sink(lse, sink);
+      const float inverse = state_inverse(state.sum), kept = add_sink(lse, sink);
 #pragma unroll
-      for (int i = 0; i < kValues; ++i) state.o[i] *= inverse;
+      for (int i = 0; i < kValues; ++i) state.o[i] = state.o[i] * inverse * kept;
 #pragma unroll
       for (int u = 0; u < kUnits; ++u)
         if (d + u * kStep < head_dim)

@@ -76,22 +76,23 @@ __device__ __forceinline__ void write_state(Accumulator<kM>& acc, const Rows<kM>
   for (int r = 0; r < kM * 2; ++r) {
     const float sum = quad_sum(acc.sum[r]);
     if (rows.query[r] < 0) continue;
-    float inverse = state_inverse(sum) * p.v_scale, lse = state_lse(acc.max[r] * c, sum);
+    const float inverse = state_inverse(sum) * p.v_scale;
+    float lse = state_lse(acc.max[r] * c, sum);
     const bool final = item.partial == kFinal;
     const int64 row =
         final ? rows.query[r]
               : partial_place(item.partial + first_row + r * 8 + g, p.num_kv_heads, head);
-    if (final) inverse *= add_sink(lse, sink_of(p, row));
+    const float kept = final ? add_sink(lse, sink_of(p, row)) : 1.0f;
     if (j == 0) (final ? p.lse : p.partial_lse)[row] = lse;
     uint32* o = static_cast<uint32*>(p.o) + row * (kHeadDim / 2);
     float* partial = p.partial_o + row * kHeadDim;
 #pragma unroll
     for (int n = 0; n < kSteps; ++n) {
       const int i = (r & 1) * 2;
-      const float a0 = state_output(acc.o[r / 2][n * 2][i], inverse),
-                  a1 = state_output(acc.o[r / 2][n * 2][i + 1], inverse);
-      const float b0 = state_output(acc.o[r / 2][n * 2 + 1][i], inverse),
-                  b1 = state_output(acc.o[r / 2][n * 2 + 1][i + 1], inverse);
+      const float a0 = state_output(acc.o[r / 2][n * 2][i], inverse) * kept,
+                  a1 = state_output(acc.o[r / 2][n * 2][i + 1], inverse) * kept;
+      const float b0 = state_output(acc.o[r / 2][n * 2 + 1][i], inverse) * kept,
+                  b1 = state_output(acc.o[r / 2][n * 2 + 1][i + 1], inverse) * kept;
       if constexpr (kIsFp8) {
         if (final) {
           *reinterpret_cast<uint2*>(o + n * 8 + j * 2) =

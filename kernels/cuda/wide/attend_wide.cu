@@ -65,7 +65,6 @@ __device__ __forceinline__ void clear_values(const Shared& shared, const Ring<kS
 __device__ __forceinline__ bool softmax_tile(float (&s)[kScores], Rows& rows, const KeyTile& tile,
                                             float (&factor)[2], const Shared& shared, int stage,
                                             const WideParams& params) {
-  if (rows.is_idle()) return false;
   rows.cap(s, params.cap_scale);
   rows.hide(s, tile.index * kTileKeys);
 #if HAS_MASK

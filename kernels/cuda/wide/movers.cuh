@@ -196,7 +196,6 @@ __device__ __forceinline__ void gather_rows(const Shared& shared, const WidePara
   const WorkItem& item = unit.item;
   // where each row comes from and goes, and its position
   UnitRow described[kRowsPerLane];
-  int sources[kRowsPerLane];
 #pragma unroll
   for (int i = 0; i < kRowsPerLane; ++i) {
     const int row = first_row + i * 32 + lane;
@@ -209,7 +208,6 @@ __device__ __forceinline__ void gather_rows(const Shared& shared, const WidePara
     described[i].source = row == read ? source : -1;
     described[i].target = row == read ? target : -1;
     described[i].position = params.positions[packed.plan_row];
-    sources[i] = source;
 #if HAS_MASK
     described[i].mask_bit = params.mask_row_offsets[packed.plan_row] + item.kv_start;
 #endif
@@ -217,7 +215,8 @@ __device__ __forceinline__ void gather_rows(const Shared& shared, const WidePara
   wait_to_begin(params);
 #pragma unroll
   for (int i = 0; i < kRowsPerLane; ++i) {
-    described[i].sink = item.partial == kFinal ? sink_of(params, sources[i]) : minus_infinity();
+    const bool final = item.partial == kFinal && described[i].target >= 0;
+    described[i].sink = final ? sink_of(params, described[i].target) : minus_infinity();
     shared.row(slot, first_row + i * 32 + lane) = described[i];
   }
 

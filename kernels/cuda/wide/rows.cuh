@@ -61,7 +61,6 @@ struct Rows {
   float limit[2], sum[2];
   KeyRange keys[2];         // of the run, that the row sees
   int warp_low, warp_high;  // keys in this range are seen by all 16 rows of the warp
-  static constexpr int kNobody = 1 << 31;
 
   __device__ __forceinline__ Rows(const WorkItem& item, const WideParams& params,
                                   const Shared& shared, int stage, int row) {
@@ -76,11 +75,7 @@ struct Rows {
     }
     warp_low = __reduce_max_sync(kAllLanes, ::max(keys[0].low, keys[1].low));
     warp_high = __reduce_min_sync(kAllLanes, ::min(keys[0].high, keys[1].high));
-    if (row / 16 * 16 >= item.num_rows) warp_high = kNobody;
   }
-
-  // Whether the warp has no rows: then its weights may be anything, and need not be worked out.
-  __device__ __forceinline__ bool is_idle() const { return warp_high == kNobody; }
 
   // Hides the keys, of the tile that starts at key `begin`, which a row does not see.
   __device__ __forceinline__ void hide(float (&s)[kScores], int begin) const {
@@ -292,7 +287,7 @@ __device__ __forceinline__ void Finished::write(const float (&o)[kOutputs],
   for (int r = 0; r < 2; ++r) {
     const UnitRow& place = shared.row(slot, row + 8 * r);
     const int index = place.target;
-    if (final) {inverse[r] *= add_sink(lse[r], place.sink);}
+    const float kept = final ? add_sink(lse[r], place.sink) : 1.0f;
     const int64 offset = static_cast<int64>(index) * kHeadDim;
     if (final) {
       Element* o_row = static_cast<Element*>(params.o) + offset + part * 8;
@@ -302,7 +297,7 @@ __device__ __forceinline__ void Finished::write(const float (&o)[kOutputs],
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
           const int i = 4 * (j + c) + 2 * r;
-          words[c] = pack<kBf16>(o[i] * inverse[r], o[i + 1] * inverse[r]);
+          words[c] = pack<kBf16>(o[i] * inverse[r] * kept, o[i + 1] * inverse[r] * kept);
         }
         const uint4 chunk = transpose_quad(words[0], words[1], words[2], words[3], part);
         if (index >= 0) *reinterpret_cast<uint4*>(o_row + j * 8) = chunk;
