@@ -34,7 +34,8 @@ from service.core.prefix import keys
 from service.core.sequences.transfer import fill as take_pages
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec
-from service.engine.tiers.loading import ALL_TIERS, Loading, LoadLimits
+from service.engine.tiers.loading import Loading
+from service.engine.tiers.loads import ALL_TIERS, LoadLimits
 from service.engine.tiers.page_records import layout_of
 from service.engine.tiers.tiers import Tiers
 from service.metrics import Metrics

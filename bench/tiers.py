@@ -39,7 +39,8 @@ from service.core.pool.budget import NO_LIMIT, EvictionPaused
 from service.core.prefix.keys import Prefix
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec
-from service.engine.tiers.loading import ALL_TIERS, Loading, LoadLimits, Origin
+from service.engine.tiers.loading import Loading
+from service.engine.tiers.loads import ALL_TIERS, LoadLimits, Origin
 from service.engine.tiers.page_records import layout_of
 from service.engine.tiers.tiers import Tiers
 from service.metrics import Metrics

@@ -29,7 +29,7 @@ from service.engine.loop.job import (
 )
 from service.engine.loop.request import Request
 from service.engine.store.store import Store
-from service.engine.tiers.loading import Origin
+from service.engine.tiers.loads import Origin
 from service.operations.prefix import MAX_HOLDS
 from service.operations.schema.page_names import PageNames
 

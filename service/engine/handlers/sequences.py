@@ -28,7 +28,8 @@ from service.engine.loop.job import (
 from service.engine.loop.request import Request
 from service.engine.store.moves import HIDDEN
 from service.engine.store.store import Store
-from service.engine.tiers.loading import Loading, LoadLimits, Origin
+from service.engine.tiers.loading import Loading
+from service.engine.tiers.loads import LoadLimits, Origin
 from service.image.json_text import dump_json
 from service.tenants import Tenant
 

@@ -10,7 +10,7 @@ from service.core.prefix.keys import Prefix
 from service.engine.loop.job import Completed, Counts, SlicedWork, Slices, Work
 from service.engine.loop.request import Request
 from service.engine.store.store import Store
-from service.engine.tiers.loading import ALL_TIERS, LoadLimits, Origin, waiting
+from service.engine.tiers.loads import ALL_TIERS, LoadLimits, Origin, waiting
 from service.operations.schema.page_names import SoughtPages
 
 RESERVE: Final = 0.1

@@ -1,0 +1,116 @@
+"""What a load is made of: limits, records that were found, and the names of loaded pages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from kernels.backend import Done
+from service.core.prefix.commits import DEFAULT
+from service.core.prefix.keys import KEY_BYTES, Prefix, as_keys
+from service.core.prefix.nodes import DEFAULT_PRIORITY, Retention
+from service.core.values import Int32
+from service.engine.loop.job import NO_COST, WAIT, Slice
+from service.engine.tiers.page_records import PageTag
+from service.operations.schema.page_names import Tier
+from service.tiers.shelf import PINNED, Entry
+
+ALL_TIERS: Final[frozenset[Tier]] = frozenset(("pool", "host", "disk"))
+Origin = Counter[Tier]
+"""Pages of a prefix by the tier that has them, or had them before they were loaded."""
+Steps = Generator[Slice, Any, Origin]
+Miss = Literal["corrupt", "evicted", "unreadable"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadLimits:
+    """The tiers that may be used, the most pages to load, and when to stop (monotonic)."""
+
+    tiers: frozenset[Tier]
+    max_pages: int | None
+    ends: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Record:
+    """A page that a lower tier has."""
+
+    id: bytes
+    tag: PageTag
+    entry: Entry
+    tier: Literal["host", "disk"]
+
+    @property
+    def priority(self) -> int:
+        """Its priority, as it was when the page left the pool."""
+        is_known = self.tier == "disk" and 0 < self.entry.rank < PINNED
+        return self.entry.rank if is_known else self.tag.priority
+
+
+@dataclass(slots=True, eq=False)
+class Found:
+    """Pages of a prefix: `num_cached` in the pool, and `records` of the next ones.
+
+    `is_loading`: the next page is being loaded for another operation. `missing`: the identity of
+    the page that no tier has.
+    """
+
+    num_cached: int = 0
+    records: list[Record] = field(default_factory=list)
+    is_loading: bool = False
+    missing: bytes | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """The load of one run of records to `pages` of the hidden sequence `name`, which follow the
+    `num_cached` that the pool had."""
+
+    name: str
+    namespace: str
+    num_cached: int
+    records: list[Record] = field(default_factory=list)
+    pages: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
+    after: object = None
+    """A mark: the pages can be written to when all before it is done."""
+    asked: int = 0
+    """Records handed to the loader, ..."""
+    in_flight: int = 0
+    """... in batches that are not back."""
+    labels: list[bytes] = field(default_factory=list)
+    """Labels of the pages that are loaded, in order."""
+    has_failed: bool = False
+    is_stopped: bool = False
+    """The loader passes over its records."""
+    is_abandoned: bool = False
+    """No operation waits for it any more: it ends with its last batch."""
+
+
+def runs_of(load: Load, cache_salt: str, page_size: int) -> Iterator[tuple[Prefix, Retention]]:
+    """The names of loaded pages as commits of equal priority."""
+    first = load.num_cached
+    labels = [PageTag.read(label) for label in load.labels]
+    many = zip(load.records, labels, load.labels, strict=False)
+    for (priority, with_ids), run in groupby(
+        many, key=lambda one: (one[0].priority, one[1].with_ids)
+    ):
+        pages = list(run)
+        keys = b"".join(tag.key for _, tag, _ in pages)
+        if with_ids:
+            width = 4 * page_size
+            ids = np.frombuffer(b"".join(label[-width:] for _, _, label in pages), np.uint32)
+            names = Prefix(ids, None, cache_salt, first, keys, first)
+        else:
+            names = Prefix(None, as_keys(keys), cache_salt, first)
+        first += len(keys) // KEY_BYTES
+        yield names, DEFAULT if priority == DEFAULT_PRIORITY else Retention(priority)
+
+
+def waiting() -> Slice:
+    """A slice without work, while other threads work."""
+    return Slice(lambda: Done(None), WAIT, NO_COST)
