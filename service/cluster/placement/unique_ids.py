@@ -55,9 +55,6 @@ class UniqueIds:
         members.check_all_respond()
         names = list(ids)
         if taken := await self.locator.holders(names, self.tenant, members.engines):
-            for name in taken:
-                if (tag := await self.locator.tag_of(name, taken[name], self.tenant)) is not None:
-                    self.locator.tags.learn((self.tenant.namespace, name), tag)
             raise SequenceExists([name for name in names if name in taken])
 
     async def confirm(self, made: Mapping[str, Home], chosen: Collection[str]) -> None:

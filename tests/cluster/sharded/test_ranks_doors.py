@@ -278,3 +278,18 @@ async def test_a_rank_that_dies_under_two_doors_leaves_no_pages_behind(cluster: 
                 await asyncio.sleep(0.05)
         engines.start(victim.name)
         await cluster.until(lambda: len(cluster.router.members.engines) == 3, "engine back")
+
+
+async def test_a_door_finds_a_whole_sequence_of_an_id_that_it_knows_as_sharded(
+    cluster: Cluster,
+) -> None:
+    await cluster.ok("create_sequences", {"sequences": [{"id": "same", "ranks": 2}]})
+    k = np.zeros((1, HEADS, DIM), FLOAT)
+    fields = {"layer": 0, "sequences": ["same"]}
+    await cluster.ok("append", fields, k=k, v=k)
+    async with another_door(cluster) as second:
+        await second.ok("append", fields, k=k, v=k)  # the first door has to claim it again
+        await second.ok("delete_sequence", {"id": "same"})
+        await second.ok("create_sequences", {"sequences": [{"id": "same"}]})
+        reply = await cluster.ok("append", fields, k=k, v=k)
+        assert reply.fields["lengths"] == [1]

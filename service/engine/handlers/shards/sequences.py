@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from service.core.errors import InvalidRequest, SequenceTaken
+from service.core.errors import InvalidRequest, SequenceTaken, UnknownSequence
 from service.core.shards import (
     WHOLE,
     Shard,
@@ -54,7 +54,7 @@ def claim(store: Store, request: Request, _: Seconds) -> Work:
     request.place.require(EPOCH_BYTES + NUMBER_BYTES * store.geometry.num_layers)
     shard = store.tree.books.leaf(fields.id).shard
     if shard is None:
-        raise InvalidRequest("id", fields.id, "is whole: only shards have epochs")
+        raise UnknownSequence([fields.id])  # of this id there is a whole one now
     before = shard.claim(fields.id, fields.epoch)
     request.place.lay({"epoch": before, "lengths": shard.lengths.tolist()})
     return Completed()
