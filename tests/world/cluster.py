@@ -500,6 +500,8 @@ class ClusterCaller:
         """Deletes several; after an error each is there or is not."""
         names = sorted({self.order.choice(IDS + self.own) for _ in range(3)})
         effects = [self._deleting(name, ignores=True) for name in names]
+        for effect in effects:
+            effect.repeats = True  # the router asks again until nothing is left
         answer = await self.send("delete_sequences", {"ids": names})
         if answer[0] != "ok":
             answer = ("lost", {}, {})

@@ -59,6 +59,8 @@ class Effect:
     undo: Effect | None = None
     """Of one that makes a sequence: while it is not answered it may be deleted, and made again."""
     undoes: int = 0
+    repeats: bool = False
+    """Whether it may act more than once before its answer."""
 
 
 class History:
@@ -207,7 +209,7 @@ class History:
             frozen, done = todo.pop()
             numbers = {number for number, _ in done}
             for one in near:
-                if one.number in numbers:
+                if one.number in numbers and not one.repeats:
                     continue
                 held = dict(frozen)
                 outcome = one.apply(held)
@@ -223,7 +225,8 @@ class History:
                     outcome = ANY  # it is answered nowhere
                 elif not outcome or one.ends < FOREVER:
                     continue
-                state = freeze(held), done | {(one.number, outcome)}
+                again = one.number in numbers
+                state = freeze(held), done if again else done | {(one.number, outcome)}
                 if state not in found:
                     found.add(state)
                     todo.append(state)
