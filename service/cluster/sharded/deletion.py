@@ -55,6 +55,7 @@ async def delete_marked(ranks: Ranks, one: ShardedSequence) -> list[EngineReply 
         if isinstance(reply, EngineReply)
     ]
     if len(marked) == count:
+        call.is_poll = True  # also at an engine that has fallen silent since: all or none
         return await results_of([delete_one(engine, one, call) for engine in marked])
     await results_of([engine.ask(call, {"id": one.id, "state": "back"}) for engine in marked])
     return replies
@@ -65,6 +66,7 @@ async def delete_one(engine: Engine, one: ShardedSequence, call: Call) -> Engine
     with suppress(ProblemText):
         return await engine.ask(call, {"id": one.id, "state": "gone"})
     delete = engine.own(DELETE_SEQUENCES, one.tenant, REPAIR_S)
+    delete.is_poll = True
     return await engine.ask(delete, {"ids": [one.id]})
 
 
