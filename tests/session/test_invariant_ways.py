@@ -1,0 +1,135 @@
+"""With `numerics: invariant` a row has the same bits by every way in, and a model its logits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from attnd import Client, NewSequence, Prefix, Session
+
+from tests.client.running_service import service
+
+LAYERS, HEADS, KV_HEADS, DIM, WIDTH, VOCABULARY = 2, 6, 2, 64, 32, 50
+PAGE = 16
+BATCH = 64
+
+
+@dataclass(frozen=True)
+class Ways:
+    """One engine: its HTTP address, and a session with it."""
+
+    where: str
+    session: Session
+
+
+@pytest.fixture(scope="module")
+def ways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ways]:
+    path = str(Path(tmp_path_factory.mktemp("ways"), "engine.sock"))
+    given = ("--engine.numerics", "invariant", "--pool.num-pages", "900", "--server.socket", path)
+    with service(*given, "--server.port", "0") as where, Session(path) as session:
+        assert session.info().numerics == "invariant"
+        yield Ways(where, session)
+        session.delete_sequences(prefix="")
+
+
+def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape, np.float32)
+
+
+class Model:
+    """Attention, projections and a residual; all but attention works on one row at a time."""
+
+    def __init__(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self._embedding = normal(rng, VOCABULARY, WIDTH)
+        sizes = (HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM)
+        self._in = [[normal(rng, WIDTH, n) * 0.2 for n in sizes] for _ in range(LAYERS)]
+        self._out = [normal(rng, HEADS * DIM, WIDTH) * 0.1 for _ in range(LAYERS)]
+
+    def logits(self, caller: Any, names: Sequence[str], tokens: Sequence[Any]) -> list[bytes]:
+        """The bits of each sequence's last logits, when its next tokens have been appended."""
+        indptr = np.cumsum([0, *map(len, tokens)]).astype(np.int32)
+        x = self._embedding[np.concatenate(tokens)]
+        for layer in range(LAYERS):
+            parts = [np.stack([row @ w for row in x]) for w in self._in[layer]]
+            q, k, v = (part.reshape(len(x), -1, DIM) for part in parts)
+            o = caller.prefill(layer, names, q, indptr, k=k, v=v, causal=True).o
+            x = x + np.stack([row.reshape(-1) @ self._out[layer] for row in o])
+        return [(self._embedding @ x[end - 1]).tobytes() for end in indptr[1:]]
+
+
+def test_a_prompt_has_its_logits_cached_or_not_alone_and_in_a_batch_of_64(ways: Ways) -> None:
+    rng, model, session = np.random.default_rng(3), Model(4), ways.session
+    prompt = rng.integers(0, VOCABULARY, 4 * PAGE + 6)
+    others = [rng.integers(0, VOCABULARY, rng.integers(1, 90)) for _ in range(BATCH - 2)]
+    session.create_sequence("cold")
+    (wanted,) = model.logits(session, ["cold"], [prompt])
+    session.commit("cold", Prefix(prompt[: 4 * PAGE]))
+
+    cached = session.create_sequence("hit", prefix=Prefix(prompt)).cached_len
+    assert cached == 4 * PAGE
+    assert model.logits(session, ["hit"], [prompt[cached:]]) == [wanted]
+
+    names = [f"b{i}" for i in range(BATCH)]
+    made = [NewSequence(name) for name in names[1:]]
+    session.create_sequences([NewSequence(names[0], prefix=Prefix(prompt)), *made])
+    batch = [prompt[cached:], prompt, *others]
+    assert model.logits(session, names, batch)[:2] == [wanted, wanted]
+
+    step = np.array([7])
+    (after,) = model.logits(session, ["cold"], [step])
+    assert model.logits(session, ["hit", *names], [step] * (BATCH + 1))[:3] == [after] * 3
+    session.delete_sequences(prefix="")
+
+
+def test_a_row_has_the_same_bits_by_every_way_in(ways: Ways) -> None:
+    rng, session, count = np.random.default_rng(5), ways.session, 8
+    session.create_sequence("shared")
+    for layer in range(LAYERS):
+        k, v = normal(rng, 77, KV_HEADS, DIM), normal(rng, 77, KV_HEADS, DIM)
+        session.append(layer, ["shared"], k, v, append_indptr=[0, 77])
+    names = [f"f{i}" for i in range(count)]
+    session.create_sequences([NewSequence(name, parent="shared") for name in names])
+    q, k, v = (normal(rng, count, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    for layer in range(LAYERS):
+        session.append(layer, names, k, v, append_indptr=list(range(count + 1)))
+
+    wanted = session.decode(0, names, q)
+    found = {"alone": [session.decode(0, [n], q[i : i + 1]) for i, n in enumerate(names)]}
+    with Client(ways.where) as client:
+        found["http"] = [client.decode(0, names, q, cascade=how) for how in ("never", "always")]
+    slots, steps = session.slots(count, HEADS), []
+    for _ in range(3):  # the later ones are a replay of the first
+        with session.step(names, slots, append=False) as step:
+            for layer in step.layers:
+                step.q(layer)[:] = q
+                o = step.attend(layer).copy()
+                if layer == 0:
+                    steps.append((o, step.lse(layer).copy()))
+        step.wait()
+    for way, states in found.items():
+        o, lse = (np.concatenate([getattr(s, part) for s in states]) for part in ("o", "lse"))
+        copies = len(o) // count
+        assert o.tobytes() == wanted.o.tobytes() * copies, way
+        assert lse.tobytes() == wanted.lse.tobytes() * copies, way
+    for o, lse in (*steps, inferred(ways, names, q)):
+        assert (o.tobytes(), lse.tobytes()) == (wanted.o.tobytes(), wanted.lse.tobytes())
+    session.delete_sequences(prefix="")
+
+
+def inferred(ways: Ways, names: Sequence[str], q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """o and lse of a decode at layer 0 by the Open Inference Protocol."""
+    given = {"name": "q", "shape": q.shape, "datatype": "FP32", "data": q.ravel().tolist()}
+    fields = {"layer": 0, "sequences": json.dumps(list(names))}
+    body = {"inputs": [given], "parameters": fields}
+    reply = httpx.post(f"{ways.where}/v2/models/decode/infer", json=body, timeout=60)
+    assert reply.status_code == 200, reply.text
+    tensors = {one["name"]: one for one in reply.json()["outputs"]}
+    o, lse = (np.array(tensors[name]["data"], np.float32) for name in ("o", "lse"))
+    return o.reshape(tensors["o"]["shape"]), lse.reshape(tensors["lse"]["shape"])
