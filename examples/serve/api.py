@@ -101,9 +101,7 @@ class Run:
         asked = (body.max_completion_tokens if chat else None) or body.max_tokens
         room = model.max_tokens - len(prompt)
         if body.model != model.name:
-            raise HTTPException(
-                404, f"the model {body.model!r} does not exist; {model.name!r} does"
-            )
+            raise HTTPException(404, f"model {body.model!r} does not exist; {model.name!r} does")
         if not prompt or max(prompt) >= len(model.tokenizer) or min(prompt) < 0:
             raise HTTPException(400, "the prompt must have tokens, all of them in the vocabulary")
         if room < (asked or 1):
@@ -199,6 +197,7 @@ def create_app(scheduler: Scheduler, model: Model, live_url: str) -> FastAPI:
         while not (await asyncio.wait({whole}, timeout=POLL_S))[0]:
             if await request.is_disconnected():
                 whole.cancel()
+                raise HTTPException(499, "the caller has disconnected")
         return await whole
 
     @app.post("/v1/chat/completions")

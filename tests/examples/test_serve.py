@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -290,6 +291,15 @@ def test_a_stream_that_its_caller_closes_frees_its_pages(server: Server) -> None
     wait_for(lambda: pages_in_use(server) == 0, "its sequence to be deleted")
 
 
+def test_a_caller_that_disconnects_before_its_reply_frees_its_pages(
+    server: Server, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(openai.APITimeoutError):
+        server.chat("abandoned too?", max_tokens=600, timeout=0.5)
+    wait_for(lambda: pages_in_use(server) == 0, "its sequence to be deleted")
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_a_reader_that_reads_nothing_delays_no_other(server: Server, expect: Any) -> None:
     body = {
         "model": "tiny",
@@ -515,10 +525,15 @@ def test_what_cannot_start_says_why_in_one_line(server: Server, folder: Path) ->
 def test_a_running_attnd_serves_by_url_and_socket_but_not_another_geometry(
     server: Server, folder: Path, tmp_path: Path, expect: Any
 ) -> None:
-    with running(folder, "--attnd", server.attnd) as other:
-        assert text_of(other.chat("by url?")) == expect("by url?")
-        usage = other.chat("by url?").usage
-        assert usage.prompt_tokens_details.cached_tokens >= 100
+    port = server.attnd.rsplit(":", 1)[1]
+    by_socket = f"{tempfile.gettempdir()}/attnd-{os.getuid()}/{port}.sock"
+    for place in (server.attnd, by_socket):
+        with running(folder, "--attnd", place, "--live", f"{server.attnd}/live") as other:
+            reply = other.chat("elsewhere?")
+            assert text_of(reply) == expect("elsewhere?")
+            page = httpx.get(other.url).text
+            assert f'href="{server.attnd}/live"' in page
+    assert reply.usage.prompt_tokens_details.cached_tokens >= 100  # the first one's
     config = LlamaConfig.from_pretrained(folder)
     config.num_hidden_layers = 1
     LlamaForCausalLM(config).save_pretrained(tmp_path)
