@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from service.cluster.membership.processes import LocalEngines, local_engines
 from tests.cluster.harness import SETTINGS, Cluster, run
+from tests.cluster.local_engines import LocalEngines, local_engines
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from service.cluster.membership.processes import LocalEngines, local_engines
 from service.cluster.routing.router import Router
 from service.doors.kit.timeouts import GRACE_S
 from tests.cluster.harness import (
@@ -36,6 +35,7 @@ from tests.cluster.harness import (
     Cluster,
     rows,
 )
+from tests.cluster.local_engines import LocalEngines, local_engines
 from tests.oracle import attend, visible
 
 ALLOWED: Final = frozenset({"lost_sequence", "not_ready", "out_of_pages", "deadline_exceeded"})

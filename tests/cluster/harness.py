@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from config.settings import load_settings
-from service.cluster.membership.processes import LocalEngines
 from service.cluster.routing.router import Router
 from service.doors.kit.problems import ProblemText, document_of
 from service.errors import AttndError
@@ -26,6 +25,7 @@ from service.image.reading import REQUEST, place, read_layout, split
 from service.image.writing import PROBLEM, RESPONSE, image
 from service.operations.table import BY_NAME
 from service.tenants import OPEN, Tenant
+from tests.cluster.local_engines import LocalEngines
 
 BACKEND: Final = os.environ.get("TEST_BACKEND", "cpu")
 """`TEST_BACKEND=cuda pytest -n 2 --dist loadfile tests/cluster` runs all of this on engines that
@@ -173,7 +173,7 @@ def run(engines: LocalEngines, test: Callable[[Cluster], Coroutine[Any, Any, Non
     async def main() -> None:
         router = Router(SETTINGS.server)
         cluster = Cluster(router, engines)
-        count = len(engines.listening)
+        count = len(engines.engines)
 
         def all_there() -> bool:
             ended = [name for name, one in engines.processes.items() if one.poll() is not None]

@@ -27,7 +27,8 @@ import httpx
 from config.sections import Settings
 from config.settings import load_settings
 from service.addresses import bind_addresses
-from service.cluster.membership.processes import Doors, LocalEngines, local_engines, start_doors
+from service.cluster.membership.processes import Doors, start_doors
+from tests.cluster.local_engines import LocalEngines, local_engines
 
 PAGES: Final = 8192
 PAGE: Final = 4

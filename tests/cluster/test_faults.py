@@ -8,9 +8,9 @@ import signal
 
 import pytest
 
-from service.cluster.membership.processes import local_engines
 from tests.cluster.faults import play
 from tests.cluster.harness import SETTINGS, Cluster, run
+from tests.cluster.local_engines import local_engines
 
 pytestmark = pytest.mark.long
 

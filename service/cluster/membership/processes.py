@@ -1,136 +1,78 @@
-"""Engines and doors of this host as child processes, for Ray, tests and measurements."""
+"""An engine and doors of this host as child processes, for Ray."""
 
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 import subprocess
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from config.sections import Settings
-from service.addresses import Addresses, listen_tcp
-from service.cluster.membership.members_file import MemberEntry, write_members
+from service.addresses import Addresses
 from service.launch import command_of
 from service.processes.cells import make_shared
 from service.processes.handover import CheckedFiles, Child, Shared, start
-from service.road.engine_end.listening import Listening, listen
+from service.road.engine_end.listening import Listening
 
-LOST_AFTER_S: Final = 1.0
 ENGINE: Final = command_of("service.engine")
 
 
-@dataclass(slots=True)
-class LocalEngines:
-    """The engines `engine-0`, `engine-1`, ..., and their members file."""
+class EngineProcess:
+    """An engine's process, which can be restarted with the same sockets: its own, and `more`."""
 
-    settings: Settings
-    folder: Path
-    lifeline: int
-    secret: str = field(default_factory=lambda: secrets.token_hex(32))
-    over_tcp: bool = False
-    """Connect over TCP, as to engines of other hosts."""
-    host: str = "127.0.0.1"
-    """The address to listen at over TCP."""
-    listening: dict[str, Listening] = field(default_factory=dict)
-    entries: dict[str, socket.socket] = field(default_factory=dict)
-    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
-    files: CheckedFiles | None = None
-    """None before the first start."""
+    def __init__(
+        self,
+        name: str,
+        settings: Settings,
+        listening: Listening,
+        more: Sequence[socket.socket],
+        lifeline: int,
+        secret: str,
+    ) -> None:
+        """Starts it."""
+        self.settings = settings
+        self.listening = listening
+        self.lifeline = lifeline
+        self.secret = secret
+        self.files = CheckedFiles(settings)
+        self.child = Child(name, ENGINE, (listening.sock, *more))
+        self.running = self.start()
 
-    @property
-    def members(self) -> Path:
-        return self.folder / "members.json"
-
-    def add(self, listening: Listening | None = None) -> str:
-        """Starts one more engine, with a socket in the folder by default; returns its name."""
-        name = f"engine-{len(self.listening)}"
-        own = listening or listen(self.folder / f"{name}.sock", private=False)
-        self.listening[name] = own
-        if self.over_tcp:
-            (self.entries[name],) = listen_tcp(self.host, 0, False)
-        self.start(name)
-        self.write_members()
-        return name
-
-    def start(self, name: str) -> None:
-        """Starts an engine's process, or restarts it."""
-        if self.files is None:
-            self.files = CheckedFiles(self.settings)
-        else:
-            self.files.read_again()
+    def start(self) -> subprocess.Popen[bytes]:
         cells = make_shared()
         try:
             shared = Shared(
                 settings=self.settings,
                 lifeline=self.lifeline,
-                engine_socket=str(self.listening[name].path),
+                engine_socket=str(self.listening.path),
                 url="",
                 secret=self.secret,
-                metrics={name: cells},
+                metrics={self.child.process: cells},
                 files=self.files,
             )
-            entry = [self.entries[name]] if self.over_tcp else []
-            child = Child(name, ENGINE, (self.listening[name].sock, *entry))
-            self.processes[name] = start(child, shared)
+            return start(self.child, shared)
         finally:
             os.close(cells)
 
-    def kill(self, name: str) -> None:
-        """Kills an engine's process."""
-        self.processes[name].kill()
-        self.processes[name].wait()
+    def restart(self) -> None:
+        """Starts it again after its end."""
+        self.files.read_again()
+        self.running = self.start()
 
-    def remove(self, name: str) -> None:
-        listening = self.listening.pop(name)
-        self.write_members()
-        self.kill(name)
-        listening.close()
-
-    def write_members(self) -> None:
-        lost_after_s = LOST_AFTER_S if self.over_tcp else 0.0
-        entries = [MemberEntry(name, self.address(name), lost_after_s) for name in self.listening]
-        write_members(self.members, entries)
-
-    def address(self, name: str) -> str:
-        if self.over_tcp:
-            return f"tcp:{self.host}:{self.entries[name].getsockname()[1]}"
-        return str(self.listening[name].path)
+    def kill(self) -> None:
+        self.running.kill()
+        self.running.wait()
 
     def close(self) -> None:
-        if self.files is not None:
-            os.close(self.files.fd)
-        for process in self.processes.values():
-            process.kill()
-        for process in self.processes.values():
-            process.wait()
-        for one in self.listening.values():
-            one.close()
-        for entry in self.entries.values():
-            entry.close()
-
-
-@contextmanager
-def local_engines(
-    count: int, settings: Settings, *, over_tcp: bool = False
-) -> Iterator[LocalEngines]:
-    """`count` engines with these settings, which are killed at the end."""
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="attnd-cluster-"))
-        reading, writing = os.pipe()
-        stack.callback(os.close, reading)
-        stack.callback(os.close, writing)
-        engines = LocalEngines(settings, Path(folder), reading, over_tcp=over_tcp)
-        stack.callback(engines.close)
-        for _ in range(count):
-            engines.add()
-        yield engines
+        """Kills it and closes its sockets."""
+        self.kill()
+        os.close(self.files.fd)
+        self.listening.unlink()
+        for sock in self.child.sockets:
+            sock.close()
 
 
 COMMAND: Final = command_of("service.cluster")

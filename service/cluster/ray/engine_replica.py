@@ -18,10 +18,10 @@ from ray.exceptions import RayError
 
 from config.server import ServerSettings
 from config.settings import Settings
-from service.addresses import engine_path, engine_paths
+from service.addresses import engine_path, engine_paths, listen_tcp
 from service.cluster.membership.engine import Engine, EngineReply
 from service.cluster.membership.members_file import write_members
-from service.cluster.membership.processes import LocalEngines
+from service.cluster.membership.processes import EngineProcess
 from service.cluster.migration.drain import num_left
 from service.cluster.placement.cost import Load
 from service.cluster.ray.directory import REPORT_S, Place, directory
@@ -67,15 +67,16 @@ class EngineReplica:
         self.settings = settings
         self.context = serve.get_replica_context()
         self.name = self.context.replica_tag
+        self.secret = secret
         listening = first_free(settings.server)
+        self.path = str(listening.path)
         self.folder = fresh_folder(listening.path)
         self.lifeline, self.held = os.pipe()
         host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        self.engines = LocalEngines(
-            settings, self.folder, self.lifeline, secret, over_tcp=True, host=host
-        )
-        self.process = self.engines.add(listening)
-        LOG.info("%s: sessions on this host connect to %s", self.name, listening.path)
+        entry = listen_tcp(host, 0, False)
+        self.address = f"tcp:{host}:{entry[0].getsockname()[1]}"
+        self.process = EngineProcess("engine-0", settings, listening, entry, self.lifeline, secret)
+        LOG.info("%s: sessions on this host connect to %s", self.name, self.path)
         self.arena = DoorArena(settings.server)
         self.tenant = tenant_of("cluster", SCOPES) if settings.auth.keys_file else OPEN
         self.directory = directory()
@@ -88,10 +89,10 @@ class EngineReplica:
         """Restarts the process when it ends, and reports it to the directory."""
         started = time.monotonic()
         while True:
-            if self.engines.processes[self.process].poll() is not None:
+            if self.process.running.poll() is not None:
                 self.engine = None
                 self.deaths = self.deaths + 1 if time.monotonic() - started < YOUNG_S else 1
-                self.engines.start(self.process)
+                self.process.restart()
                 started = time.monotonic()
             with suppress(RayError):
                 await self.directory.report.remote(self.place)
@@ -99,9 +100,8 @@ class EngineReplica:
 
     @property
     def place(self) -> Place:
-        path = str(self.engines.listening[self.process].path)
         node = ray.get_runtime_context().get_node_id()
-        return Place(self.name, node, path, self.engines.address(self.process), self.is_leaving)
+        return Place(self.name, node, self.path, self.address, self.is_leaving)
 
     def check_health(self) -> None:
         """Called by Serve. Raises RuntimeError where Serve should restart the replica."""
@@ -126,8 +126,7 @@ class EngineReplica:
         async with asyncio.timeout(ASK_S):
             if self.engine is None or not self.engine.is_ready:
                 link = Link(self.settings.server, self.tenant is not OPEN, arena=self.arena)
-                path = str(self.engines.listening[self.process].path)
-                await link.connect(path, "replica", self.engines.secret)
+                await link.connect(self.path, "replica", self.secret)
                 self.engine = Engine(self.name, link, self.arena)
             call = self.engine.own(BY_NAME["engines"], self.tenant, ASK_S)
             return await self.engine.ask(call, {})
@@ -149,7 +148,7 @@ class EngineReplica:
         with suppress(RayError):
             await self.directory.leave.remote(self.name)
         await asyncio.sleep(2 * REPORT_S)  # until all ingresses have read it
-        self.engines.close()
+        self.process.close()
         self.arena.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -170,7 +169,7 @@ class EngineReplica:
             node = ray.get_runtime_context().get_node_id()
             lost_after_s = self.settings.cluster.lost_after_s
             write_members(members, [one.entry(node, lost_after_s) for one in places])
-            await router.connect(str(members), "replica", self.engines.secret)
+            await router.connect(str(members), "replica", self.secret)
             await router.drains.run(self.name)
         except Exception:
             LOG.exception(

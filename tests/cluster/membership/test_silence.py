@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from service.cluster.membership import polling
-from service.cluster.membership.processes import LocalEngines, local_engines
 from service.cluster.routing import locator as finding
 from service.cluster.routing.router import Router
 from tests.cluster.checked_calls import Book
 from tests.cluster.harness import PAGE, SETTINGS, Cluster, rows, run
+from tests.cluster.local_engines import LocalEngines, local_engines
 
 pytestmark = pytest.mark.long
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.cluster.membership.processes import LocalEngines
 from service.cluster.migration import drain, ownership, transfer
 from service.cluster.migration.drain import Drain
 from service.cluster.migration.transfer import Family, Transfer
@@ -25,6 +24,7 @@ from tests.cluster.harness import (
     another_door,
     run,
 )
+from tests.cluster.local_engines import LocalEngines
 
 Array = Any
 SOURCE = "engine-0"

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.cluster.membership.processes import LocalEngines, local_engines
 from tests.cluster.harness import DIM, FLOAT, HEADS, LAYERS, PAGE, PAGES, SETTINGS, Cluster
+from tests.cluster.local_engines import LocalEngines, local_engines
 
 LENGTH = 8 * PAGE
 

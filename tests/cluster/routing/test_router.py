@@ -10,7 +10,6 @@ import pytest
 from oracle import attend, visible
 
 from service.cluster.membership.members import Members
-from service.cluster.membership.processes import LocalEngines
 from service.cluster.routing.locator import Locator
 from service.cluster.routing.router import Router
 from service.metrics import Metrics
@@ -27,6 +26,7 @@ from tests.cluster.harness import (
     Cluster,
     rows,
 )
+from tests.cluster.local_engines import LocalEngines
 
 SCALE = DIM**-0.5
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 from attnd import NewSequence, Session
 
-from service.cluster.membership.processes import local_engines
 from tests.cluster.checked_calls import Book
 from tests.cluster.harness import HEADS, LAYERS, PAGE, SETTINGS, Cluster, rows, run
+from tests.cluster.local_engines import local_engines
 
 IDS = list(range(PAGE))
 
@@ -82,7 +82,7 @@ def main() -> None:
     with local_engines(1, SETTINGS) as engines:
 
         async def step(cluster: Cluster) -> None:
-            on_one_engine(engines.address("engine-0"))
+            on_one_engine(engines.entries[0].address)
 
         run(engines, step)
 

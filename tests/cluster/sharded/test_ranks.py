@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from service.cluster.membership import members
-from service.cluster.membership.processes import LocalEngines
 from service.cluster.sharded.ranks import Ranks
 from service.operations.rows import APPEND
 from service.tenants import OPEN
 from tests.cluster.checked_calls import Book
 from tests.cluster.harness import DIM, HEADS, LAYERS, MORTAL, PAGE, PAGES, THREE, Cluster, rows, run
+from tests.cluster.local_engines import LocalEngines
 
 Array = Any
 SCALE = DIM**-0.5

@@ -1,0 +1,87 @@
+"""Engines of this host as child processes, and their members file."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from config.sections import Settings
+from service.addresses import listen_tcp
+from service.cluster.membership.members_file import MemberEntry, write_members
+from service.cluster.membership.processes import EngineProcess
+from service.road.engine_end.listening import listen
+
+LOST_AFTER_S: Final = 1.0
+HOST: Final = "127.0.0.1"
+
+
+@dataclass(slots=True)
+class LocalEngines:
+    """The engines `engine-0`, `engine-1`, ..., and their members file."""
+
+    settings: Settings
+    folder: Path
+    lifeline: int
+    over_tcp: bool = False
+    """Connect over TCP, as to engines of other hosts."""
+    secret: str = field(default_factory=lambda: secrets.token_hex(32))
+    engines: dict[str, EngineProcess] = field(default_factory=dict)
+    entries: list[MemberEntry] = field(default_factory=list)
+
+    @property
+    def members(self) -> Path:
+        return self.folder / "members.json"
+
+    @property
+    def processes(self) -> dict[str, subprocess.Popen[bytes]]:
+        """Their present processes."""
+        return {name: engine.running for name, engine in self.engines.items()}
+
+    def add(self) -> None:
+        """One more engine."""
+        name = f"engine-{len(self.engines)}"
+        own, lost_after_s = listen(self.folder / f"{name}.sock", private=False), 0.0
+        address, more = str(own.path), list[socket.socket]()
+        if self.over_tcp:
+            more, lost_after_s = list(listen_tcp(HOST, 0, False)), LOST_AFTER_S
+            address = f"tcp:{HOST}:{more[0].getsockname()[1]}"
+        engine = EngineProcess(name, self.settings, own, more, self.lifeline, self.secret)
+        self.engines[name] = engine
+        self.entries.append(MemberEntry(name, address, lost_after_s))
+        write_members(self.members, self.entries)
+
+    def kill(self, name: str) -> None:
+        self.engines[name].kill()
+
+    def start(self, name: str) -> None:
+        """After its process has ended."""
+        self.engines[name].restart()
+
+    def close(self) -> None:
+        for engine in self.engines.values():
+            engine.close()
+
+
+@contextmanager
+def local_engines(
+    count: int, settings: Settings, *, over_tcp: bool = False
+) -> Iterator[LocalEngines]:
+    """`count` engines with these settings, which are killed at the end."""
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="attnd-cluster-"))
+        reading, writing = os.pipe()
+        stack.callback(os.close, reading)
+        stack.callback(os.close, writing)
+        engines = LocalEngines(settings, Path(folder), reading, over_tcp)
+        stack.callback(engines.close)
+        for _ in range(count):
+            engines.add()
+        yield engines
