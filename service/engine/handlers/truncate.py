@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 MOVES_AT_ONCE: Final = 32
 """Maximum moves of one slice, each of some rows at one layer: each waits for the device."""
-PATIENCE_S: Final = 10.0
+MEMORY_WAIT_S: Final = 10.0
 """Longest time for which a truncation that has begun waits for the device's memory."""
 
 Move = tuple[int, int, int]
@@ -110,7 +110,7 @@ def cut(store: Store, cuts: Sequence[Cut], answer: Callable[[], None]) -> Work:
                 failing_since = math.inf
         except NoMemory:  # open steps hold it
             failing_since = min(failing_since, time.monotonic())
-            if not begun or time.monotonic() > failing_since + PATIENCE_S:
+            if not begun or time.monotonic() > failing_since + MEMORY_WAIT_S:
                 raise
         return Done(None)
 

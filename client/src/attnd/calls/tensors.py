@@ -27,7 +27,7 @@ def tensor_call(
     answer_bytes: int = 0,
     recover: Callable[[ServiceError], Settled[T] | Call[T] | None] = no_recovery,
 ) -> Call[T]:
-    """A call with these fields, and those of these arrays that are not None."""
+    """A call with these fields, and the given arrays, without None."""
     given = {name: array for name, array in arrays.items() if array is not None}
     for name, array in given.items():
         if type(array) is not np.ndarray:

@@ -81,7 +81,7 @@ class Feed:
             self.news.wake()
 
     def stop(self) -> None:
-        """Nobody listens any more."""
+        """The last listener has left."""
         self.task.cancel()
         del self.task  # an ended task refers to this feed
 
