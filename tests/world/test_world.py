@@ -41,4 +41,4 @@ def test_a_bug_can_still_be_put_back(bug: str) -> None:
 def test_a_bug_that_was_put_back_is_found(bug: str) -> None:
     status, output = world("--bug", bug, "--seeds", "100")
     assert status == 0, output
-    assert "replay: python -m tests.world --seed" in output
+    assert "replay: python -m tests.world --world engine --seed" in output

@@ -229,7 +229,7 @@ def test_a_claimed_shard_accepts_requests_of_its_epoch_only() -> None:
         assert (reply["shard"]["epoch"], reply["shard"]["lengths"]) == (5, [1, 0])
         for epoch in (0, 4, 5):
             await refused("claim", {"id": "a", "epoch": epoch}, "sequence_taken")
-        await refused("claim", {"id": "whole", "epoch": 9}, "invalid_request")
+        await refused("claim", {"id": "whole", "epoch": 9}, "unknown_sequence")
         whole = {"layer": 0, "sequences": ["whole"], "epochs": [9]}
         await refused("append", whole, "sequence_taken", **some)
         claimed = (await caller.call("claim", {"id": "a", "epoch": 7})).fields
@@ -273,7 +273,7 @@ def test_epochs_of_a_whole_sequence_are_refused_and_bring_no_handlers_for_shards
             ("append", append | {"epochs": [9]}, some, "sequence_taken"),
             ("gather", append | {"epochs": [9]}, {}, "sequence_taken"),
             ("truncate", {"id": "a", "length": 0, "epoch": 9}, {}, "sequence_taken"),
-            ("claim", {"id": "a", "epoch": 9}, {}, "invalid_request"),
+            ("claim", {"id": "a", "epoch": 9}, {}, "unknown_sequence"),
         ]
         for name, fields, tensors, code in refused:
             with pytest.raises(Refused) as error:
