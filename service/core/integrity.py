@@ -62,6 +62,8 @@ class Sums:
                 node = node.parent
                 yield
             yield
+        for page, namespace in list(self._budget.unattached.items()):
+            self._hold(namespace.name, np.array([page], np.int32))
         for one in list(self._budget.namespaces.values()):
             self._on_node.update(lease.node for lease in one.leases.values())
             self._on_node.update(one.pins.values())

@@ -201,3 +201,19 @@ def test_a_check_passes_whatever_changes_between_its_pieces(whole: bool) -> None
             if chance.random() < 0.3:
                 change(1000 + number)
         tree.check_integrity()
+
+
+@pytest.mark.parametrize("finishes", [True, False], ids=["finished", "cancelled"])
+def test_a_cut_that_moves_its_rows_in_slices_is_no_damage(finishes: bool) -> None:
+    pool = TokenPool(num_pages=16, page_size=2, num_layers=2)
+    pool.start("a", range(8))
+    pool.fork("b", "a")
+    cuts = pool.tree.cuts
+    prepared = cuts.prepare(["b"], [1], [int32(3, 5, 7)])
+    assert sum(cut.fresh.size for cut in prepared) == 2
+    pool.tree.check_integrity()  # the cut has its pages, and the sequence does not have them yet
+    (cuts.finish if finishes else cuts.release)(prepared)
+    pool.tree.check_integrity()
+    pool.tree.free(["a", "b"])
+    assert pool.tree.allocator.num_free == 16
+    pool.tree.check_integrity()

@@ -40,6 +40,7 @@ class Budget:
         "most_evicted",
         "namespaces",
         "num_evicted",
+        "unattached",
     )
 
     def __init__(self, allocator: PageAllocator, named: NamedPages, links: Links) -> None:
@@ -50,6 +51,8 @@ class Budget:
         self.most_evicted = NO_LIMIT
         """Maximum pages that one `take` evicts; then it raises `EvictionPaused`, without a change
         beyond the evictions."""
+        self.unattached: dict[int, Namespace] = {}
+        """Pages taken for a cut under way, which no sequence has yet, by number."""
         self._named = named
         self._links = links
 

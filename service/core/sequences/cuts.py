@@ -98,14 +98,22 @@ class Cuts:
             check_depth(cut.leaf for cut in cuts if cut.is_shared)
         if not sum(wanted):
             return cuts
-        taken = self._budget.take(owner_of(leaves), sum(wanted))
+        owner = owner_of(leaves)
+        taken = self._budget.take(owner, sum(wanted))
+        self._budget.unattached.update(dict.fromkeys(taken.tolist(), owner))
         pages = np.split(taken, np.cumsum(wanted)[:-1])
         return [replace(cut, fresh=fresh) for cut, fresh in zip(cuts, pages, strict=True)]
 
     def release(self, cuts: Sequence[Cut]) -> None:
         """Release the pages of cuts that are cancelled."""
         for cut in cuts:
+            self._forget(cut)
             self._budget.release(cut.leaf.owner, cut.fresh)
+
+    def _forget(self, cut: Cut) -> None:
+        """The cut's fresh pages are released, or its leaf's, from now on."""
+        for page in cut.fresh.tolist():
+            del self._budget.unattached[page]
 
     def moves(self, cuts: Sequence[Cut]) -> tuple[Int32, Int32]:
         """Source and destination slots of the rows to move, in this order; int32 [n] each.
@@ -128,6 +136,7 @@ class Cuts:
         copies: list[tuple[int, int, int]] = []
         for cut in cuts:
             leaf, length = cut.leaf, cut.length_after
+            self._forget(cut)
             if cut.is_shared:
                 copies += self._leave_shared(cut)
             else:
