@@ -273,6 +273,8 @@ ATTACKS: Final = (
         chain(3000),
     ),
     Attack("S15 98 heads without bodies", lambda: (), heads=98, ways=("http",)),
+    Attack("S20 long prefills", prefills(LONG_ROWS, 8), separate(1, 1024)),
+    # S16 comes after all that create sequences: its marks outlive it.
     Attack("S16 20,000 leaving marks", marks(20_000), empty(20_000), ways=("session",)),
     Attack(
         "S17 an engine of the cluster is stopped", calls("list_sequences", 64), stops_engine=True
@@ -284,7 +286,6 @@ ATTACKS: Final = (
         ways=("http",),
     ),
     Attack("S19 900 listeners of events", calls("clear", 1), listeners=900, ways=("http",)),
-    Attack("S20 long prefills", prefills(LONG_ROWS, 8), separate(1, 1024)),
 )
 
 
