@@ -7,6 +7,7 @@ import gc
 import hashlib
 import logging
 import random
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -149,7 +150,7 @@ class EngineProcess:
         self.world.ended(self)
 
 
-class Simulation:
+class Simulation(ABC):
     """One run. A world adds who calls, and what must be right."""
 
     server = ServerSettings(live=False)
@@ -185,20 +186,21 @@ class Simulation:
     def make_loop(self) -> asyncio.SelectorEventLoop:
         return asyncio.SelectorEventLoop(self.selector)
 
+    @abstractmethod
     async def main(self) -> None:
-        """All callers, and what is checked at the end."""
-        raise NotImplementedError
+        """All callers, and the checks at the end."""
 
+    @abstractmethod
     def begin(self) -> None:
         """Starts the processes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def ended(self, engine: EngineProcess) -> None:
         """An engine has ended, or died."""
 
+    @abstractmethod
     async def dial(self, path: str) -> SimSocket:
         """A connection to the engine that listens there."""
-        raise NotImplementedError
 
     def patches(self) -> Iterable[tuple[Any, str, Any]]:
         """What is replaced in the service: the connections' end, and what sees freed pages."""

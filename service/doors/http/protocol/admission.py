@@ -108,7 +108,7 @@ class ConnectionKey:
                 self.tenant = self.authenticator.tenant_of(authorization)
             except Unauthorized as error:
                 exchange.tenant = ANONYMOUS
-                exchange.refusal = error.with_traceback(None)  # its frames refer to the exchange
+                exchange.refuse(error)
                 return
             self.keys, self.authorization = keys, authorization
         exchange.tenant = self.tenant

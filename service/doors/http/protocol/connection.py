@@ -193,7 +193,7 @@ class Connection(asyncio.BufferedProtocol):
             try:
                 self.door.busy.enter(namespace)
             except AttndError as error:
-                exchange.refusal = error.with_traceback(None)  # its frames refer to the exchange
+                exchange.refuse(error)
             else:
                 self.busy_in = namespace
 

@@ -94,6 +94,11 @@ class Exchange:
             encoding = self.headers.content_encoding.decode("latin-1")[:100]
             raise UnsupportedMediaType(f"Content-Encoding is {encoding}: send the body unencoded")
 
+    def refuse(self, error: AttndError) -> None:
+        """Set the refusal, without the frames that raised it: they refer to this exchange, and only
+        a garbage collection would free both."""
+        self.refusal = error.with_traceback(None)
+
     def response_head(self, status: int, length: int | None, date: bytes, headers: bytes) -> bytes:
         """Status line and headers: `headers`, whole lines, and the lines of every response.
         `length` None: not known yet."""
