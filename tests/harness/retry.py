@@ -1,8 +1,8 @@
 """`--retry-failed`: tests that failed beside others run once more, alone.
 
 A test that passes alone is reported as flaky and no longer fails the run; a test that fails twice
-does. Only failures of tests are retried: an error of pytest itself, an interrupt or an empty
-selection keeps its exit status.
+does. Only failures of tests are retried: a file that cannot be collected, an error of pytest
+itself, an interrupt or an empty selection keeps its exit status.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ class Retry:
 
     def __init__(self) -> None:
         self.failed: dict[str, None] = {}
+        self.is_complete = True
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.is_complete = False
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -49,7 +54,7 @@ class Retry:
         yield
         if session.exitstatus != pytest.ExitCode.TESTS_FAILED:
             return
-        if not 1 <= len(self.failed) <= MAX_RETRIED:
+        if not self.is_complete or not 1 <= len(self.failed) <= MAX_RETRIED:
             return
         print(f"\nrunning {len(self.failed)} failed tests once more, alone", flush=True)
         command = [sys.executable, "-m", "pytest", "-q", "-n", "0", *self.failed]
