@@ -280,33 +280,30 @@ class ClusterCaller:
     async def _make(
         self, new: list[dict[str, Any]], rows: Sequence[tuple[tuple[int, ...], ...]]
     ) -> Any:
-        """Create sequences without parents; one without an id is known by its reply."""
+        """Create sequences without parents; the id of one without is known with the reply."""
+        ids = [one.get("id", "") for one in new]
 
-        def make(name: str, held: tuple[tuple[int, ...], ...]) -> Any:
+        def make(at: int, held: tuple[tuple[int, ...], ...]) -> Any:
             def apply(there: Sequences, number: int) -> Outcome:
+                name = ids[at]
                 if name in there:
                     return ("sequence_exists",)
+                if not name:
+                    return NOT_NOW
                 there[name] = Held(number, held)
                 return ("ok", held)
 
             return apply
 
         effects = [
-            self.history.begin(
-                f"create {one['id']}", [one["id"]], make(one["id"], held), makes=one["id"]
-            )
-            for one, held in zip(new, rows, strict=True)
-            if "id" in one
+            self.history.begin(f"create {name}", {name} - {""}, make(at, held), makes=name)
+            for at, (name, held) in enumerate(zip(ids, rows, strict=True))
         ]
         answer = await self.send("create_sequences", {"sequences": new})
         if answer[0] == "ok":
-            for one, view in zip(new, answer[1]["sequences"], strict=True):
-                if "id" not in one:
-                    name = view["id"]
-                    effects.insert(
-                        new.index(one),
-                        self.history.begin(f"create {name}", [name], make(name, self.world.empty)),
-                    )
+            ids[:] = [view["id"] for view in answer[1]["sequences"]]
+            for effect, name in zip(effects, ids, strict=True):
+                effect.names = frozenset({name})
         self.settle(effects, answer, [always] * len(effects))
         return answer
 
@@ -729,6 +726,8 @@ class ClusterWorld(Simulation):
     async def drain(self, name: str, door: str, *, stop: bool) -> str:
         """Has a door empty an engine, or end that."""
         process = self.doors[door]
+        if process.is_dead:
+            return "lost"
         fields = {"name": name, "stop": stop}
         work = process.call("drain_engine", fields, {}, process.router.members.tenant)
         task = self.loop.create_task(work, context=process.context)
