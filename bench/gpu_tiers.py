@@ -142,7 +142,7 @@ class Moves:
     def store(self, namespace: str) -> Iterator[object]:
         pages = self.table(namespace).tolist()
         ids = [self.tiers.id_of(page) for page in pages]
-        self.tiers.request_copies(ids, pages)
+        self.tiers.request_copies(namespace, ids, pages)
         while self.tiers.is_copying:
             yield ids
         if not all(map(self.tiers.host.find, ids)) or len(ids) < self.pages:

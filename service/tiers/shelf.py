@@ -90,6 +90,11 @@ class Shelf:
         """Whether `key` has a place, if only to be written to."""
         return key in self._entries
 
+    def is_held(self, key: bytes) -> bool:
+        """Whether a thread reads or writes the record of `key`."""
+        entry = self._entries.get(key)
+        return entry is not None and entry.holds > 0
+
     def own(self, namespace: str) -> list[Entry]:
         """The records of a namespace, first to be evicted first."""
         owner = self._owners.get(namespace)

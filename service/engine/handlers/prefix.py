@@ -101,7 +101,7 @@ def commit(store: Store, request: Request, _: Seconds) -> Work:
             "last_key": last_key(store, fields.id, num_pages),
         }
         lay = partial(lay_committed, request, committed)
-        return until_durable(store, [fields.id], [num_pages], lay)
+        return until_durable(store, request.tenant.namespace, [fields.id], [num_pages], lay)
 
     def slices(first: int, before: bytes) -> Slices:
         work = finish(
@@ -138,7 +138,8 @@ def commit_sequences(store: Store, request: Request, _: Seconds) -> Work:
     keys = [last_key(store, name, count) for name, count in zip(ids, pages, strict=True)]
     lens = [count * size for count in pages]
     committed = {"committed_lens": lens, "num_pages": pages, "last_keys": keys}
-    return until_durable(store, ids, pages, partial(lay_committed, request, committed))
+    lay = partial(lay_committed, request, committed)
+    return until_durable(store, request.tenant.namespace, ids, pages, lay)
 
 
 def part_of(prefix: Prefix, first: int, last: int, skipped: int) -> Prefix:

@@ -64,7 +64,11 @@ def cached_by_tier(store: Store, num_pages: int, origin: Origin | None) -> dict[
 
 
 def until_durable(
-    store: Store, names: Sequence[str], pages: Sequence[int], lay: Callable[[bool | None], None]
+    store: Store,
+    namespace: str,
+    names: Sequence[str],
+    pages: Sequence[int],
+    lay: Callable[[bool | None], None],
 ) -> Work:
     """`lay` the answer to a commit of the first `pages[i]` pages of each sequence: at once, or when
     they are on disk, where commits are written there."""
@@ -77,15 +81,15 @@ def until_durable(
     numbers = [page for table in tables for page in table.tolist()]
     ids = [tiers.id_of(page) for page in numbers]
     ends = end_of_waits(store)
-    if tiers.request_copies(ids, numbers):
+    if tiers.request_copies(namespace, ids, numbers):
         lay(True)
         return Completed()
 
     def slices() -> Slices:
-        left = ids
-        while left and tiers.is_copying and time.monotonic() < ends:
+        left = ids.copy()
+        while left and time.monotonic() < ends:
             yield waiting()
-            while left and tiers.on_disk(left[-1]):
+            while left and not tiers.is_pending(namespace, left[-1]):
                 left.pop()
         lay(all(map(tiers.on_disk, ids)))
 

@@ -39,7 +39,7 @@ class Pins:
         pages = self._tree.cache.match(namespace, chain).table().tolist()
         self._ids[name] = ids = [tiers.id_of(page) for page in pages]
         tiers.pin(ids, 1)
-        tiers.request_copies(ids, pages)
+        tiers.request_copies(namespace, ids, pages)
         tiers.note(name, b"".join(chain.chain(b"", self._tree.page_size)).hex())
 
     def drop(self, namespace: str, key: bytes, cache_salt: str) -> bool:

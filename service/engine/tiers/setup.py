@@ -78,8 +78,12 @@ def check_sizes(cache: CacheSettings, block_bytes: int) -> None:
         raise TiersUnavailable(f"cache.host_bytes = {cache.host_bytes}: {reason}")
     if cache.disk_path is not None:
         path = Path(cache.disk_path)
-        above = next((one for one in (path, *path.parents) if one.is_dir()), Path("/"))
-        free = shutil.disk_usage(above).free + sizes_of(path)
+        try:
+            above = next((one for one in (path, *path.parents) if one.is_dir()), Path("/"))
+            free = shutil.disk_usage(above).free + sizes_of(path)
+        except (OSError, ValueError) as error:
+            reason = f"{getattr(error, 'strerror', error)}: name another path"
+            raise TiersUnavailable(f"cache.disk_path = {path}: {reason}") from error
         if cache.disk_bytes > free:
             reason = f"{free} are free at {path}: lower it, or name another path"
             raise TiersUnavailable(f"cache.disk_bytes = {cache.disk_bytes}: {reason}")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -109,8 +110,9 @@ class Tiers:
         self._copying: dict[int, PageCopy] = {}
         self._doomed: set[Entry] = set()
         """Held records of host memory that are removed once they are not held."""
-        self._to_copy: deque[tuple[int, bytes]] = deque()
-        """Committed pages, with their identities."""
+        self._to_copy: dict[str, dict[bytes, int]] = {}
+        """Committed pages of each namespace, by their identities; first the namespace that was
+        served least recently."""
         self._to_write: deque[PageCopy] = deque()
         """Copies in host memory that go to the disk."""
         self._pins: Counter[bytes] = Counter()
@@ -156,7 +158,7 @@ class Tiers:
             before = next_id(before, keys[at * KEY_BYTES : (at + 1) * KEY_BYTES])
             self._ids[page * KEY_BYTES : (page + 1) * KEY_BYTES] = before
             if self.writes_commits and self.disk is not None:
-                self._to_copy.append((page, before))
+                self._queue_copy(root.namespace.name, page, before)
 
     def unnamed(self, pages: Int32, name: Name) -> None:
         """`Watcher`: records of pages that leave the pool are now the most recently used ones."""
@@ -223,13 +225,7 @@ class Tiers:
             self._report_removed(entry, "DISK")
             if not self.host.has(entry.key):
                 self.misses.gone(entry.key)
-        while self._to_copy and not self._copier.is_full:
-            queued = [self._to_copy[at] for at in range(min(self.at_once, len(self._to_copy)))]
-            wanted = [page for page, record_id in queued if self._is_wanted(page, record_id)]
-            if wanted and not self._copy(wanted):
-                break
-            for _ in queued:
-                self._to_copy.popleft()
+        self._copy_queued()
         allocator = self.tree.allocator
         if allocator.num_free < AHEAD and allocator.num_changes != self._seen_changes:
             self._seen_changes = allocator.num_changes
@@ -252,21 +248,57 @@ class Tiers:
             if self._copier.is_full or not self._copy(pages[first : first + self.at_once]):
                 break
 
+    def _queue_copy(self, namespace: str, page: int, record_id: bytes) -> None:
+        self._to_copy.setdefault(namespace, {})[record_id] = page
+
+    def _copy_queued(self) -> None:
+        """Start copies of queued pages, in turns of the namespaces.
+
+        A namespace at its own limit waits until its records are written; without any, it has no
+        room for a page at all. Its pages delay no other namespace.
+        """
+        has_moved = True
+        while has_moved:
+            has_moved = False
+            for namespace in tuple(self._to_copy):
+                if self._copier.is_full:
+                    return
+                queue = self._to_copy[namespace]
+                queued = list(islice(queue.items(), self.at_once))
+                wanted = [page for record_id, page in queued if self._is_wanted(page, record_id)]
+                if wanted and not self._copy(wanted):
+                    if self.host.is_jammed:
+                        return
+                    if self.host.own(namespace):
+                        continue
+                has_moved = True
+                del self._to_copy[namespace]
+                for record_id, _ in queued:
+                    del queue[record_id]
+                if queue:
+                    self._to_copy[namespace] = queue
+
+    def is_pending(self, namespace: str, record_id: bytes) -> bool:
+        """Whether a page waits for its copy, or its copy is on its way to the disk."""
+        return record_id in self._to_copy.get(namespace, ()) or self.host.is_held(record_id)
+
     @property
     def is_copying(self) -> bool:
         """Whether copies wait or are under way."""
         moving = self._copier.count + self._writer.count
         return bool(self._to_copy or self._to_write or moving)
 
-    def request_copies(self, record_ids: Sequence[bytes], pages: Sequence[int]) -> bool:
+    def request_copies(
+        self, namespace: str, record_ids: Sequence[bytes], pages: Sequence[int]
+    ) -> bool:
         """Queue copies of committed pages that are not on disk; whether all are there."""
-        missing = [
-            (page, one)
-            for page, one in zip(pages, record_ids, strict=True)
-            if not self.on_disk(one)
-        ]
-        self._to_copy += [one for one in missing if not self.host.has(one[1])]
-        return not missing
+        are_all_there = True
+        for page, record_id in zip(pages, record_ids, strict=True):
+            if not self.on_disk(record_id):
+                are_all_there = False
+                if not self.host.has(record_id):
+                    self._queue_copy(namespace, page, record_id)
+        return are_all_there
 
     def _is_wanted(self, page: int, record_id: bytes) -> bool:
         """Whether a queued page has the same identity, and no copy."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,16 @@ from kernels import make_backend
 from service.engine.tiers.page_records import layout_of
 from service.metrics import MISSES
 from tests.engine.handlers.test_engine_prefix import PAGE, begin, check, keep
-from tests.engine.harness import Caller, Refused, Reply, creation, outcome, until, with_engine
+from tests.engine.harness import (
+    Caller,
+    NewCall,
+    Refused,
+    Reply,
+    creation,
+    outcome,
+    until,
+    with_engine,
+)
 from tests.engine.pool_model import CPU_GEOMETRY, KIND
 
 T = TypeVar("T")
@@ -419,10 +429,12 @@ def test_events_name_the_medium(tmp_path: Path) -> None:
         ({"host_bytes": BLOCK - 1}, "one page with its header takes"),
         ({"host_bytes": 2**60}, "free bytes: lower it"),
         ({"disk_bytes": 2**60}, "are free at"),
+        ({"disk_path": "/tmp/" + 300 * "a"}, "File name too long: name another path"),
+        ({"disk_path": "/tmp/\0"}, "null byte: name another path"),
     ],
 )
-def test_sizes_that_cannot_be_met_stop_the_start(
-    tmp_path: Path, settings: dict[str, int], message: str
+def test_settings_that_cannot_be_met_stop_the_start(
+    tmp_path: Path, settings: dict[str, Any], message: str
 ) -> None:
     async def scenario(caller: Caller) -> None: ...
 
@@ -502,3 +514,25 @@ def test_a_snapshot_counts_the_pages_of_each_tier(tmp_path: Path) -> None:
         assert fields["host"] >= 8 and fields["disk"] <= fields["host"]
 
     run(scenario, on_disk(tmp_path, host_bytes=64 * BLOCK))
+
+
+def test_a_namespace_without_room_in_host_memory_delays_no_other(tmp_path: Path) -> None:
+    keys = {"key-a": ("a", ["read", "append", "admin"]), "key-b": ("b", ["read", "append"])}
+    cache = on_disk(tmp_path, host_bytes=64 * BLOCK, write="commit")
+
+    async def committed(caller: Caller, name: str, prompt: list[int]) -> bool:
+        await begin(caller, name, prompt)
+        commit = NewCall("commit", {"id": name, "token_ids": prompt})
+        return bool((await caller.submit(commit, deadline_s=60.0)).fields["durable"])
+
+    async def scenario(caller: Caller) -> None:
+        await caller.call("set_namespace", {"name": "a", "max_host_bytes": 0})
+        began = time.monotonic()
+        assert not await committed(caller, "x", PROMPTS[0])
+        async with caller.another("key-b") as other:
+            assert await committed(other, "x", PROMPTS[1])
+        await caller.call("set_namespace", {"name": "a", "max_host_bytes": BLOCK})
+        assert await committed(caller, "y", PROMPTS[2]), "one page after the other"
+        assert time.monotonic() - began < 30.0, "nobody waits until a deadline"
+
+    run(scenario, cache, keys=keys, key="key-a")

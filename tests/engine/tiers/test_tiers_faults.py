@@ -91,6 +91,7 @@ def test_torn_writes_are_misses(tmp_path: Path) -> None:
     async def scenario(caller: Caller) -> None:
         make_faulty(caller, FaultyFiles(lost_bytes=BLOCK // 3))
         await fill(caller)
+        await settle(caller)  # pages are found whole on their way to the disk
         assert set(await check_all(caller, PROMPTS[:3])) <= {0, PAGE, 2 * PAGE, 3 * PAGE}
 
     run(scenario, on_disk(tmp_path))
