@@ -28,18 +28,25 @@ more than `STEADY` times `MANY` times running: measurements differ from call to 
 call must be cut the same way."""
 FURTHEST: Final = 1e6
 """Largest factor between a rate and its first guess, for measurements near 0."""
+Factors = tuple[float, float]
+"""Factors on the first guesses of the seconds for bytes and for flops."""
+GUESSED: Final = (1.0, 1.0)
 
 
 class DevicePace:
-    """Estimates seconds from bytes and flops, at rates that measurements correct."""
+    """Estimates seconds from bytes and flops, at rates that measurements correct.
+
+    A measurement corrects each of both rates by its part of the estimate, so decodes, which move
+    bytes, say nothing about the flops of a prefill.
+    """
 
     def __init__(self, bytes_per_s: float, flops_per_s: float, slice_s: float) -> None:
         self.slice_s = slice_s
         self._bytes_per_s = bytes_per_s
         self._flops_per_s = flops_per_s
         self._short_s = max(SHORT_SHARE * slice_s, SHORT_S)
-        self._factors: dict[str, float] = {}
-        self._steady: dict[str, float] = {}
+        self._factors: dict[str, Factors] = {}
+        self._steady: dict[str, Factors] = {}
         """Factors that cuts follow."""
         self._num_off: dict[str, int] = {}
         """Latest measurements running that disagree with them."""
@@ -49,8 +56,9 @@ class DevicePace:
         """Estimated seconds of work of one kind ("attend", "append", ...); with `is_steady` at the
         rates that cuts follow."""
         factors = self._steady if is_steady else self._factors
-        guess = cost.num_bytes / self._bytes_per_s + cost.flops / self._flops_per_s
-        return guess * factors.get(kind, 1.0)
+        for_bytes, for_flops = factors.get(kind, GUESSED)
+        moving_s = cost.num_bytes / self._bytes_per_s * for_bytes
+        return moving_s + cost.flops / self._flops_per_s * for_flops
 
     def is_long(self, kind: str, cost: Cost) -> bool:
         """Whether work takes more than one slice."""
@@ -70,14 +78,15 @@ class DevicePace:
         return max(1, math.ceil(own / max(self.slice_s - again, self.slice_s / 2, again)))
 
     def start_from(self, kind: str, factor: float) -> None:
-        """Multiplies the first guess, before all work."""
-        self._factors[kind] = self._steady[kind] = factor
+        """Multiplies the first guesses, before all work."""
+        self._factors[kind] = self._steady[kind] = (factor, factor)
 
     def correct(self, kind: str, cost: Cost, measured_s: float) -> None:
         """Learn that work of a known cost took `measured_s`."""
-        guess = cost.num_bytes / self._bytes_per_s + cost.flops / self._flops_per_s
-        factor, overhead = self._factors.get(kind, 1.0), self._overheads.get(kind)
-        estimate, is_short = guess * factor, guess < self._short_s
+        bytes_s, flops_s = cost.num_bytes / self._bytes_per_s, cost.flops / self._flops_per_s
+        for_bytes, for_flops = self._factors.get(kind, GUESSED)
+        guess, overhead = bytes_s + flops_s, self._overheads.get(kind)
+        estimate, is_short = bytes_s * for_bytes + flops_s * for_flops, guess < self._short_s
         if is_short:
             before = measured_s if overhead is None else overhead
             self._overheads[kind] = before + CORRECTION * (measured_s - before)
@@ -89,10 +98,19 @@ class DevicePace:
         else:
             return
         ratio = min(max(ratio, 1 / MOST_CORRECTION), MOST_CORRECTION)
-        weight = 1.0 if measured_s > FAR_TOO_LONG * self.slice_s else CORRECTION
-        factor = min(max(factor * ratio**weight, 1 / FURTHEST), FURTHEST)
-        self._factors[kind] = factor
-        off = factor / self._steady.get(kind, 1.0)
+        ratio **= 1.0 if measured_s > FAR_TOO_LONG * self.slice_s else CORRECTION
+        part = bytes_s * for_bytes / estimate
+        whole = part**2 + (1 - part) ** 2  # the least changes that together give `ratio`
+        self._factors[kind] = (
+            within(for_bytes * ratio ** (part / whole)),
+            within(for_flops * ratio ** ((1 - part) / whole)),
+        )
+        off = self.seconds(kind, cost) / self.seconds(kind, cost, True)
         self._num_off[kind] = 0 if 1 / STEADY <= off <= STEADY else self._num_off.get(kind, 0) + 1
         if off > FAR_OFF or self._num_off[kind] >= MANY:
-            self._steady[kind], self._num_off[kind] = factor, 0
+            self._steady[kind], self._num_off[kind] = self._factors[kind], 0
+
+
+def within(factor: float) -> float:
+    """The nearest factor within `FURTHEST` of 1."""
+    return min(max(factor, 1 / FURTHEST), FURTHEST)

@@ -26,7 +26,8 @@ MAX_INDICES: Final = 4 * 2**20
 class Planned:
     """A plan for the backend, with its cost: KV tokens read, and tokens that flat attention reads.
 
-    `max_keys` is the maximum number of keys that one of its rows can see.
+    `max_keys` is the maximum number of keys that one of its rows can see; `num_segments` counts the
+    segments that have keys.
     """
 
     plan: Plan
@@ -128,13 +129,13 @@ def from_core(plan: CascadePlan, page_size: int) -> Planned:
         )
         for level in plan.levels
     )
-    longest = [np.diff(level.kv_indptr).max(initial=0) for level in levels]
+    pages = [np.diff(level.kv_indptr) for level in levels]
     return Planned(
         Plan(levels, plan.positions, plan.order),
         plan.num_levels,
         plan.is_cascade,
         plan.tokens_read,
         plan.tokens_flat,
-        int(sum(longest)) * page_size,
-        sum(level.kv_last_page_len.size for level in levels),
+        sum(int(each.max(initial=0)) for each in pages) * page_size,
+        sum(int(np.count_nonzero(each)) for each in pages),
     )

@@ -274,6 +274,24 @@ def test_measurements_that_differ_from_call_to_call_do_not_move_the_cuts(rng: Rn
         assert pace.num_slices("attend", cost) == 10
 
 
+@pytest.mark.parametrize("measured", [Cost(6e7, 1e5), Cost(1e5, 3e8)], ids=["bytes", "flops"])
+def test_work_that_only_moves_bytes_says_nothing_about_flops_nor_the_other_way_round(
+    measured: Cost,
+) -> None:
+    """4,096 short decodes in an eighth of the guess must not make a prefill's slices 8 times as
+    long: others would wait for the first."""
+    pace, guess = DevicePace(4e9, 2e10, slice_s=0.02), 0.015
+    other = Cost(4e7, 0.0) if measured.flops > measured.num_bytes else Cost(0.0, 2e8)
+    for _ in range(200):
+        pace.correct("attend", measured, guess / 8)
+    assert pace.seconds("attend", measured) == pytest.approx(guess / 8, rel=0.1)
+    assert pace.seconds("attend", other, True) == pytest.approx(0.01, rel=0.1)
+    mixed = Cost(4e7, 2e8)
+    for _ in range(60):
+        pace.correct("attend", mixed, 0.03)
+    assert pace.seconds("attend", mixed) == pytest.approx(0.03, rel=0.1), "both rates change"
+
+
 def test_work_measured_at_no_time_leaves_an_estimate() -> None:
     pace = DevicePace(1e9, 1e12, 0.01)
     for _ in range(3000):

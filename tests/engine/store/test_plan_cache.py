@@ -69,6 +69,15 @@ def test_explicit_levels_are_cached_by_their_sequences_rows_and_row_count(tree: 
     assert (first.num_levels, first.is_cascade, first.tokens_read) == (2, True, 15)
 
 
+def test_a_plan_counts_the_segments_with_keys_since_the_others_cost_nothing() -> None:
+    tree = PrefixTree(64, 4, 1)
+    tree.create([NewSpec(name) for name in "abc"])
+    tree.extend(0, ("b",), np.array([9], dtype=np.int32))
+    rows = np.arange(4, dtype=np.int32)
+    planned = PlanCache(tree).sequences(("a", "b", "c"), 0, rows, True, "never")
+    assert planned.num_segments == 1
+
+
 def test_the_least_recently_used_plan_goes_first(
     tree: PrefixTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
