@@ -492,6 +492,7 @@ class Tiers:
         def ended(error: OSError | None) -> None:
             if error is not None:
                 self._lose_disk(error)
+            self.report()
             done(error)
 
         self._write_down(waits=False)
@@ -501,6 +502,7 @@ class Tiers:
         """Delete a record from host memory, as soon as it is not held."""
         self._remove_from_host(entry)
         self._report_removed(entry, "CPU")
+        self.report()
 
     def _remove_from_host(self, entry: Entry) -> None:
         entry.is_ready = False
@@ -606,6 +608,7 @@ class Tiers:
     def _report_all_removed(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
             self._report_removed(entry, "DISK")
+        self.report()
 
     def _report_removed(self, entry: Entry, medium: str) -> None:
         if self.history is not None and entry.tag:

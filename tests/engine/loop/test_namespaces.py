@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 
+from service.engine.loop import engine
 from service.engine.loop import job as work
+from service.road.engine_end.calls import Event
+from service.road.engine_end.session import Session
 from tests.engine.fake_backend import GEOMETRY, FakeBackend
 from tests.engine.harness import (
     Caller,
@@ -130,6 +135,33 @@ async def test_a_single_call_shares_its_launch_with_one_of_another_namespaces_ma
     sizes = [len(launch) for launch in backend.launches]
     assert sizes[0] <= 2, f"the single call waited in a launch of {sizes[0]}"
     assert sum(sizes) == 101
+
+
+@keyed()
+async def test_a_session_is_read_in_its_turn_however_many_frames_another_one_sends(
+    ours: Caller, theirs: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Time for one session in a round, as where each of many frames is refused."""
+    callers, order = ours.engine.callers, list[str]()
+    read, free = callers.read, threading.Event()
+
+    def held(session: Session, mask: int) -> Sequence[Event]:
+        free.wait(5)
+        order.append(session.tenants[0].namespace)
+        return read(session, mask)
+
+    monkeypatch.setattr(callers, "read", held)
+    monkeypatch.setattr(engine, "RECEIVE_S", -1.0)
+    absent = NewCall("get_sequence", {"id": "absent"})
+    many = [ours.start(absent, room=2**10) for _ in range(1500)]
+    await asyncio.sleep(0)
+    single = theirs.attempt(absent)
+    await asyncio.sleep(0.05)  # all frames are sent
+    free.set()
+    await single
+    await asyncio.gather(*many, return_exceptions=True)
+    assert len(order) > 5, "the many frames take several rounds"
+    assert order.index("theirs") <= 2, order
 
 
 @keyed(late=True, queue_depth=8)
