@@ -161,6 +161,8 @@ class Engine:
         empty_pipe = partial(os.read, self._wake_reader, 4096)
         self._selector.register(self._wake_reader, selectors.EVENT_READ, empty_pipe)
         self.store.loading = open_tiers(self.store, cache, metrics, self._wake)
+        self._passed_over: set[int] = set()
+        """Descriptors that were ready in the latest round, and for which no time was left."""
         self._beat_due = 0.0
         self._drain_ends: float | None = None
         self._must_drain = self._must_read_keys = False
@@ -259,9 +261,13 @@ class Engine:
             self.callers.beat()
         if not ready and self._stats.replies:
             self._stats.record()
+        if self._passed_over:
+            ready.sort(key=lambda one: one[0].fd not in self._passed_over)
+            self._passed_over.clear()
         for number, (key, mask) in enumerate(ready):
             if number and time.monotonic() - began > RECEIVE_S:
-                break  # the others are still ready in the next round
+                self._passed_over.update(other.fd for other, _ in ready[number:])
+                break  # they are still ready in the next round, and the first then
             if callable(key.data):
                 key.data()
                 continue
