@@ -74,7 +74,10 @@ async def poll(members: Members, member: Member, engine: Engine) -> None:
         if engine.has_own_counts and view["counts"] is not None:
             members.metrics.remote.take(engine.tag, view["counts"])
     for namespace in list(members.prefixes):
-        await read_events(members, member, engine, namespace)
+        try:
+            await read_events(members, member, engine, namespace)
+        except ProblemText as error:  # an engine with `cache.events_history` = 0 keeps none
+            LOG.debug("the events of %s are not known: %s", member.name, error)
 
 
 async def read_events(members: Members, member: Member, engine: Engine, namespace: str) -> None:

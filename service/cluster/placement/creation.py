@@ -15,13 +15,19 @@ from service.cluster.placement.inflight_prompts import InflightPrompt, Wait
 from service.cluster.placement.placer import Placer
 from service.cluster.placement.prefixes import prefix_of
 from service.cluster.placement.unique_ids import UniqueIds
-from service.cluster.routing.outcomes import NEXT_ENGINE, Outcome, outcome_of, unknown_ids
+from service.cluster.routing.outcomes import (
+    NEXT_ENGINE,
+    RETRY_PAUSE_S,
+    Outcome,
+    outcome_of,
+    unknown_ids,
+)
 from service.cluster.routing.replies import longest, reply, results_of
 from service.cluster.routing.sequence_calls import SequenceCalls, joint_error
 from service.cluster.routing.tags import new_id, tags_of
 from service.core.prefix.keys import Prefix
 from service.doors.kit.problems import ProblemText
-from service.errors import AttndError, InvalidRequest, LostSequence
+from service.errors import AttndError, InvalidRequest, LostSequence, SequenceMoving
 from service.operations.schema.spec import Prepared
 
 MAX_NEW: Final = 1000
@@ -95,7 +101,6 @@ class Creation:
         self.parents: dict[str, Home] = {}
         """Homes of the parents that exist already."""
         self.has_parents = False
-        self.refound: set[str] = set()
         self.excluded: set[str] = set()
         self.homes: list[Home] = []
         self.errors: dict[str, Exception] = {}
@@ -205,11 +210,13 @@ class Creation:
         if not self.errors:
             raise error
         unknown = {name for one in self.errors.values() for name in unknown_ids(one)}
-        moved = (unknown & self.parents.keys()) - self.refound
-        if moved:
-            self.refound |= moved
-            await self.locator.find(sorted(moved), self.call.tenant)
+        if moved := sorted(unknown & self.parents.keys()):
+            may_retry = self.call.may_retry()
+            await self.locator.find(moved, self.call.tenant)
+            if not may_retry:
+                raise SequenceMoving(moved)
             self.has_parents = False
+            await asyncio.sleep(RETRY_PAUSE_S)
             return
         failed = self.errors.keys()
         self.excluded |= failed

@@ -11,7 +11,14 @@ from attnd.wire.dtypes import Array
 
 from service.cluster.membership.engine import Call, Engine, EngineReply
 from service.cluster.routing.replies import longest, results_of
-from service.cluster.sharded.epochs import REPAIR_S, ShardedSequence, all_of, is_stale, retried
+from service.cluster.sharded.epochs import (
+    REPAIR_S,
+    ShardedSequence,
+    Stale,
+    all_of,
+    is_stale,
+    retried,
+)
 from service.doors.kit.problems import ProblemText
 from service.operations.internal import HAND_OVER
 from service.operations.sequences import DELETE_SEQUENCES, GET_SEQUENCE
@@ -31,8 +38,11 @@ async def delete(
         replies = await asyncio.shield(delete_marked(ranks, one))
         if not any(map(is_stale, replies)):
             for error in replies:  # an engine may have got another shard of it meanwhile
-                if isinstance(error, ProblemText) and error.problem["code"] == "unknown_sequence":
-                    raise error
+                match error:
+                    case ProblemText(problem={"code": "unknown_sequence"}):
+                        raise error
+                    case ProblemText(problem={"code": "invalid_request", "field": "id"}):
+                        raise Stale
         stages = longest(reply.stages for reply in all_of(replies, ranks))
         ranks.forget(call, [one.id])
         return EngineReply({}, {}, stages)

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from service.cluster.membership.engine import Call, EngineReply
 from service.cluster.routing.replies import results_of
 from service.doors.kit.problems import ProblemText
-from service.errors import SequenceTaken, UnknownSequence
+from service.errors import SequenceTaken, UnknownSequence, problem
+from service.image.json_text import dump_json
 from service.operations.internal import CLAIM
 from service.operations.sequences import GET_SEQUENCE, TRUNCATE
 from service.tenants import Tenant
@@ -46,6 +47,7 @@ class ShardedSequence:
 
     `lengths` is kv_len by layer in `epoch`, None if the ranks must be asked. `is_owned`: this door
     claimed the epoch. Not `is_consistent`: perhaps only some ranks have carried out a change.
+    Not `is_ordered`: since another door made it, its ranks may be in another order.
     """
 
     tenant: Tenant
@@ -54,6 +56,7 @@ class ShardedSequence:
     epoch: int = 0
     is_owned: bool = False
     is_consistent: bool = True
+    is_ordered: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def set_claimed(self, lengths: Sequence[int], epoch: int) -> None:
@@ -152,6 +155,7 @@ async def read(ranks: Ranks, one: ShardedSequence) -> None:
         if (state := common_state(one, views)) is not None:
             one.is_owned = one.is_owned and one.epoch == state[0]
             one.epoch, one.lengths = state
+            one.is_ordered = True
             return
     await claim(ranks, one)
 
@@ -159,13 +163,18 @@ async def read(ranks: Ranks, one: ShardedSequence) -> None:
 def common_state(
     one: ShardedSequence, views: Sequence[EngineReply]
 ) -> tuple[int, list[int]] | None:
-    """Epoch and lengths, where all ranks have the same. Raises UnknownSequence where a rank has
-    another sequence by that name."""
-    shards: list[dict[str, Any] | None] = [view.fields.get("shard") for view in views]
-    states = [None if shard is None else (shard["epoch"], shard["lengths"]) for shard in shards]
-    if None in states:
-        raise UnknownSequence([one.id])
+    """Epoch and lengths, where all ranks have the same. Raises ProblemText, `unknown_sequence`,
+    where a rank has another sequence by that name, or its shards are in another order."""
+    whole = {"rank": 0, "ranks": 1}
+    shards: list[dict[str, Any]] = [view.fields.get("shard", whole) for view in views]
+    if [(shard["rank"], shard["ranks"]) for shard in shards] != order_of(len(views)):
+        raise ProblemText(dump_json(problem(UnknownSequence([one.id]))))
+    states = [(shard["epoch"], shard["lengths"]) for shard in shards]
     return states[0] if all(state == states[0] for state in states) else None
+
+
+def order_of(count: int) -> list[tuple[int, int]]:
+    return [(rank, count) for rank in range(count)]
 
 
 async def claim(ranks: Ranks, one: ShardedSequence) -> None:
@@ -187,7 +196,8 @@ async def claim(ranks: Ranks, one: ShardedSequence) -> None:
         if not errors:
             held = [reply.fields for reply in ranks.whole(replies)]
             # an unfinished change of this door, which no other door has seen, is cut back as well
-            is_unseen = known is not None and all(shard["epoch"] == own for shard in held)
+            is_same = all(shard["epoch"] == own for shard in held)
+            is_unseen, one.is_ordered = known is not None and is_same, one.is_ordered and is_same
             await settle(ranks, one, epoch, held, known if is_unseen else None)
             return
     raise SequenceTaken({one.id: seen})

@@ -34,7 +34,7 @@ from service.core.shards import held
 from service.doors.kit.problems import ProblemText
 from service.errors import AttndError, InvalidRequest, LengthMismatch
 from service.operations.schema.fields import check_sinks
-from service.operations.sequences import DELETE_SEQUENCES
+from service.operations.sequences import DELETE_SEQUENCES, GET_SEQUENCE
 
 if TYPE_CHECKING:
     from service.cluster.sharded.ranks import Ranks
@@ -118,6 +118,8 @@ async def gather(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> EngineR
     span = fields.get("start", 0), fields.get("stop")
 
     async def attempt(sequences: Sequences, _: bool) -> EngineReply:
+        if not all(one.is_ordered for one in sequences):
+            raise Stale  # claimed from another door: asks where each rank is
         lengths = [one.known_lengths[fields["layer"]] for one in sequences]
         epochs = {"epochs": [one.epoch for one in sequences]}
         replies = all_of(await ranks.broadcast(call, fields | epochs), ranks)
@@ -182,8 +184,10 @@ def plan_new(
         created[name] = ShardedSequence(ranks.acting_for(call.tenant), name)
         if parent is None:
             created[name].set_claimed([0] * layers, later(0))
+            created[name].is_ordered = True
             continue
         of = created.get(parent) or parents[parent]
+        created[name].is_ordered = of.is_ordered
         length = fork_length(parent, of.known_lengths, one.get("length"))
         created[name].lengths, created[name].epoch = [length] * layers, of.epoch
     return created
@@ -242,9 +246,17 @@ async def truncate(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> Engin
         refuse_field(name, fields)
     length = fields["length"]
     last = ranks.engines[length // ranks.page_size % len(ranks.engines)]
+    is_cut = False
 
     async def attempt(sequences: Sequences, is_fresh: bool) -> EngineReply:
+        nonlocal is_cut
         (one,) = sequences
+        if is_cut:  # once is enough: whoever has claimed it since has cut it at all ranks
+            parts = await ranks.all(ranks.own(GET_SEQUENCE, one.tenant, REPAIR_S), {"id": one.id})
+            lengths = [length] * len(one.known_lengths)
+            view = whole_view([part.fields for part in parts])
+            stages = longest(part.stages for part in parts)
+            return EngineReply(view | {"length": length, "lengths": lengths}, {}, stages)
         if length > (least := min(one.known_lengths)):
             if is_fresh:
                 raise InvalidRequest("length", length, f"0 to {least}, the sequence's length")
@@ -256,7 +268,7 @@ async def truncate(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> Engin
         if not isinstance(first, EngineReply):
             one.is_consistent = not is_stale(first)
             all_of([first], ranks)
-        one.lengths = None  # at least one rank is in the new epoch
+        one.lengths, is_cut = None, True  # at least one rank is in the new epoch
         parts = all_of(await ranks.broadcast(call, cut), ranks)
         one.set_claimed([length] * num_layers, cut["epoch"])
         shown = whole_view([part.fields for part in parts])

@@ -260,8 +260,8 @@ class Launches:
             jobs[0].error = refusal_of(jobs[0], error)
         else:
             LOG.warning("a launch of %d operations failed, each runs alone: %r", len(jobs), error)
-            for job in jobs:
-                if job.work is not None:
+            for job in jobs:  # a refusal may be due to what is undone now; a step's is not
+                if job.work is not None or job.request.step is None:
                     self._run_alone(job)
         for job in jobs:
             self._answer(job)

@@ -33,12 +33,12 @@ def before_the_check(monkeypatch: pytest.MonkeyPatch, work: Before) -> None:
     monkeypatch.setattr(UniqueIds, "confirm", late)
 
 
-async def move(door: Cluster, to: str) -> None:
-    """Moves all sequences of the first engine to another one."""
-    door.only_on(SOURCE, to)
-    await door.drain(SOURCE)
-    await door.drained(SOURCE)
-    await door.end_drain(SOURCE)
+async def move(door: Cluster, to: str, source: str = SOURCE) -> None:
+    """Moves all sequences of an engine to another one."""
+    door.only_on(source, to)
+    await door.drain(source)
+    await door.drained(source)
+    await door.end_drain(source)
     door.only_on()
 
 
@@ -191,3 +191,25 @@ async def test_a_taken_id_is_never_made_again_not_even_for_a_moment(
     monkeypatch.setattr(Creation, "make", fails)
     refused = await cluster.call("create_sequences", {"sequences": [{"id": "chat"}]})
     assert (refused.status, refused.fields["code"]) == (409, "sequence_exists")
+
+
+@THREE
+async def test_a_fork_is_made_although_its_parent_moves_twice_meanwhile(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.only_on(SOURCE)
+    await cluster.ok("create_sequences", {"sequences": [{"id": "parent"}]})
+    cluster.only_on()
+    make, moves = Creation.make, [(SECOND, SOURCE), (THIRD, SECOND)]
+    async with another_door(cluster) as second:
+
+        async def late(creation: Creation) -> Any:
+            if moves:
+                await move(second, *moves.pop(0))
+            return await make(creation)
+
+        monkeypatch.setattr(Creation, "make", late)
+        new = [{"id": "fork", "parent": "parent"}]
+        made = await cluster.call("create_sequences", {"sequences": new})
+        assert made.status == 201, made
+        assert await holders(cluster, "fork") == await holders(cluster, "parent") == [THIRD]

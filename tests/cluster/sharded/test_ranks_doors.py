@@ -9,6 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from service.cluster.membership.engine import Call
+from service.cluster.placement.placer import Placer
+from service.cluster.routing.tags import BETWEEN, tags_of
+from service.cluster.sharded.ranks import Ranks
+from service.operations.sequences import TRUNCATE
 from tests.cluster.checked_calls import prefix_states
 from tests.cluster.harness import (
     ATOL,
@@ -293,3 +298,61 @@ async def test_a_door_finds_a_whole_sequence_of_an_id_that_it_knows_as_sharded(
         await second.ok("create_sequences", {"sequences": [{"id": "same"}]})
         reply = await cluster.ok("append", fields, k=k, v=k)
         assert reply.fields["lengths"] == [1]
+
+
+async def test_a_truncation_that_another_door_completes_does_not_cut_what_comes_after_it(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {"layer": 0, "sequences": [NAME], "append_indptr": [0, PAGE]}
+    k, broadcast, appended = rows(np.random.default_rng(4), PAGE), Ranks.broadcast, list[Any]()
+    async with another_door(cluster) as second:
+        await cluster.ok("create_sequences", {"sequences": [{"id": NAME, "ranks": 2}]})
+        await cluster.ok("append", fields, k=k, v=k)
+        await cluster.ok("append", fields | {"layer": 1}, k=k, v=k)
+
+        async def late(ranks: Ranks, call: Call, *rest: Any) -> Any:
+            if call.operation is TRUNCATE and not appended:  # one rank has cut it
+                appended.append(await second.ok("append", fields, k=k[:1], v=k[:1]))
+            return await broadcast(ranks, call, *rest)
+
+        fields["append_indptr"] = [0, 1]
+        monkeypatch.setattr(Ranks, "broadcast", late)
+        cut = await cluster.ok("truncate", {"id": NAME, "length": 0})
+        assert (appended[0].fields["lengths"], cut.fields["lengths"]) == ([1], [0, 0])
+        for door in (cluster, second):
+            assert (await door.fields("get_sequence", {"id": NAME}))["lengths"] == [1, 0]
+        await cluster.ok("delete_sequence", {"id": NAME})
+
+
+@pytest.mark.parametrize("operation", ["get_sequence", "gather", "append", "delete_sequence"])
+async def test_a_door_finds_shards_that_another_door_has_made_at_the_same_engines_in_another_order(
+    cluster: Cluster, operation: str
+) -> None:
+    rng = np.random.default_rng(3)
+    old, k, row = rows(rng, 2 * PAGE), rows(rng, 2 * PAGE), rows(rng, 1)
+    whole = {"layer": 0, "sequences": [NAME], "append_indptr": [0, 2 * PAGE]}
+    read = {"layer": 0, "sequences": [NAME], "dtype": "fp32"}
+    async with another_door(cluster) as second:
+        await cluster.ok("create_sequences", {"sequences": [{"id": NAME, "ranks": 2}]})
+        await cluster.ok("append", whole, k=old, v=old)
+        await second.ok("delete_sequence", {"id": NAME})
+        await make_in_reverse(second, cluster)
+        await second.ok("append", whole, k=k, v=k)
+        if operation == "append":
+            await cluster.ok("append", {"layer": 1, "sequences": [NAME]}, k=row, v=row)
+        if operation in ("append", "gather"):
+            np.testing.assert_array_equal((await cluster.ok("gather", read)).arrays["k"], k)
+        else:
+            await cluster.ok(operation, {"id": NAME})
+        left = [] if operation == "delete_sequence" else [NAME]
+        assert await second.ids() == left
+        await second.ok("delete_sequences", {"ids": left})
+
+
+async def make_in_reverse(door: Cluster, other: Cluster) -> None:
+    """Makes the sequence NAME at the engines where `other` knows it, in the opposite order."""
+    tag = other.router.locator.tags.tag(("default", NAME)) or ""
+    home = door.router.members.home(BETWEEN.join(reversed(tags_of(tag))))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Placer, "place_shards", lambda *_: home)
+        await door.ok("create_sequences", {"sequences": [{"id": NAME, "ranks": 2}]})

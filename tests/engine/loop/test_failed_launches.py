@@ -98,6 +98,19 @@ async def test_an_operation_that_fails_in_a_shared_launch_fails_alone(
 
 
 @fake_engine()
+async def test_a_refusal_because_of_rows_that_a_failed_launch_takes_back_is_not_sent(
+    caller: Caller, backend: FakeBackend
+) -> None:
+    await three_sequences(caller)
+    bug = RuntimeError("a bug")
+    backend.failures["result"] = [bug, bug]
+    behind = append("a", 1, seed=5, offsets=[5])  # before the decode, "a" has 5 tokens
+    replies = await held_back(caller, backend, decode("a", new=True), behind)
+    assert codes(replies) == ["internal", "ok"]
+    assert await caller.length("a") == 6
+
+
+@fake_engine()
 async def test_an_operation_that_cannot_begin_a_second_time_fails_alone(
     caller: Caller, backend: FakeBackend
 ) -> None:
