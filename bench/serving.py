@@ -210,7 +210,7 @@ def measure(backend: str, quick: bool) -> list[dict[str, Any]]:
         model, tokenizer = build_model(SIZES["1b"], "bf16", 8192), NoText()
         source = torch.randint(1, 128256, (2**18,)).tolist()
     else:
-        from examples.serve.__main__ import load
+        from examples.serve.launch import load
 
         model, tokenizer, _ = load(None)
         source = tokenizer((ROOT / "docs" / "api.md").read_text(encoding="utf-8"))["input_ids"]

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from attnd import Client
@@ -42,42 +42,21 @@ def serve(settings: Settings) -> Iterator[str]:
 
 @contextmanager
 def serve_tcp(settings: Settings) -> Iterator[str]:
-    """The same on the TCP port that `settings` name; yields its URL."""
-    url = f"http://127.0.0.1:{settings['server.port']}"
+    """The same on the TCP port that `settings` name; yields its URL.
+
+    Raises ValueError if another program listens there: it may be a service for another model.
+    """
+    port = int(str(settings["server.port"]))
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", port)) == 0:
+            raise ValueError(f"another program listens on port {port}: end it, or take another")
+    url = f"http://127.0.0.1:{port}"
     with running(settings, Client(url, retries=0)):
         yield url
 
 
-class RestartedService:
-    """A service on the TCP port of `settings`, which `ensure` starts where it does not run.
-
-    Raises ValueError if another program listens there: it may be a service for another model.
-    """
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings, port = settings, int(str(settings["server.port"]))
-        self.url = f"http://127.0.0.1:{port}"
-        self._process: subprocess.Popen[bytes] | None = None
-        self._stack = ExitStack()
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                raise ValueError(f"another program listens on port {port}: end it, or take another")
-
-    def ensure(self) -> str:
-        """Its URL. Starts it first where it does not run; RuntimeError if that fails."""
-        if self._process is None or self._process.poll() is not None:
-            self.close()
-            started = running(self._settings, Client(self.url, retries=0))
-            self._process = self._stack.enter_context(started)
-        return self.url
-
-    def close(self) -> None:
-        """End the service."""
-        self._stack.close()
-
-
 @contextmanager
-def running(settings: Settings, probe: Client) -> Iterator[subprocess.Popen[bytes]]:
+def running(settings: Settings, probe: Client) -> Iterator[None]:
     """Run the service until the end of the block, which starts when `probe` finds it ready."""
     command = [sys.executable, "-m", "service"]
     for name, value in {"log.level": "warning", **settings}.items():
@@ -87,7 +66,7 @@ def running(settings: Settings, probe: Client) -> Iterator[subprocess.Popen[byte
     try:
         with probe:
             wait_ready(process, probe)
-        yield process
+        yield
     finally:
         process.terminate()
         process.wait(timeout=STOP_S)

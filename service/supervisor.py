@@ -1,4 +1,4 @@
-"""The supervisor: starts the engine and the doors, restarts doors, and handles signals."""
+"""The supervisor: starts the engine and the doors, restarts what dies, and handles signals."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from service.processes.handover import CANNOT_START, Child, Shared, start
 
 LOG: Final = logging.getLogger("attnd.supervisor")
 ENGINE: Final = "engine"
-"""The process whose end stops the service. Others are restarted: doors, and the engines of a
-cluster, whose names begin like this."""
+"""The only engine, whose doors are restarted with it, for new sessions. The names of a cluster's
+engines begin like this; its doors open new sessions by themselves."""
 
 MAIN: Final = "main"
 """The supervisor's own name in logs and metrics."""
@@ -73,21 +73,21 @@ class Supervisor:
         self._running: dict[str, Running] = {}
         self._young_deaths = dict.fromkeys((child.process for child in children), 0)
         self._due: dict[str, tuple[float, Child]] = {}
+        self._renewed: dict[str, float] = {}
+        """Doors that end because their engine died, and when they are killed."""
         self._stopping: Stopping | None = None
         cells = Cells(shared.metrics.get(MAIN))
         self._restarts = {
-            child.process: cells.block(("process_restarts", child.process), 1)
-            for child in children
-            if child.process != ENGINE
+            child.process: cells.block(("process_restarts", child.process), 1) for child in children
         }
 
     def run(self) -> Status:
-        """Start them all, and watch until none is left; the service's exit status."""
+        """Start them all, and watch until none is left or due; the service's exit status."""
         with arriving_signals(self._shared.settings.reads_again) as arrived:
             try:
                 for child in self._children:
                     self._start(child)
-                while self._running:
+                while self._running or self._due:
                     for number in arrived(self._wait_s()):
                         self._handle_signal(number)
                     self._reap()
@@ -105,6 +105,7 @@ class Supervisor:
     def _wait_s(self) -> float | None:
         """Seconds until the next restart or kill is due."""
         due = [at for at, _ in self._due.values()]
+        due += self._renewed.values()
         if self._stopping:
             due.append(self._stopping.until)
         return max(0.0, min(due) - time.monotonic()) if due else None
@@ -130,13 +131,18 @@ class Supervisor:
 
     def _stop(self, status: Status) -> None:
         """Terminate every process; the doors first, so that they accept no new requests."""
-        limit_s = self._shared.settings.server.drain_timeout_s + GRACE_S
         now = time.monotonic()
-        self._stopping = Stopping(status, now, now + limit_s)
+        self._stopping = Stopping(status, now, now + self._limit_s)
         self._due.clear()
+        self._renewed.clear()
         self._stop_listening()
         for running in sorted(self._running.values(), key=has_pool):
             running.process.terminate()
+
+    @property
+    def _limit_s(self) -> float:
+        """Seconds in which a process must end after SIGTERM."""
+        return self._shared.settings.server.drain_timeout_s + GRACE_S
 
     def _reap(self) -> None:
         for name, running in list(self._running.items()):
@@ -147,19 +153,27 @@ class Supervisor:
 
     def _ended(self, running: Running, status: Status) -> None:
         """Restart a process that has ended, or stop the service."""
-        name = running.child.process
-        how = describe(status)
+        name, how = running.child.process, describe(status)
         if self._stopping:
             if status not in (0, -signal.SIGTERM):
                 LOG.error("%s %s while it finished requests", name, how)
                 self._stopping = replace(self._stopping, status=self._stopping.status or 1)
         elif status == CANNOT_START:
             self._stop(1)  # it has logged why
-        elif is_engine(running):
-            LOG.error("%s %s: stopping, all sequences are lost", name, how)
-            self._stop(1)
+        elif self._renewed.pop(name, None) is not None:
+            self._due[name] = (time.monotonic(), running.child)
+        elif name == ENGINE:
+            self._one_ended(running, f"{how}, and all sequences are lost")
+            self._renew_doors()
         else:
             self._one_ended(running, how)
+
+    def _renew_doors(self) -> None:
+        """Terminate the doors of an engine that died: they reply 503 to requests in flight."""
+        if self._stopping is None:
+            for name, door in self._running.items():
+                door.process.terminate()
+                self._renewed[name] = time.monotonic() + self._limit_s
 
     def _one_ended(self, running: Running, how: str) -> None:
         """Restart it, unless it failed during startup too often."""
@@ -184,7 +198,11 @@ class Supervisor:
                 self._start(child)
 
     def _kill_overdue(self) -> None:
-        if self._running and self._stopping and time.monotonic() >= self._stopping.until:
+        now = time.monotonic()
+        for name in [name for name, until in self._renewed.items() if now >= until]:
+            del self._renewed[name]
+            self._running[name].process.kill()
+        if self._running and self._stopping and now >= self._stopping.until:
             text = "%s did not finish within server.drain_timeout_s = %g plus %g s: killed"
             drain = self._shared.settings.server.drain_timeout_s
             LOG.warning(text, ", ".join(self._running), drain, GRACE_S)
@@ -196,10 +214,6 @@ class Supervisor:
         for running in self._running.values():
             running.process.wait()
         self._running.clear()
-
-
-def is_engine(running: Running) -> bool:
-    return running.child.process == ENGINE
 
 
 def has_pool(running: Running) -> bool:

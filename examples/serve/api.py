@@ -92,6 +92,10 @@ class Model:
     tokenizer: Any
     max_tokens: int
 
+    def check_name(self, name: str) -> None:
+        if name != self.name:
+            raise HTTPException(404, f"model {name!r} does not exist; {self.name!r} does")
+
 
 class Run:
     """A request in the scheduler, and what came of its answers so far."""
@@ -100,8 +104,7 @@ class Run:
         chat = isinstance(body, ChatBody)
         asked = (body.max_completion_tokens if chat else None) or body.max_tokens
         room = model.max_tokens - len(prompt)
-        if body.model != model.name:
-            raise HTTPException(404, f"model {body.model!r} does not exist; {model.name!r} does")
+        model.check_name(body.model)
         if not prompt or max(prompt) >= len(model.tokenizer) or min(prompt) < 0:
             raise HTTPException(400, "the prompt must have tokens, all of them in the vocabulary")
         if room < (asked or 1):
@@ -220,10 +223,16 @@ def create_app(scheduler: Scheduler, model: Model, live_url: str) -> FastAPI:
             prompt = (await asyncio.to_thread(model.tokenizer, prompt))["input_ids"]
         return await reply(prompt, body, request)
 
+    served = {"id": model.name, "object": "model", "created": int(time.time()), "owned_by": "attnd"}
+
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
-        served = {"id": model.name, "object": "model", "created": 0, "owned_by": "attnd"}
         return {"object": "list", "data": [served]}
+
+    @app.get("/v1/models/{name:path}")
+    def one_model(name: str) -> dict[str, Any]:
+        model.check_name(name)
+        return served
 
     @app.get("/health")
     def health() -> dict[str, Any]:

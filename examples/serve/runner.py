@@ -10,7 +10,6 @@ decodes and prompts share them.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import logging
 import uuid
@@ -19,16 +18,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from attnd.calls.control import NewSequence
-from attnd.calls.prefix import Prefix
-from attnd.errors import AttndError
+from attnd import AttndError, NewSequence, Prefix
 from attnd.torch import TorchSession
-from attnd.transformers.geometry import check_pool, geometry_of
+from attnd.transformers import check_pool, geometry_of, salt_of
 from torch import Tensor
 from transformers import AttentionInterface
 
 LOG: Final = logging.getLogger("serve")
-NAME: Final = "attnd_serve"
 TTL_S: Final = 600.0
 """After which attnd deletes the idle sequences of a process that was killed."""
 
@@ -45,7 +41,7 @@ class Row:
 class Runner:
     """One model and one session; for one thread.
 
-    `connect` opens a session: again after attnd was restarted. A batch has `max_rows` rows and
+    `connect` opens a session: again after its engine was restarted. A batch has `max_rows` rows and
     `max_tokens` tokens at most.
     """
 
@@ -54,34 +50,28 @@ class Runner:
     ) -> None:
         self.model, self._connect = model, connect
         self.max_rows, self.max_tokens = max_rows, max_tokens
-        config = model.config.get_text_config(decoder=True)
-        self._heads = config.num_attention_heads
         self._geometry = geometry_of(model)
-        self._salt = fingerprint(model)
-        self._cap = float(getattr(config, "attn_logit_softcapping", None) or 0.0)
-        self._scale = scale_of(model)
+        self._salt = salt_of(model)  # models that share an attnd do not find each other's KV
         self._no_mask = torch.zeros((1, 1, 1, 1), device=model.device)
         self._recordings: dict[int, tuple[tuple[Tensor, ...], Tensor, Any]] = {}
         """By tokens: tensors to fill (tokens, positions, rows whose logits are kept), the logits
         that a replay writes, and the graph."""
-        self._is_warming = False
         self._ids = f"serve-{uuid.uuid4().hex[:12]}-"
-        self._numbers = itertools.count()
-        AttentionInterface.register(NAME, self._attend)
-        model.set_attn_implementation(NAME)
+        self._new_ids = map(f"{self._ids}{{}}".format, itertools.count())
+        AttentionInterface.register(self._ids, self._attend)
+        model.set_attn_implementation(self._ids)
         self._begin()
 
     def reconnect(self) -> None:
         """Open a new session. No sequence is left."""
-        with contextlib.suppress(AttndError, OSError):
-            self.session.close()
+        self.session.close()
         self._begin()
 
     def _begin(self) -> None:
-        self.session = self._connect()
+        self.session = self._connect().with_options(cache_salt=self._salt)
         check_pool(self._geometry, self.session.info())
-        sinks = self._geometry.has_sinks
-        self._slots = self.session.slots(self.max_tokens, self._heads, sinks=sinks)
+        heads, sinks = self._geometry.num_qo_heads, self._geometry.has_sinks
+        self._slots = self.session.slots(self.max_tokens, heads, sinks=sinks)
         self.session.delete_sequences(prefix=self._ids)
         try:
             self._record()
@@ -90,32 +80,30 @@ class Runner:
 
     def close(self) -> None:
         """Delete the sequences, and end the session."""
-        with contextlib.suppress(AttndError, OSError):
+        with contextlib.suppress(AttndError):
             self.session.delete_sequences(prefix=self._ids)
-            self.session.close()
-
-    def _new_id(self) -> str:
-        return f"{self._ids}{next(self._numbers)}"
+        self.session.close()
 
     def create(self, tokens: Sequence[int]) -> tuple[str, int]:
         """A sequence that begins with the cached part of `tokens`: its id, and how many these are.
 
         The last token is never taken from the cache: its logits are needed.
         """
-        prefix = Prefix(token_ids=tokens[:-1], cache_salt=self._salt)
-        made = self.session.create_sequence(self._new_id(), prefix=prefix, ttl_s=TTL_S)
+        known = Prefix(tokens[:-1])
+        made = self.session.create_sequence(next(self._new_ids), prefix=known, ttl_s=TTL_S)
         return made.id, made.cached_len or 0
 
     def fork(self, sequence: str, length: int, count: int) -> list[str]:
         """Sequences that share the first `length` tokens."""
-        options: Any = {"parent": sequence, "length": length, "ttl_s": TTL_S}
-        new = [NewSequence(self._new_id(), **options) for _ in range(count)]
-        return [made.id for made in self.session.create_sequences(new)]
+        ids = list(itertools.islice(self._new_ids, count))
+        new = [NewSequence(one, sequence, length, ttl_s=TTL_S) for one in ids]
+        self.session.create_sequences(new)
+        return ids
 
     def commit(self, sequence: str, tokens: Sequence[int], committed: int) -> int:
         """Cache the full pages of these tokens; `committed` are cached already."""
-        prefix = Prefix(token_ids=tokens[committed:], cache_salt=self._salt)
-        return self.session.commit(sequence, prefix, offset=committed).committed_len
+        new = Prefix(tokens[committed:])
+        return self.session.commit(sequence, new, offset=committed).committed_len
 
     def delete(self, sequences: Sequence[str]) -> None:
         self.session.delete_sequences(list(sequences))
@@ -135,14 +123,9 @@ class Runner:
             torch.tensor(ends) - 1,
         )
         size = min((size for size in self._recordings if size >= ends[-1]), default=None)
-        with self.session.step(
-            [row.sequence for row in rows],
-            self._slots,
-            qo_indptr=None if max(counts) == 1 else [0, *ends],
-            sm_scale=self._scale,
-            logits_soft_cap=self._cap,
-            window_left=self._geometry.windows,
-        ) as step:
+        ids, sums = [row.sequence for row in rows], None if max(counts) == 1 else [0, *ends]
+        scoring = self._geometry.scoring
+        with self.session.step(ids, self._slots, qo_indptr=sums, **scoring) as step:
             if size is None:
                 logits = self._model(tuple(one.to(self.model.device) for one in given))
             else:
@@ -176,11 +159,8 @@ class Runner:
         for size in recorded_sizes(self.max_tokens):
             counts = (size, size, min(size, self.max_rows))
             inputs = tuple(torch.zeros(n, dtype=torch.int64, device=device) for n in counts)
-            self._is_warming = True  # no step is open, so layers must not wait for attnd
-            try:
+            with self._slots.rehearsal():
                 self._model(inputs)
-            finally:
-                self._is_warming = False
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 logits = self._model(inputs)
@@ -191,12 +171,12 @@ class Runner:
     ) -> tuple[Tensor, None]:
         """The attention of one layer: `q [1, num_qo_heads, tokens, head_dim]`."""
         layer, count, slots = module.layer_idx, q.shape[2], self._slots
+        self._geometry.check_layer(options)
         for place, states in zip((slots.q, slots.k, slots.v), (q, k, v), strict=True):
             place(layer)[:count].copy_(states[0].transpose(0, 1))
         if (sinks := options.get("s_aux")) is not None:
             slots.sinks[layer].copy_(sinks)
-        o = slots.o(layer) if self._is_warming else slots.attend(layer)
-        return o[:count].unsqueeze(0), None
+        return slots.attend(layer)[:count].unsqueeze(0), None
 
 
 def recorded_sizes(most: int) -> list[int]:
@@ -204,17 +184,3 @@ def recorded_sizes(most: int) -> list[int]:
     powers = [2**i for i in range(most.bit_length())]
     sizes = {most, *powers, *(power * 3 // 2 for power in powers)}
     return sorted((size for size in sizes if size <= most), reverse=True)
-
-
-def scale_of(model: Any) -> float | None:
-    """The scale of a model's logits; None: head_dim ** -0.5."""
-    for module in model.modules():
-        if hasattr(module, "layer_idx") and hasattr(module, "scaling"):
-            return float(module.scaling)
-    return None
-
-
-def fingerprint(model: Any) -> str:
-    """Salts the cache: models that share an attnd must not find one another's KV."""
-    some = [one.flatten()[:64].tolist() for one in model.parameters()]
-    return hashlib.blake2b(repr((model.config, some)).encode(), digest_size=16).hexdigest()

@@ -19,8 +19,8 @@ at `inherited.engine_socket`; connecting works from the start and waits for the 
   `server.drain_timeout_s`, then exit 0"; before that is set up it ends the process, which is right.
   It may come twice, when a signal goes to the whole group: the second one changes nothing.
 - Exit with `CANNOT_START` after one line of `LOG.error` with the reason: the service then stops
-  with status 1. The supervisor logs any other unexpected end; it restarts a door, and stops the
-  service after the engine.
+  with status 1. The supervisor logs any other unexpected end, and restarts the process; the doors
+  of an engine that died are restarted with it.
 - The supervisor says where the service listens (`inherited.url`); the engine says `ready: ...`.
 """
 

@@ -81,6 +81,34 @@ def test_a_prompt_is_found_again_by_ids_and_by_keys(caller: Caller) -> None:
     assert caller.match_prefix(Prefix(token_ids=[])).num_pages == 0
 
 
+def test_a_view_with_a_salt_salts_every_prefix_and_page_key_without_one(caller: Caller) -> None:
+    def length(one: Caller, prefix: Prefix) -> int:
+        return one.match_prefix(prefix, lease_s=0).matched_len
+
+    salted = caller.with_options(cache_salt="model-a")
+    key = store(salted, Prefix(token_ids=IDS))
+    assert length(caller, Prefix(token_ids=IDS)) == 0
+    assert length(salted, Prefix(token_ids=IDS, cache_salt="other")) == 0
+    named = Prefix(token_ids=IDS, cache_salt="model-a")
+    assert length(caller, named) == len(IDS)
+    later = salted.with_options(deadline=60.0)
+    assert later.prefetch(Prefix(token_ids=IDS)).matched_len == len(IDS)
+    new = [NewSequence("a", prefix=Prefix(token_ids=IDS[:40])), NewSequence("b")]
+    assert [one.cached_len for one in later.create_sequences(new)] == [32, 0]
+    assert later.pin(key, hard=True) == 4
+    with pytest.raises(UnknownPage):
+        caller.unpin(key)
+    later.unpin(key)
+    more = [*IDS, *range(PAGE)]
+    fill(caller, "b", len(more))
+    (done,) = later.commit_sequences(["b"], [Prefix(token_ids=more)])
+    assert done.committed_len == len(more)
+    assert length(caller, Prefix(token_ids=more)) == 0
+    assert length(salted, Prefix(token_ids=more)) == len(more)
+    plain = salted.with_options(cache_salt="")
+    assert length(plain, Prefix(token_ids=IDS)) == 0
+
+
 def test_leases_and_pins_hold_cached_pages(caller: Caller) -> None:
     key = store(caller, Prefix(token_ids=IDS))
     lease = caller.match_prefix(Prefix(token_ids=IDS[:PAGE])).lease

@@ -314,3 +314,16 @@ def test_the_client_needs_nothing_that_a_service_is_made_of() -> None:
         cwd=Path(attnd.__file__).parents[1],
     )
     assert reply.stdout.strip() == "[]", reply.stdout
+
+
+def test_a_session_finds_its_engine_by_the_url_of_the_service(there: str) -> None:
+    with Client(there) as client, Session(there) as session:
+        assert session.info().instance_id == client.info().instance_id
+    with Session(there.replace("127.0.0.1", "localhost")) as session:
+        assert session.info().instance_id
+
+
+@pytest.mark.parametrize("url", ["http://attnd.example:8080", "https://10.0.0.1"])
+def test_a_session_with_another_host_is_refused_with_the_remedy(url: str) -> None:
+    with pytest.raises(ValueError, match=r"is another host.*use attnd\.Client"):
+        Session(url)

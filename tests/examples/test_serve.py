@@ -9,10 +9,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from selenium.webdriver import Chrome, Keys
 from selenium.webdriver.common.by import By
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from examples.local_service import serve_tcp
 from tests.browser import browser, missing, prefers
 from tests.harness.processes import children
 from tests.harness.waiting import wait_for
@@ -227,6 +228,13 @@ def test_completions_take_text_and_tokens(server: Server, folder: Path) -> None:
     assert by_text.choices[0].text == by_ids.choices[0].text
     assert by_text.usage.prompt_tokens == len(ids) == 9
     assert by_text.usage.completion_tokens == 16
+
+
+def test_models_are_listed_and_retrieved(server: Server) -> None:
+    (listed,) = server.openai.models.list().data
+    assert listed == server.openai.models.retrieve("tiny") and listed.id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="'org/other' does not exist; 'tiny' does"):
+        server.openai.models.retrieve("org/other")
 
 
 @pytest.mark.parametrize(
@@ -430,7 +438,7 @@ def test_the_page_fits_its_window(
 
 def test_the_default_model_answers_as_generate_does() -> None:
     """SmolLM2, alone and in a batch, the second time from the cache."""
-    from examples.serve.__main__ import load
+    from examples.serve.launch import load
 
     model, tokenizer, name = load(None)
     composed = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
@@ -467,19 +475,50 @@ def test_the_default_model_answers_as_generate_does() -> None:
         assert list(pool.map(ask, questions)) == wanted
 
 
-@pytest.mark.parametrize("victims", ["engine", "everything"])
-def test_answers_survive_a_killed_attnd(folder: Path, expect: Any, victims: str) -> None:
-    with running(folder) as server, ThreadPoolExecutor(4) as pool:
+def survives(server: Server, expect: Any, kill: Callable[[], object]) -> None:
+    """Answers that run while attnd is killed are those of `generate`."""
+    with ThreadPoolExecutor(4) as pool:
         asked = [f"survivor {number}?" for number in range(4)]
         futures = [pool.submit(server.chat, one, max_tokens=300) for one in asked]
         wait_for(lambda: pages_in_use(server) == 4, "answers to run")
-        for pid in descendants(server.process.pid):
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-            is_engine = "--process" in words and words[words.index("--process") + 1] == "engine"
-            if is_engine or victims == "everything":
-                os.kill(pid, signal.SIGKILL)
+        kill()
         replies = [future.result(180) for future in futures]
         assert [text_of(reply) for reply in replies] == [expect(one, 300) for one in asked]
+
+
+def test_answers_survive_a_killed_engine(folder: Path, expect: Any) -> None:
+    with running(folder) as server:
+
+        def kill() -> None:
+            for pid in descendants(server.process.pid):
+                words = command_line(pid).split(b"\0")
+                if b"--process" in words and words[words.index(b"--process") + 1] == b"engine":
+                    os.kill(pid, signal.SIGKILL)
+
+        survives(server, expect, kill)
+
+
+def test_answers_survive_an_attnd_that_is_killed_and_started_again(
+    folder: Path, expect: Any
+) -> None:
+    settings = pool_settings(LlamaForCausalLM.from_pretrained(folder), tokens=32768)
+    settings["server.port"] = free_port()
+    with ExitStack() as first, ExitStack() as second:
+        url = first.enter_context(serve_tcp(settings))
+
+        def kill() -> None:
+            for pid in descendants(os.getpid()):
+                if f"--server.port\0{settings['server.port']}".encode() in command_line(pid):
+                    os.kill(pid, signal.SIGKILL)
+            first.close()
+            second.enter_context(serve_tcp(settings))
+
+        with running(folder, "--attnd", url) as server:
+            survives(replace(server, attnd=url), expect, kill)
+
+
+def command_line(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def descendants(pid: int) -> list[int]:

@@ -423,6 +423,25 @@ def test_slots_made_within_inference_mode_serve_outside_it(session: TorchSession
     slots.q(0)[:1].copy_(torch.zeros_like(slots.q(0)[:1]))
 
 
+def test_a_rehearsal_attends_without_a_step_and_steps_follow_it(session: TorchSession) -> None:
+    (name,) = fresh(session, ["a"])
+    prefill(session, [name], [3])
+    slots = decode_slots(session, 1)
+    with slots.rehearsal():
+        for layer in range(LAYERS):
+            slots.o(layer).fill_(7.0)
+            assert torch.equal(slots.attend(layer), torch.full_like(slots.o(layer), 7.0))
+    assert session.get_sequence(name).length == 3
+    for layer in range(LAYERS):
+        slots.v(layer).fill_(0.0)
+    with session.step([name], slots) as step:
+        for layer in range(LAYERS):
+            o = step.attend(layer)
+    step.wait()
+    assert session.get_sequence(name).length == 4
+    assert not (o == 7.0).any()
+
+
 @pytest.mark.gpu
 def test_a_caller_captures_its_side_in_a_cuda_graph(tmp_path: Path) -> None:
     if not cuda_devices():

@@ -125,14 +125,49 @@ def test_a_door_that_cannot_start_is_not_tried_again(path: Path) -> None:
     assert service.messages("warning", "error") == ["no such device"]
 
 
-def test_when_the_engine_is_killed_the_doors_finish_and_the_service_ends_with_1(path: Path) -> None:
+def test_when_the_engine_is_killed_it_and_its_doors_are_started_again(path: Path) -> None:
     with supervised(door="work on for a while", socket=path) as service:
+        before = {name: started(service, name) for name in ("engine", "http-0")}
+        kill(before["engine"]["pid"])
+        for name, one in before.items():
+            again = started(service, name, count=2)
+            assert again["pid"] != one["pid"]
+            assert {**again, "pid": 0, "time": 0} == {**one, "pid": 0, "time": 0}
+        wait_until_dead(before["http-0"]["pid"])
+        service.send_signal(signal.SIGTERM)
+        assert service.status() == 0
+    how = "engine was killed by SIGKILL, and all sequences are lost: restarting it"
+    assert service.messages("warning", "error") == [how]
+
+
+def test_engine_and_doors_that_are_killed_together_are_started_again(path: Path) -> None:
+    with supervised(socket=path) as service:
+        for pid in pids(service, "http-0", "engine"):
+            os.kill(pid, signal.SIGKILL)
+        for name in ("engine", "http-0"):
+            started(service, name, count=2)
+        service.send_signal(signal.SIGTERM)
+        assert service.status() == 0
+
+
+@pytest.mark.long
+def test_a_door_that_does_not_end_after_its_engine_is_killed(path: Path) -> None:
+    drain = ("--server.drain-timeout-s", "0.1")
+    with supervised(*drain, door="never stop", socket=path) as service:
         engine, door = pids(service, "engine", "http-0")
         kill(engine)
-        assert service.status() == 1
         wait_until_dead(door)
-    (error,) = service.messages("warning", "error")
-    assert error.startswith("engine was killed by SIGKILL: stopping")
+        started(service, "http-0", count=2)
+        service.send_signal(signal.SIGTERM)
+        assert service.status() == 0
+
+
+@pytest.mark.long
+def test_an_engine_that_dies_of_every_start_ends_the_service_with_1(path: Path) -> None:
+    with supervised(engine="die", socket=path) as service:
+        assert service.status() == 1
+    last = service.messages("warning", "error")[-1]
+    assert last.startswith("engine ended with exit status 7") and "5 times in a row" in last
 
 
 def test_when_a_door_is_killed_it_is_started_again_and_the_others_do_not_notice(path: Path) -> None:

@@ -145,17 +145,26 @@ class Operations(ABC):
                 method.__name__, method.__qualname__ = name, f"{cls.__name__}.{name}"
                 setattr(cls, name, method)
 
-    def with_options(self, *, deadline: float | None = None, request_id: str | None = None) -> Self:
+    def with_options(
+        self,
+        *,
+        deadline: float | None = None,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+    ) -> Self:
         """The same client and connections, with other options for its calls.
 
         `deadline` bounds each call in seconds, retries included, and is sent to the service.
         `request_id` is sent as `X-Request-ID` in place of one made per call; it must be printable
-        ASCII (ValueError).
+        ASCII (ValueError). `cache_salt` is that of every `Prefix` and page key that has none of its
+        own; None keeps the present one.
         """
         if request_id is not None and not (request_id.isascii() and request_id.isprintable()):
             raise ValueError(f"request_id is {request_id!r}: it must be printable ASCII")
-        view = copy(self)
-        view._options = replace(self._options, deadline_s=deadline, request_id=request_id)
+        view, salt = copy(self), self._options.cache_salt if cache_salt is None else cache_salt
+        view._options = replace(
+            self._options, deadline_s=deadline, request_id=request_id, cache_salt=salt
+        )
         return view
 
     create_sequences = Operation(control.create_sequences)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
 from attnd.calls.call import Call, Reply, Settled, parsed
+from attnd.calls.prefix import salt
 from attnd.errors import (
     AttndError,
     ConnectionFailed,
@@ -62,12 +63,13 @@ class Retries:
 @dataclass(frozen=True, slots=True)
 class CallOptions:
     """Options of all calls. `timeout_s` bounds one attempt, `deadline_s` a call with its retries;
-    `request_id` None: one is made for each call."""
+    `request_id` None: one is made for each call. `cache_salt` is that of prefixes without one."""
 
     timeout_s: float = 30.0
     deadline_s: float | None = None
     retries: Retries = Retries()
     request_id: str | None = None
+    cache_salt: str = ""
 
     @property
     def is_plain(self) -> bool:
@@ -155,6 +157,8 @@ async def driven_async(
 def first_attempt(call: Call[T], options: CallOptions) -> Attempt[T]:
     """The first attempt; raises `TimedOut` for a deadline that has passed already."""
     request_id = options.request_id or os.urandom(16).hex()
+    if options.cache_salt:
+        salt(call, options.cache_salt)
     if options.deadline_s is None:
         return Attempt(call, request_id, options.timeout_s)
     return attempt_before(call, request_id, options, time.monotonic() + options.deadline_s)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial, wraps
 from typing import Any, Final, Self, TypeVar
+from urllib.parse import urlsplit
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -18,6 +19,7 @@ from attnd.calls import attention
 from attnd.calls.call import Call, Reply
 from attnd.dependents import Dependents
 from attnd.errors import AttndError, NotFound, NotSupported
+from attnd.http.origin import PORTS
 from attnd.methods import Calls, blocking, documented
 from attnd.results import Info, Meta
 from attnd.retries import Attempt, Retries, driven, execute, options_of, retrying
@@ -33,7 +35,7 @@ from attnd.wire.codes import CODES, code_of
 
 T = TypeVar("T")
 
-
+LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 REPLAYED: Final = (attention.append, attention.decode, attention.prefill)
 
 
@@ -117,7 +119,8 @@ class Road:
 class Session(Calls, make=replaying):
     """A blocking client over shared memory; threads may share it. Close it, or use it with `with`.
 
-    `path` is the engine's socket (`server.socket`), by default that of the service on `port`.
+    `path` is the engine's socket (`server.socket`), or the URL of a service of the same user on
+    this host; by default that on `port`. ValueError for a URL of another host.
     `api_key` is the caller's key, where the service has keys. `timeout` and `retries` are as in
     `Client`. `arena_bytes` is the initial size of the shared memory; it grows when calls need more.
 
@@ -137,8 +140,9 @@ class Session(Calls, make=replaying):
         arena_bytes: int = 64 * 2**20,
     ) -> None:
         self._options = options_of(timeout, retries)
-        found = default_path(port) if path is None else os.fspath(path)
-        self._road = Road(found, arena_bytes, path is None, api_key or "")
+        given = f"http://127.0.0.1:{port}" if path is None else os.fspath(path)
+        found = socket_path(given)
+        self._road = Road(found, arena_bytes, found != given, api_key or "")
 
     def metrics(self) -> str:
         """Always raises `NotFound`: only `Client.metrics` has metrics, which HTTP serves."""
@@ -233,6 +237,19 @@ def stepper_of(
 
     first = road.connected(time.monotonic() + timeout_s)
     return Stepper(first, connect, make_arena, dtypes, info, timeout_s, arena_bytes)
+
+
+def socket_path(place: str) -> str:
+    """A path as it is; of a URL, the default path of its engine's socket."""
+    url = urlsplit(place)
+    if url.scheme not in PORTS:
+        return place
+    if url.hostname not in LOOPBACK:
+        raise ValueError(
+            f"{place} is another host, and a session shares memory with its engine: use "
+            "attnd.Client, or a service on this host"
+        )
+    return default_path(url.port or PORTS[url.scheme])
 
 
 def default_path(port: int) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 
+import attnd
 import httpx
 import numpy as np
 import pytest
@@ -94,14 +95,29 @@ def test_a_partial_body_does_not_hold_up_the_end() -> None:
 
 
 @needs_a_slow_device
-def test_when_the_engine_is_killed_doors_answer_503_and_the_service_ends_with_1(
+def test_when_the_engine_is_killed_doors_answer_503_until_it_has_started_again(
     pool: ThreadPoolExecutor,
 ) -> None:
-    with busy(pool) as (running, _, request):
-        os.kill(running.pid("engine"), signal.SIGKILL)
-        check_problem(request.result(WAIT_S), 503, "not_ready")
-        assert running.child.wait(WAIT_S) == 1
-    (reply,) = running.messages("error")
+    with busy(pool) as (running, url, request):
+        dead = running.pid("engine")
+        with httpx.Client(base_url=url, timeout=WAIT_S) as client:
+            before = client.get("/v1/info").json()["instance_id"]
+        with attnd.Session(running.find(r'sessions at ([^\s"]+)')[1]) as session:
+            session.create_sequence("a")
+            os.kill(dead, signal.SIGKILL)
+            check_problem(request.result(WAIT_S), 503, "not_ready")
+            session.create_sequence("b")  # waits for the new engine at the same socket
+            assert session.info().instance_id != before
+            with pytest.raises(attnd.UnknownSequence):
+                session.get_sequence("a")
+        wait_for(lambda: is_ready(url), "the service to be ready again")
+        with httpx.Client(base_url=url, timeout=WAIT_S) as client:
+            assert client.get("/v1/info").json()["instance_id"] != before
+            for process in ("engine", "http-0"):
+                line = f'attnd_process_restarts_total{{process="{process}"}} 1.0'
+                assert line in client.get("/metrics").text
+        assert running.stop() == 0
+    (reply,) = running.messages("warning")
     assert "engine was killed by SIGKILL" in reply, reply
 
 

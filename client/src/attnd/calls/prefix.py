@@ -38,6 +38,8 @@ PageKeys = Sequence[str | bytes] | NDArray[np.uint8]
 KEY_BYTES: Final = 16
 DEFAULT_LEASE_S: Final = 10.0
 FROM_NOW: Final = -1
+SALTED: Final = {"match_prefix", "prefetch", "commit", "commit_sequences", "pin", "unpin"}
+"""Operations with a field `cache_salt`; new sequences have it in each prefix."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,6 +82,16 @@ def prefix_of(given: Prefix) -> Prefix:
     if isinstance(given, Prefix):
         return given
     raise TypeError(f"prefix is {shown(given)}: it must be an attnd.Prefix(token_ids=...)")
+
+
+def salt(call: Call[Any], cache_salt: str) -> None:
+    """Set the salt of a call's prefixes and page keys that have none."""
+    if call.operation in SALTED:
+        call.fields.setdefault("cache_salt", cache_salt)
+    elif call.operation == "create_sequences":
+        for new in call.fields["sequences"]:
+            if "prefix" in new:
+                new["prefix"].setdefault("cache_salt", cache_salt)
 
 
 def token_array(ids: TokenIds) -> NDArray[np.uint32]:

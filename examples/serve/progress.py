@@ -1,0 +1,26 @@
+"""Progress of the start, on standard error."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def stage(text: str) -> Iterator[None]:
+    """Say what is under way, and every two seconds for how long."""
+    over, begun = threading.Event(), time.monotonic()
+
+    def watch() -> None:
+        while not over.wait(2.0):
+            print(f"{text}: {time.monotonic() - begun:.0f} s", file=sys.stderr)
+
+    print(text, file=sys.stderr)
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
