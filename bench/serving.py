@@ -201,8 +201,9 @@ def batched(model: Any, prompts: Prompts, count: int) -> Turn:
     return Turn([one.generated_tokens for one in done], times)
 
 
-def measure(backend: str, quick: bool) -> list[dict[str, Any]]:
-    """Every way, with shared system prompts and without; each warms up on other prompts."""
+def measure(backend: str, quick: bool) -> Results:
+    """The device, and a row for every way, with shared system prompts and without; each way warms
+    up on other prompts."""
     work = WORK[backend, quick]
     if backend == "cuda":
         from examples.local_model import SIZES, build_model
@@ -238,7 +239,8 @@ def measure(backend: str, quick: bool) -> list[dict[str, Any]]:
                 source[shift:],
                 group,
             )
-            rows.append({"way": name, "group": group} | found)
+            attention = {"attention": model.config._attn_implementation}
+            rows.append({"way": name, "group": group} | attention | found)
             print(summary(rows[-1]), flush=True)
     for row in rows:
         expected = next(one for one in rows if one["group"] == row["group"])["tokens"]
@@ -246,7 +248,8 @@ def measure(backend: str, quick: bool) -> list[dict[str, Any]]:
         row["equal_answers"] = sum(one == other for one, other in pairs)
     for row in rows:
         del row["tokens"]
-    return rows
+    device = torch.cuda.get_device_name() if backend == "cuda" else "CPU"
+    return {"device": device, "rows": rows}
 
 
 def summary(row: dict[str, Any]) -> str:
@@ -256,7 +259,7 @@ def summary(row: dict[str, Any]) -> str:
 def main() -> None:
     parser = command_line(__doc__ or "")
     parser.add_argument("--backend", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--rows", type=Path, help="only measure, and write the rows there")
+    parser.add_argument("--rows", type=Path, help="only measure, and write device and rows there")
     chosen = parser.parse_args()
     if chosen.rows:
         chosen.rows.write_text(json.dumps(measure(chosen.backend, chosen.quick)), encoding="utf-8")
@@ -267,11 +270,10 @@ def main() -> None:
         words = ["-m", "bench.serving", "--backend", chosen.backend, "--rows", str(out)]
         words += ["--quick"] * chosen.quick
         subprocess.run([sys.executable, *words], cwd=ROOT, check=True)
-        rows = json.loads(out.read_text(encoding="utf-8"))
+        measured = json.loads(out.read_text(encoding="utf-8"))
     work = WORK[chosen.backend, chosen.quick]
     fields = {name: getattr(work, name) for name in Work.__dataclass_fields__}
-    device = "CPU" if chosen.backend == "cpu" else "GPU"
-    results: Results = provenance(PACKAGES) | {"device": device, "work": fields, "rows": rows}
+    results: Results = provenance(PACKAGES) | {"work": fields} | measured
     publish(results, table(results), RESULTS / f"serving-{chosen.backend}.json", chosen)
 
 
