@@ -130,6 +130,12 @@ def is_up(url: str) -> bool:
         return False
 
 
+def is_open(url: str) -> bool:
+    """Whether a program listens there."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", int(url.rsplit(":", 1)[1]))) == 0
+
+
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
     with running(folder, "--pool-tokens", str(POOL_TOKENS)) as server:
@@ -511,6 +517,7 @@ def test_answers_survive_an_attnd_that_is_killed_and_started_again(
                 if f"--server.port\0{settings['server.port']}".encode() in command_line(pid):
                     os.kill(pid, signal.SIGKILL)
             first.close()
+            wait_for(lambda: not is_open(url), "its doors to end")
             second.enter_context(serve_tcp(settings))
 
         with running(folder, "--attnd", url) as server:
@@ -540,7 +547,7 @@ def test_a_signal_ends_both_services_and_callers_get_an_error(
         with pytest.raises(openai.APIError, match="the server is stopping"):
             list(long)
         attnd = server.attnd
-    assert not is_up(attnd)
+    assert not is_open(attnd)
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     assert "Traceback" not in capfd.readouterr().err
 
@@ -553,7 +560,7 @@ def test_what_cannot_start_says_why_in_one_line(server: Server, folder: Path) ->
         ([*free, "--attnd-port", attnd], f"another program listens on port {attnd}"),
         ([*free, "--model", str(folder.parent)], "there is no config.json"),
         ([*free, "--attnd", str(folder / "none")], "no engine at"),
-        ([*free, "--attnd", "http://example.com"], "is another machine"),
+        ([*free, "--attnd", "http://example.com"], "is another host"),
     ):
         command = [sys.executable, "-m", "examples.serve", "--model", str(folder), *options]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from attnd.errors import ReplyLost
+from attnd import ConnectionFailed, ReplyLost
 from attnd.torch import TorchSession
 from attnd.transformers import pool_settings
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -261,6 +261,22 @@ def test_models_that_share_an_attnd_do_not_share_its_cache(bench: Bench, port: i
     assert asked.tokens() == out[0, len(SHARED) :].tolist() != first.tokens()
     assert asked.request.cached_tokens == 0
     scheduler.close()
+
+
+def test_the_scheduler_ends_while_attnd_is_away(bench: Bench) -> None:
+    away = threading.Event()
+
+    def refused() -> TorchSession:
+        away.set()
+        raise ConnectionFailed("no engine")
+
+    bench.runner._connect = refused
+    bench.runner.faults["forward"] = [ReplyLost("gone")]
+    asked = bench.ask(SHARED)
+    bench.scheduler.start()
+    assert away.wait(60)
+    bench.scheduler.close()  # an exception of its thread would fail this test
+    assert asked.over.is_set() and asked.error == "the server is stopping"
 
 
 def test_requests_end_with_an_error_when_the_server_stops(bench: Bench, port: int) -> None:
