@@ -7,6 +7,7 @@ import asyncio
 import gc
 import socket
 from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +44,64 @@ def test_requests_that_arrive_together_do_not_share_a_pass_of_the_loop() -> None
 
     asyncio.run(main())
     assert len(passes) == 12 and len(set(passes)) == 12
+
+
+def test_callers_take_turns_in_long_work_and_each_gets_its_own_result_or_error() -> None:
+    done: list[str] = []
+
+    def work(name: str, pieces: int) -> Generator[None, None, str]:
+        for _ in range(pieces):
+            yield
+        done.append(name)
+        if name == "fails":
+            raise ValueError(name)
+        return name
+
+    async def main() -> None:
+        turns = OneByOne()
+
+        async def of(caller: str, name: str, pieces: int) -> str:
+            return await turns.do(work(name, pieces), caller)
+
+        tasks = [asyncio.create_task(of("many", f"long {n}", 100)) for n in range(5)]
+        single = asyncio.create_task(of("one", "single", 10))
+        fails = asyncio.create_task(of("one", "fails", 1))
+        await asyncio.sleep(0)
+        tasks[1].cancel()
+        assert await single == "single" and done[0] == "single"
+        with pytest.raises(ValueError, match="fails"):
+            await fails
+        assert done == ["single", "fails"], "they wait for none of the many"
+        left = [tasks[0], *tasks[2:]]
+        assert await asyncio.gather(*left) == ["long 0", "long 2", "long 3", "long 4"]
+        assert "long 1" not in done, "nobody waits for it"
+        assert await turns.do(work("short", 0)) == "short"
+
+    asyncio.run(main())
+
+
+def test_an_error_of_long_work_leaves_no_garbage() -> None:
+    def failing(pieces: int) -> Generator[None, None, None]:
+        for _ in range(pieces):
+            yield
+        raise ValueError
+
+    async def main() -> int:
+        turns = OneByOne()
+        for pieces in (0, 3):
+            with suppress(ValueError):
+                await turns.do(failing(pieces))
+        gc.collect()
+        gc.disable()
+        for pieces in (0, 3):
+            with suppress(ValueError):
+                await turns.do(failing(pieces))
+        return gc.collect()
+
+    try:
+        assert asyncio.run(main()) == 0
+    finally:
+        gc.enable()
 
 
 def test_a_door_returns_memory_one_piece_in_a_pass_of_the_loop() -> None:

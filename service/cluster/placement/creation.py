@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -28,12 +29,13 @@ from service.cluster.routing.tags import new_id, tags_of
 from service.core.prefix.keys import Prefix
 from service.doors.kit.problems import ProblemText
 from service.errors import AttndError, InvalidRequest, LostSequence, SequenceMoving
+from service.image.json_pieces import Pieces
 from service.operations.schema.spec import Prepared
 
 MAX_NEW: Final = 1000
 """Maximum number of sequences per call, as in an engine's reply (`json_text.MAX_LISTS`)."""
-PLACED_PER_PASS: Final = 128
-"""Sequences placed in one pass of the loop: about 5 ms."""
+PIECE_S: Final = 0.005
+"""Seconds of placing in one pass of the loop."""
 Fields = dict[str, Any]
 
 
@@ -113,7 +115,8 @@ class Creation:
             if self.index:
                 await self.unique.refuse_taken(self.index)
             await self.locate_parents()
-        await self.prompts.wait(self.call, await self.place())
+        waits = await self.placer.long_work.do(self.place(), self.call.tenant.namespace)
+        await self.prompts.wait(self.call, waits)
         return await self.make()
 
     async def locate_parents(self) -> None:
@@ -122,16 +125,17 @@ class Creation:
         self.parents = dict(zip(names, homes, strict=True))
         self.has_parents = True
 
-    async def place(self) -> list[Wait]:
-        """Sets the home of each; returns the prompts to wait for. Other calls get their turns."""
-        self.homes, waits = [], []
-        for number, one in enumerate(self.new, 1):
-            if number % PLACED_PER_PASS == 0:
-                await asyncio.sleep(0)
+    def place(self) -> Pieces[list[Wait]]:
+        """In pieces: sets the home of each, and returns the prompts to wait for."""
+        self.homes, waits, began = [], [], time.monotonic()
+        for one in self.new:
+            if time.monotonic() - began > PIECE_S:
+                yield
+                began = time.monotonic()
             if one.num_ranks > 1:
                 self.homes.append(self.placer.place_shards(one.num_ranks, self.excluded))
             elif one.parent is None:
-                placed = self.placer.place_sequence(
+                placed = yield from self.placer.place_sequence(
                     self.call.tenant.namespace, one.id, one.prefix, self.excluded, one.prompt
                 )
                 self.homes.append(placed.engine)

@@ -4,7 +4,8 @@ placements."""
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice, tee
 from typing import Final
@@ -13,7 +14,7 @@ from service.cluster.membership.engine import Call, Engine, EngineReply, Home, R
 from service.cluster.membership.members import Members
 from service.cluster.placement.cost import Load, choose
 from service.cluster.placement.inflight_prompts import InflightPrompt, Wait
-from service.cluster.placement.prefixes import chained_keys, prefix_of
+from service.cluster.placement.prefixes import Prefixes, chained_keys, prefix_of
 from service.cluster.placement.unique_ids import UniqueIds
 from service.cluster.routing.locator import ASK_DEADLINE_S, Locator
 from service.cluster.routing.outcomes import NEXT_ENGINE, Outcome
@@ -21,7 +22,9 @@ from service.cluster.routing.replies import results_of
 from service.cluster.routing.sequence_calls import SequenceCalls
 from service.cluster.routing.tags import BETWEEN
 from service.core.prefix.keys import Prefix
+from service.doors.kit.pieces import OneByOne
 from service.errors import InvalidRequest, NotReady
+from service.image.json_pieces import Pieces
 from service.operations.schema.page_names import PageNames
 from service.operations.schema.spec import Prepared
 from service.operations.transfer import GET_IMPORT, IMPORT
@@ -44,11 +47,42 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
+class Match:
+    """The pages of a prompt that engines have in any tier or will have, by tag, and how many of
+    them are in lower tiers; `keys` are the prompt's."""
+
+    known: Prefixes
+    keys: Iterator[bytes]
+    matched: dict[str, int]
+    loaded: Counter[str]
+
+    def place(
+        self,
+        needed: int,
+        among: Mapping[str, Engine],
+        loads: Mapping[str, Load],
+        prompt: InflightPrompt | None,
+    ) -> Placement:
+        """The engine in `among` for the prompt, which expects its pages from now on."""
+        chosen = choose(loads, self.matched, needed, self.loaded)
+        there = min(self.matched.get(chosen, 0), needed)
+        cached, other = self.known.awaited(chosen, list(islice(self.keys, there)))
+        wait = None
+        if other is not None:
+            pages_s = loads[chosen].pace.span_s(float(cached), there)
+            wait = Wait(other, WORTH_WAITING * (loads[chosen].wait_s + pages_s))
+        self.known.expect(chosen, self.keys, time.monotonic(), prompt)
+        return Placement(among[chosen], there, wait, min(self.loaded[chosen], there))
+
+
+@dataclass(frozen=True, slots=True)
 class Placer:
-    """The placement of one router. Tags in `excluded` are not chosen."""
+    """The placement of one router. Tags in `excluded` are not chosen. Long prompts are matched in
+    pieces of `long_work`."""
 
     members: Members
     locator: Locator
+    long_work: OneByOne
 
     def candidates(self, excluded: Collection[str]) -> dict[str, Engine]:
         """Engines that take new sequences, by tag."""
@@ -61,42 +95,26 @@ class Placer:
         needed: int,
         excluded: Collection[str],
         prompt: InflightPrompt | None = None,
-    ) -> Placement:
-        """The engine for `needed` pages, of which the first have the prefix's keys. Raises
-        NotReady."""
+    ) -> Pieces[Placement]:
+        """In pieces: the engine for `needed` pages, of which the first have the prefix's keys.
+        Raises NotReady."""
+        match = None if prefix is None else (yield from self.match(namespace, prefix))
         among = self.candidates(excluded)
         if not among:
             return Placement(self.members.least_busy())
         loads = {tag: one.load_now for tag, one in among.items()}
-        if prefix is None:
+        if match is None:
             placed = Placement(among[choose(loads, {}, needed)])
         else:
-            placed = self.place_prefix(namespace, prefix, needed, among, loads, prompt)
+            placed = match.place(needed, among, loads, prompt)
         placed.engine.promised += max(needed - placed.matched + placed.loaded, 1)
         return placed
 
-    def place_prefix(
-        self,
-        namespace: str,
-        prefix: Prefix,
-        needed: int,
-        among: Mapping[str, Engine],
-        loads: Mapping[str, Load],
-        prompt: InflightPrompt | None,
-    ) -> Placement:
-        """As `place`, for pages with keys, on one of the engines in `among`."""
-        now, known = time.monotonic(), self.members.prefixes_of(namespace)
+    def match(self, namespace: str, prefix: Prefix) -> Pieces[Match]:
+        known = self.members.prefixes_of(namespace)
         keys, again = tee(chained_keys(prefix, namespace, self.members.info.page_size))
-        matched, loaded = known.matched(keys, now)
-        chosen = choose(loads, matched, needed, loaded)
-        there = min(matched.get(chosen, 0), needed)
-        cached, other = known.awaited(chosen, list(islice(again, there)))
-        wait = None
-        if other is not None:
-            pages_s = loads[chosen].pace.span_s(float(cached), there)
-            wait = Wait(other, WORTH_WAITING * (loads[chosen].wait_s + pages_s))
-        known.expect(chosen, again, now, prompt)
-        return Placement(among[chosen], there, wait, min(loaded[chosen], there))
+        matched, loaded = yield from known.matched(keys, time.monotonic())
+        return Match(known, again, matched, loaded)
 
     def place_sequence(
         self,
@@ -105,9 +123,9 @@ class Placer:
         prefix: Prefix | None,
         excluded: Collection[str],
         prompt: InflightPrompt,
-    ) -> Placement:
-        """The engine for a sequence without a parent. A name that is known to exist goes to its
-        engine, which rejects it. Raises NotReady."""
+    ) -> Pieces[Placement]:
+        """In pieces: the engine for a sequence without a parent. A name that is known to exist goes
+        to its engine, which rejects it. Raises NotReady."""
         if name is not None:
             tag = self.locator.tags.tag((namespace, name)) or ""
             known = self.members.by_tag.get(tag)
@@ -116,7 +134,7 @@ class Placer:
         needed = 1
         if prefix is not None:
             needed = max(prefix.num_pages(self.members.info.page_size), 1)
-        placed = self.place(namespace, prefix, needed, excluded, prompt)
+        placed = yield from self.place(namespace, prefix, needed, excluded, prompt)
         placed.engine.add_work(placed.matched, needed)
         return placed
 
@@ -201,7 +219,8 @@ class ImportCall:
         names = PageNames(cache_salt=header.cache_salt)
         prefix = prefix_of(names, self.arrays) if self.arrays and self.fields.share else None
         namespace, needed = self.call.tenant.namespace, max(header.num_pages, 1)
-        engine = self.placer.place(namespace, prefix, needed, self.excluded).engine
+        placing = self.placer.place(namespace, prefix, needed, self.excluded)
+        engine = (await self.placer.long_work.do(placing, namespace)).engine
         self.excluded.add(engine.tag)
         answered = await engine.call(self.call)
         self.locator.learn(self.call, [self.fields.id], engine)

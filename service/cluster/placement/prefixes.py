@@ -16,6 +16,7 @@ from attnd.wire.dtypes import Array
 from service.cluster.placement.inflight_prompts import InflightPrompt
 from service.core.prefix.keys import Prefix, as_keys, root_key
 from service.core.prefix.named_pages import POOL
+from service.image.json_pieces import Pieces
 
 MAX_EVENTS: Final = 16_384
 PAGES_PER_EVENT: Final = 128
@@ -25,6 +26,8 @@ come together, before the first is committed and its events arrive."""
 EXPECTED_PAGES: Final = 512
 """Maximum number of expected pages per prompt, from the first unknown one: keys take time."""
 MAX_EXPECTED: Final = 2**16
+KEYS_PER_PIECE: Final = 1024
+"""Keys that are computed and looked up in one piece of a match: 3 ms."""
 Event = dict[str, Any]
 Expected = tuple[str, float, InflightPrompt | None]
 """The tag of a page's future engine, until when it is expected, and the prompt that brings it."""
@@ -117,9 +120,10 @@ class Prefixes:
 
     def matched(
         self, keys: Iterable[bytes], now: float = 0.0
-    ) -> tuple[dict[str, int], Counter[str]]:
-        """The number of a chain's first pages that each engine has in any tier, or is expected to
-        have, and how many of them are not in its pool. Reads no more keys than some engine has."""
+    ) -> Pieces[tuple[dict[str, int], Counter[str]]]:
+        """In pieces: the number of a chain's first pages that each engine has in any tier, or is
+        expected to have, and how many of them are not in its pool. Reads no more keys than some
+        engine has."""
         found: dict[str, int] = {}
         loaded: Counter[str] = Counter()
         left: frozenset[str] | None = None
@@ -136,6 +140,8 @@ class Prefixes:
                 found[tag] = count
             if tags is not pool:
                 loaded.update(left - pool)
+            if count % KEYS_PER_PIECE == 0:
+                yield
         return found, loaded
 
     def awaited(self, tag: str, keys: Sequence[bytes]) -> tuple[int, InflightPrompt | None]:

@@ -65,7 +65,8 @@ class Router:
         self.locator = Locator(self.members)
         self.retries = Retries(partial(settle, self.members))
         self.prompts = InflightPrompts()
-        self.placer = Placer(self.members, self.locator)
+        self.long_work = OneByOne()
+        self.placer = Placer(self.members, self.locator, self.long_work)
         self.sequences = SequenceCalls(
             self.members, self.locator, self.retries, self.prompts, self.prepared
         )
@@ -73,7 +74,6 @@ class Router:
         self.deletes = Deletes(self.members, self.sequences)
         self.drains = Drains(self.members, self.locator)
         self.timeouts = Timeouts()
-        self.long_work = OneByOne()
         self.remembered = lru_cache(maxsize=512)(self.read)
         self.routes: dict[Routing, Callable[[Call, Prepared], Awaitable[RawReply]]] = {
             "together": self.sequences.together,
@@ -171,7 +171,8 @@ class Router:
         room = len(call.image) - len(header) - LENGTH_BYTES
         if len(header) <= MAX_REMEMBERED_BYTES and is_short(header):
             return self.remembered(call.operation, header, room)
-        found = await self.long_work.do(preparing(call.operation, header, room, self.members.info))
+        preparation = preparing(call.operation, header, room, self.members.info)
+        found = await self.long_work.do(preparation, call.tenant.namespace)
         self.sequences.fast_path.learn(call, header, found)
         return found
 

@@ -16,22 +16,55 @@ AT_ONCE: Final = 8
 
 
 class OneByOne:
-    """Runs one piece of long work per pass of the loop, over all requests."""
+    """Runs one piece of long work per pass of the loop, over all requests; callers take turns."""
 
     def __init__(self) -> None:
-        self._turn = asyncio.Lock()
+        self._queues: dict[str, deque[Callable[[], bool]]] = {}
+        """The work of each caller; the first of a queue runs until it returns True."""
 
-    async def do(self, pieces: Pieces[T]) -> T:
-        """The result of the work. Work of a single piece runs at once if no other work is under
-        way. Otherwise even its first piece waits: requests that arrive together must not share a
-        pass of the loop."""
-        async with self._turn:
-            while True:
-                try:
-                    next(pieces)
-                except StopIteration as end:
-                    return end.value  # type: ignore[no-any-return]
-                await asyncio.sleep(0)
+    async def do(self, pieces: Pieces[T], caller: str = "") -> T:
+        """The result of the work. Its first piece runs at once if no other work is under way.
+        Otherwise even that waits: requests that arrive together must not share a pass of the
+        loop."""
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[T] = loop.create_future()
+        step = partial(next_piece, pieces, result)
+        try:
+            if not self._queues:
+                if step():
+                    return result.result()
+                loop.call_soon(self._next_pass)
+            self._queues.setdefault(caller, deque()).append(step)
+            return await result
+        finally:
+            del step, result  # the frames of an error must not refer to it
+
+    def _next_pass(self) -> None:
+        queues = self._queues
+        caller = next(iter(queues))
+        queue = queues.pop(caller)
+        if queue[0]():
+            queue.popleft()
+        if queue:
+            queues[caller] = queue
+        if queues:
+            asyncio.get_running_loop().call_soon(self._next_pass)
+
+
+def next_piece(pieces: Pieces[T], result: asyncio.Future[T]) -> bool:
+    """Run the next piece of some work; whether that was the last, or nobody waits any more."""
+    if result.done():
+        pieces.close()
+        return True
+    try:
+        next(pieces)
+    except StopIteration as end:
+        result.set_result(end.value)
+    except Exception as error:
+        trace = error.__traceback__
+        result.set_exception(error.with_traceback(trace and trace.tb_next))
+        del trace  # it refers to this frame, and this frame to the result
+    return result.done()
 
 
 class Turns:

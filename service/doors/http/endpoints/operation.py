@@ -138,7 +138,8 @@ class OperationEndpoint:
         body = exchange.body
         if body is None:
             raise Internal("a request was read after its response: this is a bug")
-        parts = await self.door.long_work.do(placing_fields(request.view(length), dict(given)))
+        placing = placing_fields(request.view(length), dict(given))
+        parts = await self.door.long_work.do(placing, exchange.tenant.namespace)
         slot, length = self.door.link.arena.lay(parts)
         body.take_over(slot, self.door)
         return slot, length
