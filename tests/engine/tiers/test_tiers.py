@@ -228,6 +228,23 @@ def test_a_clear_reaches_all_tiers(tmp_path: Path) -> None:
     run(after, cache, keys=keys, key="key-a")
 
 
+@pytest.mark.parametrize("name", ["clear", "evict"])
+def test_gauges_follow_what_a_caller_erases(tmp_path: Path, name: str) -> None:
+    async def scenario(caller: Caller) -> None:
+        await fill(caller, PROMPTS[:5])
+        loading = caller.engine.store.loading
+        assert loading is not None
+        tiers = loading.tiers
+        await until(lambda: not tiers.is_copying)
+        before = tiers.num_records
+        await caller.call(name, {"num_pages": 12} if name == "evict" else {})
+        await until(lambda: not tiers.is_copying)
+        for tier, left in tiers.num_records.items():
+            assert caller.metric(f'attnd_tier_records{{tier="{tier}"}}') == left < before[tier]
+
+    run(scenario, on_disk(tmp_path, host_bytes=64 * BLOCK))
+
+
 def test_an_eviction_by_a_caller_reaches_all_tiers(tmp_path: Path) -> None:
     async def scenario(caller: Caller) -> None:
         await fill(caller, PROMPTS[:2])
