@@ -82,6 +82,10 @@ REFUSED: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("delete_sequences", (), {}, "give ids, or prefix"),
     ("truncate_sequences", ("chat-1", [1]), {}, r"\['chat-1'\]"),
     ("cascade", (0, [attnd.CascadeLevel("chat-1", [0, 2])], Q), {}, r"levels\[0\].sequences"),
+    ("decode", (0, None, Q), {}, "sequences is None .* a list of ids"),
+    ("page_table", (5,), {}, r"sequences is 5 \(int\): it must be a list of ids"),
+    ("decode", (0, {"a", "b"}, Q), {}, "sequences is .* a list of ids"),
+    ("truncate_sequences", (frozenset("ab"), [1, 2]), {}, "a list of ids"),
     ("decode", (0, [b"a", 5], Q), {}, r"sequences\[0\] is b'a'"),
     ("truncate", (["a", "b"], 3), {}, "truncate_sequences"),
     ("truncate", ("a", 0.5), {}, "whole number"),
@@ -172,6 +176,12 @@ def test_cuts_and_commits_of_many_are_one_request(kind: Kind) -> None:
         "offsets": [16, 0],
     }
     assert message.tensors["token_ids"].tolist() == [1, 2, 3, 4, 5]
+
+
+def test_a_set_of_ids_can_be_deleted(kind: Kind) -> None:
+    script = Script(answer({"num_deleted": 2}))
+    assert ask(kind, script, "delete_sequences", {"b", "a"}) == 2
+    assert script.fields() == {"ids": ["a", "b"]}
 
 
 def test_an_append_for_many_layers_names_them(kind: Kind) -> None:

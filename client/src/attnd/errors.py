@@ -131,6 +131,10 @@ class ServiceError(AttndError):
         self.meta = meta
         super().__init__(f"{self.status} {self.code}: {self.detail}", meta.request_id)
 
+    def __reduce__(self) -> tuple[type[ServiceError], tuple[dict[str, Any], Meta]]:
+        """Pickled as its document: a process pool returns it to its caller."""
+        return type(self), (self.problem, self.meta)
+
     @property
     def timings(self) -> Mapping[str, float]:
         """Seconds per stage that the request reached (`Server-Timing`)."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 from attnd import Retries, errors
 
@@ -77,6 +79,16 @@ def test_the_numbers_of_each_error_are_attributes(
     assert type(found) is getattr(errors, type(error).__name__)
     assert {name: getattr(found, name) for name in members} == members
     assert str(members.get("rule", "")) in str(found)
+
+
+@pytest.mark.parametrize(("error", "members"), MEMBERS)
+def test_an_error_leaves_a_process_pool_with_its_numbers(
+    error: service.AttndError, members: dict[str, object]
+) -> None:
+    found = caught(error, {"x-request-id": "r9", "server-timing": "queue;dur=3"})
+    again = pickle.loads(pickle.dumps(found))
+    assert (type(again), str(again), again.meta) == (type(found), str(found), found.meta)
+    assert {name: getattr(again, name) for name in members} == members
 
 
 def test_the_request_id_and_the_timings_are_on_errors_too() -> None:

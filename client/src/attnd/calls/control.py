@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final, TypeVar
 
@@ -118,12 +118,13 @@ def creating(sequences: Sequence[NewSequence], parse: Callable[[Reply], T]) -> C
     return Call("create_sequences", parse, repeatable=False, fields=fields, arrays=arrays)
 
 
-def delete_sequences(ids: Sequence[str] | None = None, *, prefix: str | None = None) -> Call[int]:
+def delete_sequences(ids: Iterable[str] | None = None, *, prefix: str | None = None) -> Call[int]:
     """Delete the sequences `ids`, or all whose id begins with `prefix`; returns their number.
 
     Unknown ids are ignored."""
     if ids is None and prefix is None:
         raise ValueError('give ids, or prefix (prefix="" is every sequence)')
+    ids = sorted(ids) if isinstance(ids, (set, frozenset)) else ids
     named = None if ids is None else sequence_ids(ids, "ids")
     fields = plain_fields({"prefix": prefix, "ids": named})
     return Call("delete_sequences", reads_number("num_deleted"), fields=fields)
