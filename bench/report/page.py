@@ -105,9 +105,11 @@ SECTIONS: Final = (
     Section(
         "A serving engine on a GPU",
         "python -m bench.serving --backend cuda",
-        "The same with a Llama of 1.2 B parameters with random weights, in bf16, on one GPU.",
+        "The same with a Llama of 1.2 B parameters with random weights, in bf16, on one GPU. "
+        "`generate_batch` takes flash-attn where it is installed: here it was not.",
         SERVING_RESULTS.with_stem("serving-cuda"),
         serving_table,
+        svg("serving-cuda", "Tokens a second and the first token's wait, by way of serving"),
     ),
     Section(
         "The prefix cache on a published trace",

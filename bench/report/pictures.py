@@ -208,7 +208,8 @@ def draw_all() -> None:
     draw_road(read_results(ROAD_RESULTS), PICTURES / "road-h200.svg")
     draw_cache(read_results(CACHE_RESULTS), PICTURES / "cache-cpu.svg")
     draw_tiers(read_results(TIERS_RESULTS), PICTURES / "tiers-cpu.svg")
-    draw_serving(read_results(SERVING_RESULTS), PICTURES / "serving-cpu.svg")
+    for name in ("serving-cpu", "serving-cuda"):
+        draw_serving(read_results(SERVING_RESULTS.with_stem(name)), PICTURES / f"{name}.svg")
     simulated = read_results(RESULTS / "simulation.json")
     for dark, name in ((False, "simulation.svg"), (True, "simulation-dark.svg")):
         draw_simulation(simulated, PICTURES / name, dark)
