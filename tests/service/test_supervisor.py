@@ -151,6 +151,17 @@ def test_engine_and_doors_that_are_killed_together_are_started_again(path: Path)
 
 
 @pytest.mark.long
+def test_a_signal_while_the_doors_of_a_killed_engine_finish_ends_with_0(path: Path) -> None:
+    with supervised(door="work on for a while", socket=path) as service:
+        engine, door = pids(service, "engine", "http-0")
+        kill(engine)
+        started(service, "engine", count=2)
+        service.send_signal(signal.SIGTERM)
+        assert service.status() == 0
+        wait_until_dead(door)
+
+
+@pytest.mark.long
 def test_a_door_that_does_not_end_after_its_engine_is_killed(path: Path) -> None:
     drain = ("--server.drain-timeout-s", "0.1")
     with supervised(*drain, door="never stop", socket=path) as service:
