@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import fields
 from statistics import median
 from tempfile import TemporaryDirectory
 from threading import Event, Thread
@@ -34,8 +35,9 @@ from service.core.prefix import keys
 from service.core.sequences.transfer import fill as take_pages
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec
+from service.engine.loop.job import WAIT, Slice
 from service.engine.tiers.loading import Loading
-from service.engine.tiers.loads import ALL_TIERS, LoadLimits
+from service.engine.tiers.loads import ALL_TIERS, LoadLimits, waiting
 from service.engine.tiers.page_records import layout_of
 from service.engine.tiers.tiers import Tiers
 from service.metrics import Metrics
@@ -65,8 +67,19 @@ class Undigested(RecordLayout):
 
     __slots__ = ()
 
-    def _digest(self, block: memoryview) -> bytes:
+    def _digest(self, block: memoryview, digests: bytes | None) -> bytes:
         return bytes(16)
+
+
+@contextmanager
+def undigested(copies: Any) -> Iterator[None]:
+    """Copies whose pages get no digests."""
+    every = copies.enqueue
+    copies.enqueue = lambda entry, *call: None if entry == "digest_pages" else every(entry, *call)
+    try:
+        yield
+    finally:
+        del copies.enqueue
 
 
 def bare_copies() -> dict[str, float]:
@@ -128,27 +141,28 @@ class Moves:
     def table(self, namespace: str) -> Int32:
         return self.tree.cache.match(namespace, self.prompt).table()
 
-    def run(self, *works: Iterator[object]) -> float:
+    def run(self, *works: Iterator[Slice]) -> float:
         """Seconds until all works have ended, in turns as the engine gives them."""
-        began, left = time.perf_counter(), list(works)
+        began, left = time.perf_counter(), dict.fromkeys(works)
         while True:
             self.loading.advance()
-            left = [work for work in left if next(work, None) is not None]
+            left = {work: piece for work in left if (piece := next(work, None)) is not None}
             if not left:
                 return time.perf_counter() - began
-            self.woken.wait(1e-3)
+            if all(piece.kind == WAIT for piece in left.values()):
+                self.woken.wait(1e-3)
             self.woken.clear()
 
-    def store(self, namespace: str) -> Iterator[object]:
+    def store(self, namespace: str) -> Iterator[Slice]:
         pages = self.table(namespace).tolist()
         ids = [self.tiers.id_of(page) for page in pages]
         self.tiers.request_copies(namespace, ids, pages)
         while self.tiers.is_copying:
-            yield ids
+            yield waiting()
         if not all(map(self.tiers.host.find, ids)) or len(ids) < self.pages:
             raise RuntimeError("pages were not stored: this is a bug")
 
-    def load(self) -> Iterator[object]:
+    def load(self) -> Iterator[Slice]:
         origin = yield from self.loading.load(LOADED, self.prompt, LIMITS)
         if origin["host"] != self.pages:
             raise RuntimeError(f"loaded {origin}, expected {self.pages} pages: this is a bug")
@@ -199,13 +213,14 @@ class Moves:
 def moves(backend: Backend, repeats: int, pages: int = PAGES) -> dict[str, dict[str, float]]:
     """Rates with digests and without, in turns."""
     layout = layout_of(backend.geometry, "bench")
-    bare = Undigested(layout.label_bytes, layout.payload_bytes, layout.stamp)
+    bare = Undigested(*(getattr(layout, field.name) for field in fields(layout)))
     found: dict[str, list[dict[str, float]]] = {"digests": [], "no digests": []}
     for _ in range(3):
         for name, one in (("digests", layout), ("no digests", bare)):
-            run = Moves(backend, one, pages)
-            found[name].append(run.rates(repeats))
-            run.close()
+            with nullcontext() if one is layout else undigested(backend.page_copies):
+                run = Moves(backend, one, pages)
+                found[name].append(run.rates(repeats))
+                run.close()
     return {
         name: {way: median(rates[way] for rates in runs) for way in runs[0]}
         for name, runs in found.items()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -34,7 +34,7 @@ from bench.report.provenance import (
 from bench.report.tables import table as markdown
 from bench.report.tables import with_stamp
 from kernels import make_backend
-from kernels.backend import Int32, PagePlaces, PoolGeometry
+from kernels.backend import EndOfCopies, Int32, PagePlaces, PoolGeometry
 from service.core.pool.budget import NO_LIMIT, EvictionPaused
 from service.core.prefix.keys import Prefix
 from service.core.tree import PrefixTree
@@ -46,7 +46,6 @@ from service.engine.tiers.tiers import Tiers
 from service.metrics import Metrics
 from service.tiers.record_store import NewRecord, RecordStore
 from service.tiers.records import RecordLayout
-from service.tiers.worker import nothing
 
 TIERS_RESULTS: Final = RESULTS / "tiers-cpu.json"
 POOL_SHARE: Final = 0.05
@@ -67,21 +66,27 @@ class Numbers:
 
     calls = 1
 
+    def is_prepared(self, places: PagePlaces) -> bool:
+        return True
+
+    def prepare(self, places: PagePlaces) -> None:
+        pass
+
     def memory(self, count: int, size: int) -> UInt8:
         return np.zeros((count, size), np.uint8)
 
     def mark(self) -> None:
         return None
 
-    def read(self, pages: Int32, to: PagePlaces, after: object) -> Callable[[], None]:
+    def read(self, pages: Int32, to: PagePlaces, after: object) -> EndOfCopies:
         for page, row in zip(pages.tolist(), to.rows.tolist(), strict=True):
             to.blocks[row, to.skip :] = self.held[page : page + 1].view(np.uint8)
-        return nothing
+        return lambda: [b""] * len(pages)
 
-    def write(self, pages: Int32, source: PagePlaces, after: object) -> Callable[[], None]:
+    def write(self, pages: Int32, source: PagePlaces, after: object) -> EndOfCopies:
         for page, row in zip(pages.tolist(), source.rows.tolist(), strict=True):
             self.held[page] = source.blocks[row, source.skip :].view(np.int64)[0]
-        return nothing
+        return lambda: [b""] * len(pages)
 
 
 class TieredReplay:
@@ -208,16 +213,16 @@ def moves(folder: Path) -> dict[str, float]:
     memory = copies.memory(MOVED, layout.block_bytes)
     payloads = PagePlaces(memory, np.arange(MOVED), layout.head_bytes)
     keys = [number.to_bytes(16, "little") for number in range(MOVED)]
-    copies.write(pages, payloads, None)
+    copies.write(pages, payloads, None)()
     gigabytes, rates = MOVED * layout.payload_bytes / 1e9, {}
 
     def timed(name: str, began: float) -> None:
         rates[name] = round(gigabytes / (time.perf_counter() - began), 2)
 
-    copies.read(pages, payloads, None)
+    copies.read(pages, payloads, None)()
     began = time.perf_counter()
-    copies.read(pages, payloads, None)
-    timed("pool to host memory, without digests", began)
+    copies.read(pages, payloads, None)()
+    timed("pool to host memory, with digests", began)
     began = time.perf_counter()
     for key, block in zip(keys, memory, strict=True):
         layout.seal(block.data, key, "a", b"", layout.payload_bytes)
@@ -235,9 +240,9 @@ def moves(folder: Path) -> dict[str, float]:
                 raise RuntimeError("a record is missing: this is a bug")
         timed("disk (cached by the system) to host memory, verified", began)
     began = time.perf_counter()
-    for key, block in zip(keys, memory, strict=True):
-        layout.check(block.data, key, "a")
-    copies.write(pages, payloads, None)
+    digests = copies.write(pages, payloads, None)()
+    for key, block, own in zip(keys, memory, digests, strict=True):
+        layout.check(block.data, key, "a", own)
     timed("host memory to pool, verified", began)
     backend.close()
     return rates

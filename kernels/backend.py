@@ -191,8 +191,8 @@ class AttentionState:
 class PagePlaces:
     """Places of pages in host memory: page i in `blocks[rows[i], skip:]`.
 
-    `blocks` is uint8 `[n, size]` of `PageCopies.memory`. A page takes `num_layers * page_bytes`:
-    K and V of every layer, as the pool stores them.
+    `blocks` is uint8 `[n, size]` of `PageCopies.memory`. A page takes `payload_bytes`: K and V of
+    every layer, as the pool stores them.
     """
 
     blocks: UInt8
@@ -200,16 +200,30 @@ class PagePlaces:
     skip: int = 0
 
 
+EndOfCopies = Callable[[], list[bytes]]
+"""Waits, in any thread, for the end of copies of pages, and returns the digests of each of them
+(`kernels.digests`), computed on the device where the pages are in its memory."""
+
+
 class PageCopies(Protocol):
     """Copies of whole pages between pool and host memory, beside a backend's other calls.
 
-    `read` and `write` begin copies, in any thread, and return a function that waits for their end.
-    Until then the caller neither writes to the pages nor frees them, nor touches the places.
+    `read` and `write` begin copies, in any thread, and return at once where the places are
+    prepared. Until the end the caller neither writes to the pages nor frees them, nor touches the
+    places.
     """
 
     @property
     def calls(self) -> int:
         """Calls that should be under way at once."""
+        ...
+
+    def is_prepared(self, places: PagePlaces) -> bool:
+        """Whether places have been prepared or copied to or from before."""
+        ...
+
+    def prepare(self, places: PagePlaces) -> None:
+        """Make the driver know the places, in any thread: some milliseconds."""
         ...
 
     def memory(self, count: int, size: int) -> UInt8:
@@ -220,11 +234,11 @@ class PageCopies(Protocol):
         """A point after all calls of the backend so far. Not for other threads than its own."""
         ...
 
-    def read(self, pages: Int32, to: PagePlaces, after: object) -> Callable[[], None]:
+    def read(self, pages: Int32, to: PagePlaces, after: object) -> EndOfCopies:
         """Copy pages to their places, once the calls before the mark `after` are done."""
         ...
 
-    def write(self, pages: Int32, source: PagePlaces, after: object) -> Callable[[], None]:
+    def write(self, pages: Int32, source: PagePlaces, after: object) -> EndOfCopies:
         """Copy pages from their places, once the calls before the mark `after` are done.
 
         Calls of the backend after the end see it.

@@ -20,6 +20,9 @@ NUMPY_DTYPES: Final[dict[DType, np.dtype[Any]]] = {
 }
 TENSOR_DTYPES: Final[tuple[DType, ...]] = ("fp32", "fp16", "bf16")
 """Dtypes of q, k, v in requests, and of o in results."""
+DIGESTED: Final = 2**17
+"""Least bytes of a page under one digest, where it has them: the fewer, the more digests there are
+to handle; the more, the longer one takes, whose blocks follow each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,16 @@ class PoolGeometry:
     def page_bytes(self) -> int:
         """Bytes of one page in one layer."""
         return self.page_size * self.token_bytes
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of one page in all layers."""
+        return self.num_layers * self.page_bytes
+
+    @property
+    def segment_layers(self) -> int:
+        """Layers of a page that have one digest."""
+        return min(self.num_layers, -(-DIGESTED // self.page_bytes))
 
     @property
     def layer_shape(self) -> tuple[int, int, int, int, int]:

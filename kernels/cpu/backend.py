@@ -220,7 +220,7 @@ class CpuBackend:
 
     @property
     def page_copies(self) -> HostPageCopies:
-        return HostPageCopies(self._pool.storage[0])
+        return HostPageCopies(self._pool.storage[0], self._geometry)
 
     def close(self) -> None:
         self._pool = allocate(PoolGeometry(1, 0, 1, 1, 1))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -13,6 +13,7 @@ from kernels.backend import (
     NUMPY_DTYPES,
     Array,
     DType,
+    EndOfCopies,
     Int32,
     Layout,
     PagePlaces,
@@ -20,6 +21,7 @@ from kernels.backend import (
     UInt8,
 )
 from kernels.cpu.tensors import BITS, TORCH_DTYPES, narrow, to_torch, widen
+from kernels.digests import host_digests
 
 JOINT_ELEMENTS: Final = 64 * 1024
 """Elements of K up to which K and V are gathered and widened by one call each, and not by two."""
@@ -138,13 +140,23 @@ class Pool:
 
 
 class HostPageCopies:
-    """`PageCopies` of a pool in host memory. numpy copies without the interpreter's lock."""
+    """`PageCopies` of a pool in host memory: the thread that waits for a copy makes it.
 
-    def __init__(self, storage: torch.Tensor) -> None:
-        """`storage [layers, pages, ...]`."""
-        self._pages: UInt8 = storage.flatten(2).numpy().view(np.uint8)
+    numpy and xxhash work without the interpreter's lock.
+    """
 
     calls = 1
+
+    def __init__(self, storage: torch.Tensor, geometry: PoolGeometry) -> None:
+        """`storage [layers, pages, ...]`."""
+        self._pages: UInt8 = storage.flatten(2).numpy().view(np.uint8)
+        self._geometry = geometry
+
+    def is_prepared(self, places: PagePlaces) -> bool:
+        return True
+
+    def prepare(self, places: PagePlaces) -> None:
+        pass
 
     def memory(self, count: int, size: int) -> UInt8:
         return np.zeros((count, size), np.uint8)
@@ -152,21 +164,19 @@ class HostPageCopies:
     def mark(self) -> None:
         return None
 
-    def read(self, pages: Int32, to: PagePlaces, after: object) -> Callable[[], None]:
-        for page, row in zip(pages.tolist(), to.rows.tolist(), strict=True):
-            place = to.blocks[row, to.skip :].reshape(len(self._pages), -1)
-            np.copyto(place, self._pages[:, page])
-        return _is_done
+    def read(self, pages: Int32, to: PagePlaces, after: object) -> EndOfCopies:
+        return partial(self._copy, pages, to, is_load=False)
 
-    def write(self, pages: Int32, source: PagePlaces, after: object) -> Callable[[], None]:
-        for page, row in zip(pages.tolist(), source.rows.tolist(), strict=True):
-            place = source.blocks[row, source.skip :].reshape(len(self._pages), -1)
-            np.copyto(self._pages[:, page], place)
-        return _is_done
+    def write(self, pages: Int32, source: PagePlaces, after: object) -> EndOfCopies:
+        return partial(self._copy, pages, source, is_load=True)
 
-
-def _is_done() -> None:
-    """Waits for copies that are done."""
+    def _copy(self, pages: Int32, places: PagePlaces, is_load: bool) -> list[bytes]:
+        size = self._geometry.payload_bytes
+        for page, row in zip(pages.tolist(), places.rows.tolist(), strict=True):
+            block = places.blocks[row, places.skip : places.skip + size]
+            both = (self._pages[:, page], block.reshape(len(self._pages), -1))
+            np.copyto(*(both if is_load else both[::-1]))
+        return host_digests(places, self._geometry)
 
 
 def allocate(geometry: PoolGeometry) -> Pool:

@@ -187,6 +187,17 @@ class PrefixTree:
             self.books.lengths[np.ix_(others, columns)] = extension.lengths
         return extension
 
+    def add_pages(self, name: str, count: int) -> Int32:
+        """Allocate pages, int32 [count], behind a sequence's, which are full at every layer.
+
+        The caller writes all of their rows. Raises `UnknownSequence`, `OutOfPages`.
+        """
+        leaf = self.books.leaf(name)
+        first = int(self.books.num_pages[leaf.index])
+        self._grow(np.array([leaf.index], np.intp), np.array([count], np.int32))
+        self.books.lengths[:, leaf.index] += count * self.page_size
+        return leaf.table[first : first + count]
+
     def check_level(self, layers: Sequence[int], ids: Ids) -> None:
         """Raises `InvalidRequest` unless each sequence has one length at all the layers, so that
         one plan serves them."""

@@ -50,9 +50,9 @@ class NewRecord:
 class RecordStore:
     """Records on disk, by key.
 
-    `find`, `get`, `use`, `count` and `set_limit` can be called from any thread; the others from one
-    thread at a time. After an `OSError` the store no longer writes. `evicted` gets records that
-    gave way to others, in the thread that wrote those.
+    `find`, `get`, `read`, `has`, `use`, `count` and `set_limit` can be called from any thread; the
+    others from one thread at a time. After an `OSError` the store no longer writes. `evicted` gets
+    records that gave way to others, in the thread that wrote those.
     """
 
     def __init__(
@@ -103,18 +103,27 @@ class RecordStore:
 
         None where it gave way meanwhile. Raises `InvalidRecord`, `OSError`.
         """
-        offset = entry.slot * self.layout.block_bytes
         try:
-            count = read_all(self._files, self._data_fd, block, offset)
-            if count < len(block):
-                raise InvalidRecord("torn")
-            found = self.layout.check(block, entry.key, entry.namespace)
+            self.read(entry, block)
+            return self.layout.check(block, entry.key, entry.namespace)
         except InvalidRecord:
-            if self.find(entry.key) is not entry:
-                return None
-            raise
+            if self.has(entry):
+                raise
+            return None
+
+    def read(self, entry: Entry, block: memoryview) -> None:
+        """Read a record into `block`. The caller verifies it, and if it is invalid asks `has`.
+
+        Raises `InvalidRecord` for one that is cut short, `OSError`.
+        """
+        offset = entry.slot * self.layout.block_bytes
+        if read_all(self._files, self._data_fd, block, offset) < len(block):
+            raise InvalidRecord("torn")
         self.use(entry)
-        return found
+
+    def has(self, entry: Entry) -> bool:
+        """Whether a record that was found has not given way since."""
+        return self.find(entry.key) is entry
 
     def use(self, entry: Entry, rank: int | None = None) -> None:
         """Make a record the most recently used one of `rank` (None: of its own)."""

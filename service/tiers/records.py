@@ -1,4 +1,8 @@
-"""Records: a header, a label and a payload in one block, with a digest over all of it."""
+"""Records: a header, a label and a payload in one block, with a digest over all of it.
+
+A payload is a run of segments, and the record's digest covers theirs. Whoever moves the payload can
+compute those on the way, so that the processor need not read it.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,12 @@ import struct
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from xxhash import xxh3_128
+from xxhash import xxh3_128, xxh3_128_digest
 
-MAGIC: Final = b"atr1"
+MAGIC: Final = b"atr2"
 HEADER: Final = struct.Struct("<4sHHQ16s16s16s")
-"""Magic; bytes of namespace, label and payload; key; stamp; digest of everything else."""
+"""Magic; bytes of namespace, label and payload; key; stamp; digest of everything else: XXH3-128 of
+the rest of the head, and of the XXH3-128 of each segment of the payload's place."""
 DIGEST_BYTES: Final = 16
 KEY_BYTES: Final = 16
 STAMP_BYTES: Final = 16
@@ -33,13 +38,16 @@ class RecordLayout:
     """The size of blocks, and the stamp that all their records have.
 
     A block is a head of `head_bytes` (header, namespace, label, zeros) and then the payload of up
-    to `payload_bytes`. `stamp` (16 bytes) identifies the payloads' format: records with
-    another stamp are never read.
+    to `payload_bytes`, in segments of `segment_bytes`. `stamp` (16 bytes) identifies the payloads'
+    format: records with another stamp are never read.
+
+    `digests` are those of all segments, one after the other, where the caller has them.
     """
 
     label_bytes: int
     payload_bytes: int
     stamp: bytes
+    segment_bytes: int = 2**20
 
     @property
     def head_bytes(self) -> int:
@@ -51,7 +59,13 @@ class RecordLayout:
         return self.head_bytes + self.payload_bytes
 
     def seal(
-        self, block: memoryview, key: bytes, namespace: str, label: bytes, length: int
+        self,
+        block: memoryview,
+        key: bytes,
+        namespace: str,
+        label: bytes,
+        length: int,
+        digests: bytes | None = None,
     ) -> None:
         """Complete the block of a payload of `length` bytes, which is in its place already.
 
@@ -67,9 +81,11 @@ class RecordLayout:
         text = owner + label
         block[HEADER.size : self.head_bytes] = text.ljust(self.head_bytes - HEADER.size, b"\0")
         block[self.head_bytes + length :] = bytes(self.payload_bytes - length)
-        block[HEADER.size - DIGEST_BYTES : HEADER.size] = self._digest(block)
+        block[HEADER.size - DIGEST_BYTES : HEADER.size] = self._digest(block, digests)
 
-    def check(self, block: memoryview, key: bytes, namespace: str) -> tuple[bytes, int]:
+    def check(
+        self, block: memoryview, key: bytes, namespace: str, digests: bytes | None = None
+    ) -> tuple[bytes, int]:
         """The label, and the length of the payload, of the record in a block.
 
         Raises `InvalidRecord` unless it is the record of `key` in `namespace`, to the bit.
@@ -82,7 +98,7 @@ class RecordLayout:
         owner = bytes(block[HEADER.size : text])
         if found != key or stamp != self.stamp or owner != namespace.encode():
             raise InvalidRecord("foreign")
-        if self._digest(block) != digest:
+        if self._digest(block, digests) != digest:
             raise InvalidRecord("corrupt")
         return bytes(block[text : text + label_len]), length
 
@@ -90,8 +106,13 @@ class RecordLayout:
         """The place of a block's payload."""
         return block[self.head_bytes :]
 
-    def _digest(self, block: memoryview) -> bytes:
-        """XXH3-128 of the whole block but the digest's own place."""
+    def _digest(self, block: memoryview, digests: bytes | None) -> bytes:
+        if digests is None:
+            starts = range(self.head_bytes, self.block_bytes, self.segment_bytes)
+            ends = (min(at + self.segment_bytes, self.block_bytes) for at in starts)
+            parts = (xxh3_128_digest(block[at:end]) for at, end in zip(starts, ends, strict=True))
+            digests = b"".join(parts)
         digest = xxh3_128(block[: HEADER.size - DIGEST_BYTES])
-        digest.update(block[HEADER.size :])
+        digest.update(block[HEADER.size : self.head_bytes])
+        digest.update(digests)
         return digest.digest()

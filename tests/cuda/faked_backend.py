@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -11,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_device import FakeDevice
+from xxhash import xxh3_128_digest
 
 from kernels.backend import NUMPY_DTYPES, AttentionState, DType, Mask, Plan, PoolGeometry, Scoring
 from kernels.cuda import backend as backend_module
 from kernels.cuda.backend import CudaBackend
-from kernels.cuda.device import copying, host_memory, transfer
+from kernels.cuda.device import host_memory, transfer
 from kernels.cuda.device.transfer import Transfers
 from kernels.cuda.merge import merger
 from kernels.cuda.pages import copies
@@ -128,22 +130,29 @@ class Kernels:
 
         self.device.launch(kernel)
 
-    def move_pages(
-        self, entry: str, chunk: int, pages: Any, first_layer: int, num_layers: int
-    ) -> None:
-        """Layers of pages between the pool and a chunk."""
-        shape = (len(pages), num_layers, 2, 4, 2, 64)
-        layers, moved = slice(first_layer, first_layer + num_layers), pages.copy()
+    def pages(self, entry: str, blocks: int, pages: Any, hosts: Any, digests: int) -> None:
+        """Copies of pages between the pool and host memory, and their digests."""
+        size = GEOMETRY.segment_layers * GEOMETRY.page_bytes
+        numbers, addresses = pages.tolist(), hosts.tolist()
 
         def kernel() -> None:
-            staged = self.device.view(chunk, shape, np.float16)
-            pool = self.pool.reshape(2, 2, 8, 4, 2, 64)[layers].transpose(2, 0, 1, 3, 4, 5)
-            if entry == "gather_pages":
-                staged[...] = pool[moved]
-            else:
-                pool[moved] = staged
+            stored = self.pool.reshape(2, 2, 8, 4, 2, 64).transpose(2, 0, 1, 3, 4, 5)
+            found = b""
+            for page, host in zip(numbers, addresses, strict=True):
+                self.device.check("host", host, GEOMETRY.payload_bytes)
+                place = (ctypes.c_char * GEOMETRY.payload_bytes).from_address(host)
+                if entry == "load_pages":
+                    stored[page] = np.frombuffer(place, np.float16).reshape(stored.shape[1:])
+                elif entry == "store_pages":
+                    place.raw = stored[page].astype(np.float16).tobytes()
+                else:
+                    row = stored[page].astype(np.float16).tobytes()
+                    parts = (row[at : at + size] for at in range(0, len(row), size))
+                    found += b"".join(map(xxh3_128_digest, parts))
+            self.device.check("host", digests, len(found))
+            ctypes.memmove(digests, found, len(found))
 
-        if len(pages):
+        if numbers:
             self.device.launch(kernel)
 
     def merge(
@@ -211,8 +220,6 @@ def fake_backend(
 ) -> tuple[CudaBackend, Kernels]:
     """A backend whose every module sees the fake device."""
     kernels = Kernels(device)
-    monkeypatch.setattr(copying, "runtime", device.runtime)
-    monkeypatch.setattr(copying, "batched", lambda: None)
     for module in (transfer, host_memory, copies):
         monkeypatch.setattr(module, "cupy", device.cupy)
         monkeypatch.setattr(module, "runtime", device.runtime)
@@ -230,8 +237,8 @@ def fake_backend(
     device.cupy.cuda.Device = lambda *_: chip
     monkeypatch.setattr(backend_module, "cupy", device.cupy)
     monkeypatch.setattr(mover.RowMover, "enqueue", lambda _, *a, **named: kernels.rows(*a, **named))
-    moved = lambda _, *call: kernels.move_pages(*call)  # noqa: E731
-    monkeypatch.setattr(copies.CudaPageCopies, "enqueue", moved)
+    on_pages = lambda _, *call: kernels.pages(*call)  # noqa: E731
+    monkeypatch.setattr(copies.CudaPageCopies, "enqueue", on_pages)
     monkeypatch.setattr(merger.Merger, "enqueue", lambda _, *a: kernels.merge(*a))
     device.runtime.getDeviceProperties = lambda _: {"name": b"fake", "multiProcessorCount": 8}
     monkeypatch.setattr(backend_module, "runtime", device.runtime)

@@ -51,6 +51,11 @@ class LazyPinned:
         self._blocks[address_of(made)] = Blocks(made, rows, np.zeros(-(-count // rows), np.bool_))
         return made[:, :size]
 
+    def is_prepared(self, blocks: UInt8, rows: Int64) -> bool:
+        """Whether blocks of an allocation are pinned, as far as they can be."""
+        own = self._blocks[address_of(blocks)]
+        return bool(own.done[rows // own.rows].all())
+
     def pin(self, blocks: UInt8, rows: Int64) -> Int64:
         """Pin some blocks of an allocation; their addresses.
 

@@ -257,17 +257,17 @@ def evicting(store: Store, request: Request, count: int, is_clear: bool = False)
         finish(evicted)
         return Completed()
 
-    def pieces() -> Generator[None, None, int]:
-        done = evicted
-        while not is_over and done < count and (more := some(count - done)):
+    def pieces(done: int) -> Generator[None, None, int]:
+        while done < count and (more := some(count - done)):
             done += more
             yield
         return done
 
     def slices() -> Slices:
-        done = yield from in_slices(pieces())
+        done = evicted if is_over else (yield from in_slices(pieces(evicted)))
         if is_clear and store.loading is not None:
             yield from store.loading.clear(namespace)
+            done += yield from in_slices(pieces(0))  # what loads under way had committed
         finish(done)
 
     return SlicedWork(slices())

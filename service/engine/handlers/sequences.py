@@ -112,7 +112,7 @@ class SequenceBatch:
             prefix = prefix_at(self._request, index, self._most)
             if prefix is not None:
                 limits = limits_of(self._store, one.prefix)
-                if loading.has_more(self._request.tenant.namespace, prefix, limits):
+                if loading.lookup.has_more(self._request.tenant.namespace, prefix, limits):
                     self.loads[index] = limits
 
     def _load(self) -> Slices:

@@ -42,11 +42,11 @@ def after_loading(
     if loading is None:
         return Completed(counts=finish(None))
     limits = limits_of(store, request.fields)
-    if not loading.has_more(namespace, prefix, limits):
+    if not loading.lookup.has_more(namespace, prefix, limits):
         return Completed(counts=finish(None))
 
     def slices() -> Slices:
-        how = loading.load if loads else loading.look_up
+        how = loading.load if loads else loading.lookup.origin
         origin = yield from how(namespace, prefix, limits)
         loading.count(finish(origin))
 
@@ -89,7 +89,7 @@ def until_durable(
         left = ids.copy()
         while left and time.monotonic() < ends:
             yield waiting()
-            while left and not tiers.is_pending(namespace, left[-1]):
+            while left and not tiers.copier.is_pending(namespace, left[-1]):
                 left.pop()
         lay(all(map(tiers.on_disk, ids)))
 

@@ -161,6 +161,9 @@ class Engine:
         empty_pipe = partial(os.read, self._wake_reader, 4096)
         self._selector.register(self._wake_reader, selectors.EVENT_READ, empty_pipe)
         self.store.loading = open_tiers(self.store, cache, metrics, self._wake)
+        if self.store.loading is not None:
+            launches = self.scheduler.launches
+            self.store.loading.is_awaited = lambda: bool(launches.in_flight)
         self._passed_over: set[int] = set()
         """Descriptors that were ready in the latest round, and for which no time was left."""
         self._beat_due = 0.0

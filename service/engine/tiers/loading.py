@@ -12,17 +12,16 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
-from itertools import count, groupby
+from itertools import count
 from queue import SimpleQueue
 from typing import Any, Final
 
 import numpy as np
 
-from kernels.backend import DeviceLost, Int64, PagePlaces, UInt8
+from kernels.backend import DeviceLost, EndOfCopies, PagePlaces, UInt8
 from service.core.errors import CoreError, OutOfPages
 from service.core.pool.budget import NO_LIMIT, EvictionPaused
-from service.core.prefix.keys import Prefix, root_key
-from service.core.sequences.transfer import fill
+from service.core.prefix.keys import Prefix
 from service.core.values import Int32, NewSpec
 from service.engine.loop.job import (
     WAIT,
@@ -32,6 +31,7 @@ from service.engine.loop.job import (
     empty_slice,
     in_slices,
 )
+from service.engine.tiers.copier import CLOSE_S, TASKS
 from service.engine.tiers.loads import (
     ALL_TIERS,
     Found,
@@ -44,9 +44,9 @@ from service.engine.tiers.loads import (
     runs_of,
     waiting,
 )
-from service.engine.tiers.page_records import PageTag, next_id
+from service.engine.tiers.lookup import Lookup
 from service.engine.tiers.pins import Pins
-from service.engine.tiers.tiers import CLOSE_S, TASKS, Tiers
+from service.engine.tiers.tiers import Tiers
 from service.errors import Internal
 from service.tiers.records import InvalidRecord
 from service.tiers.worker import Worker
@@ -56,9 +56,9 @@ HIDDEN: Final = "~~"
 """First characters of the names of hidden sequences; no caller's begin so."""
 BATCHES: Final = 2
 """Batches of one load for each of the loader's threads: others have their turns between them."""
-LOOKED_UP: Final = 32
-"""Pages looked up at once: they are loaded while others are looked up."""
 EVICTED_AT_ONCE: Final = 1024
+PATIENCE_S: Final = 1e-3
+"""Longest that a piece of the engine's work for tiers waits for the answers of others."""
 
 
 class Loading:
@@ -74,7 +74,11 @@ class Loading:
         """Blocks for a batch of records from disk, one set for each thread."""
         for _ in range(tiers.copies.calls):
             self._spare.put(tiers.blocks(tiers.at_once))
+        self.lookup = Lookup(tiers, self._by_id)
         self.pins = Pins(tiers)
+        self.is_awaited: Callable[[], bool] = lambda: False
+        """Whether the device is at work for others, whose answers are taken in the next round."""
+        self._advanced = 0.0
         self._wake = wake
         self._restoring: Generator[Slice, Any, None] | None = None
         if tiers.disk is not None:
@@ -87,6 +91,10 @@ class Loading:
 
     def advance(self) -> None:
         """Take the ends of all tasks, and start copies that are due."""
+        if self.is_awaited() and time.monotonic() < self._advanced + PATIENCE_S:
+            self._wake()
+            return
+        self._advanced = time.monotonic()
         self._loader.take_done()
         self.tiers.advance()
         if self._restoring is not None:
@@ -105,104 +113,32 @@ class Loading:
         self.tiers.close(writes_pool)
 
     def clear(self, namespace: str) -> Slices:
-        """Delete all of a namespace from the lower tiers; ends when nothing of it is left there.
+        """Delete all of a namespace from the lower tiers; ends when nothing of it is left there,
+        nor on its way to the pool.
 
         Raises `Internal` where the disk fails: then its files may still have some of it.
         """
-        for load in self._loads:
-            if load.namespace == namespace:
-                load.has_failed = load.is_stopped = True
-                load.labels.clear()
         ends: list[OSError | None] = []
+        self._stop(namespace)
         yield from in_slices(self.tiers.clear_host(namespace))
         self.tiers.clear_disk(namespace, ends.append)
-        while not ends:
+        while not ends or self._stop(namespace):
             yield waiting()
         if ends[0] is not None:
             raise Internal(f"not all could be erased: {ends[0]}: delete cache.disk_path yourself")
+
+    def _stop(self, namespace: str) -> bool:
+        """Stop a namespace's loads, which commit nothing more; whether there are any."""
+        own = [load for load in self._loads if load.namespace == namespace]
+        for load in own:
+            load.has_failed = load.is_stopped = True
+            del load.labels[load.committed :]
+        return bool(own)
 
     def count(self, found: Counts) -> None:
         """Count the tokens that an operation in slices looked up and found."""
         self.tiers.metrics.add(found.found, "prefix_tokens", "hit")
         self.tiers.metrics.add(found.looked_up - found.found, "prefix_tokens", "miss")
-
-    # Lookup.
-
-    def has_more(self, namespace: str, prefix: Prefix, limits: LoadLimits) -> bool:
-        """Whether a lower tier has the page that the pool lacks first."""
-        if limits.max_pages == 0:
-            return False
-        found = Found()
-        next(self._look_up(namespace, prefix, limits, found, 1), None)
-        self._count_miss(namespace, prefix, found)
-        return bool(found.records) or found.is_loading
-
-    def look_up(self, namespace: str, prefix: Prefix, limits: LoadLimits) -> Steps:
-        """Where the pages of a prefix are; loads nothing."""
-        found = Found()
-        yield from in_slices(self._look_up(namespace, prefix, limits, found))
-        self._count_miss(namespace, prefix, found)
-        origin = Origin(record.tier for record in found.records)
-        origin["pool"] = found.num_cached
-        return origin
-
-    def _look_up(
-        self,
-        namespace: str,
-        prefix: Prefix,
-        limits: LoadLimits,
-        found: Found,
-        most: int | None = None,
-    ) -> Generator[None, None, None]:
-        """Fill `found`, some pages a step."""
-        tree, names = self._tree, self._tree.cache.named
-        match = tree.cache.match(namespace, prefix)
-        found.num_cached = match.num_pages
-        key = record_id = root_key(namespace, prefix.cache_salt)
-        if match.node is not None:
-            page = match.node.pages.item(match.num_pages - 1 - match.node.start)
-            key, record_id = names.key_of(page), self.tiers.id_of(page)
-        most = limits.max_pages if most is None else most
-        stop = prefix.num_pages(names.page_size)
-        stop = stop if most is None else min(stop, match.num_pages + most)
-        if match.is_cut:
-            return
-        for at in range(match.num_pages, stop):
-            key = prefix.key_at(at, key, names.page_size)
-            record_id = next_id(record_id, key)
-            if record_id in self._by_id:
-                found.is_loading = not found.records
-                return
-            record = self._find(record_id, limits)
-            if record is None or (prefix.token_ids is not None and not record.tag.with_ids):
-                found.missing = record_id
-                return
-            found.records.append(record)
-            if not len(found.records) % LOOKED_UP:
-                yield
-
-    def _find(self, record_id: bytes, limits: LoadLimits) -> Record | None:
-        tiers = self.tiers
-        if "host" in limits.tiers and (entry := tiers.host.find(record_id)) is not None:
-            return Record(record_id, PageTag.read(entry.tag), entry, "host")
-        if "disk" in limits.tiers and tiers.disk is not None:
-            found = tiers.disk.find(record_id)
-            if found is not None:
-                return Record(record_id, PageTag.read(found.tag), found, "disk")
-        return None
-
-    def _count_miss(self, namespace: str, prefix: Prefix, found: Found) -> None:
-        """Count the page at which a prefix ends in all tiers."""
-        if found.missing is None:
-            return
-        tiers, first = self.tiers, b""
-        if not found.num_cached and not found.records:
-            ids = prefix.ids_of(0, 1, self._tree.page_size)
-            first = prefix.key_at(0, b"", 0) if ids is None else ids.tobytes()
-        is_foreign = tiers.disk is not None and found.missing in tiers.disk.foreign
-        root = root_key(namespace, prefix.cache_salt)
-        why = tiers.misses.reason(found.missing, is_foreign, namespace, first, root)
-        tiers.metrics.add(1, "tier_misses", why)
 
     # Loads.
 
@@ -212,7 +148,7 @@ class Loading:
         while True:
             now = LoadLimits(limits.tiers, left, limits.ends)
             found = Found()
-            looking = self._look_up(namespace, prefix, now, found)
+            looking = self.lookup.find(namespace, prefix, now, found)
             next(looking, None)
             origin["pool"] = found.num_cached - origin["host"] - origin["disk"]
             if time.monotonic() >= limits.ends:
@@ -221,16 +157,16 @@ class Loading:
                 yield waiting()
                 continue
             if not found.records:
-                self._count_miss(namespace, prefix, found)
+                self.lookup.count_miss(namespace, prefix, found)
                 return origin
             load = self._open(namespace, prefix, found)
             try:
                 yield from self._load_found(load, found, looking, limits.ends)
             finally:
-                num_loaded = self._finish(load, prefix)
-            origin.update(record.tier for record in load.records[:num_loaded])
-            left = None if left is None else left - num_loaded
-            if num_loaded < len(found.records):
+                self._finish(load)
+            origin.update(record.tier for record in load.records[: load.committed])
+            left = None if left is None else left - load.committed
+            if load.committed < len(found.records):
                 return origin
 
     def load_all(self, namespace: str, prefix: Prefix) -> Steps:
@@ -241,30 +177,40 @@ class Loading:
         """A load without records, whose hidden sequence holds the pages that the pool has."""
         name = f"{HIDDEN}{next(self._numbers)}"
         self._tree.create((NewSpec(name, prefix=prefix, namespace=namespace),))
-        load = Load(name, namespace, found.num_cached)
+        load = Load(name, namespace, prefix.cache_salt, found.num_cached)
         self._loads.add(load)
         return load
 
     def _load_found(
         self, load: Load, found: Found, looking: Iterator[None], ends: float
     ) -> Generator[Slice, Any, None]:
-        """Load records while more are looked up."""
+        """Load records while more are looked up, and commit their pages."""
         can_grow, is_known = True, False
         while not load.has_failed and time.monotonic() < ends:
             if can_grow and len(load.records) < len(found.records):
                 can_grow = yield from self._grow(load, found, ends)
             is_busy = self._feed(load)
+            if self._commit(load) and load.in_flight:
+                yield from self._give_way()
+                continue
             if can_grow and not is_known:
-                yield empty_slice()
+                yield from self._give_way()
                 is_known = next(looking, looking) is looking  # what is found is held at once
             elif is_busy:
                 yield waiting()
             else:
                 return
 
+    def _give_way(self) -> Generator[Slice, Any, None]:
+        """Let others have their turns, and answers that are awaited go first, for a moment."""
+        yield empty_slice()
+        ends = time.monotonic() + PATIENCE_S
+        while self.is_awaited() and time.monotonic() < ends:
+            yield waiting()
+
     def _grow(self, load: Load, found: Found, ends: float) -> Generator[Slice, Any, bool]:
         """Take pages for records that were found meanwhile; whether there was room for all."""
-        tree, budget, size = self._tree, self._tree.budget, self._tree.page_size
+        tree, budget = self._tree, self._tree.budget
         room = budget.obtainable(budget.namespace(load.namespace))
         first, wanted = len(load.records), found.records[len(load.records) :]
         records = wanted[:room]
@@ -276,10 +222,7 @@ class Loading:
             while records:
                 budget.most_evicted = EVICTED_AT_ONCE
                 try:
-                    first_page = load.num_cached + first
-                    stop = first_page + len(records)
-                    fill(tree, load.name, [stop * size] * tree.num_layers)
-                    pages = tree.books.leaf(load.name).table[first_page:stop]
+                    pages = tree.add_pages(load.name, len(records))
                     load.pages = np.concatenate((load.pages, pages))
                     load.records += records
                     load.after = self.tiers.copies.mark()
@@ -294,110 +237,118 @@ class Loading:
             pass
         finally:
             if len(load.records) == first:
-                self._let_go(records)
+                self._let_go(records, is_in_pool=False)
         return len(load.records) == len(found.records)
 
     def _feed(self, load: Load) -> bool:
-        """Hand records to the loader; whether any are left or on their way."""
+        """Begin loads of records; whether any are left or on their way."""
+        tiers = self.tiers
         while (
             load.asked < len(load.records)
-            and load.in_flight < BATCHES * self.tiers.copies.calls
+            and load.in_flight < BATCHES * tiers.copies.calls
             and not self._loader.is_full
             and not load.has_failed
         ):
             first, tier = load.asked, load.records[load.asked].tier
-            most = min(first + self.tiers.at_once, len(load.records))
+            most = min(first + tiers.at_once, len(load.records))
             while load.asked < most and load.records[load.asked].tier == tier:
                 load.asked += 1
-            batch = slice(first, load.asked)
             load.in_flight += 1
-            self._loader.add(partial(self._run, load, load.records[batch], load.pages[batch]))
+            records, pages = load.records[first : load.asked], load.pages[first : load.asked]
+            began = time.monotonic()
+            if tier == "disk":
+                self._loader.add(partial(self._read, load, records, pages, began))
+                continue
+            slots = np.array([one.entry.slot for one in records])
+            places = PagePlaces(tiers.records, slots, tiers.layout.head_bytes)
+            wait = tiers.copies.write(pages, places, load.after)
+            self._loader.add(partial(self._wait, load, records, wait, began))
         return bool(load.in_flight) or (load.asked < len(load.records) and not load.has_failed)
 
-    def _run(self, load: Load, records: Sequence[Record], pages: Int32) -> Callable[[], None]:
-        """In a thread of the loader: write records to their pages, and verify them. Pages of
-        records that are invalid, and later ones, are never committed."""
-        began = time.monotonic()
-        spare = self._spare.get()
+    def _wait(
+        self, load: Load, records: Sequence[Record], wait: EndOfCopies, began: float
+    ) -> Callable[[], None]:
+        """In a thread of the loader."""
+        digests, blocks = wait(), self.tiers.records
+        heads = [blocks[one.entry.slot].data for one in records]
+        return partial(self._loaded, load, records, heads, digests, None, began)
+
+    def _read(
+        self, load: Load, records: Sequence[Record], pages: Int32, began: float
+    ) -> Callable[[], None]:
+        """In a thread of the loader: read records from the disk, and write them to their pages."""
+        spare, tiers = self._spare.get(), self.tiers
         try:
-            labels, miss = self._write(load, records, pages, spare)
+            count, miss = self._read_some(load, records, spare)
+            places = PagePlaces(spare, np.arange(count), tiers.layout.head_bytes)
+            digests = tiers.copies.write(pages[:count], places, load.after)()
+            heads = [memoryview(spare[at, : places.skip].tobytes()) for at in range(count)]
         finally:
             self._spare.put(spare)
-        return partial(self._loaded, load, records, labels, miss, time.monotonic() - began)
+        return partial(self._loaded, load, records, heads, digests, miss, began)
 
-    def _write(
-        self, load: Load, records: Sequence[Record], pages: Int32, spare: UInt8
-    ) -> tuple[list[bytes], Miss | None]:
-        """The labels of the first records, which are valid, and why the next one is a miss."""
-        tiers, is_in_host = self.tiers, records[0].tier == "host"
-        blocks = tiers.records if is_in_host else spare
-        slots = [one.entry.slot for one in records] if is_in_host else range(len(records))
-        rows = np.array(slots, np.int64)
-        found = [] if is_in_host else self._verify_all(load, records, blocks, rows)
-        count = len(rows) if is_in_host else len(found)
-        places = PagePlaces(blocks, rows[:count], tiers.layout.head_bytes)
-        wait = tiers.copies.write(pages[:count], places, load.after)
-        try:
-            if is_in_host:
-                found = self._verify_all(load, records, blocks, rows)
-        finally:
-            wait()
-        labels = [one for one in found if isinstance(one, bytes)]
-        return labels, next((one for one in found if isinstance(one, str)), None)
-
-    def _verify_all(
-        self, load: Load, records: Sequence[Record], blocks: UInt8, rows: Int64
-    ) -> list[bytes | Miss]:
-        """The labels of records, up to the first one that is a miss."""
-        found: list[bytes | Miss] = []
-        for record, row in zip(records, rows.tolist(), strict=True):
-            if load.is_stopped or (found and isinstance(found[-1], str)):
-                break
-            found.append(self._verify(record, blocks[row].data))
-        return found
-
-    def _verify(self, record: Record, block: memoryview) -> bytes | Miss:
-        """The label of a record that is read to `block`, or is there, or why it is a miss."""
-        layout, disk = self.tiers.layout, self.tiers.disk
-        try:
-            if record.tier == "host":
-                label, length = layout.check(block, record.id, record.entry.namespace)
-            else:
-                read = None if disk is None else disk.get(record.entry, block)
-                if read is None:
-                    return "evicted"
-                label, length = read
-        except InvalidRecord:
-            return "corrupt"
-        except OSError:
-            return "unreadable"
-        is_same = length == layout.payload_bytes and PageTag.read(label).key == record.tag.key
-        return label if is_same else "corrupt"
+    def _read_some(
+        self, load: Load, records: Sequence[Record], blocks: UInt8
+    ) -> tuple[int, Miss | None]:
+        """Read records from the disk: how many, and why the next one is a miss."""
+        for number, record in enumerate(records):
+            if load.is_stopped:
+                return number, None
+            if (disk := self.tiers.disk) is None:
+                return number, "evicted"
+            try:
+                disk.read(record.entry, blocks[number].data)
+            except InvalidRecord:
+                return number, "corrupt" if disk.has(record.entry) else "evicted"
+            except OSError:
+                return number, "unreadable"
+        return len(records), None
 
     def _loaded(
         self,
         load: Load,
         records: Sequence[Record],
-        labels: list[bytes],
+        heads: Sequence[memoryview],
+        digests: Sequence[bytes],
         miss: Miss | None,
-        seconds: float,
+        began: float,
     ) -> None:
+        """Records were written to their pages, whose digests are there now: those of records that
+        are invalid, and later ones, are never committed. `miss`: why the next record was not."""
         load.in_flight -= 1
-        tiers = self.tiers
-        for tier, same in groupby(records[: len(labels)], key=lambda one: one.tier):
-            number = len(list(same))
-            tiers.count(tier, "out", number, seconds * number / len(labels))
+        labels: list[bytes] = []
+        if load.has_failed:
+            digests = ()
+        for record, head, own in zip(records, heads, digests, strict=False):
+            if (label := self._verify(record, head, own)) is None:
+                is_gone = record.tier == "disk" and not self.tiers.has_on_disk(record.entry)
+                miss = "evicted" if is_gone else "corrupt"
+                break
+            labels.append(label)
+        if labels:
+            self.tiers.count(records[0].tier, "out", len(labels), began)
         if not load.has_failed:
             load.labels += labels
-        if miss is not None:
-            load.has_failed = True
-            self._report(records[len(labels)], miss)
+            if miss is not None:
+                load.has_failed = True
+                self._report(records[len(labels)], miss)
         if load.is_abandoned and not load.in_flight:
             self._end(load)
 
+    def _verify(self, record: Record, head: memoryview, digests: bytes) -> bytes | None:
+        """The label of the record of a head, whose payload has these digests where it was loaded
+        to; None where it is not what was stored."""
+        layout = self.tiers.layout
+        try:
+            label, length = layout.check(head, record.id, record.entry.namespace, digests)
+        except InvalidRecord:
+            return None
+        is_same = length == layout.payload_bytes and label.startswith(record.entry.tag)
+        return label if is_same else None
+
     def _report(self, record: Record, miss: Miss) -> None:
         """A record could not be loaded: unless it gave way to others, it is deleted."""
-        self.tiers.metrics.add(1, "tier_misses", miss)
+        self.tiers.reports.miss(miss)
         if miss == "evicted":
             return
         LOG.warning("a record in the %s tier is %s: it is deleted", record.tier, miss)
@@ -406,31 +357,38 @@ class Loading:
         elif record.entry.is_ready:
             self.tiers.drop_from_host(record.entry)
 
-    def _finish(self, load: Load, prefix: Prefix) -> int:
-        """Commit the pages that are loaded; returns their number. The others are freed when the
-        loader is done with them."""
-        load.is_stopped = True
-        num_loaded = 0
+    def _commit(self, load: Load) -> bool:
+        """Commit the pages that are loaded, whose records others can use then; whether any were."""
+        first = load.committed
         try:
-            for names, keep in runs_of(load, prefix.cache_salt, self._tree.page_size):
+            for names, keep in runs_of(load):
                 done = self._tree.commits.commit(load.name, names, keep) - load.num_cached
-                num_loaded = max(num_loaded, done)
+                load.committed = max(load.committed, done)
+            load.has_failed |= load.committed < len(load.labels)
         except CoreError as error:
             LOG.debug("loaded pages are not committed: %s", error)
+            load.has_failed = True
+        self._let_go(load.records[first : load.committed], is_in_pool=True)
+        return load.committed > first
+
+    def _finish(self, load: Load) -> None:
+        """Commit the pages that are loaded. The others are freed when the loader is done with
+        them."""
+        load.is_stopped = True
+        self._commit(load)
         load.is_abandoned = bool(load.in_flight)
         if not load.is_abandoned:
             self._end(load)
-        return num_loaded
 
     def _end(self, load: Load) -> None:
         """Free the hidden sequence: its committed pages stay cached."""
         self._loads.discard(load)
         self._tree.free((load.name,))
-        self._let_go(load.records, len(load.labels))
+        self._let_go(load.records[load.committed :], is_in_pool=False)
 
-    def _let_go(self, records: Sequence[Record], num_loaded: int = 0) -> None:
-        """Other loads can have these records; the first ones are in the pool now."""
-        for at, record in enumerate(records):
+    def _let_go(self, records: Sequence[Record], is_in_pool: bool) -> None:
+        """Other loads can have these records."""
+        for record in records:
             del self._by_id[record.id]
             if record.tier == "host":
-                self.tiers.loaded(record.entry, is_in_pool=at < num_loaded)
+                self.tiers.loaded(record.entry, is_in_pool)

@@ -12,11 +12,11 @@ import numpy as np
 
 from kernels.backend import Done
 from service.core.prefix.commits import DEFAULT
-from service.core.prefix.keys import KEY_BYTES, Prefix, as_keys
+from service.core.prefix.keys import Prefix, as_keys
 from service.core.prefix.nodes import DEFAULT_PRIORITY, Retention
 from service.core.values import Int32
 from service.engine.loop.job import NO_COST, WAIT, Slice
-from service.engine.tiers.page_records import PageTag
+from service.engine.tiers.page_records import TAG, PageTag
 from service.operations.schema.page_names import Tier
 from service.tiers.shelf import PINNED, Entry
 
@@ -36,7 +36,7 @@ class LoadLimits:
     ends: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a page
 class Record:
     """A page that a lower tier has."""
 
@@ -73,6 +73,7 @@ class Load:
 
     name: str
     namespace: str
+    cache_salt: str
     num_cached: int
     records: list[Record] = field(default_factory=list)
     pages: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
@@ -83,7 +84,9 @@ class Load:
     in_flight: int = 0
     """... in batches that are not back."""
     labels: list[bytes] = field(default_factory=list)
-    """Labels of the pages that are loaded, in order."""
+    """Labels of the pages that are loaded, in order, ..."""
+    committed: int = 0
+    """... and the number of those that are committed."""
     has_failed: bool = False
     is_stopped: bool = False
     """The loader passes over its records."""
@@ -91,23 +94,22 @@ class Load:
     """No operation waits for it any more: it ends with its last batch."""
 
 
-def runs_of(load: Load, cache_salt: str, page_size: int) -> Iterator[tuple[Prefix, Retention]]:
-    """The names of loaded pages as commits of equal priority."""
-    first = load.num_cached
-    labels = [PageTag.read(label) for label in load.labels]
-    many = zip(load.records, labels, load.labels, strict=False)
+def runs_of(load: Load) -> Iterator[tuple[Prefix, Retention]]:
+    """The names of loaded pages that are not committed, as commits of equal priority."""
+    loaded = slice(load.committed, len(load.labels))
+    many = zip(load.records[loaded], load.labels[loaded], strict=True)
+    first = load.num_cached + load.committed
     for (priority, with_ids), run in groupby(
-        many, key=lambda one: (one[0].priority, one[1].with_ids)
+        many, key=lambda one: (one[0].priority, one[0].tag.with_ids)
     ):
         pages = list(run)
-        keys = b"".join(tag.key for _, tag, _ in pages)
+        keys = b"".join(record.tag.key for record, _ in pages)
         if with_ids:
-            width = 4 * page_size
-            ids = np.frombuffer(b"".join(label[-width:] for _, _, label in pages), np.uint32)
-            names = Prefix(ids, None, cache_salt, first, keys, first)
+            ids = np.frombuffer(b"".join(label[TAG.size :] for _, label in pages), np.uint32)
+            names = Prefix(ids, None, load.cache_salt, first, keys, first)
         else:
-            names = Prefix(None, as_keys(keys), cache_salt, first)
-        first += len(keys) // KEY_BYTES
+            names = Prefix(None, as_keys(keys), load.cache_salt, first)
+        first += len(pages)
         yield names, DEFAULT if priority == DEFAULT_PRIORITY else Retention(priority)
 
 

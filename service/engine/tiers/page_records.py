@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Final
+from typing import Final, NamedTuple
 
 from kernels.backend import PoolGeometry
 from service.core.prefix.keys import KEY_BYTES
@@ -25,19 +24,19 @@ def next_id(before: bytes, key: bytes) -> bytes:
 
 
 def layout_of(geometry: PoolGeometry, model: str) -> RecordLayout:
-    """Records of a pool's pages. The stamp covers model, shape and format."""
+    """Records of a pool's pages. The stamp covers model, shape and formats."""
     shape = (
         *(geometry.num_layers, geometry.page_size, geometry.num_kv_heads, geometry.head_dim),
-        *(geometry.layout, geometry.dtype, *geometry.scales),
+        *(geometry.layout, geometry.dtype, *geometry.scales, geometry.segment_layers),
     )
     stamp = blake2b(repr((model, shape)).encode(), digest_size=STAMP_BYTES).digest()
     label_bytes = TAG.size + 4 * geometry.page_size
-    return RecordLayout(label_bytes, geometry.num_layers * geometry.page_bytes, stamp)
+    segment_bytes = geometry.segment_layers * geometry.page_bytes
+    return RecordLayout(label_bytes, geometry.payload_bytes, stamp, segment_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class PageTag:
-    """A page's columns in the index of a tier."""
+class PageTag(NamedTuple):
+    """A page's columns in the index of a tier; the first bytes of its label."""
 
     key: bytes
     priority: int
@@ -46,7 +45,7 @@ class PageTag:
     @classmethod
     def read(cls, tag: bytes) -> PageTag:
         """From a tag or the beginning of a label."""
-        return cls(*TAG.unpack_from(tag))
+        return cls._make(TAG.unpack_from(tag))
 
     def pack(self) -> bytes:
         return TAG.pack(self.key, self.priority, self.with_ids)

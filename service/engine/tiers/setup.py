@@ -57,7 +57,7 @@ def open_tiers(
         writes_commits=cache.write == "commit",
     )
     if store.history.is_kept:
-        tiers.history = store.history
+        tiers.reports.history = store.history
     if cache.disk_path is not None:
         path = Path(cache.disk_path)
         disk = RecordStore(path, cache.disk_bytes, layout, evicted=tiers.disk_evicted)

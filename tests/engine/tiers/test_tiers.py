@@ -10,11 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+import numpy as np
 import pytest
 
 from config.sections import CacheSettings
 from kernels import make_backend
-from service.engine.tiers.page_records import layout_of
+from service.core.prefix.keys import Prefix, root_key
+from service.engine.tiers.page_records import layout_of, next_id
 from service.metrics import MISSES
 from tests.engine.handlers.test_engine_prefix import PAGE, begin, check, keep
 from tests.engine.harness import (
@@ -282,6 +284,10 @@ def test_misses_are_counted_by_reason(tmp_path: Path) -> None:
         assert count(caller) == {"never_stored": 3, "other_salt": 1}
         await caller.call("delete_sequences", {"prefix": ""})
         await fill(caller, PROMPTS[1:10])  # disk and pool have 12 pages each
+        loading = caller.engine.store.loading
+        assert loading is not None
+        tiers = loading.tiers
+        await until(lambda: not tiers.is_copying)
         told = count(caller)
         await create(caller, "a", PROMPTS[0])
         assert count(caller)["evicted"] == told.get("evicted", 0) + 1
@@ -358,6 +364,25 @@ def test_flipped_bits_are_misses_and_are_counted(tmp_path: Path) -> None:
 
     run(before, on_disk(tmp_path))
     run(after, on_disk(tmp_path))
+
+
+def test_a_bit_that_flips_in_host_memory_is_a_miss_from_its_page_on() -> None:
+    async def scenario(caller: Caller) -> None:
+        await fill(caller)
+        loading = caller.engine.store.loading
+        assert loading is not None
+        tiers, record_id = loading.tiers, root_key("default", "")
+        for at, key in enumerate(Prefix(np.array(PROMPTS[0], np.uint32)).chain(record_id, PAGE)):
+            record_id = next_id(record_id, key)
+            if at == 2:
+                entry = tiers.host.find(record_id)
+        assert entry is not None
+        tiers.records[entry.slot, -1] ^= 16
+        assert await check_all(caller, PROMPTS[:2]) == [2 * PAGE, 4 * PAGE]
+        assert caller.metric('attnd_tier_misses_total{reason="corrupt"}') == 1
+        assert tiers.host.find(entry.key) is None
+
+    run(scenario, HOST)
 
 
 def test_a_removed_directory_turns_the_disk_off_and_the_service_continues(tmp_path: Path) -> None:

@@ -35,6 +35,14 @@ class SlowFiles(FaultyFiles):
         return super().write(fd, data, offset)
 
 
+class SlowReads(FaultyFiles):
+    """Reads that take a while."""
+
+    def read(self, fd: int, into: memoryview, offset: int) -> int:
+        time.sleep(0.05)
+        return super().read(fd, into, offset)
+
+
 async def settle(caller: Caller) -> None:
     """Wait until all copies and writes under way are done."""
     loading = caller.engine.store.loading
@@ -91,7 +99,7 @@ def test_torn_writes_are_misses(tmp_path: Path) -> None:
     async def scenario(caller: Caller) -> None:
         make_faulty(caller, FaultyFiles(lost_bytes=BLOCK // 3))
         await fill(caller)
-        await settle(caller)  # pages are found whole on their way to the disk
+        await settle(caller)
         assert set(await check_all(caller, PROMPTS[:3])) <= {0, PAGE, 2 * PAGE, 3 * PAGE}
 
     run(scenario, on_disk(tmp_path))
@@ -135,6 +143,24 @@ def test_a_clear_that_cannot_erase_says_so(tmp_path: Path) -> None:
         refused = await caller.refused(NewCall("clear"), "internal")
         assert "not all could be erased" in str(refused)
         assert await check_all(caller) == [0] * 6
+
+    run(scenario, on_disk(tmp_path))
+
+
+def test_a_clear_reaches_pages_that_a_load_under_way_has_committed(tmp_path: Path) -> None:
+    async def scenario(caller: Caller) -> None:
+        await fill(caller)
+        await settle(caller)
+        make_faulty(caller, SlowReads())
+        loading, named = caller.engine.store.loading, caller.engine.store.tree.cache.named
+        assert loading is not None
+        loading.tiers.at_once = 1
+        waiting = caller.start(NewCall("prefetch", {"token_ids": PROMPTS[0]}), deadline_s=20.0)
+        await until(lambda: any(load.committed for load in loading._loads))
+        await caller.call("clear")
+        assert (named.num_pages, loading._loads) == (0, set())
+        assert (await waiting).fields["matched_len"] <= 3 * PAGE
+        assert await check_all(caller, PROMPTS[:1]) == [0]
 
     run(scenario, on_disk(tmp_path))
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from config.sections import CacheSettings
-from service.engine.tiers import loading
+from service.engine.tiers import lookup
 from tests.engine.handlers.test_engine_prefix import PAGE, begin, check
 from tests.engine.harness import Caller, NewCall, Reply, creation, outcome, until
 from tests.engine.tiers.test_tiers import BLOCK, on_disk, run
@@ -75,7 +75,7 @@ def test_random_programs_find_only_what_is_right(
     tmp_path: Path, kind: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if seed:
-        monkeypatch.setattr(loading, "LOOKED_UP", 1)
+        monkeypatch.setattr(lookup, "LOOKED_UP", 1)
     keys = {
         "key-a": ("a", ["read", "append"]),
         "key-b": ("b", ["read", "append"]),

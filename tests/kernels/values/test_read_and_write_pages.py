@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from xxhash import xxh3_128_digest
 
 from kernels.backend import NUMPY_DTYPES, PagePlaces, PoolGeometry
 
@@ -41,6 +42,14 @@ def bits(pool, page: int) -> bytes:
     return found
 
 
+def expected_digests(pages, size=2**17) -> list[bytes]:
+    """XXH3-128 of each `size` bytes of pages."""
+    return [
+        b"".join(xxh3_128_digest(page[at : at + size]) for at in range(0, len(page), size))
+        for page in pages
+    ]
+
+
 @pytest.mark.parametrize("page_size", [1, 5, 16])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -56,9 +65,10 @@ def test_pages_come_back_to_the_bit_in_other_places(backend, rng, dtype, layout,
     memory = copies.memory(10, 64 + g.num_layers * g.page_bytes)
     assert not memory.any()
     rows = rng.permutation(10)
-    copies.read(int32(written), PagePlaces(memory, rows, 64), copies.mark())()
+    digests = copies.read(int32(written), PagePlaces(memory, rows, 64), copies.mark())()
+    assert digests == expected_digests(before[page] for page in written)
     assert [row.tobytes() for row in memory[rows, 64:]] == [before[page] for page in written]
-    copies.write(int32(free), PagePlaces(memory, rows, 64), copies.mark())()
+    assert copies.write(int32(free), PagePlaces(memory, rows, 64), copies.mark())() == digests
     after = [bits(pool, page) for page in range(PAGES)]
     moved = dict(zip(free, written, strict=True))
     assert after == [before[moved.get(page, page)] for page in range(PAGES)]
@@ -71,10 +81,50 @@ def test_pages_larger_than_one_copy_come_back_too(backend, rng) -> None:
     fill(pool, rng, [2])
     want = bits(pool, 2)
     memory = copies.memory(2, g.num_layers * g.page_bytes)
-    copies.read(int32([2, 2]), PagePlaces(memory, np.arange(2)), copies.mark())()
+    found = copies.read(int32([2, 2]), PagePlaces(memory, np.arange(2)), copies.mark())()
+    assert found == expected_digests([want] * 2, 2**21)
     assert [row.tobytes() == want for row in memory] == [True, True]
-    copies.write(int32([0, 3]), PagePlaces(memory, np.arange(2)), copies.mark())()
+    again = copies.write(int32([0, 3]), PagePlaces(memory, np.arange(2)), copies.mark())()
+    assert again == found
     assert [bits(pool, page) == want for page in (0, 3)] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("page_size", "heads", "layers", "dtype"),
+    [
+        (1, 1, 1, "fp8_e5m2"),  # 128 bytes, less than the kernel digests
+        (1, 1, 1, "fp16"),
+        (3, 1, 1, "fp16"),
+        (16, 8, 9, "fp16"),  # 32 KiB a layer: four a digest, and one
+        (11, 3, 17, "bf16"),  # 8,448 bytes a layer: 16 a digest, and one
+        (80, 8, 3, "fp16"),  # a digest each
+    ],
+)
+def test_digests_are_those_of_xxhash(backend, rng, page_size, heads, layers, dtype) -> None:
+    pool = backend(PoolGeometry(layers, PAGES, page_size, heads, 64, "NHD", dtype))
+    g, copies = pool.geometry, pool.page_copies
+    memory = copies.memory(9, g.payload_bytes)
+    for page in memory:
+        page[...] = rng.integers(0, 256, page.size, np.uint8)
+    segment = g.segment_layers * g.page_bytes
+    places = PagePlaces(memory, np.arange(9))
+    want = expected_digests([page.tobytes() for page in memory], segment)
+    assert copies.write(int32(range(3, 12)), places, copies.mark())() == want
+    memory[:] = 0
+    assert copies.read(int32(range(3, 12)), places, copies.mark())() == want
+
+
+def test_a_bit_that_flips_in_host_memory_changes_its_own_page_s_digest(backend, rng) -> None:
+    pool = backend(geometry("fp16"))
+    g, copies = pool.geometry, pool.page_copies
+    fill(pool, rng, range(4))
+    places = PagePlaces(copies.memory(4, g.payload_bytes), np.arange(4))
+    before = copies.read(int32(range(4)), places, copies.mark())()
+    for bit in rng.integers(0, 8 * g.payload_bytes, 20).tolist():
+        places.blocks[2, bit // 8] ^= 1 << bit % 8
+        after = copies.write(int32(range(4)), places, copies.mark())()
+        assert [a == b for a, b in zip(after, before, strict=True)] == [True, True, False, True]
+        places.blocks[2, bit // 8] ^= 1 << bit % 8
 
 
 def test_no_pages_are_no_work(backend) -> None:

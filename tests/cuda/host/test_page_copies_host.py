@@ -12,7 +12,9 @@ pytest.importorskip("cupy")  # which needs no device for what follows
 
 from fake_device import FREED, FakeDevice
 from faked_backend import Kernels, fake_backend
+from xxhash import xxh3_128_digest
 
+from kernels import geometry
 from kernels.backend import Int32, PagePlaces
 from kernels.cuda.backend import CudaBackend
 from kernels.cuda.device import lazy_pinned
@@ -26,10 +28,10 @@ HEAD = 64
 
 
 class Bench:
-    """A backend on a fake device, with chunks of `chunk` bytes."""
+    """A backend on a fake device, whose launches copy up to `most` pages."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int, chunk: int = 3 * PAGE) -> None:
-        monkeypatch.setattr(copies_module, "CHUNK", chunk)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int, most: int = 3) -> None:
+        monkeypatch.setattr(copies_module, "MOST_PAGES", most)
         monkeypatch.setattr(lazy_pinned, "PIECE", 3 * 8192)
         self.device = FakeDevice(seed)
         self.rng = np.random.default_rng(seed)
@@ -77,6 +79,11 @@ def int32(values: Any) -> Int32:
     return np.array(values, np.int32)
 
 
+def digests(pages: list[bytes], segment: int) -> list[bytes]:
+    starts = range(0, PAGE, segment)
+    return [b"".join(xxh3_128_digest(page[at : at + segment]) for at in starts) for page in pages]
+
+
 SEEDS = pytest.mark.parametrize("seed", range(8))
 
 
@@ -113,11 +120,12 @@ def test_a_page_is_written_after_the_calls_before_it_and_before_those_after_its_
 
 
 @SEEDS
-@pytest.mark.parametrize("chunk", [2048, PAGE, 3 * PAGE])
-def test_many_calls_in_flight_both_ways_share_the_chunks(
-    monkeypatch: pytest.MonkeyPatch, seed: int, chunk: int
+@pytest.mark.parametrize(("most", "segment"), [(1, 2048), (3, 2048), (3, PAGE)])
+def test_many_calls_in_flight_both_ways_share_the_streams(
+    monkeypatch: pytest.MonkeyPatch, seed: int, most: int, segment: int
 ) -> None:
-    bench = Bench(monkeypatch, seed, chunk)
+    monkeypatch.setattr(geometry, "DIGESTED", segment)
+    bench = Bench(monkeypatch, seed, most)
     pool = [bench.page(number) for number in range(8)]
     down, up = bench.memory(16), bench.memory(8)
     up[:] = bench.rng.integers(0, 100, up.shape, np.uint8)
@@ -126,12 +134,16 @@ def test_many_calls_in_flight_both_ways_share_the_chunks(
         waits.append(bench.read([0, 1, 2, 3], down, np.arange(4 * first + 3, 4 * first - 1, -1)))
         if first < 2:
             waits.append(bench.write([4 + first, 6 + first], up, [2 * first, 2 * first + 1]))
+    begun = waits.copy()
     bench.rng.shuffle(waits)  # type: ignore[arg-type]
-    for wait in waits:
-        wait()
-    for first in (0, 2, 1):
+    ends = {wait: wait() for wait in waits}
+    for first, read in ((0, 0), (2, 2), (1, 3)):
         got = [row.tobytes() for row in down[4 * first : 4 * first + 4, HEAD:]]
         assert got == pool[3::-1]
+        assert ends[begun[read]] == digests(pool[:4], segment)
+    for first, written in ((0, 1), (2, 4)):
+        loaded = [row[HEAD:].tobytes() for row in up[first : first + 2]]
+        assert ends[begun[written]] == digests(loaded, segment)
     assert [bench.page(number) for number in (4, 6, 5, 7)] == [
         row.tobytes() for row in up[:4, HEAD:]
     ]
@@ -164,6 +176,29 @@ def test_memory_that_the_system_does_not_pin_is_used_as_it_is(
     assert not bench.device.live["registered"]
 
 
+def test_pages_whose_memory_is_not_pinned_are_copied_by_the_driver(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench(monkeypatch, 0)
+    memory = bench.memory(4)
+    bench.copies._memory.is_pinned = False
+    bench.read([6], memory, [1])
+    bench.write([6], memory, [1])
+    base, host = bench.backend.kv.k, memory[1].ctypes.data + HEAD
+    both = [(host + layer * 2048, base + (8 * layer + 6) * 2048) for layer in range(2)]
+    down, up = bench.device.copies[-4:-2], bench.device.copies[-2:]
+    assert [(copy.to, copy.source, copy.size) for copy in down] == [(*one, 2048) for one in both]
+    assert [(copy.source, copy.to, copy.size) for copy in up] == [(*one, 2048) for one in both]
+
+
+def test_places_are_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, 0)
+    places = PagePlaces(bench.memory(4), np.array([1, 3]), HEAD)
+    assert not bench.copies.is_prepared(places)
+    bench.copies.prepare(places)
+    assert bench.copies.is_prepared(places)
+
+
 def test_other_memory_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, 0)
     with pytest.raises(ValueError, match="not memory for page copies"):
@@ -187,7 +222,7 @@ def test_a_lost_device_fails_copies_in_any_thread(monkeypatch: pytest.MonkeyPatc
 
 
 def test_freed_pinned_memory_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The chunks live as long as the copies: dropped waits free nothing."""
+    """Digests have their places as long as the copies run: dropped waits free nothing."""
     bench = Bench(monkeypatch, 3)
     memory = bench.memory(8)
     for _ in range(3):

@@ -1,0 +1,325 @@
+"""Pages on their way down: a copier takes them from the pool to host memory, a writer to the disk.
+
+The engine's thread begins copies, and takes their ends in its round. Threads wait for copies and
+write files: the fewer instructions they have, the less the engine's thread waits for the
+interpreter.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from kernels.backend import DeviceLost, EndOfCopies, PagePlaces
+from service.core.prefix.nodes import Name, Node, named
+from service.engine.tiers.page_records import PageTag
+from service.tiers.record_store import NewRecord
+from service.tiers.shelf import Entry
+from service.tiers.worker import Task, Worker
+
+if TYPE_CHECKING:
+    from service.engine.tiers.tiers import Tiers
+
+IN_POOL: Final = 0
+"""Rank of a record in host memory whose page is in the pool, too: it gives way first."""
+LOOKED_AT: Final = 64
+"""Pages at the front of the eviction order that are looked at for ones to copy."""
+TASKS: Final = 4
+"""Tasks that wait for one thread of a worker."""
+AHEAD: Final = 64
+"""With fewer free pages, the next ones to be evicted are copied."""
+WAIT_S: Final = 1e-3
+CLOSE_S: Final = 10.0
+"""Longest wait for the workers at the engine's end."""
+
+
+@dataclass(slots=True, eq=False)
+class PageCopy:
+    """A page on its way to host memory. `is_void`: the page was freed meanwhile.
+
+    `before` is the key of the page before it, where events report it.
+    """
+
+    page: int
+    entry: Entry
+    label: bytes
+    before: bytes
+    is_void: bool = False
+
+
+class Copier:
+    """Belongs to the engine's thread, as the `tiers` do whose pages it copies."""
+
+    def __init__(self, tiers: Tiers, wake: Callable[[], None]) -> None:
+        self.tiers, self._wake = tiers, wake
+        self.copying: dict[int, PageCopy] = {}
+        """Copies to host memory that are under way, by their page."""
+        self._named_pages = tiers.tree.cache.named
+        self._to_copy: dict[str, dict[bytes, int]] = {}
+        """Committed pages of each namespace, by their identities; first the namespace that was
+        served least recently."""
+        self._to_write: deque[PageCopy] = deque()
+        """Copies in host memory that go to the disk."""
+        self._seen_changes = -1
+        self._copier = Worker("tiers-copier", TASKS, wake, tiers.copies.calls, DeviceLost)
+        self._writer = Worker("tiers-writer", TASKS, wake)
+
+    # Requests.
+
+    def request(self, namespace: str, copies: Iterable[tuple[bytes, int]]) -> None:
+        """Queue copies of committed pages, by their identities."""
+        if queued := dict(copies):
+            self._to_copy.setdefault(namespace, {}).update(queued)
+            self._wake()
+
+    def is_pending(self, namespace: str, record_id: bytes) -> bool:
+        """Whether a page waits for its copy, or its copy is on its way to the disk."""
+        is_queued = record_id in self._to_copy.get(namespace, ())
+        return is_queued or self.tiers.host.is_held(record_id)
+
+    def copy_next(self, nodes: Iterable[Node]) -> None:
+        """Start copies of pages that are evicted next and have none."""
+        tiers = self.tiers
+        if self._copier.is_full:
+            return
+        pages, looked = [], 0
+        for node in nodes:
+            for page in node.pages[: -LOOKED_AT - 1 : -1].tolist():
+                looked += 1
+                if page not in self.copying and not tiers.has_copy(tiers.id_of(page)):
+                    pages.append(page)
+            if looked >= LOOKED_AT or len(pages) >= TASKS * tiers.copies.calls * tiers.at_once:
+                break
+        for first in range(0, len(pages), tiers.at_once):
+            if self._copier.is_full or not self._copy(pages[first : first + tiers.at_once]):
+                break
+
+    def run_on_disk(self, task: Task) -> None:
+        """Run a task in the writer's thread."""
+        self._writer.add(task)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether copies wait or are under way."""
+        return bool(self._to_copy or self._to_write or self._copier.count + self._writer.count)
+
+    def is_awaited(self, page: int) -> bool:
+        """Whether a page's copy is under way, or waits for room that others free."""
+        has_no_room = self._copier.is_full or self.tiers.host.is_jammed
+        return page in self.copying or (has_no_room and self.is_busy)
+
+    # The engine's round.
+
+    def take_done(self) -> None:
+        """Take the ends of tasks."""
+        self._copier.take_done()
+        self._writer.take_done()
+
+    def start(self) -> None:
+        """Start copies that are due."""
+        self.write_down()
+        self._copy_queued()
+        tree = self.tiers.tree
+        if tree.allocator.num_free < AHEAD and tree.allocator.num_changes != self._seen_changes:
+            self._seen_changes = tree.allocator.num_changes
+            if (victim := tree.budget.victim(None)) is not None:
+                self.copy_next(victim.order.upcoming())
+
+    def close(self, writes_pool: bool) -> bool:
+        """Finish copies under way, with `writes_pool` also copy pages that only the pool has, and
+        stop the workers; whether they stopped in time."""
+        if writes_pool:
+            self._write_all(time.monotonic() + CLOSE_S)
+        ended = self._copier.close(CLOSE_S)
+        with suppress(DeviceLost):
+            self._copier.take_done()
+        self.write_down(waits=False)
+        ended = self._writer.close(CLOSE_S) and ended
+        self._writer.take_done()
+        return ended
+
+    def _write_all(self, ends: float) -> None:
+        """Copy all named pages to the disk, until a time."""
+        pages = deque(np.flatnonzero(self._named_pages.node_of >= 0).tolist())
+        while pages and self.tiers.disk is not None and time.monotonic() < ends:
+            some = [pages[at] for at in range(min(self.tiers.at_once, len(pages)))]
+            wanted = [page for page in some if self._is_wanted(page, self.tiers.id_of(page))]
+            if self._copier.is_full or not self._copy(wanted):
+                time.sleep(WAIT_S)
+            else:
+                for _ in some:
+                    pages.popleft()
+            self.tiers.advance()
+
+    # Pool to host memory.
+
+    def _copy_queued(self) -> None:
+        """Start copies of queued pages, in turns of the namespaces.
+
+        A namespace at its own limit waits until its records are written; without any, it has no
+        room for a page at all. Its pages delay no other namespace.
+        """
+        has_moved, host = True, self.tiers.host
+        while has_moved:
+            has_moved = False
+            for namespace in tuple(self._to_copy):
+                if self._copier.is_full:
+                    return
+                queue = self._to_copy[namespace]
+                queued = list(islice(queue.items(), self.tiers.at_once))
+                wanted = [page for record_id, page in queued if self._is_wanted(page, record_id)]
+                if wanted and not self._copy(wanted):
+                    if host.is_jammed:
+                        return
+                    if host.own(namespace):
+                        continue
+                has_moved = True
+                del self._to_copy[namespace]
+                for record_id, _ in queued:
+                    del queue[record_id]
+                if queue:
+                    self._to_copy[namespace] = queue
+
+    def _is_wanted(self, page: int, record_id: bytes) -> bool:
+        """Whether a queued page has the same identity, and no copy."""
+        tiers = self.tiers
+        is_same = self._named_pages.node_of.item(page) >= 0 and tiers.id_of(page) == record_id
+        known = tiers.host.has(record_id) or tiers.on_disk(record_id)
+        return is_same and not known and page not in self.copying
+
+    def _copy(self, pages: Sequence[int]) -> bool:
+        """Start the copies of some pages; whether there was room for all."""
+        copies: list[PageCopy] = []
+        for page in pages:
+            if (copy := self._place(page)) is None:
+                break
+            self.copying[page] = copy
+            copies.append(copy)
+        if copies:
+            slots = np.array([copy.entry.slot for copy in copies])
+            places = PagePlaces(self.tiers.records, slots, self.tiers.layout.head_bytes)
+            if self.tiers.copies.is_prepared(places):
+                self._begin(copies, places)
+            else:
+                self._copier.add(partial(self._prepare, copies, places))
+        return len(copies) == len(pages)
+
+    def _prepare(self, copies: Sequence[PageCopy], places: PagePlaces) -> Callable[[], None]:
+        """In the copier's thread."""
+        self.tiers.copies.prepare(places)
+        return partial(self._begin, copies, places)
+
+    def _begin(self, copies: Sequence[PageCopy], places: PagePlaces) -> None:
+        moves = self.tiers.copies
+        wait = moves.read(np.array([one.page for one in copies], np.int32), places, moves.mark())
+        self._copier.add(partial(self._wait, copies, wait, time.monotonic()))
+
+    def _place(self, page: int) -> PageCopy | None:
+        """A place in host memory for a page that has a name; None where there is none."""
+        tiers, names = self.tiers, self._named_pages
+        node, record_id = names.nodes[names.node_of.item(page)], tiers.id_of(page)
+        if node is None or page in self.copying or tiers.host.has(record_id):
+            return None
+        name = named(node)
+        tag = PageTag(names.key_of(page), name.keep.priority, name.with_ids).pack()
+        entry = tiers.host.place(record_id, name.root.namespace.name, IN_POOL, tag)
+        if entry is None:
+            return None
+        ids = names.token_ids[page].tobytes() if name.with_ids else b""
+        is_reported = tiers.reports.history is not None
+        before = self._key_before(page, node, name) if is_reported else b""
+        return PageCopy(page, entry, tag + ids, before)
+
+    def _key_before(self, page: int, node: Node, name: Name) -> bytes:
+        """The key of the page before one of a node, or of the root."""
+        if at := int((node.pages == page).argmax()):
+            return self._named_pages.key_of(node.pages.item(at - 1))
+        return name.root.key if node.parent is None else self._named_pages.last_key(node.parent)
+
+    def _wait(
+        self, copies: Sequence[PageCopy], wait: EndOfCopies, began: float
+    ) -> Callable[[], None]:
+        """In the copier's thread."""
+        digests = wait()
+        return partial(self._copied, copies, digests, began)
+
+    def _copied(self, copies: Sequence[PageCopy], every: Sequence[bytes], began: float) -> None:
+        tiers, layout = self.tiers, self.tiers.layout
+        tiers.count("host", "in", len(copies), began)
+        for copy, digests in zip(copies, every, strict=True):
+            entry, block = copy.entry, tiers.records[copy.entry.slot].data
+            head = (entry.key, entry.namespace, copy.label)
+            layout.seal(block, *head, layout.payload_bytes, digests)
+            del self.copying[copy.page]
+            entry.holds -= 1
+            if copy.is_void:
+                tiers.host.remove(entry)
+                continue
+            entry.is_ready = True
+            if tiers.keeps_host:
+                tiers.reports.stored(entry, copy.label, copy.before, "CPU")
+            if tiers.disk is None:
+                continue
+            if tiers.on_disk(entry.key):
+                tiers.release(entry)
+            else:
+                entry.holds += 1
+                self._to_write.append(copy)
+
+    # Host memory to disk.
+
+    def write_down(self, waits: bool = True) -> None:
+        """Start a write to the disk, of what came together while the last one ran."""
+        while self._to_write:
+            is_small = len(self._to_write) < self.tiers.at_once and self._writer.count > 0
+            if waits and (is_small or self._writer.is_full):
+                return
+            count = min(self.tiers.at_once, len(self._to_write))
+            writes = [self._to_write.popleft() for _ in range(count)]
+            self._writer.add(partial(self._run_writes, writes))
+
+    def _run_writes(self, writes: Sequence[PageCopy]) -> Callable[[], None]:
+        """In the writer's thread."""
+        began, tiers, kept = time.monotonic(), self.tiers, [False] * len(writes)
+        if (disk := tiers.disk) is not None:
+            records = [
+                NewRecord(
+                    one.entry.key,
+                    one.entry.namespace,
+                    tiers.disk_rank(one.entry.key, PageTag.read(one.label).priority),
+                    one.entry.tag,
+                    tiers.records[one.entry.slot].data,
+                )
+                for one in writes
+            ]
+            try:
+                kept = disk.put(records)
+            except OSError as error:
+                return partial(self._failed, error, writes)
+        return partial(self._written, writes, kept, began)
+
+    def _failed(self, error: OSError, writes: Sequence[PageCopy]) -> None:
+        self.tiers.lose_disk(error)
+        for copy in writes:
+            copy.entry.holds -= 1
+            self.tiers.release(copy.entry)
+
+    def _written(self, writes: Sequence[PageCopy], kept: Sequence[bool], began: float) -> None:
+        tiers = self.tiers
+        tiers.count("disk", "in", sum(kept), began)
+        for copy, is_kept in zip(writes, kept, strict=True):
+            written = tiers.disk.find(copy.entry.key) if tiers.disk is not None else None
+            if written is not None and tiers.is_doomed(copy.entry):
+                tiers.drop_from_disk([written])
+            elif is_kept:
+                tiers.reports.stored(copy.entry, copy.label, copy.before, "DISK")
+            copy.entry.holds -= 1
+            tiers.release(copy.entry)
