@@ -79,7 +79,7 @@ class Runner:
             LOG.warning("forwards are not recorded, so they run as they are: %s", error)
 
     def close(self) -> None:
-        """Delete the sequences, and end the session, unless attnd is gone or it is closed."""
+        """Delete the sequences and end the session, unless attnd is away or it is closed."""
         with contextlib.suppress(AttndError, RuntimeError):
             self.session.delete_sequences(prefix=self._ids)
         self.session.close()
