@@ -19,7 +19,6 @@ from kernels.cuda.attention.steps import CallAddresses, DevicePlan
 from kernels.cuda.device.launch import Library
 from kernels.cuda.device.transfer import Transfers
 from kernels.cuda.kv.view import KvView
-from kernels.cuda.merge.variants import sinks_inverse
 from kernels.cuda.wide import variants as wide
 
 DEVICE_PLANS: Final = 64
@@ -123,7 +122,7 @@ class AttentionRunner:
         kv = config.kv
         shift = (layer or 0) * kv.layer_bytes
         tensors = (q, o, lse, kv.k + shift, kv.v + shift)
-        given = (sinks[0], sinks_inverse(sinks[1]), sinks[1]) if sinks[0] else (0, 0, 0)
+        given = (sinks[0], sinks[1] > config.num_qo_heads)
         call = CallAddresses(layer, *tensors, *mask, *self.partials(device_plan, kv), *given)
         if device_plan.beside:
             stream = cupy.cuda.get_current_stream()

@@ -39,13 +39,12 @@ class CallAddresses(NamedTuple):
     partial_lse: int
     partial_sum: int = 0
     sinks: int = 0
-    sinks_inverse: int = 0
-    num_sinks: int = 0
+    sinks_of_rows: int = 0
 
 
 _MASK: Final = ("mask_bits", "mask_row_offsets")
 _PARTIALS: Final = ("partial_o", "partial_lse")
-_SINKS: Final = ("sinks", "sinks_inverse", "num_sinks")
+_SINKS: Final = ("sinks", "sinks_of_rows")
 _WIDE: Final = ("q", "o", "lse", *_MASK, *_PARTIALS, "partial_sum", *_SINKS)
 _write_attend: Final = writer(ATTEND_PARAMS, "q", "o", "lse", "k", "v", *_MASK, *_PARTIALS, *_SINKS)
 _write_states: Final = writer(MERGE_PARAMS, "o_in", "lse_in", "sum_in", "o", "lse", *_SINKS)

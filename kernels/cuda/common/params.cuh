@@ -18,8 +18,7 @@ struct AttendParams {
   float* partial_o;
   float* partial_lse;
   const float* sinks;  // natural; null: none
-  uint64 sinks_inverse;  // 2^63 / num_sinks
-  int num_sinks;       // of each head, or of each head of each row
+  int sinks_of_rows;   // 1: of each head of each row; 0: of each head
   const WorkItem* items;
   const int* worker_begin;   // narrow kernel: team w owns items worker_begin[w] : worker_begin[w + 1]
   const int* kv_indices;     // page ids; null: page id = its index

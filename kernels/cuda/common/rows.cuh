@@ -14,11 +14,16 @@ struct PackedRow {
   __device__ __forceinline__ PackedRow(int packed, int group_size)
       : packed(packed), plan_row(packed / group_size) {}
 
+  // Its query head, of all kv heads' groups.
+  template <class Params>
+  __device__ __forceinline__ int query_head(const Params& p, int head) const {
+    return head * p.group_size + (packed - plan_row * p.group_size);
+  }
+
   // Its row of q, o and lse, counted in heads.
   template <class Params>
   __device__ __forceinline__ int query(const Params& p, int head) const {
-    return (p.order[plan_row] * p.num_kv_heads + head) * p.group_size +
-           (packed - plan_row * p.group_size);
+    return p.order[plan_row] * p.num_kv_heads * p.group_size + query_head(p, head);
   }
 };
 
@@ -33,18 +38,10 @@ __device__ __forceinline__ bool has_sinks(const Params& p) {
   return __builtin_expect(p.sinks != nullptr, 0);
 }
 
-// Where the sink of row `at` of o and lse is, counted in heads: there is one for each head, or for each head of each
-// row. And the sink; -inf where there are none. The remainder of a division by `num_sinks`, whose inverse is 2^63 over
-// it, rounded up.
+// The sink of query head `head` in row `at` of o and lse, counted in heads; -inf where there are none.
 template <class Params>
-__device__ __forceinline__ const float* sink_place(const Params& p, int64 at) {
-  const uint32 row = static_cast<uint32>(at);
-  const uint32 whole = static_cast<uint32>(__umul64hi(2ull * row, p.sinks_inverse));
-  return p.sinks + (row - whole * static_cast<uint32>(p.num_sinks));
-}
-template <class Params>
-__device__ __forceinline__ float sink_of(const Params& p, int64 at) {
-  return has_sinks(p) ? *sink_place(p, at) : minus_infinity();
+__device__ __forceinline__ float sink_of(const Params& p, int head, int64 at) {
+  return has_sinks(p) ? p.sinks[p.sinks_of_rows ? at : head] : minus_infinity();
 }
 
 // Keys `low` to `high` of a run.

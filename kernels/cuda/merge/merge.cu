@@ -53,8 +53,7 @@ struct MergeParams {
   void* o;
   float* lse;
   const float* sinks;  // natural; null: none
-  uint64 sinks_inverse;  // 2^63 / num_sinks
-  int num_sinks;       // of each head of o, or of each head of each row
+  int sinks_of_rows;   // 1: of each head of each row; 0: of each head of o
   const int* indptr;   // [num_rows + 1]
   const int* members;  // partials: partial row of the chunk's first packed row; else unused
   const int* chunks;   // partials: chunk id of each merged row; else unused
@@ -224,12 +223,14 @@ extern "C" __global__ void __launch_bounds__(kMostThreads)
   const bool active = row < p.num_rows;
   int begin = 0, end = 0;
   int64 out_row = 0;
+  int query_head = head;
   if (active) {
     begin = p.indptr[row];
     end = p.indptr[row + 1];
     if constexpr (kPartials) {
       const PackedRow packed(p.chunks[row] * p.chunk_rows + in_chunk, p.group_size);
       out_row = packed.query(p, head);
+      query_head = packed.query_head(p, head);
     } else {
       out_row = static_cast<int64>(row) * p.num_kv_heads + head;
     }
@@ -250,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads)
   wait_for_predecessor();  // everything read above was written before it
   float into_lse = minus_infinity();
   if (active && p.into) into_lse = p.lse[out_row];
-  const float sink = sink_of(p, out_row);
+  const float sink = sink_of(p, query_head, out_row);
   __syncwarp();  // lane 0 overwrites it below
   for (int pass = 0; pass < passes; ++pass) {
     const int d = pass * kSpan + lane * kVector;

@@ -23,7 +23,7 @@ from kernels.cuda.device.inputs import as_is, upload
 from kernels.cuda.device.launch import Launcher, Library
 from kernels.cuda.device.pending import Guard, Result
 from kernels.cuda.device.transfer import Transfers, mark
-from kernels.cuda.merge.variants import merge_launch, sinks_inverse
+from kernels.cuda.merge.variants import merge_launch
 from kernels.outputs import check_sinks, merge_place
 
 
@@ -107,8 +107,6 @@ class Merger:
             o=where[0],
             lse=where[1],
             sinks=sinks,
-            sinks_inverse=sinks_inverse(heads),
-            num_sinks=heads,
             num_rows=rows,
             num_kv_heads=heads,
             group_size=1,

@@ -27,11 +27,6 @@ class MergeLaunch(NamedTuple):
     split: int
 
 
-def sinks_inverse(num_sinks: int) -> int:
-    """What kernels multiply by instead of dividing by `num_sinks`: 2^63 over it, rounded up."""
-    return -(-(2**63) // num_sinks)
-
-
 def merge_launch(
     head_dim: int,
     partials: bool,

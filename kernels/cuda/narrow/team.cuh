@@ -35,10 +35,12 @@ struct WarpShared {
   __device__ __forceinline__ float& sink(int row) const {
     return reinterpret_cast<float*>(at + kRowsAt + kRowsBytes)[row];
   }
-  // Describes row `row` of an item; its sink is on the way until `write_state`.
-  __device__ __forceinline__ void describe(int row, int query_row, const AttendParams& p) const {
-    query(row) = query_row;
-    if (has_sinks(p) && query_row >= 0) copy_async_4(&sink(row), sink_place(p, query_row));
+  // Describes row `row` of an item; the sink of a final one is on the way until `write_state`.
+  __device__ __forceinline__ void describe(int row, const RowPlace& place, bool final,
+                                           const AttendParams& p) const {
+    query(row) = place.query;
+    if (has_sinks(p) && final && place.query >= 0)
+      copy_async_4(&sink(row), p.sinks + (p.sinks_of_rows ? place.query : place.query_head));
   }
 };
 
@@ -60,7 +62,7 @@ __device__ __forceinline__ void write_state(const Accumulator<kN>& acc, const At
                                             const Team& team) {
   const int lane = threadIdx.x & 31, g = lane >> 2, j = lane & 3;
   const bool final = item.partial == kFinal;
-  if (has_sinks(p)) copy_async_wait_all();
+  if (has_sinks(p) && final) copy_async_wait_all();
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
     if (n * 8 >= item.num_rows) break;
@@ -84,13 +86,11 @@ __device__ __forceinline__ void write_state(const Accumulator<kN>& acc, const At
     const WarpShared leader{own.at - team.rank * kWarpBytes};
     for (int unit = team.rank * 32 + lane; unit < units; unit += team.size * 32) {
       const int row = unit / (kHeadDim / 4), dim = unit % (kHeadDim / 4) * 4;
-      float sink = minus_infinity();  // a state of its own: its sum is 1, its o 0
-      if (has_sinks(p) && final) sink = own.sink(n * 8 + row) * kLog2E;
-      float max = sink;
+      float max = minus_infinity();
 #pragma unroll 4
       for (int w = 0; w < team.size; ++w)
         max = fmaxf(max, WarpShared{leader.at + w * kWarpBytes}.max_sum(row)[0]);
-      float sum = state_rescale(sink, max);
+      float sum = 0.0f;
       float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 4
       for (int w = 0; w < team.size; ++w) {
@@ -107,11 +107,12 @@ __device__ __forceinline__ void write_state(const Accumulator<kN>& acc, const At
           o.z = fmaf(live ? x.z : 0.0f, weight, o.z), o.w = fmaf(live ? x.w : 0.0f, weight, o.w);
         }
       }
-      const float inverse = state_inverse(sum) * p.v_scale;
+      float inverse = state_inverse(sum) * p.v_scale, lse = state_lse(max, sum);
+      if (has_sinks(p) && final) inverse *= add_sink(lse, own.sink(n * 8 + row));
       o.x *= inverse, o.y *= inverse, o.z *= inverse, o.w *= inverse;
       const int64 at = final ? own.query(n * 8 + row)
                              : partial_place(item.partial + n * 8 + row, p.num_kv_heads, head);
-      if (dim == 0) (final ? p.lse : p.partial_lse)[at] = state_lse(max, sum);
+      if (dim == 0) (final ? p.lse : p.partial_lse)[at] = lse;
       if (final) {
         *reinterpret_cast<uint2*>(static_cast<uint16*>(p.o) + at * kHeadDim + dim) =
             make_uint2(pack<kBf16>(o.x, o.y), pack<kBf16>(o.z, o.w));

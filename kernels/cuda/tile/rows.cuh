@@ -82,7 +82,8 @@ __device__ __forceinline__ void write_state(Accumulator<kM>& acc, const Rows<kM>
     const int64 row =
         final ? rows.query[r]
               : partial_place(item.partial + first_row + r * 8 + g, p.num_kv_heads, head);
-    const float kept = final ? add_sink(lse, sink_of(p, row)) : 1.0f;
+    const int query_head = PackedRow(item.row_begin + first_row + r * 8 + g, p.group_size).query_head(p, head);
+    const float kept = final ? add_sink(lse, sink_of(p, query_head, row)) : 1.0f;
     if (j == 0) (final ? p.lse : p.partial_lse)[row] = lse;
     uint32* o = static_cast<uint32*>(p.o) + row * (kHeadDim / 2);
     float* partial = p.partial_o + row * kHeadDim;

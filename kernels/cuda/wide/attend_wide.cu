@@ -66,7 +66,7 @@ __device__ __forceinline__ bool softmax_tile(float (&s)[kScores], Rows& rows, co
                                             float (&factor)[2], const Shared& shared, int stage,
                                             const WideParams& params) {
   rows.cap(s, params.cap_scale);
-  rows.hide(s, tile.index * kTileKeys);
+  rows.hide(s, tile.index);
 #if HAS_MASK
   if (tile.cut) {
     hide_masked(s, tile.index * kTileKeys, shared, stage, my_row(), params.mask_bits);
@@ -177,6 +177,7 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WidePar
       finished.clear_empty(o);
       write_unit(finished, o, params, shared);
       clear(o);
+      pin(o);  // not before: the outputs still have their registers
       // only now, because rows of the unit just written are still read above
       if (ends_with(tile, ends)) barrier_arrive(shared.query_empty(queries.stage()));
     } else if (raised) {

@@ -194,30 +194,32 @@ __device__ __forceinline__ void gather_rows(const Shared& shared, const WidePara
   constexpr int kRowsPerLane = kRowsPerWarp / 32;
   const int lane = threadIdx.x % 32;
   const WorkItem& item = unit.item;
-  // where each row comes from and goes, and its position
+  // where each row comes from, its query head and position; then where it goes
   UnitRow described[kRowsPerLane];
+  int heads[kRowsPerLane];
 #pragma unroll
   for (int i = 0; i < kRowsPerLane; ++i) {
     const int row = first_row + i * 32 + lane;
     const int read = min(row, item.num_rows - 1);  // always something: no branch comes between the reads
     const PackedRow packed(item.row_begin + read, params.group_size);
     const int source = packed.query(params, unit.head);
-    const int target = item.partial == kFinal
-                           ? source
-                           : partial_place(item.partial + read, params.num_kv_heads, unit.head);
     described[i].source = row == read ? source : -1;
-    described[i].target = row == read ? target : -1;
     described[i].position = params.positions[packed.plan_row];
 #if HAS_MASK
     described[i].mask_bit = params.mask_row_offsets[packed.plan_row] + item.kv_start;
 #endif
+    heads[i] = packed.query_head(params, unit.head);
   }
   wait_to_begin(params);
 #pragma unroll
   for (int i = 0; i < kRowsPerLane; ++i) {
-    const bool final = item.partial == kFinal && described[i].target >= 0;
-    described[i].sink = final ? sink_of(params, described[i].target) : minus_infinity();
-    shared.row(slot, first_row + i * 32 + lane) = described[i];
+    const int row = first_row + i * 32 + lane, source = described[i].source;
+    const bool is_there = row < item.num_rows, final = item.partial == kFinal;
+    described[i].target = final || !is_there
+                              ? source
+                              : partial_place(item.partial + row, params.num_kv_heads, unit.head);
+    described[i].sink = final && is_there ? sink_of(params, heads[i], source) : minus_infinity();
+    shared.row(slot, row) = described[i];
   }
 
   if constexpr (kQueriesInRegisters) {

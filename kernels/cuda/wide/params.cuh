@@ -15,8 +15,7 @@ struct WideParams {
   float* partial_lse;
   float* partial_sum;                 // fixed splits: what the weights of a running state sum to
   const float* sinks;                 // natural; null: none
-  uint64 sinks_inverse;               // 2^63 / num_sinks
-  int num_sinks;                      // of each head, or of each head of each row
+  int sinks_of_rows;                  // 1: of each head of each row; 0: of each head
   int head_blocks;                    // what a kv head adds to the map's third coordinate (NHD) ...
   int head_groups;                    // ... or to its fourth (HND); the other one is 0
   const WorkItem* items;

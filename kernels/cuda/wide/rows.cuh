@@ -40,7 +40,7 @@ struct Finished {
   __device__ __forceinline__ bool join(float (&o)[kOutputs], const WideParams& params,
                                        const Shared& shared, int row);
 
-  __device__ __forceinline__ void write(const float (&o)[kOutputs], const WideParams& params,
+  __device__ __forceinline__ void write(float (&o)[kOutputs], const WideParams& params,
                                         const Shared& shared, int row);
 };
 
@@ -60,7 +60,7 @@ constexpr float kHighest = 3e38f;  // limit: finite
 struct Rows {
   float limit[2], sum[2];
   KeyRange keys[2];         // of the run, that the row sees
-  int warp_low, warp_high;  // keys in this range are seen by all 16 rows of the warp
+  uint32 whole;  // tiles of which all 16 rows of the warp see every key: the first, and in the upper half the end
 
   __device__ __forceinline__ Rows(const WorkItem& item, const WideParams& params,
                                   const Shared& shared, int stage, int row) {
@@ -69,18 +69,25 @@ struct Rows {
       limit[r] = minus_infinity();
       sum[r] = 0.0f;
       keys[r] = {0, item.num_keys - 1};
-      const UnitRow& packed = shared.row(stage, row + 8 * r);
-      if (packed.source >= 0)
-        keys[r] = visible_keys(keys[r], item, packed.position, params.window_left);
     }
-    warp_low = __reduce_max_sync(kAllLanes, ::max(keys[0].low, keys[1].low));
-    warp_high = __reduce_min_sync(kAllLanes, ::min(keys[0].high, keys[1].high));
+    int low = 0, high = item.num_keys - 1;
+    if (kHeadDim > 128 || item.rules & (kHideFuture | kHideWindow)) {  // above, the branch takes registers
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const UnitRow& packed = shared.row(stage, row + 8 * r);
+        if (packed.source >= 0)
+          keys[r] = visible_keys(keys[r], item, packed.position, params.window_left);
+      }
+      low = __reduce_max_sync(kAllLanes, ::max(keys[0].low, keys[1].low));
+      high = __reduce_min_sync(kAllLanes, ::min(keys[0].high, keys[1].high));
+    }
+    whole = min(ceil_div(low, kTileKeys), 0xffff) | min(max(high + 1, 0) / kTileKeys, 0xffff) << 16;
   }
 
-  // Hides the keys, of the tile that starts at key `begin`, which a row does not see.
-  __device__ __forceinline__ void hide(float (&s)[kScores], int begin) const {
-    const int column = begin + threadIdx.x % 4 * 2;
-    if (begin < warp_low || begin + kTileKeys - 1 > warp_high) {
+  // Hides the keys of a tile which a row does not see.
+  __device__ __forceinline__ void hide(float (&s)[kScores], uint32 tile) const {
+    if (tile < (whole & 0xffff) || tile >= whole >> 16) {
+      const int column = tile * kTileKeys + threadIdx.x % 4 * 2;
 #pragma unroll
       for (int i = 0; i < kScores; ++i) {
         const int r = i / 2 % 2, key = column + i / 4 * 8 + i % 2;
@@ -278,7 +285,7 @@ __device__ __forceinline__ bool Finished::join(float (&o)[kOutputs], const WideP
 
 // Final rows in 16-byte chunks, a quad of threads 64 consecutive bytes at a time; partial rows in
 // float, a quad 32 bytes at a time.
-__device__ __forceinline__ void Finished::write(const float (&o)[kOutputs],
+__device__ __forceinline__ void Finished::write(float (&o)[kOutputs],
                                                 const WideParams& params,
                                                 const Shared& shared, int row) {
   const int part = fresh_lane() % 4;
@@ -287,7 +294,18 @@ __device__ __forceinline__ void Finished::write(const float (&o)[kOutputs],
   for (int r = 0; r < 2; ++r) {
     const UnitRow& place = shared.row(slot, row + 8 * r);
     const int index = place.target;
-    const float kept = final ? add_sink(lse[r], place.sink) : 1.0f;
+    if (!__any_sync(kAllLanes, index >= 0)) continue;  // none of eight rows: units of few rows are short
+    if (final && place.sink != minus_infinity()) {
+      const float kept = add_sink(lse[r], place.sink);
+      if (params.split_keys > 0) {  // invariant: first divided, then multiplied
+#pragma unroll
+        for (int i = 2 * r; i < kOutputs; i += 4)
+          o[i] *= inverse[r], o[i + 1] *= inverse[r];
+        inverse[r] = kept;
+      } else {
+        inverse[r] *= kept;
+      }
+    }
     const int64 offset = static_cast<int64>(index) * kHeadDim;
     if (final) {
       Element* o_row = static_cast<Element*>(params.o) + offset + part * 8;
@@ -297,7 +315,7 @@ __device__ __forceinline__ void Finished::write(const float (&o)[kOutputs],
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
           const int i = 4 * (j + c) + 2 * r;
-          words[c] = pack<kBf16>(o[i] * inverse[r] * kept, o[i + 1] * inverse[r] * kept);
+          words[c] = pack<kBf16>(o[i] * inverse[r], o[i + 1] * inverse[r]);
         }
         const uint4 chunk = transpose_quad(words[0], words[1], words[2], words[3], part);
         if (index >= 0) *reinterpret_cast<uint4*>(o_row + j * 8) = chunk;

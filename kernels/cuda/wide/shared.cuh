@@ -45,7 +45,7 @@ constexpr int kTileRows = 64 * kConsumers;
 constexpr int kThreads = 128 * kConsumers + 32 * kMovers;
 // The consumers take the registers that the data movers give up, unless there are enough for all.
 constexpr bool kSharesRegisters = kThreads * kCtas > 256;
-constexpr int kProducerRegisters = kIsFp8 ? 72 : kConsumers == 3 ? 32 : 40;
+constexpr int kProducerRegisters = kMovers > 4 ? 128 : kIsFp8 ? 72 : kConsumers == 3 ? 32 : 40;
 constexpr int kConsumerRegisters =
     kConsumers == 3 ? 160 : kMovers > 4 ? 240 : kIsFp8 || kCtas == 2 ? 216 : 232;
 // A CTA begins with as many for each thread as are a multiple of 8, and has no others: more are waited for in vain.

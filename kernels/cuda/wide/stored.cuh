@@ -24,7 +24,7 @@ constexpr bool kApart = kMovers == 8;  // four warps have K, four V: else each w
 constexpr int kMoverTokens = kTileKeys / 4;  // of a tile, per warp
 constexpr int kMoverGroups = kMoverTokens / 8;
 constexpr int kMoverChunks = kMoverGroups * kBlocks;  // of 16 bytes, per lane
-constexpr int kChunksAtOnce = kMoverChunks % 4 == 0 ? 4 : 2;
+constexpr int kChunksAtOnce = kApart ? kMoverChunks : kMoverChunks % 4 == 0 ? 4 : 2;
 static_assert(kMoverChunks % kChunksAtOnce == 0, "whole turns");
 constexpr uint32 kNoRow = 0xffffffffu;
 constexpr int kAhead = kApart ? kStaged / 2 : kStaged;  // copies under way, per warp

@@ -11,7 +11,7 @@ import pytest
 from kernels.compile import Spec, compile_spec
 from kernels.cuda.attention.kernels import attend_kernels
 from kernels.cuda.common import structs
-from kernels.cuda.merge.variants import merge_spec, sinks_inverse
+from kernels.cuda.merge.variants import merge_spec
 from kernels.cuda.rows.variants import rows_spec
 from kernels.cuda.visible import table as visible
 
@@ -79,13 +79,3 @@ def test_a_line_that_is_no_plain_field_is_refused(
 def test_a_struct_that_is_not_there_is_named() -> None:
     with pytest.raises(RuntimeError, match=r"work\.cuh declares no struct Nothing"):
         structs.declared("common/work.cuh", "Nothing")
-
-
-def test_the_inverse_of_a_number_of_sinks_divides_every_row() -> None:
-    rng = np.random.default_rng(3)
-    for count in (1, 2, 3, 5, 7, 8, 12, 40, 128, 255, 1_000_003, 2**31 - 1):
-        inverse = sinks_inverse(count)
-        assert inverse < 2**64
-        edges = (0, 1, count - 1, count, count + 1, 2**31 - 1)
-        for row in (*edges, *rng.integers(0, 2**31, 1000).tolist()):
-            assert row - (2 * row * inverse >> 64) * count == row % count, (row, count)
