@@ -248,7 +248,8 @@ class Engine:
         if (oldest := launches[0] if launches else scheduler.long_work.running) is not None:
             return 1e-3 if time.monotonic() - oldest.started > SPIN_S else 0.0
         if scheduler.is_busy:
-            return 0.0 if scheduler.steps.is_young else 1e-3
+            is_due = scheduler.long_work.num_ready or scheduler.steps.is_young
+            return 0.0 if is_due else 1e-3
         if self._stats.replies:
             return QUIET_S
         if scheduler.steps.num_aborted:

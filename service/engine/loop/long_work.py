@@ -45,12 +45,14 @@ class LongWork:
         self._metrics = metrics
         self._end = end
         self._charge = charge
-        self._queue: FairQueue[tuple[Job, Any]] = FairQueue()
-        """Jobs in turn, each with the result of its latest slice."""
+        self._queue: FairQueue[tuple[Job, Any, bool]] = FairQueue()
+        """Jobs in turn, each with the result of its latest slice, and whether it is ready."""
         self.running: RunningSlice | None = None
         """The slice on the device."""
         self.count = 0
-        """Number of operations under way."""
+        """Number of operations under way, ..."""
+        self.num_ready = 0
+        """... and of those whose next slice waits for nothing but its turn."""
 
     def begin(self, job: Job) -> None:
         self.count += 1
@@ -63,7 +65,9 @@ class LongWork:
         for _ in range(self._queue.count):
             if self.running is not None:
                 return
-            self._start_slice(*self._queue.pop())
+            job, result, is_ready = self._queue.pop()
+            self.num_ready -= is_ready
+            self._start_slice(job, result)
             if (current := self.running) is None:
                 return
             if current.pending.done:
@@ -78,7 +82,8 @@ class LongWork:
             current.pending.result()
             self._stop_or_finish(current.job, current.work, error)
         while self._queue.count:
-            job, _ = self._queue.pop()
+            job, _, is_ready = self._queue.pop()
+            self.num_ready -= is_ready
             if isinstance(job.work, SlicedWork):
                 self._stop_or_finish(job, job.work, error)
 
@@ -129,15 +134,16 @@ class LongWork:
         current.job.seconds.kernel += spent
         self._charge(current.job, spent)
         self._queue.charge(current.job.request.tenant.namespace, spent)
-        self._wait(current.job, result)
+        self._wait(current.job, result, is_ready=current.slice.kind != WAIT)
 
     def _over(self, job: Job, error: Exception | None) -> None:
         self.count -= 1
         self._end(job, error)
 
-    def _wait(self, job: Job, result: Any) -> None:
+    def _wait(self, job: Job, result: Any, is_ready: bool = True) -> None:
         """Queue a job's next slice behind other jobs' slices."""
-        self._queue.append(job.request.tenant.namespace, (job, result))
+        self.num_ready += is_ready
+        self._queue.append(job.request.tenant.namespace, (job, result, is_ready))
 
     def _stop(self, job: Job, work: SlicedWork, error: Exception) -> None:
         """End an operation between two slices and undo it, in slices where that is long as well."""

@@ -189,9 +189,11 @@ class Loading:
         while not load.has_failed and time.monotonic() < ends:
             if can_grow and len(load.records) < len(found.records):
                 can_grow = yield from self._grow(load, found, ends)
-            is_busy = self._feed(load)
-            if self._commit(load) and load.in_flight:
                 yield from self._give_way()
+            is_busy = self._feed(load)
+            if len(load.labels) > load.committed and load.in_flight:
+                yield from self._give_way()
+                self._commit(load)
                 continue
             if can_grow and not is_known:
                 yield from self._give_way()
@@ -357,8 +359,8 @@ class Loading:
         elif record.entry.is_ready:
             self.tiers.drop_from_host(record.entry)
 
-    def _commit(self, load: Load) -> bool:
-        """Commit the pages that are loaded, whose records others can use then; whether any were."""
+    def _commit(self, load: Load) -> None:
+        """Commit the pages that are loaded, whose records others can use then."""
         first = load.committed
         try:
             for names, keep in runs_of(load):
@@ -369,7 +371,6 @@ class Loading:
             LOG.debug("loaded pages are not committed: %s", error)
             load.has_failed = True
         self._let_go(load.records[first : load.committed], is_in_pool=True)
-        return load.committed > first
 
     def _finish(self, load: Load) -> None:
         """Commit the pages that are loaded. The others are freed when the loader is done with

@@ -16,6 +16,8 @@ import pytest
 from config.sections import CacheSettings
 from kernels import make_backend
 from service.core.prefix.keys import Prefix, root_key
+from service.engine.loop.engine import Engine
+from service.engine.tiers import lookup
 from service.engine.tiers.page_records import layout_of, next_id
 from service.metrics import MISSES
 from tests.engine.handlers.test_engine_prefix import PAGE, begin, check, keep
@@ -364,6 +366,31 @@ def test_flipped_bits_are_misses_and_are_counted(tmp_path: Path) -> None:
 
     run(before, on_disk(tmp_path))
     run(after, on_disk(tmp_path))
+
+
+def test_the_engine_sleeps_only_while_a_load_waits_for_copies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not between the pieces of its own work: a millisecond each."""
+    monkeypatch.setattr(lookup, "LOOKED_UP", 1)
+
+    async def scenario(caller: Caller) -> None:
+        await fill(caller)
+        engine, waits = caller.engine, []
+
+        def wait_s() -> float:
+            found = Engine.wait_s(engine)
+            if engine.scheduler.long_work.num_ready:
+                waits.append(found)
+            return found
+
+        monkeypatch.setattr(engine, "wait_s", wait_s)
+        assert (await create(caller, "a", PROMPTS[0]))["cached"]["host"] == 4 * PAGE
+        assert len(waits) >= 4
+        assert not any(waits)
+        assert not engine.scheduler.long_work.num_ready
+
+    run(scenario, HOST)
 
 
 def test_a_bit_that_flips_in_host_memory_is_a_miss_from_its_page_on() -> None:
