@@ -28,7 +28,7 @@ def table(results: Results) -> str:
         f"{work['chats']} conversations of two turns; a system prompt has {work['system']} tokens, "
         f"a question {work['question']}, an answer {work['answer']}"
     )
-    used = {row["way"]: row["attention"] for row in results["rows"] if "attention" in row}
+    used = sorted({row["attention"] for row in results["rows"] if "attention" in row})
     if used:
-        note += "; attention of " + ", ".join(f"{way}: {name}" for way, name in used.items())
+        note += f"; transformers' attention: {', '.join(used)}"
     return with_stamp(markdown(head, rows), results, note)
