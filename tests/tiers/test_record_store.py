@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import pytest
 from faulty_files import FaultyFiles
+from xxhash import xxh3_128_digest
 
 from service.tiers.record_store import NewRecord, RecordStore, StoreUnavailable
 from service.tiers.records import InvalidRecord, RecordLayout
@@ -486,6 +487,39 @@ def test_the_labels_of_a_record_must_fit() -> None:
     ):
         with pytest.raises(ValueError, match="do not fit a record"):
             LAYOUT.seal(block, key, namespace, label, length)
+
+
+def test_digests_of_a_payloads_segments_can_come_from_whoever_moved_it() -> None:
+    layout = RecordLayout(40, 1000, b"model and shape.", 300)
+    blocks = [memoryview(bytearray(layout.block_bytes)) for _ in range(2)]
+    for block in blocks:
+        layout.payload(block)[:] = payload_of(1)[:900] + bytes(100)
+    payload = bytes(layout.payload(blocks[0]))
+    digests = b"".join(xxh3_128_digest(payload[at : at + 300]) for at in range(0, 1000, 300))
+    layout.seal(blocks[0], key_of(1), "a", b"label", 900)
+    layout.seal(blocks[1], key_of(1), "a", b"label", 900, digests)
+    assert blocks[0] == blocks[1]
+    head = blocks[0][: layout.head_bytes]
+    assert layout.check(head, key_of(1), "a", digests) == (b"label", 900)
+    for at in range(len(digests)):
+        wrong = bytes(byte ^ (number == at) for number, byte in enumerate(digests))
+        with pytest.raises(InvalidRecord, match="corrupt"):
+            layout.check(blocks[0], key_of(1), "a", wrong)
+    layout.payload(blocks[0])[950] ^= 1
+    with pytest.raises(InvalidRecord, match="corrupt"):
+        layout.check(blocks[0], key_of(1), "a")
+
+
+def test_a_record_that_is_read_unverified_is_known_to_be_there_still(store: RecordStore) -> None:
+    put(store, 1)
+    entry = store.find(key_of(1))
+    assert entry is not None
+    block = memoryview(bytearray(LAYOUT.block_bytes))
+    store.read(entry, block)
+    assert LAYOUT.check(block, key_of(1), "a") == (b"label", len(payload_of(1)))
+    assert store.has(entry)
+    store.drop([entry])
+    assert not store.has(entry)
 
 
 def test_the_umask_does_not_open_the_directory(tmp_path: Path) -> None:
