@@ -26,8 +26,7 @@ def is_fused(pool: Pool, q: torch.Tensor, scoring: Scoring) -> bool:
 
 def load(pool: Pool, step: Step, first_page: int) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of a step `[G, heads, keys, dim]` as stored; what its dead slots hold is zeroed."""
-    pages = step.pages_from(first_page)
-    k, v = (store.load_stored(pages)[:, :, : step.num_keys] for store in (pool.k, pool.v))
+    k, v = pool.load_stored(step.pages_from(first_page), step.num_keys)
     if step.dead is not None:
         dead = step.dead[:, None, :, None]
         k, v = k.masked_fill_(dead, 0.0), v.masked_fill_(dead, 0.0)
@@ -42,16 +41,18 @@ def tile_states(
     heads, dim = q.shape[1:]
     kv_heads = k.shape[1]
     group = heads // kv_heads
-    split = (groups, rows, kv_heads, group)
-    packed = q.view(*split, dim).transpose(1, 2).reshape(groups, kv_heads, rows * group, dim)
+    packed = q if rows == 1 else q.view(groups, rows, kv_heads, group, dim).transpose(1, 2)
+    packed = packed.reshape(groups, kv_heads, rows * group, dim)
     hidden = None if tile.hidden is None else tile.hidden.expand(groups, rows, -1)
     bias = None if hidden is None else bias_of(hidden, group, q.dtype)
     # the public function does not give the log-sum-exps
     o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         packed, k, v, 0.0, False, attn_mask=bias, scale=sm_scale
     )
-    o = o.view(groups, kv_heads, rows, group, dim).transpose(1, 2).reshape(q.shape)
-    m = lse.view(groups, kv_heads, rows, group).transpose(1, 2).reshape(q.shape[:2]) * LOG2_E
+    if rows > 1:
+        o = o.view(groups, kv_heads, rows, group, dim).transpose(1, 2)
+        lse = lse.view(groups, kv_heads, rows, group).transpose(1, 2)
+    o, m = o.reshape(q.shape), lse.reshape(q.shape[:2]) * LOG2_E
     if hidden is not None:
         blank = hidden.all(-1).view(-1)
         if bool(blank.any()):  # torch has no one way to say that a row sees nothing

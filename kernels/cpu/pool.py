@@ -89,8 +89,8 @@ class StoredPages:
         `pages` int64 `[G, P]` are pages of the pool over all layers. One pass over whole pages.
         """
         runs, per_run = pages.shape
-        units = self.flat.index_select(0, pages.reshape(-1) * self.step + self.first)
-        stored = units.view(runs, per_run, *self.bits.shape[2:])
+        stored = self.flat.index_select(0, self.units(pages))
+        stored = stored.view(runs, per_run, *self.bits.shape[2:])
         by_token = stored if self.layout == "NHD" else stored.transpose(2, 3)
         if self.loads_as_is(runs):
             keys = by_token.view(torch.float32).flatten(1, 2)[0].transpose(0, 1)
@@ -98,14 +98,20 @@ class StoredPages:
             keys = widen(by_token.permute(0, 3, 1, 2, 4), self.dtype).flatten(2, 3).flatten(0, 1)
         return keys[:, :num_keys]
 
-    def load_stored(self, pages: torch.Tensor) -> torch.Tensor:
-        """Runs of pages int64 `[G, P]` over all layers as they are, `[G, heads, keys, dim]`."""
-        runs, per_run = pages.shape
-        units = self.flat.index_select(0, pages.reshape(-1) * self.step + self.first)
-        stored = units.view(self.torch_dtype).view(runs, per_run, *self.bits.shape[2:])
+    def units(self, pages: torch.Tensor) -> torch.Tensor:
+        """The units of pages over all layers, one after another."""
+        return pages.reshape(-1) * self.step + self.first
+
+    def stored(self, units: torch.Tensor, shape: tuple[int, ...], num_keys: int) -> torch.Tensor:
+        """Units as they are, `[..., G, heads, num_keys, dim]`, where `shape` `[..., G, P]` has runs
+        of units."""
+        stored = self.flat.index_select(0, units).view(self.torch_dtype)
+        stored = stored.view(*shape, *self.bits.shape[2:])
         if self.layout == "NHD":
-            return stored.flatten(1, 2).transpose(1, 2)
-        return stored.transpose(1, 2).flatten(2, 3)
+            keys = stored.flatten(-4, -3).transpose(-3, -2)
+        else:
+            keys = stored.transpose(-4, -3).flatten(-3, -2)
+        return keys.narrow(-2, 0, num_keys) if num_keys < keys.shape[-2] else keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +137,17 @@ class Pool:
         by_token = stored if self.k.layout == "NHD" else stored.transpose(3, 4)
         keys = widen(by_token.permute(2, 0, 4, 1, 3, 5), self.k.dtype)
         k, v = keys.flatten(3, 4).flatten(1, 2)[:, :, :num_keys]
+        return k, v
+
+    def load_stored(self, pages: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of runs of pages int64 `[G, P]` over all layers as they are, each `[G, heads,
+        num_keys, dim]`."""
+        runs, per_run = pages.shape
+        if self.joint is None or runs * per_run * self.k.flat.shape[1] > JOINT_ELEMENTS:
+            k, v = (one.stored(one.units(pages), pages.shape, num_keys) for one in (self.k, self.v))
+        else:
+            units = torch.cat((self.k.units(pages), self.v.units(pages)))
+            k, v = self.k.stored(units, (2, runs, per_run), num_keys)
         return k, v
 
     def fill_with_nan(self) -> None:

@@ -71,7 +71,7 @@ class States:
     def finish(self, v_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Normalised o, and lse in natural log; empty rows give exactly (0, -inf)."""
         if self.l is None:
-            return self.o, self.m.mul(math.log(2))
+            return self.o, self.m.mul_(math.log(2))
         # l is at least 1, of the key that has the maximum, or 0, or NaN
         factor = self.l.clamp(min=1.0).reciprocal_()
         if v_scale != 1.0:

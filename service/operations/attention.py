@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property, partial
-from typing import Annotated, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 import numpy as np
 from pydantic import Field
@@ -73,6 +73,9 @@ class PagedFields(ExpectingFields, WindowFields):
 
 
 class DecodeFields(PagedFields):
+    causal: ClassVar[bool] = False
+    """Its one row per sequence has no later keys."""
+
     @cached_property
     def qo_indptr_array(self) -> Int32:
         return one_each(len(self.sequences))

@@ -88,7 +88,7 @@ def attend(
         store.tree.check_lengths(batch, fields.layer, fields.offset_array)
     try:
         started = time.monotonic()
-        causal = getattr(fields, "causal", False)
+        causal = fields.causal
         view = None if shards is None else shards.view
         planned = store.plans.sequences(
             batch, fields.layer, qo_indptr, causal, fields.cascade, view

@@ -401,10 +401,11 @@ class Engine:
             if now > stats.due or len(stats.replies) >= MOST_REPLIES:
                 self._stats.record()
                 now = time.monotonic()
-        metrics = self._metrics
-        metrics.set(len(self.jobs), "inflight")
-        metrics.set(self.scheduler.queue.count, "waiting")
-        metrics.set(len(self.callers.sessions), "sessions")
+        if not stats.replies:  # else the next round soon sets them
+            metrics = self._metrics
+            metrics.set(len(self.jobs), "inflight")
+            metrics.set(self.scheduler.queue.count, "waiting")
+            metrics.set(len(self.callers.sessions), "sessions")
         if reading_s > NOTED_S:
             self._watchdog.note("reading of frames", reading_s)
         self._watchdog.passed(now - began)
