@@ -255,16 +255,17 @@ class Loading:
             most = min(first + tiers.at_once, len(load.records))
             while load.asked < most and load.records[load.asked].tier == tier:
                 load.asked += 1
-            load.in_flight += 1
             records, pages = load.records[first : load.asked], load.pages[first : load.asked]
             began = time.monotonic()
             if tier == "disk":
                 self._loader.add(partial(self._read, load, records, pages, began))
+                load.in_flight += 1
                 continue
             slots = np.array([one.entry.slot for one in records])
             places = PagePlaces(tiers.records, slots, tiers.layout.head_bytes)
             wait = tiers.copies.write(pages, places, load.after)
             self._loader.add(partial(self._wait, load, records, wait, began))
+            load.in_flight += 1
         return bool(load.in_flight) or (load.asked < len(load.records) and not load.has_failed)
 
     def _wait(

@@ -18,6 +18,7 @@ from kernels import make_backend
 from service.core.prefix.keys import Prefix, root_key
 from service.engine.loop.engine import Engine
 from service.engine.tiers import lookup
+from service.engine.tiers.loads import LoadLimits, Record
 from service.engine.tiers.page_records import layout_of, next_id
 from service.metrics import MISSES
 from tests.engine.handlers.test_engine_prefix import PAGE, begin, check, keep
@@ -304,12 +305,19 @@ def test_misses_are_counted_by_reason(tmp_path: Path) -> None:
 
 def test_records_of_another_namespace_leave_no_trace(tmp_path: Path) -> None:
     """Replies to prompts that another namespace has in a lower tier equal those to prompts that
-    nobody has; nor is a record loaded or looked at."""
+    nobody has, after the same work; nor is a record loaded or looked at."""
     keys = {"key-a": ("a", ["read", "append"]), "key-b": ("b", ["read", "append"])}
     names = [[bytes([base + at] * 16).hex() for at in range(4)] for base in (10, 20)]
 
+    looked_up: list[bytes] = []
+
+    def work(caller: Caller) -> tuple[float, int]:
+        """Slices and lookups so far: what a reply's time depends on."""
+        return caller.metric("attnd_slices_total"), len(looked_up)
+
     async def told(other: Caller, named: dict[str, Any]) -> list[Any]:
-        replies = []
+        replies: list[Any] = []
+        before = work(other)
         for name, fields in (
             ("match_prefix", named),
             ("match_prefix", named | {"lease_s": 0.0}),
@@ -324,7 +332,9 @@ def test_records_of_another_namespace_leave_no_trace(tmp_path: Path) -> None:
         new = {"id": "x", "prefix": named}
         made = (await other.submit(creation(new))).fields["sequences"][0]
         await other.call("delete_sequence", {"id": "x"})
-        return [*replies, made]
+        done = [after - first for first, after in zip(before, work(other), strict=True)]
+        assert done[1] > 0
+        return [*replies, made, done]
 
     async def scenario(caller: Caller) -> None:
         await fill(caller)
@@ -334,8 +344,14 @@ def test_records_of_another_namespace_leave_no_trace(tmp_path: Path) -> None:
         await fill(caller, PROMPTS[13:18])
         loading = caller.engine.store.loading
         assert loading is not None
-        verified = []
+        verified, find = [], loading.lookup._record
+
+        def record(record_id: bytes, limits: LoadLimits) -> Record | None:
+            looked_up.append(record_id)
+            return find(record_id, limits)
+
         loading._verify = lambda *args: verified.append(args)  # type: ignore[method-assign]
+        loading.lookup._record = record  # type: ignore[method-assign]
         async with caller.another("key-b") as other:
             for kind, has, none in (
                 ("token_ids", PROMPTS[0], PROMPTS[18]),
