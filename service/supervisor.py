@@ -186,7 +186,8 @@ class Supervisor:
             LOG.error(text, name, how, deaths, YOUNG_S)
             self._stop(1)
         else:
-            LOG.warning("%s %s: restarting it", name, how)
+            level = logging.ERROR if name == ENGINE else logging.WARNING
+            LOG.log(level, "%s %s: restarting it", name, how)
             wait = BACK_OFF_S * 2 ** (deaths - 1) if deaths else 0.0
             self._due[name] = (now + wait, running.child)
 

@@ -117,7 +117,7 @@ def test_when_the_engine_is_killed_doors_answer_503_until_it_has_started_again(
                 line = f'attnd_process_restarts_total{{process="{process}"}} 1.0'
                 assert line in client.get("/metrics").text
         assert running.stop() == 0
-    (reply,) = running.messages("warning")
+    (reply,) = running.messages("error")
     assert "engine was killed by SIGKILL" in reply, reply
 
 
