@@ -72,6 +72,11 @@ class EnginesAnswer(Fields):
     engines: list[EngineAnswer]
 
 
+ENGINE_NAME: Final = "engine"
+"""Name of an engine in its own replies; a cluster has names of its own."""
+UNKNOWN_ENGINE: Final = "unknown engine: GET /v1/engines lists the names"
+
+
 class DrainFields(Fields):
     name: Annotated[str, Field(max_length=256)]
     """Engine's name, as in `GET /v1/engines`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -101,6 +102,18 @@ REFUSED: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
         {},
         "all by token_ids",
     ),
+    ("create_sequences", (["a"],), {}, r"sequences\[0\] is 'a' .*list of attnd.NewSequence"),
+    ("create_sequences", ([{"id": "a"}],), {}, r"sequences\[0\] is .*list of attnd.NewSequence"),
+    ("create_sequences", (attnd.NewSequence("a"),), {}, "it must be a list of attnd.NewSequence"),
+    ("create_sequences", (None,), {}, "it must be a list of attnd.NewSequence"),
+    ("cascade", (0, [(["a"], [0, 1])], Q), {}, r"levels\[0\] is .*list of attnd.CascadeLevel"),
+    ("cascade", (0, Q, []), {}, "list of attnd.CascadeLevel"),
+    ("match_prefix", (Prefix([1], tiers="disk"),), {}, r"such as \['disk'\]"),
+    ("match_prefix", (Prefix(page_keys=["0" * 31]),), {}, "32 digits in hex"),
+    ("match_prefix", (Prefix(page_keys=[16]),), {}, "32 digits in hex"),
+    ("gather", (0, ["a"]), {"dtype": np.float32}, "dtype is .*a string"),
+    ("prefill", (0, ["a"], Q[:1], [0, 1]), {"mask": np.ones(4, np.int64)}, "bool, or uint8"),
+    ("prefill", (0, ["a"], Q[:1], [0, 1]), {"mask": [[True]]}, r"np.asarray\(mask, dtype=bool"),
     ("get_sequence", (5,), {}, "must be an id"),
     ("create_sequence", (), {"prefix": [1, 2]}, "prefix is .* it must be an attnd.Prefix"),
     ("match_prefix", ([1, 2],), {}, "it must be an attnd.Prefix"),
@@ -208,3 +221,12 @@ def test_a_deadline_shorter_than_the_service_takes_passes_here(kind: Kind) -> No
     ask(kind, script, "get_sequence", "a", deadline=0.0005)
     assert float(script.requests[-1].headers["x-attnd-deadline-ms"]) == 1.0
     assert script.requests[-1].timeout_s <= 0.0005
+
+
+def test_an_infinite_deadline_is_none_and_no_number_is_refused(kind: Kind) -> None:
+    script = Script(answer(SEQUENCE))
+    ask(kind, script, "get_sequence", "a", deadline=math.inf)
+    assert "x-attnd-deadline-ms" not in script.requests[-1].headers
+    for made in (Client, AsyncClient):
+        with pytest.raises(ValueError, match="deadline is nan: it must be seconds, or None"):
+            made().with_options(deadline=math.nan)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -154,13 +155,18 @@ class Operations(ABC):
     ) -> Self:
         """The same client and connections, with other options for its calls.
 
-        `deadline` bounds each call in seconds, retries included, and is sent to the service.
+        `deadline` bounds each call in seconds, retries included, and is sent to the service; None
+        and infinity are no bound.
         `request_id` is sent as `X-Request-ID` in place of one made per call; it must be printable
         ASCII (ValueError). `cache_salt` is that of every `Prefix` and page key that has none of its
         own; None keeps the present one.
         """
         if request_id is not None and not (request_id.isascii() and request_id.isprintable()):
             raise ValueError(f"request_id is {request_id!r}: it must be printable ASCII")
+        if deadline is not None and not -math.inf < deadline < math.inf:
+            if deadline != math.inf:
+                raise ValueError(f"deadline is {deadline}: it must be seconds, or None")
+            deadline = None
         view, salt = copy(self), self._options.cache_salt if cache_salt is None else cache_salt
         view._options = replace(
             self._options, deadline_s=deadline, request_id=request_id, cache_salt=salt

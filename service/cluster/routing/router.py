@@ -39,6 +39,7 @@ from service.image.json_pieces import is_short
 from service.image.reading import LENGTH_BYTES, split
 from service.metrics import Metrics
 from service.operations.schema.spec import Operation, Prepared, Routing, prepare, preparing
+from service.operations.status import ENGINE_NAME, UNKNOWN_ENGINE
 from service.road.caller_end.slots import Slot
 from service.tenants import Tenant
 
@@ -197,15 +198,15 @@ class Router:
         name, stop = prepared.fields.name, prepared.fields.stop
         member = self.members.by_name.get(name)
         if member is None:
-            raise InvalidRequest("name", name, "unknown engine: GET /v1/engines lists the names")
+            raise InvalidRequest("name", name, UNKNOWN_ENGINE)
         if member.engine is None:
             raise NotReady(member.why)
-        answer = await member.engine.ask(call, {"name": name, "stop": stop})
+        answer = await member.engine.ask(call, {"name": ENGINE_NAME, "stop": stop})
         if stop:
             self.drains.stop(name)
         else:
             self.drains.start(name)
-        return reply(self.arena, call, answer.fields, stages=answer.stages)
+        return reply(self.arena, call, answer.fields | {"name": name}, stages=answer.stages)
 
 
 @dataclass(slots=True)

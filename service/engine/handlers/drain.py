@@ -9,11 +9,14 @@ from service.engine.loop.request import Request
 from service.engine.store.moves import Mark
 from service.engine.store.store import Store
 from service.errors import NotReady, SequenceChanged, SequenceMoving
+from service.operations.status import ENGINE_NAME, UNKNOWN_ENGINE
 
 DRAINING = "engine is draining and accepts no new sequences"
 
 
 def drain_engine(store: Store, request: Request, _: Seconds) -> Fields:
+    if request.fields.name != ENGINE_NAME:
+        raise InvalidRequest("name", request.fields.name, UNKNOWN_ENGINE)
     store.is_draining = not request.fields.stop
     state = {"name": request.fields.name, "draining": store.is_draining}
     return state | {"sequences": store.numbers()["sequences"]}

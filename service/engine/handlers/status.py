@@ -20,6 +20,7 @@ from service.engine.loop.request import Request
 from service.engine.store.store import Store
 from service.engine.tiers.setup import keep_quota
 from service.operations.schema.fields import refuse
+from service.operations.status import ENGINE_NAME
 
 LOG: Final = logging.getLogger("attnd.engine")
 TEXT_BYTES: Final = 1024
@@ -42,7 +43,7 @@ def engines(store: Store, request: Request, _: Seconds) -> Fields:
     numbers = store.numbers()
     del numbers["available"]
     fields: dict[str, Any] = {
-        "name": "engine",
+        "name": ENGINE_NAME,
         "instance_id": store.info.instance_id,
         "draining": store.is_draining,
     }

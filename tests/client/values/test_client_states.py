@@ -143,5 +143,7 @@ def test_states_that_do_not_fit_are_refused_with_their_shapes() -> None:
         merge_states([one, empty_state((2, 3, 5))])
     with pytest.raises(ValueError, match="float16"):
         merge_states([one, empty_state((2, 3, 4), np.float16)])
+    with pytest.raises(TypeError, match=r"must be a state"):
+        merge_states([(np.zeros((1, 1, 8)), np.zeros((1, 1)))])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="less head_dim"):
         AttentionState(np.zeros((2, 3, 4), np.float32), np.zeros((2, 4), np.float32))

@@ -171,6 +171,16 @@ async def test_an_import_begins_with_what_its_base_has(caller: Caller) -> None:
     await caller.call("drain_engine", {"name": "engine", "stop": True})
 
 
+@cpu_engine()
+async def test_a_drain_of_another_engine_does_not_drain_this_one(caller: Caller) -> None:
+    drain = NewCall("drain_engine", {"name": "engine-1"})
+    await caller.refused(drain, "invalid_request", field="name", value="engine-1")
+    await caller.create("a")
+    await caller.call("drain_engine", {"name": "engine"})
+    await caller.refused(drain.but(stop=True), "invalid_request", field="name")
+    assert await caller.code(NewCall("create_sequences", {"sequences": [{}]})) == "not_ready"
+
+
 async def shard_of(caller: Caller, name: str) -> Any:
     return (await caller.view(name)).get("shard")
 

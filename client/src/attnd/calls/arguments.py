@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+T = TypeVar("T")
 Array = NDArray[Any]
 Indices = Sequence[int] | NDArray[np.integer[Any]]
 """Lengths, offsets or an indptr: ints, or an integer array."""
@@ -43,6 +44,18 @@ def sequence_id(name: str, field: str = "sequence", many: str = "") -> str:
         return str(name)
     remedy = f" (for several sequences: {many})" if many else ""
     raise TypeError(f"{field} is {shown(name)}: it must be an id, a string{remedy}")
+
+
+def instances(values: Iterable[T], kind: type[T], field: str) -> list[T]:
+    """Values of one type as a list; raises TypeError for any other type."""
+    expected = f"a list of attnd.{kind.__name__}"
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise TypeError(f"{field} is {shown(values)}: it must be {expected}")
+    found = list(values)
+    for at, one in enumerate(found):
+        if not isinstance(one, kind):
+            raise TypeError(f"{field}[{at}] is {shown(one)}: {field} must be {expected}")
+    return found
 
 
 def whole_numbers(values: Indices | None, field: str) -> list[int] | None:
@@ -98,7 +111,7 @@ def plain(value: Any, field: str) -> Any:
     if value is None:
         return None
     listed = getattr(value, "tolist", None)
-    if listed is not None:
+    if listed is not None and not isinstance(value, type):
         return plain(listed(), field)
     raise TypeError(f"{field} is {shown(value)}: it must be a number, a string or a list of them")
 
@@ -113,7 +126,8 @@ def check_array(name: str, array: Any) -> None:
     elif hasattr(array, "get") and hasattr(array, "device"):
         remedy = "give its copy on the host, `.get()`"
     else:
-        remedy = f"give a numpy array, such as np.asarray({name}, dtype=np.float32)"
+        dtype = "bool" if name == "mask" else "np.float32"
+        remedy = f"give a numpy array, such as np.asarray({name}, dtype={dtype})"
     raise TypeError(f"{name} is {shown(array)}: {remedy}")
 
 

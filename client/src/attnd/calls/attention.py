@@ -9,7 +9,7 @@ from typing import Any, Literal, TypedDict, Unpack
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from attnd.calls.arguments import Indices, sequence_ids, whole_numbers
+from attnd.calls.arguments import Indices, instances, sequence_ids, whole_numbers
 from attnd.calls.call import Call, Reply, Settled, no_recovery
 from attnd.calls.control import indices
 from attnd.calls.tensors import attend, landed, lengths_after, mask_tensor, state_bytes, tensor_call
@@ -192,6 +192,7 @@ def cascade(
     `causal` applies to the last level. `return_levels` adds every level's own state. Levels that
     would show a row the same pages twice raise `InvalidRequest`.
     """
+    levels = instances(levels, CascadeLevel, "levels")
     fields = {
         "layer": layer,
         "levels": [

@@ -10,6 +10,7 @@ import numpy as np
 
 from attnd.calls.arguments import (
     Indices,
+    instances,
     plain,
     plain_fields,
     sequence_id,
@@ -105,6 +106,7 @@ def create_sequence(
 
 def creating(sequences: Sequence[NewSequence], parse: Callable[[Reply], T]) -> Call[T]:
     """With the tensor that names the pages of all prefixes."""
+    sequences = instances(sequences, NewSequence, "sequences")
     fields: dict[str, Any] = {"sequences": [new.document() for new in sequences]}
     named = [{} if new.prefix is None else new.prefix.arrays() for new in sequences]
     kinds = {kind for arrays in named for kind in arrays}

@@ -72,6 +72,8 @@ class Prefix:
 
     def sought(self) -> dict[str, Any]:
         """The fields of a lookup."""
+        if isinstance(self.tiers, str):
+            raise TypeError(f"tiers is {self.tiers!r}: it must be a list, such as [{self.tiers!r}]")
         tiers = None if self.tiers is None else list(self.tiers)
         limits = {"tiers": tiers, "max_load_pages": self.max_load_pages}
         return self.fields() | plain_fields(limits)
@@ -109,7 +111,7 @@ def token_array(ids: TokenIds) -> NDArray[np.uint32]:
 
 
 def key_array(keys: PageKeys) -> NDArray[np.uint8]:
-    """uint8 [n, 16]; raises ValueError for a key of another length."""
+    """uint8 [n, 16]; raises ValueError for a key of another length, or that is not hex."""
     if isinstance(keys, np.ndarray):
         if keys.dtype != np.uint8 or keys.ndim != 2 or keys.shape[1] != KEY_BYTES:
             given = f"page_keys are {keys.dtype} {list(keys.shape)}"
@@ -117,7 +119,14 @@ def key_array(keys: PageKeys) -> NDArray[np.uint8]:
         return np.ascontiguousarray(keys)
     if isinstance(keys, (str, bytes)):
         raise TypeError(f"page_keys is {keys!r}: it must be a list of keys, such as [{keys!r}]")
-    raw = [bytes.fromhex(key) if isinstance(key, str) else key for key in keys]
+    try:
+        raw = [
+            bytes.fromhex(key) if isinstance(key, str) else memoryview(key).tobytes()
+            for key in keys
+        ]
+    except (TypeError, ValueError) as error:
+        rule = f"{KEY_BYTES} bytes, or {2 * KEY_BYTES} digits in hex"
+        raise ValueError(f"page_keys has a key that is not {rule}: {error}") from None
     if wrong := [key for key in raw if len(key) != KEY_BYTES]:
         raise ValueError(f"a page key has {len(wrong[0])} bytes: it must have {KEY_BYTES}")
     return np.frombuffer(b"".join(raw), np.uint8).reshape(-1, KEY_BYTES)

@@ -82,9 +82,11 @@ def attention_of(reply: Reply) -> AttentionResult:
 
 
 def mask_tensor(mask: Array | None) -> dict[str, Array | None]:
-    """`mask` for bool elements, `packed_mask` for uint8 bits."""
+    """`mask` for bool elements, `packed_mask` for uint8 bits; raises TypeError for others."""
     if mask is not None:
         check_array("mask", mask)
+        if mask.dtype not in (np.bool_, np.uint8):
+            raise TypeError(f"mask has dtype {mask.dtype}: it must be bool, or uint8 for bits")
     return {} if mask is None else {"mask" if mask.dtype == np.bool_ else "packed_mask": mask}
 
 

@@ -95,9 +95,14 @@ def merge_states(
 
 
 def check(states: Sequence[AttentionState]) -> LseBase:
-    """The base that all the states share, else "e"; ValueError where they cannot be merged."""
+    """The base that all the states share, else "e"; ValueError, TypeError where they cannot be
+    merged."""
     if not states:
         raise ValueError("merge_states needs at least one state")
+    for i, state in enumerate(states):
+        if not isinstance(state, AttentionState):
+            kind = type(state).__name__
+            raise TypeError(f"states[{i}] is of type {kind}: it must be a state: `result.state`")
     first = states[0]
     for i, state in enumerate(states):
         if state.o.shape != first.o.shape or state.o.dtype != first.o.dtype:
