@@ -6,14 +6,19 @@ No GPU is needed.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+from collections.abc import Callable, Mapping
 from itertools import product
 from pathlib import Path
+from typing import TypeVar
 
 from kernels.backend import NUMPY_DTYPES
 from kernels.compile import ARCHITECTURES, DEFAULT_CACHE, CompileError, compile_all
 from kernels.cuda.common.kernel import HEAD_DIMS
 from kernels.cuda.specs import service_specs
+
+T = TypeVar("T")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -21,17 +26,18 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     build = commands.add_parser("compile", help="compile what services of some pools launch")
     build.add_argument("--arch", default=",".join(ARCHITECTURES), help="comma-separated targets")
-    build.add_argument("--head-dim", default="128", help=f"comma-separated, of {HEAD_DIMS}")
-    build.add_argument("--dtype", default="fp16,bf16", help="comma-separated pool dtypes")
-    build.add_argument("--page-size", default="16", help="comma-separated")
+    dims = any_of({str(dim): dim for dim in HEAD_DIMS})
+    build.add_argument(
+        "--head-dim", type=dims, default="128", help=f"comma-separated, of {HEAD_DIMS}"
+    )
+    dtypes = any_of({name: name for name in NUMPY_DTYPES})
+    build.add_argument("--dtype", type=dtypes, default="fp16,bf16", help="pool dtypes, with commas")
+    build.add_argument("--page-size", type=sizes, default="16", help="comma-separated")
     build.add_argument("--cache", type=Path, default=DEFAULT_CACHE)
     build.add_argument("--jobs", type=int, help="kernels compiled at once; default: the cores")
     arguments = parser.parse_args(argv)
-    dims = [int(dim) for dim in arguments.head_dim.split(",")]
-    dtypes = [name for name in NUMPY_DTYPES if name in arguments.dtype.split(",")]
-    sizes = [int(size) for size in arguments.page_size.split(",")]
     for arch in arguments.arch.split(","):
-        pools = product(dims, dtypes, sizes)
+        pools = product(arguments.head_dim, arguments.dtype, arguments.page_size)
         wanted = dict.fromkeys(s for pool in pools for s in service_specs(arch, *pool))
         try:
             compiled = compile_all(list(wanted), arch, arguments.cache, arguments.jobs)
@@ -41,6 +47,26 @@ def main(argv: list[str] | None = None) -> int:
         for kernel in compiled:
             print(f"{arch} {kernel.resources.registers:3} registers  {kernel.spec}")
     return 0
+
+
+def any_of(values: Mapping[str, T]) -> Callable[[str], list[T]]:
+    """Reads a list of some values, with commas."""
+
+    def read(text: str) -> list[T]:
+        for name in text.split(","):
+            if name not in values:
+                expected = f"expected any of {', '.join(values)}, with commas"
+                raise argparse.ArgumentTypeError(f"{name!r}: {expected}")
+        return [values[name] for name in text.split(",")]
+
+    return read
+
+
+def sizes(text: str) -> list[int]:
+    """Reads a list of positive numbers, with commas."""
+    if not re.fullmatch(r"[1-9][0-9]{0,8}(,[1-9][0-9]{0,8})*", text):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers of tokens, with commas")
+    return [int(size) for size in text.split(",")]
 
 
 if __name__ == "__main__":

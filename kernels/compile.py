@@ -136,9 +136,14 @@ def write_whole(path: Path, content: bytes) -> None:
 
 @functools.cache
 def nvrtc_version() -> str:
-    from cuda.bindings import nvrtc
+    """Raises `CompileError` where the compiler is not installed."""
+    try:
+        from cuda.bindings import nvrtc
 
-    _, major, minor = nvrtc.nvrtcVersion()
+        _, major, minor = nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise CompileError(f"{reason}: install the extra cuda: pip install '.[cuda]'") from error
     return f"{major}.{minor}"
 
 

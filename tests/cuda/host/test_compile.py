@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from kernels import compile as compile_module
+from kernels.__main__ import main
 from kernels.backend import DType
-from kernels.compile import ARCHITECTURES, CompileError, Spec, compile_all, compile_spec, spec
+from kernels.compile import (
+    ARCHITECTURES,
+    CompileError,
+    Spec,
+    compile_all,
+    compile_spec,
+    nvrtc_version,
+    spec,
+)
 from kernels.cuda.attention.kernels import attend_kernels
 from kernels.cuda.common.kernel import HEAD_DIMS
 from kernels.cuda.specs import service_specs
@@ -85,3 +95,32 @@ def test_an_empty_log_leaves_what_python_shares_alone(monkeypatch: pytest.Monkey
     assert [bytes([code])[0] for code in range(256)] == list(range(256))
     with pytest.raises(ValueError, match="no register count"):
         _ = compiled.resources
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--head-dim", "64,abc"], "'abc': expected any of 64"),
+        (["--head-dim", "100"], "'100': expected any of 64"),
+        (["--dtype", "float16"], "'float16': expected any of fp32, fp16"),
+        (["--page-size", "0"], "'0': expected numbers of tokens"),
+        (["--page-size", "16,"], "'16,': expected numbers of tokens"),
+    ],
+)
+def test_an_argument_that_names_no_kernel_is_refused(
+    capsys: pytest.CaptureFixture[str], given: list[str], says: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["compile", *given])
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_without_a_compiler_one_line_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    nvrtc_version.cache_clear()
+    assert main(["compile", "--arch", "sm_80", "--cache", str(tmp_path)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "install the extra cuda" in line
