@@ -257,7 +257,7 @@ def _states(
     for request, order in zip(requests, orders, strict=True):
         rows = slice(begin, begin + request.plan.positions.size)
         begin = rows.stop
-        own_o, own_lse = o[rows], lse[rows]
+        own_o, own_lse = (o, lse) if len(requests) == 1 else (o[rows], lse[rows])
         if request.sinks is not None:
             own_o, own_lse = state.add_sinks(own_o, own_lse, request.sinks)
         if order is not None:

@@ -26,10 +26,11 @@ STRINGS: Final = frozenset({str})
 def sequence_ids(ids: Iterable[str], field: str = "sequences") -> list[str]:
     """Ids as a list; raises TypeError for a string, which would count as its letters, and for a
     set, whose order rows cannot follow."""
-    if isinstance(ids, (str, bytes)):
-        raise TypeError(f"{field} is {ids!r}: it must be a list of ids, such as [{ids!r}]")
-    if isinstance(ids, (set, frozenset)) or not isinstance(ids, Iterable):
-        raise TypeError(f"{field} is {shown(ids)}: it must be a list of ids")
+    if type(ids) is not list:
+        if isinstance(ids, (str, bytes)):
+            raise TypeError(f"{field} is {ids!r}: it must be a list of ids, such as [{ids!r}]")
+        if isinstance(ids, (set, frozenset)) or not isinstance(ids, Iterable):
+            raise TypeError(f"{field} is {shown(ids)}: it must be a list of ids")
     found = list(ids)
     if STRINGS.issuperset(map(type, found)):
         return found
