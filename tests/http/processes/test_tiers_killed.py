@@ -85,7 +85,7 @@ def test_durable_commits_survive_kills_under_load(tmp_path: Path) -> None:
                         durable.append(number)
                     time.sleep(0.001)
             timer.join()
-            assert running.stop() == 0
+            assert running.stop() in (0, 1)  # 1: the signal came before the news of the kill
         counts = f"{len(durable)} durable commits of {number}, {checked} checked"
         print(f"{kills} kills: {counts}", flush=True)
     assert durable
