@@ -28,6 +28,7 @@ TEXT_BYTES: Final = 1024
 NO_SNAPSHOTS: Final = "the service takes no snapshots: set it to true"
 NO_EVENTS: Final = "the service keeps no events: set it to the number of pages to keep events of"
 NO_TIERS: Final = "the service has the pool alone: set cache.host_bytes or cache.disk_path first"
+NO_DISK: Final = "the service has no disk tier: set cache.disk_path first"
 BROKEN: Final = "broken: the service's log has the numbers"
 
 
@@ -141,6 +142,12 @@ def set_namespace(store: Store, request: Request, _: Seconds) -> Fields:
     if store.loading is None and limits != (None, None):
         name = "max_disk_bytes" if limits[0] is None else "max_host_bytes"
         refuse(name, getattr(fields, name), NO_TIERS)
+    if (
+        store.loading is not None
+        and store.loading.tiers.disk_bytes is None
+        and limits[1] is not None
+    ):
+        refuse("max_disk_bytes", limits[1], NO_DISK)
     store.tree.budget.set_quota(fields.name, fields.max_pages, fields.reserved_pages)
     if store.loading is not None:
         store.loading.tiers.set_limits(fields.name, *limits)

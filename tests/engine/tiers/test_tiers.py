@@ -528,12 +528,23 @@ def test_settings_that_cannot_be_met_stop_the_start(
     assert "\n" not in str(raised.value)
 
 
-def test_a_quota_for_a_tier_that_is_not_there_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("cache", "field", "setting"),
+    [
+        (CacheSettings(), "max_host_bytes", "host_bytes"),
+        (CacheSettings(), "max_disk_bytes", "host_bytes"),
+        (HOST, "max_disk_bytes", "disk_path"),
+    ],
+)
+def test_a_quota_for_a_tier_that_is_not_there_is_refused(
+    cache: CacheSettings, field: str, setting: str
+) -> None:
     async def scenario(caller: Caller) -> None:
-        with pytest.raises(Refused, match=r"set cache\.host_bytes"):
-            await caller.call("set_namespace", {"name": "a", "max_host_bytes": 1})
+        with pytest.raises(Refused, match=rf"set cache\.{setting}"):
+            await caller.call("set_namespace", {"name": "a", "max_pages": 3, field: 1})
+        assert (await caller.call("get_namespace", {"name": "a"})).fields["max_pages"] is None
 
-    run(scenario, CacheSettings())
+    run(scenario, cache)
 
 
 def test_hard_pins_survive_a_restart(tmp_path: Path) -> None:
