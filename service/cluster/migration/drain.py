@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 import time
 from collections import Counter
@@ -45,7 +46,7 @@ from service.operations.sequences import (
     LIST_SEQUENCES,
     MAX_LISTED,
 )
-from service.operations.status import DRAIN_ENGINE, ENGINE_NAME
+from service.operations.status import DRAIN_ENGINE
 from service.tenants import OPEN, SCOPES, Tenant, tenant_of
 
 LOG: Final = logging.getLogger("attnd.cluster")
@@ -53,6 +54,7 @@ MAX_PARALLEL: Final = 4
 """Families that are moved at once, each with two parts of 4 MiB in memory."""
 MAX_TRIES: Final = 4
 MAX_ANCHORS: Final = 3
+ANCHOR: Final = re.compile(r"moving\.[0-9a-f]{16}")
 SHORT_TAIL: Final = 4
 """Parts that may be copied while calls are held up."""
 HANDED_S: Final = 3600.0
@@ -111,7 +113,7 @@ class Drain:
             left: int | None = -1
             try:
                 if not has_begun:
-                    await ask(self.source, DRAIN_ENGINE, self.members.tenant, {"name": ENGINE_NAME})
+                    await ask(self.source, DRAIN_ENGINE, self.members.tenant, {"name": self.name})
                     LOG.info("draining %s", self.name)
                     has_begun = True
                 left = await self.sweep()
@@ -134,7 +136,7 @@ class Drain:
         families: list[Family] = []
         tenants = await self.tenants(source)
         for tenant in tenants:
-            views = await views_of(source, tenant)
+            views = [one for one in await views_of(source, tenant) if not is_anchor(one)]
             families += families_of(tenant, [one for one in views if not is_foreign_shard(one)])
             if foreign := sum(map(is_foreign_shard, views)):
                 progress.stayed["an orphaned shard"] += foreign
@@ -260,6 +262,11 @@ class Drain:
 def num_left(engine: Mapping[str, Any]) -> int:
     """Sequences, imports, leases and pinned pages left in an engine; 0: it may be stopped."""
     return sum(int(engine[name]) for name in ("sequences", "imports", "leases", "pinned"))
+
+
+def is_anchor(view: Mapping[str, Any]) -> bool:
+    """Whether a view is of an anchor: one that was left behind expires where nothing uses it."""
+    return view["ttl_s"] == ANCHOR_TTL_S and ANCHOR.fullmatch(view["id"]) is not None
 
 
 async def views_of(source: Engine, tenant: Tenant) -> list[dict[str, Any]]:

@@ -13,9 +13,15 @@ import pytest
 from service.cluster.migration import drain, ownership, transfer
 from service.cluster.migration.drain import Drain
 from service.cluster.migration.transfer import Family, Transfer
+from service.operations.rows import APPEND
+from service.operations.sequences import CREATE_SEQUENCES
 from service.operations.transfer import CANCEL_IMPORT
+from service.tenants import OPEN
 from tests.cluster.checked_calls import Book
 from tests.cluster.harness import (
+    DIM,
+    FLOAT,
+    HEADS,
     LAYERS,
     PAGE,
     PAGES,
@@ -498,3 +504,22 @@ async def test_copies_expire_soon_after_their_door_has_died(
         assert await cluster.ids() == ["a"]
     await cluster.end_drain(SOURCE)
     await book.check("a")
+
+
+async def test_copies_that_an_earlier_drain_has_left_at_both_engines_do_not_keep_it_from_ending(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain, "ANCHOR_TTL_S", 4.0)
+    name, k = "moving.0123456789abcdef", np.zeros((LAYERS, 2 * PAGE, HEADS, DIM), FLOAT)
+    rows = {"layers": list(range(LAYERS)), "sequences": [name]}
+    for engine in cluster.router.members.engines:
+        new = {"sequences": [{"id": name, "ttl_s": 4.0}]}
+        await engine.ask(engine.own(CREATE_SEQUENCES, OPEN, 5.0), new)
+        indptr = {"append_indptr": [0, 2 * PAGE]}
+        await engine.ask(engine.own(APPEND, OPEN, 5.0), rows | indptr, {"k": k, "v": k})
+    async with asyncio.timeout(40):
+        await cluster.drain(SOURCE)
+        await cluster.drained(SOURCE)
+        await cluster.end_drain(SOURCE)
+        while await cluster.ids():
+            await asyncio.sleep(0.1)
