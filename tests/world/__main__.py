@@ -21,7 +21,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--table", action="store_true", help="print operations and faults")
     parser.add_argument("--seed", type=int, help="replay this one, with its trace")
     parser.add_argument("--statements", type=int, default=40, help="of each caller")
-    parser.add_argument("--skip", default="", help="numbers of statements to leave out")
+    parser.add_argument("--only", help="numbers of the statements to run, of all callers")
     parser.add_argument("--no-shrink", action="store_true")
     parser.add_argument("--no-faults", action="store_true")
     return parser.parse_args()
@@ -52,8 +52,9 @@ def main() -> int:
     worlds = list(WORLDS) if given.world == "all" else [given.world]
 
     if given.seed is not None:
-        skipped = frozenset(map(int, filter(None, given.skip.split(","))))
-        faults = not given.no_faults
+        skipped, faults = frozenset[int](), not given.no_faults
+        if given.only is not None:
+            skipped = frozenset(range(4 * given.statements)) - {*map(int, given.only.split(","))}
         plan = Plan(given.seed, 4, given.statements, faults, skipped, worlds[0])
         result = run(plan)
         print(*result.trace, sep="\n")

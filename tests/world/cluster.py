@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -30,36 +30,22 @@ from service.image.reading import REQUEST, place, read_layout, split
 from service.image.writing import RESPONSE, image
 from service.operations.table import BY_NAME
 from service.tenants import OPEN, SCOPES, Tenant, tenant_of
+from tests.world.calls import NOT_NOW, NUM_LAYERS, Op, Outcome, Rows, Sequences, Step, check
 from tests.world.clients import PATCHED, HttpLoop, SimSelect, call_with, client_of, http_door, serve
-from tests.world.history import FOREVER, NOT_NOW, Effect, Held, History, Outcome, Sequences
-from tests.world.model import TOLERANCE, Rows, attention, check
+from tests.world.history import FOREVER, Effect, History
+from tests.world.model import Namespace
 from tests.world.network import SimSocket
+from tests.world.programs import Program
 from tests.world.simulation import LONGEST_S, SPACES, EngineProcess, Plan, Simulation
 
 SECRET: Final = "a secret of the cluster's world"
-IDS: Final = tuple(f"s{number}" for number in range(5))
-"""Ids that all callers of a namespace use."""
-GRAMMAR: Final = {
-    "create": 10,
-    "fork": 8,
-    "append": 14,
-    "decode": 12,
-    "gather": 10,
-    "look": 6,
-    "truncate": 6,
-    "delete": 5,
-    "sweep": 2,
-    "copy": 4,
-    "prompt": 5,
-    "match": 3,
-    "rest": 8,
-}
-MAX_ROWS: Final = 12
 UNCERTAIN_S: Final = 20.0
 """For how long a call whose answer was lost may take effect: the engines' deadline, and a door's
 grace."""
 REFUSALS: Final = frozenset({"sequence_moving", "not_ready", "overloaded", "out_of_pages"})
 """Errors that may come at any time while engines come and go; the call has changed nothing."""
+CHANGING: Final = ("truncate", "delete_sequence", "delete_sequences")
+LOST: Final = ("lost", "deadline_exceeded", "cancelled")
 SETTLED_S: Final = 75.0
 """After which nothing of a dead door is left: its copies live for 30 s."""
 DOOR: Final[contextvars.ContextVar[DoorProcess]] = contextvars.ContextVar("DOOR")
@@ -118,122 +104,47 @@ class DoorProcess:
         return "ok", layout.fields, copied
 
 
-def succeeded(is_right: Callable[[Outcome], bool], seen: Outcome) -> bool:
-    return bool(seen[0] == "ok" and is_right(seen))
-
-
-def always(_: Outcome) -> bool:
-    return True
-
-
-def contains(code: str, seen: Outcome) -> bool:
-    return code in seen
-
-
 def error_of(error: BaseException) -> tuple[str, dict[str, Any], dict[str, Any]]:
     document = document_of(error, b"")
     return document["code"], document, {}
 
 
-class ClusterCaller:
+class ClusterCaller(Program):
     """Runs statements at one door after another, and reports to the namespace's history."""
 
+    world_number = 1
+
     def __init__(self, world: ClusterWorld, number: int) -> None:
-        self.world, self.number = world, number
-        self.space = SPACES[number % len(SPACES)] if world.has_keys else "default"
-        self.tenant = tenant_of(self.space, SCOPES) if world.has_keys else OPEN
-        self.history = world.histories[self.space]
-        self.order = random.Random(f"{world.plan.seed} caller {number}")
-        self.own = (f"p{number}.a", f"p{number}.b")
+        name = SPACES[number % len(SPACES)] if world.has_keys else "default"
+        self.history = world.histories[name]
+        super().__init__(world, world.spaces[number % len(world.spaces)], world.rows, number)
+        self.tenant = tenant_of(name, SCOPES) if world.has_keys else OPEN
         self.clients: dict[str, AsyncClient] = {}
-        self.prompts: list[list[int]] = []
+        self.imports: dict[str, Effect] = {}
+        """Imports under way, by the ids that they make."""
 
-    async def run(self) -> None:
-        try:
-            await self._run()
-        except Exception as error:
-            self.world.fail(error)
+    def held(self) -> Sequences:
+        return self.history.held()
 
-    async def _run(self) -> None:
-        plan = self.world.plan
-        for number in range(plan.statements):
-            if plan.callers * number + self.number in plan.skipped:
-                continue
-            self.order = random.Random(f"{plan.seed} {self.number} {number}")
-            name = self.order.choices(list(GRAMMAR), list(GRAMMAR.values()))[0]
-            self.world.note(f"caller {self.number}: {name}")
-            if plan.faults:
-                self.world.strike()
-            await getattr(self, f"_{name}")()
-            if self.order.random() < 0.7:
-                await self.resolve()
-            if self.world.result.error:
-                return
+    def is_certain(self, name: str) -> bool:
+        return name in self.own and self.history.is_certain(name)
 
-    # Calls.
+    def sweep(self) -> Op:
+        return Op("delete_sequences", {"ids": sorted(set(self.order.choices(self.names, k=3)))})
 
-    async def send(self, name: str, fields: Any, **arrays: Any) -> Any:
-        """Code, fields, tensors; the code is `lost` where no answer came."""
-        world = self.world
-        world.result.calls += 1
-        faults = len(world.faults)
-        door = await world.door(self.number)
-        if world.has_http:
-            key = self.space if world.has_keys else ""
-            client = self.clients.setdefault(door.name, client_of(door.name, key))
-            task = world.loop.create_task(call_with(client, name, fields, arrays))
-        else:
-            work = door.call(name, fields, arrays, self.tenant)
-            task = world.loop.create_task(work, context=door.context)
-            door.calls[task] = None
-        if world.plan.faults and self.order.random() < 0.03 and world.fault("caller cancels", 1.0):
-            world.loop.call_later(self.order.choice((0.0, 1e-4, 0.003)), task.cancel)
-        done, _ = await asyncio.wait([task], timeout=60.0)
-        door.calls.pop(task, None)
-        check(done, f"{name}: no answer", fields)
-        is_lost = task.cancelled() or (door.is_dead and not world.has_http)
-        code, found, tensors = ("lost", {}, {}) if is_lost else task.result()
-        if is_lost and not task.cancelled():
-            task.exception()
-        for fault in set(world.faults[faults:]):
-            world.result.coverage[name, fault] += 1
-        world.result.coverage[name, code] += 1
-        shown = {one: found[one] for one in ("detail", "done", "lengths") if one in found}
-        world.note(f"  {self.number} {name} {fields} {code} {shown}")
-        if code in REFUSALS:
-            await asyncio.sleep(self.order.choice((0.02, 0.3, 1.0)))
-        return code, found, tensors
+    def extended(self, new: dict[str, Any]) -> dict[str, Any]:
+        draw = self.order.random()
+        if draw < 0.2 and new.keys() == {"id"}:
+            return {} if draw < 0.1 else new | {"ranks": 2}
+        return new
 
-    def settle(
-        self, effects: Sequence[Effect], answer: Any, rights: Sequence[Callable[[Outcome], bool]]
-    ) -> bool:
-        """What an answer says of each effect: `rights` where the call succeeded."""
-        code, found, _ = answer
-        text = f"{code} {found if code != 'ok' else ''}"
-        listed = found.get("sequences") or found.get("lengths") or {str(found.get("value"))}
-        every = {name for effect in effects for name in effect.names}
-        named = set() if code == "ok" else every & set(listed)
-        for effect, is_right in zip(effects, rights, strict=True):
-            own = f"{effect.text}: {text}"
-            if code == "ok" or effect.names & set(found.get("done", ())):
-                self.history.answered(effect, partial(succeeded, is_right), own)
-            elif code in ("lost", "deadline_exceeded", "cancelled"):
-                self.history.lost(effect, UNCERTAIN_S)
-            elif code in REFUSALS | {"length_mismatch"} or (
-                code == "internal" and self.world.has_broken()
-            ):
-                self.history.refused(effect, own)
-                check(not self.world.is_settled, "refused after all faults ended:", own)
-            elif (
-                (named and not effect.names & named)
-                or found.get("field") in ("layers", "q")
-                or (code == "sequence_exists" and self.history.is_contended(effect))
-            ):
-                self.history.refused(effect, own)
-            else:
-                wanted = "unknown_sequence" if code == "lost_sequence" else code
-                self.history.answered(effect, partial(contains, wanted), own)
-        return bool(code == "ok")
+    async def statement(self, name: str) -> None:
+        await super().statement(name)
+        for effect in self.imports.values():
+            self.history.lost(effect, UNCERTAIN_S)
+        self.imports = {}
+        if self.order.random() < 0.7:
+            await self.resolve()
 
     async def resolve(self) -> None:
         """Looks what has become of calls without an answer: else all that may have is kept."""
@@ -244,357 +155,119 @@ class ClusterCaller:
             for name in one.names
         }
         for name in sorted(names)[:3]:
-            await self._look(name)
+            await self.send(Op("get_sequence", {"id": name}))
 
-    # What to choose from.
+    def strike(self) -> None:
+        self.world.strike()
 
-    def _name(self, own: bool = False) -> str:
-        names = [name for name in self.history.held() if name[0] != "p" or name in self.own]
-        if own:
-            names = [name for name in names if name in self.own]
-        if names and self.order.random() < 0.9:
-            return self.order.choice(names)
-        return self.order.choice(self.own if own else IDS + self.own)
+    # Calls.
 
-    def _rows(self, name: str, layer: int, count: int) -> list[int]:
-        """Rows of new tokens behind those that are held."""
-        held = self.history.held().get(name)
-        rows = held.rows[layer] if held is not None else ()
-        tokens = [self.order.randrange(3) for _ in range(max(0, min(count, MAX_ROWS - len(rows))))]
-        return self.world.rows.after(rows[-1] if rows else 0, tokens)
-
-    # Statements.
-
-    async def _rest(self) -> None:
-        await asyncio.sleep(self.order.choice((0.0, 0.001, 0.02, 0.3, 2.0)))
-
-    async def _create(self) -> None:
-        names = sorted({self.order.choice(IDS + self.own) for _ in range(self.order.randint(1, 2))})
-        new: list[dict[str, Any]] = [{"id": name} for name in names]
-        if self.order.random() < 0.2:
-            new.append({})
-        if self.order.random() < 0.1 and len(self.world.names) > 1:
-            new[0]["ranks"] = 2
-        await self._make(new, [self.world.empty] * len(new))
-
-    async def _make(
-        self, new: list[dict[str, Any]], rows: Sequence[tuple[tuple[int, ...], ...]]
-    ) -> Any:
-        """Create sequences without parents; the id of one without is known with the reply."""
-        ids = [one.get("id", "") for one in new]
-
-        def make(at: int, held: tuple[tuple[int, ...], ...]) -> Any:
-            def apply(there: Sequences, number: int) -> Outcome:
-                name = ids[at]
-                if name in there:
-                    return ("sequence_exists",)
-                if not name:
-                    return NOT_NOW
-                there[name] = Held(number, held)
-                return ("ok", held)
-
-            return apply
-
-        effects = [
-            self.history.begin(f"create {name}", {name} - {""}, make(at, held), makes=name)
-            for at, (name, held) in enumerate(zip(ids, rows, strict=True))
-        ]
-        answer = await self.send("create_sequences", {"sequences": new})
-        if answer[0] == "ok":
-            ids[:] = [view["id"] for view in answer[1]["sequences"]]
-            for effect, name in zip(effects, ids, strict=True):
-                effect.names = frozenset({name})
-        self.settle(effects, answer, [always] * len(effects))
-        return answer
-
-    async def _fork(self) -> None:
-        name, parent = self.order.choice(IDS + self.own), self._name()
-        length = self.order.choice((None, 0, 1, 3, 6))
-
-        def apply(there: Sequences, number: int) -> Outcome:
-            wrong = []
-            if name in there:
-                wrong.append("sequence_exists")
-            if parent not in there:
-                wrong.append("unknown_sequence")
-            else:
-                lengths = [len(rows) for rows in there[parent].rows]
-                if (length or 0) > min(lengths) or (length is None and len(set(lengths)) > 1):
-                    wrong.append("invalid_request")
-            if wrong:
-                return tuple(wrong)
-            there[name] = Held(number, tuple(rows[:length] for rows in there[parent].rows))
-            return ("ok", tuple(map(len, there[name].rows)))
-
-        effect = self.history.begin(f"fork {name} of {parent}", [name, parent], apply, makes=name)
-        new: dict[str, Any] = {"id": name, "parent": parent}
-        if length is not None:
-            new["length"] = length
-        answer = await self.send("create_sequences", {"sequences": [new]})
-        lengths = tuple(answer[1]["sequences"][0]["lengths"]) if answer[0] == "ok" else ()
-        self.settle([effect], answer, [lambda seen: seen == ("ok", lengths)])
-
-    def _appending(
-        self, name: str, layers: Iterable[int], rows: list[int], offset: int | None
-    ) -> Callable[[Sequences, int], Outcome]:
-        def apply(there: Sequences, _: int) -> Outcome:
-            if name not in there:
-                return ("unknown_sequence",)
-            made, held = there[name]
-            lengths = {len(held[layer]) for layer in layers}
-            if len(lengths) > 1:
-                return ("invalid_request",)
-            if offset is not None and lengths != {offset}:
-                return ("length_mismatch",)
-            after = list(held)
-            for layer in layers:
-                after[layer] = (*held[layer], *rows)
-            there[name] = Held(made, tuple(after))
-            return ("ok", *(after[layer] for layer in layers))
-
-        return apply
-
-    async def _append(self) -> None:
-        names = sorted({self._name() for _ in range(self.order.choice((1, 1, 2, 3)))})
-        layer, both = self.order.randrange(2), self.order.random() < 0.8
-        layers = (0, 1) if both else (layer,)
-        rows = [self._rows(name, layer, self.order.randint(0, 4)) for name in names]
-        offsets = None
-        if not both and self.order.random() < 0.5:
-            held = self.history.held()
-            offsets = [len(held[name].rows[layer]) if name in held else 0 for name in names]
-        effects = [
-            self.history.begin(
-                f"append {some} to {name} at {layers}, {offsets}",
-                [name],
-                self._appending(name, layers, some, offsets[at] if offsets else None),
-            )
-            for at, (name, some) in enumerate(zip(names, rows, strict=True))
-        ]
-        flat = [row for some in rows for row in some]
-        ends = np.cumsum([0, *map(len, rows)]).tolist()
-        fields: dict[str, Any] = {"sequences": names, "append_indptr": ends}
-        content = [self.world.rows.content(flat, one) for one in layers]
-        if both:
-            fields["layers"] = [0, 1]
-            k, v = (np.stack([one[half] for one in content]) for half in (0, 1))
+    async def send(self, op: Op) -> Any:
+        """Code, fields, tensors; the code is `lost` where no answer came."""
+        world = self.world
+        op.faults, effects = len(world.faults), self._effects(op)
+        world.result.calls += 1
+        code, found, tensors = answer = await self._call(op)
+        shown = {one: found[one] for one in ("detail", "done", "lengths") if one in found}
+        world.count(op, code)
+        world.note(f"  {self.number} {op.name} {op.fields} {code} {shown}")
+        if code == "ok":
+            op.answer = found, tensors
+            for effect in effects:
+                effect.names = frozenset(effect.step.names)
+        if op.name == "match_prefix" and code == "ok" and found["lease"] is not None:
+            self.space.leases[found["lease"]["id"]] = [], 0.0, 0.0
+        elif op.name == "import_sequence":
+            name, is_done = op.fields["id"], found.get("state") == "done"
+            if name in self.imports and (is_done or code == "sequence_exists"):
+                self.settle([self.imports.pop(name)], answer)
+        elif op.name == "delete_sequences" and code != "ok":
+            self.settle(effects, ("lost", {}, {}))  # each is there or is not
         else:
-            fields |= {"layer": layer} | ({"offsets": offsets} if offsets else {})
-            k, v = content[0]
-        answer = await self.send("append", fields, k=k, v=v)
-        replied = answer[1]["lengths"] if answer[0] == "ok" else [None] * len(names)
-        lengths = dict(zip(names, replied, strict=True))
-        rights = [
-            lambda seen, name=name: lengths.get(name) in (None, len(seen[1])) for name in names
-        ]
-        self.settle(effects, answer, rights)
-
-    async def _decode(self) -> None:
-        names = sorted({self._name() for _ in range(self.order.choice((1, 1, 2, 3)))})
-        layer, appends = self.order.randrange(2), self.order.random() < 0.5
-        rows = [self._rows(name, layer, 1) for name in names] if appends else []
-        appends = bool(rows) and all(rows)
-        geometry = self.world.geometry
-        shape = (len(names), 2 * geometry.num_kv_heads, geometry.head_dim)
-        arrays = {
-            "q": np.random.default_rng(self.order.getrandbits(32)).standard_normal(shape, "f")
-        }
-        if appends:
-            flat = [row for some in rows for row in some]
-            arrays["k"], arrays["v"] = self.world.rows.content(flat, layer)
-        effects = [
-            self.history.begin(
-                f"decode {name} at {layer} with {rows[at] if appends else ()}",
-                [name],
-                self._appending(name, (layer,), rows[at] if appends else [], None),
-                is_read=not appends,
-            )
-            for at, name in enumerate(names)
-        ]
-        answer = await self.send("decode", {"layer": layer, "sequences": names}, **arrays)
-
-        def is_right(at: int) -> Callable[[Outcome], bool]:
-            def right(seen: Outcome) -> bool:
-                if "o" not in answer[2]:
-                    return True
-                k, v = self.world.rows.content(seen[1], layer)
-                wanted = attention(arrays["q"][at], k, v)
-                return all(
-                    np.allclose(answer[2][part][at], value, atol=TOLERANCE, rtol=TOLERANCE)
-                    for part, value in zip(("o", "lse"), wanted, strict=True)
-                )
-
-            return right
-
-        self.settle(effects, answer, [is_right(at) for at in range(len(names))])
-
-    def _reading(self, name: str) -> Effect:
-        def apply(there: Sequences, _: int) -> Outcome:
-            return ("ok", there[name].rows) if name in there else ("unknown_sequence",)
-
-        return self.history.begin(f"read {name}", [name], apply, is_read=True)
-
-    async def _gather(self, names: list[str] | None = None, layer: int | None = None) -> Any:
-        names = names or sorted({self._name() for _ in range(self.order.choice((1, 1, 2)))})
-        layer = self.order.randrange(2) if layer is None else layer
-        effects = [self._reading(name) for name in names]
-        fields = {"layer": layer, "sequences": names, "dtype": "fp32"}
-        answer = await self.send("gather", fields)
-        ends = answer[1].get("kv_indptr") or [0] * (len(names) + 1)
-
-        def is_right(at: int) -> Callable[[Outcome], bool]:
-            def right(seen: Outcome) -> bool:
-                if len(seen[1][layer]) != ends[at + 1] - ends[at]:
-                    return False
-                wanted = self.world.rows.content(seen[1][layer], layer)
-                span = slice(ends[at], ends[at + 1])
-                pairs = zip("kv", wanted, strict=True)
-                return all(np.array_equal(answer[2][part][span], value) for part, value in pairs)
-
-            return right
-
-        self.settle(effects, answer, [is_right(at) for at in range(len(names))])
-        return answer
-
-    async def _look(self, name: str | None = None) -> Any:
-        name = name or self._name()
-        effect = self._reading(name)
-        answer = await self.send("get_sequence", {"id": name})
-        lengths = answer[1].get("lengths")
-        self.settle([effect], answer, [lambda seen: lengths == list(map(len, seen[1]))])
-        return answer
-
-    async def _truncate(self) -> None:
-        name, length = self._name(), self.order.choice((0, 1, 2, 4, 6))
-
-        def apply(there: Sequences, _: int) -> Outcome:
-            if name not in there:
-                return ("unknown_sequence",)
-            made, rows = there[name]
-            if length > min(map(len, rows)):
-                return ("invalid_request",)
-            there[name] = Held(made, tuple(some[:length] for some in rows))
-            return ("ok",)
-
-        effect = self.history.begin(f"cut {name} to {length}", [name], apply)
-        answer = await self.send("truncate", {"id": name, "length": length})
-        self.settle([effect], answer, [always])
-
-    def _deleting(self, name: str, *, ignores: bool) -> Effect:
-        def apply(there: Sequences, _: int) -> Outcome:
-            if there.pop(name, None) is None:
-                return ("ok", 0) if ignores else ("unknown_sequence",)
-            return ("ok", 1)
-
-        return self.history.begin(f"delete {name}", [name], apply)
-
-    async def _delete(self, name: str | None = None) -> None:
-        effect = self._deleting(name := name or self._name(), ignores=False)
-        answer = await self.send("delete_sequence", {"id": name})
-        self.settle([effect], answer, [always])
-
-    async def _sweep(self) -> None:
-        """Deletes several; after an error each is there or is not."""
-        names = sorted({self.order.choice(IDS + self.own) for _ in range(3)})
-        effects = [self._deleting(name, ignores=True) for name in names]
-        for effect in effects:
-            effect.repeats = True  # the router asks again until nothing is left
-        answer = await self.send("delete_sequences", {"ids": names})
-        if answer[0] != "ok":
-            answer = ("lost", {}, {})
-        self.settle(effects, answer, [always] * len(effects))
-
-    async def _copy(self) -> None:
-        """An export of a sequence that nobody else changes is imported under another id."""
-        source, name = self._name(own=True), self.order.choice(IDS + self.own)
-        held = self.history.held().get(source)
-        if held is None or source not in self.own or not self.history.is_certain(source):
-            return
-        found = await self.send("export_sequence", {"id": source, "part_bytes": 200})
-        if found[0] != "ok":
-            return
-        header, digests, names = found[1]["header"], [found[1]["digest"]], found[2]
-        check(header["lengths"] == list(map(len, held.rows)), "exported lengths", header, held)
-        parts = []
-        for number in range(header["num_parts"]):
-            fields = {"id": source, "part": number, "before": digests[-1]}
-            fields |= {one: header[one] for one in ("generation", "part_bytes")}
-            found = await self.send("export_sequence", fields)
-            if found[0] != "ok":
-                return
-            digests.append(found[1]["digest"])
-            parts.append(found[2])
-        begin = {"id": name, "header": header, "digest": digests[0], "idle_s": 1.0}
-
-        def apply(there: Sequences, number: int) -> Outcome:
-            if name in there:
-                return ("sequence_exists", "unknown_import")
-            there[name] = Held(number, held.rows)
-            return ("ok",)
-
-        effect = self.history.begin(f"import {name} of {source}", [name], apply, makes=name)
-        answer = await self.send("import_sequence", begin, **names)
-        if answer[0] == "ok":
-            for number in range(answer[1]["next_part"], header["num_parts"]):
-                fields = {"id": name, "part": number, "digest": digests[number + 1]}
-                if number == answer[1]["next_part"] and answer[1]["digest"] is None:
-                    fields["before"] = digests[number]
-                found = await self.send("import_sequence", fields, **parts[number])
-                if found[0] != "ok":
-                    self.history.lost(effect, 0.0)
-                    return
-            answer = await self.send("import_sequence", {"id": name, "digest": digests[-1]})
-        if answer[0] in ("ok", "sequence_exists", "lost", "deadline_exceeded"):
-            self.settle([effect], answer, [always])
-        else:  # another import of the same id may have cancelled it, or its engine died
-            self.history.lost(effect, UNCERTAIN_S)
-
-    async def _prompt(self) -> None:
-        """Names the pages of a sequence that nobody else changes, and begins others with them."""
-        name = self.order.choice(self.own)
-        held = self.history.held().get(name)
-        rows = held.rows[0] if held is not None else ()
-        if not rows or held is None or held.rows[0] != held.rows[1]:
-            return
-        if not self.world.rows.is_chain(rows) or not self.history.is_certain(name):
-            return
-        tokens = [self.world.rows.tokens[row] for row in rows]
-        answer = await self.send("commit", {"id": name, "token_ids": tokens})
-        if answer[0] == "ok":
-            self.prompts = [*self.prompts[-3:], tokens]
-
-    async def _match(self) -> None:
-        if not self.prompts:
-            return
-        tokens = [*self.order.choice(self.prompts), 1, 0, 1, 2]
-        wanted, name = self.world.rows.after(0, tokens), self.order.choice(self.own)
-        if self.order.random() < 0.4:
-            fields = {"token_ids": tokens, "lease_s": self.order.choice((0.0, 0.5, 3.0))}
-            code, found, _ = await self.send("match_prefix", fields)
-            if code == "ok" and found["lease"] is not None:
-                await self._rest()
-                await self.send("release_lease", {"id": found["lease"]["id"]})
-            return
-        effects: list[Effect] = []
-
-        def apply(there: Sequences, number: int) -> Outcome:
-            if name in there:
-                return ("sequence_exists",)
-            if cached is None:  # how much of it is cached is known with the answer
-                return NOT_NOW
-            there[name] = Held(number, (tuple(wanted[:cached]),) * 2)
-            return ("ok",)
-
-        cached: int | None = None
-        effects.append(self.history.begin(f"prompt {name}", [name], apply, makes=name))
-        new = {"id": name, "prefix": {"token_ids": tokens}}
-        answer = await self.send("create_sequences", {"sequences": [new]})
-        if answer[0] == "ok":
-            cached = answer[1]["sequences"][0]["cached_len"]
-        self.settle(effects, answer, [always])
-        if answer[0] in ("lost", "deadline_exceeded"):
-            self.world.abandoned.add(name)  # how many rows it has is not known
+            self.settle(effects, answer)
+        if code == "ok" and op.name == "export_sequence":
+            op.seen = self.held()[op.ids[0]].rows
+        if code in LOST and op.plan and op.new:
+            world.abandoned.add(op.made[0])  # how many rows it has is not known
             self.own = tuple(f"{one}{self.number}" for one in self.own)
+        if code in REFUSALS:
+            await asyncio.sleep(self.order.choice((0.02, 0.3, 1.0)))
+        return answer
+
+    def _effects(self, op: Op) -> list[Effect]:
+        if op.name == "import_sequence" and "header" not in op.fields:
+            return []  # one effect from the beginning to the end
+        is_read = not (op.made or op.rows or op.name in CHANGING)
+        effects = []
+        for step in op.steps:
+            makes = step.name if op.made else ""
+            effect = self.history.begin(step.text, step.names, step.apply, is_read, makes)
+            effect.step, effect.repeats = step, self._may_act_twice(op)
+            effects.append(effect)
+        if op.name == "import_sequence":
+            (self.imports[op.fields["id"]],) = effects
+        return effects
+
+    def _may_act_twice(self, op: Op) -> bool:
+        """The router deletes until nothing is left; the client sends a lost truncation again."""
+        return op.name == "delete_sequences" or (op.name == "truncate" and self.world.has_http)
+
+    async def _call(self, op: Op) -> Any:
+        world, door = self.world, await self.world.door(self.number)
+        if world.has_http:
+            key = self.space.name if world.has_keys else ""
+            client = self.clients.setdefault(door.name, client_of(door.name, key))
+            task = world.loop.create_task(call_with(client, op.name, op.fields, op.tensors))
+        else:
+            work = door.call(op.name, op.fields, op.tensors, self.tenant)
+            task = world.loop.create_task(work, context=door.context)
+            door.calls[task] = None
+        if world.plan.faults and self.order.random() < 0.03 and world.fault("caller cancels", 1.0):
+            world.loop.call_later(self.order.choice((0.0, 1e-4, 0.003)), task.cancel)
+        done, _ = await asyncio.wait([task], timeout=60.0)
+        door.calls.pop(task, None)
+        check(done, f"{op.name}: no answer", op.fields)
+        if task.cancelled() or (door.is_dead and not world.has_http):
+            task.cancelled() or task.exception()
+            return "lost", {}, {}
+        return task.result()
+
+    def _may_exist(self, effect: Effect) -> bool:
+        """Whether another call makes it, or shards of an earlier one are not deleted yet."""
+        return self.history.is_contended(effect) or effect.makes in self.world.abandoned
+
+    def settle(self, effects: Sequence[Effect], answer: Any) -> None:
+        """What an answer says of each effect."""
+        code, found, _ = answer
+        text = f"{code} {found if code != 'ok' else ''}"
+        listed = found.get("sequences") or found.get("lengths") or {str(found.get("value"))}
+        every = {name for effect in effects for name in effect.names}
+        named = set() if code == "ok" else every & set(listed)
+        for effect in effects:
+            own, step = f"{effect.text}: {text}", effect.step
+
+            def is_right(seen: Outcome, step: Step = step) -> bool:
+                right = code != "ok" or len(seen) < 2 or step.is_right(seen[1], self.rows)
+                return seen[0] == "ok" and right
+
+            if code == "ok" or effect.names & set(found.get("done", ())):
+                self.history.answered(effect, is_right, own)
+            elif code in LOST:
+                self.history.lost(effect, UNCERTAIN_S)
+            elif code in REFUSALS | {"length_mismatch", "sequence_changed"} or (
+                code == "internal" and self.world.has_broken()
+            ):
+                self.history.refused(effect, own)
+                check(not self.world.is_settled, "refused after all faults ended:", own)
+            elif (
+                (named and not effect.names & named)
+                or found.get("field") in ("layers", "q", "sequences")
+                or (code == "sequence_exists" and self._may_exist(effect))
+            ):
+                self.history.refused(effect, own)
+            else:
+                wanted = "unknown_sequence" if code == "lost_sequence" else code
+                self.history.answered(effect, lambda seen, wanted=wanted: wanted in seen, own)
 
 
 class ClusterWorld(Simulation):
@@ -616,7 +289,7 @@ class ClusterWorld(Simulation):
         super().__init__(plan)
         spaces = SPACES if self.has_keys else ("default",)
         self.rows = Rows(self.geometry)
-        self.empty: tuple[tuple[int, ...], ...] = ((),) * self.geometry.num_layers
+        self.spaces = [Namespace(name) for name in spaces]
         self.histories = {space: History(lambda: self.clock.now) for space in spaces}
         self.doors: dict[str, DoorProcess] = {}
         self.is_settled = False
@@ -770,16 +443,17 @@ class ClusterWorld(Simulation):
         for caller in callers:
             caller.order = random.Random(f"{self.plan.seed} {caller.number} end")
             for name in sorted(caller.history.every_name()):
-                if (await caller._look(name))[0] == "ok":
-                    for layer in range(self.geometry.num_layers):
-                        await caller._gather([name], layer)
+                if (await caller.send(Op("get_sequence", {"id": name})))[0] == "ok":
+                    for layer in range(NUM_LAYERS):
+                        fields = {"layer": layer, "sequences": [name], "dtype": "fp32"}
+                        await caller.send(Op("gather", fields))
         self.check_places()
         for caller in callers:
-            await caller.send("delete_sequences", {"prefix": ""})
-            code, found, _ = await caller.send("holds", {})
+            await caller.send(Op("delete_sequences", {"prefix": ""}))
+            code, found, _ = await caller.send(Op("holds", {}))
             check(code == "ok", "holds", found)
             check(not found["holds"], "leases or pins are left", found)
-            await caller.send("clear", {})
+            await caller.send(Op("clear", {}))
         await asyncio.sleep(2.0)
         for name, process in self.engines.items():
             store = process.engine.store
@@ -810,9 +484,14 @@ class ClusterWorld(Simulation):
             await self.drain(name, "door-0", stop=True)
 
     def left(self, name: str) -> list[str]:
-        """What an engine has that others can take: of two engines none takes the other's shard."""
-        store = self.engines[name].engine.store
-        left = [leaf.id for leaf in store.tree.books if not leaf.shard or len(self.names) > 2]
+        """What an engine has that others can take: of two engines none takes the other's shard, and
+        a shard whose others are lost stays."""
+        store, stays = self.engines[name].engine.store, self.abandoned
+        left = [
+            leaf.id
+            for leaf in store.tree.books
+            if not leaf.shard or (len(self.names) > 2 and leaf.id.rpartition("/")[2] not in stays)
+        ]
         return (
             left
             + ["imports"] * store.imports.count(None)

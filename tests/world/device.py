@@ -11,6 +11,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partialmethod
 from typing import Any, Final
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy as np
 from kernels.backend import Attend, DeviceLost, DType, Int32, PoolGeometry, Unsupported
 from kernels.errors import NoMemory
 from kernels.pending import StageSeconds
-from tests.engine.fake_backend import FakeBackend
+from tests.engine.fake_backend import FakeBackend, written
 from tests.world.clock import Clock
 from tests.world.network import Fault
 
@@ -101,8 +102,8 @@ class WorldDevice(FakeBackend):
 
         self._launch(overwrite)
 
-    def append(self, layer: int, k: Any, v: Any, slots: Int32) -> Any:
-        self._enter("append")
+    def append(self, layer: int, k: Any, v: Any, slots: Int32, name: str = "append") -> Any:
+        self._enter(name)
         slots = slots.copy()
 
         def kernel() -> None:
@@ -110,49 +111,35 @@ class WorldDevice(FakeBackend):
 
         return self._launch(kernel)
 
-    def write_stored(self, layer: int, k: Any, v: Any, slots: Int32) -> Any:
-        self._enter("write_stored")
-        slots = slots.copy()
-
-        def kernel() -> None:
-            self.pool[layer, 0, slots], self.pool[layer, 1, slots] = k, v
-
-        return self._launch(kernel)
+    write_stored = partialmethod(append, name="write_stored")
 
     def copy_rows(self, src_pages: Int32, dst_pages: Int32, num_rows: Int32) -> None:
         self.check()
-        copies = [one.tolist() for one in (src_pages, dst_pages, num_rows)]
-
-        def kernel() -> None:
-            size = self.geometry.page_size
-            for src, dst, rows in zip(*copies, strict=True):
-                begin, to = src * size, dst * size
-                self.pool[:, :, to : to + rows] = self.pool[:, :, begin : begin + rows]
-
-        self._launch(kernel)
+        copies = [one.copy() for one in (src_pages, dst_pages, num_rows)]
+        self._launch(lambda: super(WorldDevice, self).copy_rows(*copies))
 
     def attend(self, requests: Sequence[Attend]) -> Any:
         self._enter("attend")
 
         def kernel() -> list[Any]:
-            return [place(self._attend(request), request.out) for request in requests]
+            return [written(self._attend(request), request.out) for request in requests]
 
         return self._launch(kernel, fails="attend")
 
     def gather(
         self, layer: int, slots: Int32, dtype: DType, out: tuple[Any, Any] | None = None
     ) -> Any:
-        self._enter("gather")
         return self._read(layer, slots.copy(), out, "gather")
 
     def read_stored(self, layer: int, slots: Int32, out: tuple[Any, Any]) -> Any:
-        self._enter("read_stored")
         return self._read(layer, slots.copy(), out, "read_stored")
 
     def close(self) -> None:
         self.run(float("inf"))
 
     def _read(self, layer: int, slots: Int32, out: Any, name: str) -> Any:
+        self._enter(name)
+
         def kernel() -> Any:
             k, v = self.pool[layer][:, slots].astype(np.float32)
             if out is None:
@@ -184,11 +171,3 @@ class WorldDevice(FakeBackend):
             raise NoMemory(f"{name}: no memory")
         if name == "attend" and self.fault("unsupported", 0.005):
             raise Unsupported("q", "odd", "not here")
-
-
-def place(state: Any, out: Any) -> Any:
-    """The state at the place given for it, if one was."""
-    if out is None:
-        return state
-    out.o[...], out.lse[...] = state.o, state.lse
-    return out

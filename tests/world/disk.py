@@ -21,14 +21,15 @@ from service.tiers.files import Files
 from service.tiers.record_store import NewRecord, RecordStore
 from service.tiers.records import InvalidRecord, RecordLayout
 from service.tiers.shelf import Entry
-from tests.world.model import check
+from tests.world.calls import check
 from tests.world.simulation import Plan, Result
 
 LAYOUT: Final = RecordLayout(8, 200, b"model and shape.")
 MEMORY: Final = "/dev/shm" if os.path.isdir("/dev/shm") else None
 NUM_KEYS: Final = 24
 SPACES: Final = ("ours", "theirs")
-OPERATIONS: Final = ("put", "put", "put", "get", "get", "get", "drop", "clear", "limit", "restart")
+RESTARTS: Final = ("restart", "kill", "power loss")
+OPERATIONS: Final = (*("put", "get") * 9, *("drop", "clear", "limit") * 3, *RESTARTS)
 
 
 class SimFiles(Files):
@@ -123,14 +124,15 @@ class DiskWorld:
     def step(self) -> None:
         order = self.order
         name = order.choice(OPERATIONS)
-        if name == "restart":
-            name = order.choice(("restart", "kill", "power loss"))
         self.result.rounds += 1
         self.result.trace.append(name)
         before = Counter(self.result.faults)
         code = "ok"
         try:
-            getattr(self, f"_{name.split()[0]}")()
+            if name in RESTARTS:
+                self.restart(name)
+            else:
+                getattr(self, f"_{name}")()
         except OSError as error:
             code = errno.errorcode.get(error.errno or 0, "EIO")
             self.kept = {k: v for k, v in self.kept.items() if self.store.find(k) is not None}
@@ -188,15 +190,6 @@ class DiskWorld:
     def _limit(self) -> None:
         limit = self.order.choice((None, 2 * LAYOUT.block_bytes))
         self.store.set_limit(self.order.choice(SPACES), limit)
-
-    def _restart(self) -> None:
-        self.restart("restart")
-
-    def _kill(self) -> None:
-        self.restart("kill")
-
-    def _power(self) -> None:
-        self.restart("power loss")
 
     def restart(self, how: str) -> None:
         """The next store has a copy of what the one before left on its disk."""

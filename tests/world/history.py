@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
-from typing import Any, Final, NamedTuple
+from itertools import count, product
+from math import prod
+from typing import Any, Final
 
-from tests.world.model import Wrong
+from tests.world.calls import NOT_NOW, Held, Outcome, Sequences, Wrong
 
 MAX_STATES: Final = 20_000
+SOME_STATES: Final = 200
 FOREVER: Final = float("inf")
 
 
@@ -24,20 +26,9 @@ class Unclear(Exception):
     """Too much may have happened: the run ends without a result."""
 
 
-class Held(NamedTuple):
-    """A sequence: the number of the effect that made it, and its rows at each layer."""
-
-    made: int
-    rows: tuple[tuple[int, ...], ...]
-
-
-Sequences = dict[str, Held]
-Outcome = tuple[Any, ...]
-"""What a caller sees: "ok" and a value, or the codes that are right. An empty one: it cannot take
-effect now."""
 Frozen = tuple[tuple[str, Held], ...]
 State = tuple[Frozen, frozenset[tuple[int, Outcome]]]
-NOT_NOW: Final[Outcome] = ()
+NOTHING: Final[State] = ((), frozenset())
 ANY: Final[Outcome] = ("any",)
 """Of an effect that is answered nowhere."""
 
@@ -61,6 +52,19 @@ class Effect:
     undoes: int = 0
     repeats: bool = False
     """Whether it may act more than once before its answer."""
+    step: Any = None
+    """What its caller knows of it."""
+
+
+class Group:
+    """Sequences whose states depend on one another, as calls under way are about several of them.
+
+    Those of other groups are apart: otherwise few calls without an answer made too many states.
+    """
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.states: set[State] = {NOTHING}
 
 
 class History:
@@ -68,7 +72,8 @@ class History:
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.now = now
-        self.states: set[State] = {((), frozenset())}
+        self.groups: dict[str, Group] = {}
+        """By the name of a sequence."""
         self.pending: dict[int, Effect] = {}
         self.numbers = count(1)
         self.made: dict[str, float] = {}
@@ -79,7 +84,6 @@ class History:
         text: str,
         names: Iterable[str],
         apply: Callable[[Sequences, int], Outcome],
-        *,
         is_read: bool = False,
         makes: str = "",
     ) -> Effect:
@@ -94,6 +98,7 @@ class History:
             began=self.now(),
         )
         self.pending[number] = effect
+        self._group(effect)
         if makes:
             effect.undo = self.begin(f"undo {text}", [makes], partial(unmake, makes, number))
             effect.undo.undoes = number
@@ -136,14 +141,12 @@ class History:
         if effect.is_read:
             self._forget(effect)
             return
-        self.states = {
-            (
-                frozen,
-                frozenset(
-                    (number, seen if number != effect.number else ANY) for number, seen in done
-                ),
-            )
-            for frozen, done in self.states
+        group = self._group(effect)
+        group.states = {
+            (frozen, without(done, effect.number) | {(effect.number, ANY)})
+            if any(number == effect.number for number, _ in done)
+            else (frozen, done)
+            for frozen, done in group.states
         }
 
     def is_contended(self, effect: Effect) -> bool:
@@ -156,55 +159,100 @@ class History:
     def is_certain(self, name: str) -> bool:
         """Whether all states have the same rows of a sequence, which no call changes now."""
         busy = any(name in one.names for one in self.pending.values())
-        return not busy and len({dict(frozen).get(name) for frozen, _ in self.states}) == 1
+        states = self.groups[name].states if name in self.groups else {NOTHING}
+        return not busy and len({dict(frozen).get(name) for frozen, _ in states}) == 1
 
     def held(self) -> Sequences:
         """The sequences of one of the states."""
-        return dict(next(iter(self.states))[0])
+        return {name: held for group in self._all() for name, held in next(iter(group.states))[0]}
 
     def every_name(self) -> set[str]:
-        return {name for frozen, _ in self.states for name, _ in frozen}
+        return {name for group in self._all() for frozen, _ in group.states for name, _ in frozen}
+
+    def _all(self) -> Iterable[Group]:
+        return dict.fromkeys(self.groups.values())
+
+    def _group(self, effect: Effect) -> Group:
+        """The group of all names of an effect; others join it."""
+        known = [name for name in sorted(effect.names) if name in self.groups]
+        every = dict.fromkeys(self.groups[name] for name in known)
+        if len(every) == 1 and effect.names <= (only := next(iter(every))).names:
+            return only
+        whole = Group()
+        whole.names |= effect.names
+        for group in every:
+            whole.names |= group.names
+            pairs = product(whole.states, group.states)
+            whole.states = {(join(one[0], two[0]), one[1] | two[1]) for one, two in pairs}
+        self.groups |= dict.fromkeys(whole.names, whole)
+        return whole
+
+    def _split(self, group: Group) -> None:
+        """The parts of a group that no call under way connects are groups of their own again, where
+        their states do not depend on one another, or are too many: then some that cannot be are
+        kept as well."""
+        near = [one for one in self.pending.values() if one.names & group.names]
+        rest, parts = set(group.names), list[tuple[set[str], set[State]]]()
+        while rest:
+            names = {rest.pop()}
+            while more := {name for one in near if one.names & names for name in one.names} - names:
+                names |= more
+            rest -= names
+            numbers = {one.number for one in near if one.names & names}
+            states = {
+                (
+                    tuple(pair for pair in frozen if pair[0] in names),
+                    frozenset(entry for entry in done if entry[0] in numbers),
+                )
+                for frozen, done in group.states
+            }
+            parts.append((names, states))
+        num_states = prod(len(states) for _, states in parts)
+        if len(parts) == 1 or num_states > len(group.states) < SOME_STATES:
+            return
+        for names, states in parts:
+            own = Group()
+            own.names, own.states = names, states
+            self.groups |= dict.fromkeys(names, own)
 
     def _keep(self, found: set[State], effect: Effect, text: str) -> None:
+        group = self._group(effect)
         if not found:
             before = [
                 {name: held for name, held in frozen if name in effect.names}
-                for frozen, _ in list(self.states)[:3]
+                for frozen, _ in list(group.states)[:3]
             ]
             waiting = [one.text for one in self.pending.values() if one.names & effect.names]
             raise Wrong(f"{text}: not possible after {before}, with {waiting}")
-        self.states = found
+        group.states = found
         self.pending.pop(effect.number, None)
         if effect.undo is not None:
             self._end(effect.undo)
         now = self.now()
         if effect.makes:
             self.made[effect.makes] = now
+        self._split(group)
         for one in [one for one in self.pending.values() if one.ends < now]:
             if one.number in self.pending:
                 self._forget(one)
 
     def _forget(self, effect: Effect) -> None:
         """It has taken effect by now, or never will."""
-        self.states = self._expanded(effect)
+        group = self._group(effect)
+        group.states = self._expanded(effect)
         self._end(effect)
+        self._split(group)
 
     def _end(self, effect: Effect) -> None:
         del self.pending[effect.number]
-        self.states = {(frozen, without(done, effect.number)) for frozen, done in self.states}
+        group = self._group(effect)
+        group.states = {(frozen, without(done, effect.number)) for frozen, done in group.states}
 
     def _expanded(self, effect: Effect) -> set[State]:
-        """The states, and all that calls without an answer can have made of them, which are about
-        the names of `effect` or of such a call."""
-        names, others = set(effect.names), [*self.pending.values()]
-        others.remove(effect)
-        near: list[Effect] = []
-        while more := [one for one in others if one.names & names]:
-            near += more
-            others = [one for one in others if one not in more]
-            names.update(*(one.names for one in more))
-        near.append(effect)
-        found, todo = set(self.states), list(self.states)
+        """The states, and all that calls without an answer can have made of them."""
+        group = self._group(effect)
+        near = [one for one in self.pending.values() if one.names & group.names]
+        found, todo = set(group.states), list(group.states)
         while todo:
             frozen, done = todo.pop()
             numbers = {number for number, _ in done}
@@ -214,25 +262,26 @@ class History:
                 held = dict(frozen)
                 outcome = one.apply(held)
                 if one.undoes:
-                    if (
-                        outcome
-                        and (state := (freeze(held), without(done, one.undoes))) not in found
-                    ):
-                        found.add(state)
-                        todo.append(state)
+                    if not outcome:
+                        continue
+                    state = freeze(held), without(done, one.undoes)
+                elif one.ends < FOREVER and outcome[:1] == ("ok",):
+                    state = freeze(held), done | {(one.number, ANY)}  # it is answered nowhere
+                elif outcome and one.ends == FOREVER:
+                    again = one.number in numbers
+                    state = freeze(held), done if again else done | {(one.number, outcome)}
+                else:
                     continue
-                if one.ends < FOREVER and outcome[:1] == ("ok",):
-                    outcome = ANY  # it is answered nowhere
-                elif not outcome or one.ends < FOREVER:
-                    continue
-                again = one.number in numbers
-                state = freeze(held), done if again else done | {(one.number, outcome)}
                 if state not in found:
                     found.add(state)
                     todo.append(state)
             if len(found) > MAX_STATES:
                 raise Unclear(f"{len(found)} states: {[one.text for one in near]}")
         return found
+
+
+def join(first: Frozen, second: Frozen) -> Frozen:
+    return tuple(sorted(first + second))
 
 
 def without(done: frozenset[tuple[int, Outcome]], number: int) -> frozenset[tuple[int, Outcome]]:

@@ -4,129 +4,202 @@ from __future__ import annotations
 
 import asyncio
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
 
-from kernels.backend import PoolGeometry
 from service.operations.transfer import Header
-from tests.world.model import Model, Namespace, Op
+from tests.world.calls import NUM_LAYERS, Every, Op, Rows, Sequences
+from tests.world.model import Namespace
 
 GRAMMAR: Final = {
-    "create": 3,
-    "prompt": 8,
-    "fork": 9,
-    "append": 12,
-    "decode": 12,
-    "prefill": 4,
-    "gather": 4,
-    "truncate": 6,
-    "keep": 3,
-    "delete": 3,
-    "sweep": 1,
-    "look": 3,
-    "list": 1,
-    "pool": 1,
-    "page_table": 1,
-    "export": 3,
-    "import": 4,
-    "hand_over": 5,
-    "commit": 6,
-    "from_prefix": 4,
-    "match": 5,
-    "release": 4,
-    "renew": 2,
-    "holds": 1,
-    "pin": 2,
-    "unpin": 2,
-    "quota": 1,
-    "usage": 1,
-    "again": 3,
-    "burst": 4,
-    "evict": 1,
-    "rest": 4,
+    "create": (3, 10),
+    "prompt": (8, 4),
+    "fork": (9, 8),
+    "append": (12, 14),
+    "decode": (12, 12),
+    "prefill": (4, 0),
+    "gather": (4, 10),
+    "truncate": (6, 6),
+    "keep": (3, 0),
+    "delete": (3, 5),
+    "sweep": (1, 2),
+    "look": (3, 6),
+    "list": (1, 0),
+    "pool": (1, 0),
+    "page_table": (1, 0),
+    "export": (3, 1),
+    "import": (4, 4),
+    "hand_over": (5, 0),
+    "commit": (6, 5),
+    "from_prefix": (4, 2),
+    "match": (5, 1),
+    "release": (4, 1),
+    "renew": (2, 0),
+    "holds": (1, 0),
+    "pin": (2, 0),
+    "unpin": (2, 0),
+    "quota": (1, 0),
+    "usage": (1, 0),
+    "again": (3, 0),
+    "burst": (4, 0),
+    "evict": (1, 0),
+    "rest": (4, 8),
 }
-"""The statements of a program and their weights."""
+"""The statements of a program, and their weights with one engine and in a cluster."""
 SHARED: Final = ("s0", "s1", "s2", "s3")
 """Ids that all callers of a namespace use, at the same time."""
 FEW: Final = 3
 """Living sequences of a caller below which most statements are prompts."""
 MAX_ROWS: Final = 14
-TOKENS: Final = 2
 HEADS: Final = 2
 SHORT_S: Final = (0.02, 0.1, 0.5)
+OPS: Final[dict[str, Callable[[Program], Op]]] = {
+    "gather": lambda p: Op("gather", {"layer": p.layer(), "sequences": p.some(), "dtype": "fp32"}),
+    "delete": lambda p: Op("delete_sequence", {"id": p.name()}),
+    "sweep": lambda p: p.sweep(),
+    "look": lambda p: Op("get_sequence", {"id": p.name()}),
+    "list": lambda _: Op("list_sequences", {}),
+    "pool": lambda _: Op("pool", {}),
+    "page_table": lambda p: Op("page_table", {"sequences": p.some(), "layer": p.layer()}),
+    "holds": lambda _: Op("holds", {}),
+    "usage": lambda p: Op("get_namespace", {"name": p.space.name}),
+    "evict": lambda p: Op("evict", {"num_pages": p.order.randint(1, 6)}),
+}
+"""Statements of one call."""
 
-Send = Callable[[Op], Any]
 
+class Program(ABC):
+    """One caller's statements."""
 
-class Program:
-    """One caller's statements. `send` returns (code, fields, tensors) of a call's answer."""
+    world_number = 0
+    """Which weights it uses."""
 
-    def __init__(
-        self, model: Model, space: Namespace, number: int, order: random.Random, send: Send
-    ) -> None:
-        self.model, self.space, self.order, self.send = model, space, order, send
-        self.geometry: PoolGeometry = model.geometry
+    def __init__(self, world: Any, space: Namespace, rows: Rows, number: int) -> None:
+        self.world, self.space, self.number = world, space, number
+        self.rows = rows
+        self.order = random.Random(f"{world.plan.seed} caller {number}")
         self.own = (f"p{number}.a", f"p{number}.b")
-        self.names = SHARED + self.own
         self.exports: list[dict[str, Any]] = []
+        self.prompts: list[list[int]] = []
+        """Rows of prompts that were committed, or matched."""
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    @abstractmethod
+    async def send(self, op: Op) -> tuple[str, dict[str, Any], dict[str, Any]] | None:
+        """Code, fields and tensors of a call's answer; None where none came."""
+
+    @abstractmethod
+    def strike(self) -> None:
+        """What may happen to processes before a statement."""
+
+    @abstractmethod
+    def held(self) -> Sequences:
+        """The sequences of its namespace, as its oracle has them."""
+
+    @abstractmethod
+    def sweep(self) -> Op:
+        """A call that deletes several sequences."""
+
+    def extended(self, new: dict[str, Any]) -> dict[str, Any]:
+        """A new sequence, with what its world adds."""
+        return new
+
+    def is_certain(self, name: str) -> bool:
+        """Whether it knows the rows of a sequence before a call about it."""
+        return True
+
+    async def run(self) -> None:
+        """All statements, some before the one before them has ended."""
+        plan, world = self.world.plan, self.world
+        for number in range(plan.statements):
+            if plan.callers * number + self.number in plan.skipped:
+                continue
+            order = self.order = random.Random(f"{plan.seed} {self.number} {number}")
+            name = self._draw()
+            if plan.faults:
+                self.strike()
+            together = not self.world_number and order.random() < 0.4
+            together = together and name not in ("commit", "rest")
+            if not together and self.tasks:
+                await asyncio.wait(self.tasks)
+            task = asyncio.create_task(self.statement(name))
+            self.tasks.add(task)
+            task.add_done_callback(self._ended)
+            if not together or len(self.tasks) > 3:
+                await asyncio.wait(self.tasks)
+            if world.result.error:
+                return
+        if self.tasks:
+            await asyncio.wait(self.tasks)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.world.fail(error)
 
     async def statement(self, name: str) -> None:
-        await getattr(self, f"_{name}")()
+        self.world.note(f"caller {self.number}: {name}")
+        if name in OPS:
+            await self.send(OPS[name](self))
+        else:
+            await getattr(self, f"_{name}")()
 
-    def draw(self) -> str:
-        living = sum(one.length > 0 for one in map(self.space.sequences.get, self.names) if one)
+    def _draw(self) -> str:
+        held = self.held()
+        living = sum(any(held[name].rows) for name in self.names if name in held)
         if living < FEW and self.order.random() < 0.5:
             return "prompt"
-        return self.order.choices(list(GRAMMAR), list(GRAMMAR.values()))[0]
+        weights = [weights[self.world_number] for weights in GRAMMAR.values()]
+        return self.order.choices(list(GRAMMAR), weights)[0]
 
     # What to choose from.
 
-    def _name(self) -> str:
+    @property
+    def names(self) -> tuple[str, ...]:
+        return SHARED + self.own
+
+    def name(self) -> str:
         """An id: mostly of a sequence that is there."""
-        living = [name for name in self.names if name in self.space.sequences]
+        living = [name for name in self.held() if name[0] != "p" or name in self.own]
         if living and self.order.random() < 0.95:
             return self.order.choice(living)
         return self.order.choice(self.names)
 
-    def _names(self) -> list[str]:
-        return sorted({self._name() for _ in range(self.order.choice((1, 1, 2, 3)))})
+    def some(self) -> list[str]:
+        return sorted({self.name() for _ in range(self.order.choice((1, 1, 2, 3)))})
 
-    def _held(self, name: str, layer: int) -> list[int]:
-        found = self.space.sequences.get(name)
-        return found.rows[layer] if found is not None else []
+    def free(self) -> list[str]:
+        return [name for name in self.names if name not in self.held()]
 
-    def _layer(self) -> int:
-        return self.order.randrange(self.geometry.num_layers)
+    def every(self, name: str) -> Every:
+        held = self.held()
+        return held[name].rows if name in held else ((),) * NUM_LAYERS
+
+    def at(self, name: str, layer: int) -> tuple[int, ...]:
+        return self.every(name)[layer]
+
+    def length(self, name: str) -> int:
+        return min(map(len, self.every(name)))
+
+    def layer(self) -> int:
+        return self.order.randrange(NUM_LAYERS)
 
     def _tokens(self, count: int) -> list[int]:
-        return [self.order.randrange(TOKENS) for _ in range(count)]
-
-    def _is_level(self, name: str) -> bool:
-        """Whether a sequence holds the same rows at every layer."""
-        return all(rows == self._held(name, 0) for rows in self._every(name))
-
-    def _room(self, name: str, layer: int, count: int | None) -> int:
-        """Rows to append: `count` or few, as far as they fit."""
-        count = self.order.choice((0, 1, 1, 2, 5)) if count is None else count
-        return max(0, min(count, MAX_ROWS - len(self._held(name, layer))))
+        return [self.order.randrange(2) for _ in range(count)]
 
     def _queries(self, count: int) -> Any:
-        shape = (count, HEADS * self.geometry.num_kv_heads, self.geometry.head_dim)
+        geometry = self.rows.geometry
+        shape = (count, HEADS * geometry.num_kv_heads, geometry.head_dim)
         return np.random.default_rng(self.order.getrandbits(32)).standard_normal(shape, np.float32)
 
-    def _appended(self, names: list[str], layer: int, counts: list[int]) -> list[list[int]]:
-        """Rows behind what the sequences hold now."""
-        return [
-            self.model.rows.after((self._held(name, layer) or [0])[-1], self._tokens(count))
-            for name, count in zip(names, counts, strict=True)
-        ]
-
-    def _ttl(self, new: dict[str, Any]) -> dict[str, Any]:
-        if self.order.random() < 0.12:
-            new["ttl_s"] = self.order.choice(SHORT_S)
-        return new
+    def _behind(self, name: str, layer: int, count: int) -> list[int]:
+        """Rows behind what a sequence holds now, as far as they fit."""
+        rows = self.at(name, layer)
+        tokens = self._tokens(max(0, min(count, MAX_ROWS - len(rows))))
+        return self.rows.after((rows or (0,))[-1], tokens)
 
     # Statements.
 
@@ -134,138 +207,99 @@ class Program:
         await asyncio.sleep(self.order.choice((0.0, 0.001, 0.01, 0.1, 0.1, 0.7, 3.0)))
 
     async def _create(self) -> None:
-        names = self._names()
-        names = [self.order.choice(self.names)] if len(names) == 1 else names
-        new = [self._ttl({"id": name}) for name in names]
-        if len(new) > 1 and self.order.random() < 0.3:
-            new[1]["parent"] = self._name()
-        await self.send(Op("create_sequences", {"sequences": new}))
+        names = sorted({self.order.choice(self.names) for _ in range(self.order.randint(1, 2))})
+        new: list[dict[str, Any]] = [{"id": name} for name in names]
+        if len(new) > 1 and self.order.random() < 0.3 and not self.world_number:
+            new[1]["parent"] = self.name()
+        await self.send(Op("create_sequences", {"sequences": list(map(self.extended, new))}))
 
     async def _prompt(self) -> None:
         """A sequence that holds rows at every layer."""
-        free = [name for name in self.names if name not in self.space.sequences]
-        name = self.order.choice(free) if free else self._name()
+        free = self.free()
+        name = self.order.choice(free) if free else self.name()
         if free:
-            await self.send(Op("create_sequences", {"sequences": [self._ttl({"id": name})]}))
+            new = self.extended({"id": name})
+            await self.send(Op("create_sequences", {"sequences": [new]}))
         await self._append([name], self.order.randint(1, 9))
 
     async def _fork(self) -> None:
-        parent = self._name()
-        held = self.space.sequences.get(parent)
-        free = [name for name in self.names if name not in self.space.sequences]
-        new: dict[str, Any] = {"id": self.order.choice(free or SHARED), "parent": parent}
-        if held is not None and self.order.random() < 0.7:
-            new["length"] = self.order.randint(0, held.length + (self.order.random() < 0.05))
-        await self.send(Op("create_sequences", {"sequences": [self._ttl(new)]}))
+        parent = self.name()
+        new: dict[str, Any] = {"id": self.order.choice(self.free() or SHARED), "parent": parent}
+        if self.order.random() < 0.7:
+            most = self.length(parent) + (self.order.random() < 0.05)
+            new["length"] = self.order.randint(0, most)
+        await self.send(Op("create_sequences", {"sequences": [self.extended(new)]}))
 
     async def _append(self, names: list[str] | None = None, count: int | None = None) -> None:
-        names, layer = names or self._names(), self._layer()
-        uneven = [
-            name for name in names if any(r != self._held(name, 0) for r in self._every(name))
-        ]
+        names, layer = names or self.some(), self.layer()
+        uneven = [name for name in names if len(set(self.every(name))) > 1]
         if uneven and self.order.random() < 0.8:  # its shorter layer gets what it lacks
-            names, every = uneven[:1], self._every(uneven[0])
+            names, every = uneven[:1], self.every(uneven[0])
             short, long = sorted(every, key=len)
-            layer, rows = every.index(short), [long[len(short) :]]
+            layer, rows = every.index(short), [list(long[len(short) :])]
         else:
-            rows = self._appended(names, layer, [self._room(name, layer, count) for name in names])
-        counts = list(map(len, rows))
-        ends = np.cumsum([0, *counts]).tolist()
+            counts = [count or self.order.choice((0, 1, 1, 2, 5)) for _ in names]
+            rows = [self._behind(*each) for each in zip(names, [layer] * 9, counts, strict=False)]
+        ends = np.cumsum([0, *map(len, rows)]).tolist()
         fields: dict[str, Any] = {"sequences": names, "append_indptr": ends}
         flat = [row for each in rows for row in each]
-        layers = range(self.geometry.num_layers)
         if not uneven and self.order.random() < 0.8:
-            fields["layers"] = list(layers)
-            made = [self.model.rows.content(flat, each) for each in layers]
-            k, v = (np.stack([each[half] for each in made]) for half in (0, 1))
+            fields["layers"] = list(range(NUM_LAYERS))
+            made = [self.rows.content(flat, each) for each in fields["layers"]]
+            k, v = (np.stack(each) for each in zip(*made, strict=True))
         else:
             fields["layer"] = layer
-            k, v = self.model.rows.content(flat, layer)
+            k, v = self.rows.content(flat, layer)
         if self.order.random() < 0.3:
-            fields["offsets"] = [len(self._held(name, layer)) for name in names]
+            fields["offsets"] = [len(self.at(name, layer)) for name in names]
         await self.send(Op("append", fields, {"k": k, "v": v}, rows))
 
     async def _decode(self) -> None:
-        names, layer = self._names(), self._layer()
+        names, layer = self.some(), self.layer()
         fields: dict[str, Any] = {"layer": layer, "sequences": names}
         fields["cascade"] = self.order.choice(("auto", "always", "never"))
-        tensors = {"q": self._queries(len(names))}
-        rows: list[list[int]] = []
-        fits = all(len(self._held(name, layer)) < MAX_ROWS for name in names)
+        tensors, rows = {"q": self._queries(len(names))}, []
+        fits = all(len(self.at(name, layer)) < MAX_ROWS for name in names)
         if fits and self.order.random() < 0.6:
-            rows = self._appended(names, layer, [1] * len(names))
-            flat = [row for each in rows for row in each]
-            tensors["k"], tensors["v"] = self.model.rows.content(flat, layer)
+            rows = [self._behind(name, layer, 1) for name in names]
+            tensors["k"], tensors["v"] = self.rows.content([row for (row,) in rows], layer)
         await self.send(Op("decode", fields, tensors, rows))
 
     async def _prefill(self) -> None:
-        name, layer = self._name(), self._layer()
-        count = min(self.order.randint(1, 5), MAX_ROWS - len(self._held(name, layer)))
-        if count < 1:
-            return
-        rows = self._appended([name], layer, [count])
-        k, v = self.model.rows.content(rows[0], layer)
-        fields = {"layer": layer, "sequences": [name], "qo_indptr": [0, count], "causal": True}
-        await self.send(Op("prefill", fields, {"q": self._queries(count), "k": k, "v": v}, rows))
-
-    async def _gather(self) -> None:
-        fields = {"layer": self._layer(), "sequences": self._names(), "dtype": "fp32"}
-        await self.send(Op("gather", fields))
+        name, layer = self.name(), self.layer()
+        if rows := self._behind(name, layer, self.order.randint(1, 5)):
+            k, v = self.rows.content(rows, layer)
+            fields: dict[str, Any] = {"layer": layer, "sequences": [name], "causal": True}
+            fields["qo_indptr"] = [0, len(rows)]
+            tensors = {"q": self._queries(len(rows)), "k": k, "v": v}
+            await self.send(Op("prefill", fields, tensors, [rows]))
 
     async def _truncate(self) -> None:
-        name = self._name()
-        length = min((len(rows) for rows in self._every(name)), default=0)
-        await self.send(Op("truncate", {"id": name, "length": self.order.randint(0, length)}))
-
-    def _every(self, name: str) -> list[list[int]]:
-        found = self.space.sequences.get(name)
-        return found.rows if found is not None else []
+        name = self.name()
+        length = self.order.randint(0, self.length(name))
+        await self.send(Op("truncate", {"id": name, "length": length}))
 
     async def _keep(self) -> None:
         """A tree of drafts, of which some are accepted."""
-        name = self._name()
-        length = min((len(rows) for rows in self._every(name)), default=0)
+        name = self.name()
+        length = self.length(name)
         cut = self.order.randint(0, length)
         keep = [at for at in range(cut, length) if self.order.random() < 0.5]
         await self.send(Op("truncate", {"id": name, "length": cut, "keep": keep}))
 
-    async def _delete(self) -> None:
-        await self.send(Op("delete_sequence", {"id": self._name()}))
-
-    async def _sweep(self) -> None:
-        await self.send(
-            Op("delete_sequences", {"prefix": self.order.choice(("s0", "s1", "s", "none"))})
-        )
-
-    async def _look(self) -> None:
-        await self.send(Op("get_sequence", {"id": self._name()}))
-
-    async def _list(self) -> None:
-        await self.send(Op("list_sequences", {}))
-
-    async def _pool(self) -> None:
-        await self.send(Op("pool", {}))
-
-    async def _page_table(self) -> None:
-        await self.send(Op("page_table", {"sequences": self._names(), "layer": self._layer()}))
-
-    async def _evict(self) -> None:
-        await self.send(Op("evict", {"num_pages": self.order.randint(1, 6)}))
-
     # Moving.
 
     async def _export(self, name: str | None = None, pause: bool = True) -> dict[str, Any] | None:
-        name = name or self._name()
-        rows = [list(one) for one in self._every(name)]
+        name = name or self.name()
+        if not self.is_certain(name):
+            return None
         part_bytes = self.order.choice((1, 200, 2**20))
-        found = await self.send(Op("export_sequence", {"id": name, "part_bytes": part_bytes}))
+        begun = Op("export_sequence", {"id": name, "part_bytes": part_bytes})
+        found = await self.send(begun)
         if found is None or found[0] != "ok":
             return None
-        reply, names = found[1], found[2]
-        header = reply["header"]
-        if [len(one) for one in rows] != header["lengths"]:
-            rows = []  # changed since: its rows are not known here
-        parsed, digests, parts = Header(**header), [reply["digest"]], []
+        header, digests, names, parts = found[1]["header"], [found[1]["digest"]], found[2], []
+        parsed = Header(**header)
         for number in range(parsed.num_parts):
             if pause and self.order.random() < 0.3:
                 await self._rest()
@@ -274,22 +308,17 @@ class Program:
                 (layer, part.first_page * size, min(part.last_page * size, parsed.lengths[layer]))
                 for layer in range(part.first_layer, part.last_layer)
             ]
-            fields = {
-                "id": name,
-                "part": number,
-                "generation": parsed.generation,
-                "before": digests[-1],
-                "part_bytes": parsed.part_bytes,
-            }
+            fields = {"id": name, "part": number, "before": digests[-1]}
+            fields |= {one: header[one] for one in ("generation", "part_bytes")}
             plan = [span for span in spans if span[2] > span[1]]
             found = await self.send(Op("export_sequence", fields, plan=plan))
             if found is None or found[0] != "ok":
                 return None
             digests.append(found[1]["digest"])
-            parts.append({part: np.array(value) for part, value in found[2].items()})
-        made = {"header": header, "digests": digests, "parts": parts, "rows": rows, "names": names}
-        if rows:
-            self.exports = [*self.exports[-1:], made]
+            parts.append(found[2])
+        plan = {"rows": begun.seen} | ({"ttl_s": header["ttl_s"]} if header["ttl_s"] else {})
+        made = {"header": header, "digests": digests, "parts": parts, "plan": plan, "names": names}
+        self.exports = [*self.exports[-1:], made]
         return made
 
     async def _import(self) -> None:
@@ -298,39 +327,35 @@ class Program:
         if not self.exports:
             return
         source = self.order.choice(self.exports)
-        header, digests = dict(source["header"]), source["digests"]
-        name = self.order.choice(self.names)
-        plan = {
-            "pages": -(-max(header["lengths"]) // self.geometry.page_size),
-            "rows": source["rows"],
-            "ttl_s": header["ttl_s"] or float("inf"),
-        }
+        header, digests, name = source["header"], source["digests"], self.order.choice(self.names)
+
+        async def send(fields: dict[str, Any], tensors: dict[str, Any]) -> Any:
+            op = Op("import_sequence", {"id": name} | fields, tensors, plan=source["plan"])
+            found = await self.send(op)
+            return found[1] if found is not None and found[0] == "ok" else None
+
         idle_s = self.order.choice((0.05, 1.0))
-        begin = {"id": name, "header": header, "digest": digests[0], "idle_s": idle_s}
-        found = await self.send(Op("import_sequence", begin, source["names"], plan=plan))
-        if found is None or found[0] != "ok":
+        begin = {"header": dict(header), "digest": digests[0], "idle_s": idle_s}
+        if (begun := await send(begin, source["names"])) is None:
             return
-        number = found[1]["next_part"]
+        number = begun["next_part"]
         while number < header["num_parts"]:
             if self.order.random() < 0.2:
                 await self._rest()
             if self.order.random() < 0.05:
                 await self.send(Op("cancel_import", {"id": name}))
                 return
-            fields = {"id": name, "part": number, "digest": digests[number + 1]}
-            if number == found[1]["next_part"] and found[1]["digest"] is None:
+            fields = {"part": number, "digest": digests[number + 1]}
+            if number == begun["next_part"] and begun["digest"] is None:
                 fields["before"] = digests[number]
-            made = await self.send(
-                Op("import_sequence", fields, source["parts"][number], plan=plan)
-            )
-            if made is None or made[0] != "ok":
+            if (made := await send(fields, source["parts"][number])) is None:
                 return
-            number = made[1]["next_part"]
-        await self.send(Op("import_sequence", {"id": name, "digest": digests[-1]}, plan=plan))
+            number = made["next_part"]
+        await send({"digest": digests[-1]}, {})
 
     async def _hand_over(self) -> None:
         """A sequence leaves for another engine, while others go on calling."""
-        name, for_s = self._name(), self.order.choice((0.0002, 0.002, 0.05, 0.3))
+        name, for_s = self.name(), self.order.choice((0.0002, 0.002, 0.05, 0.3))
         left = await self.send(Op("hand_over", {"id": name, "state": "leaving", "for_s": for_s}))
         if left is None or left[0] != "ok":
             return
@@ -348,53 +373,45 @@ class Program:
     # The prefix cache.
 
     async def _commit(self) -> None:
-        name = self.order.choice([one for one in self.own if self._held(one, 0)] or self.own)
-        rows = self._held(name, 0)
-        if not rows or not self._is_level(name) or not self.model.rows.is_chain(rows):
+        name = self.order.choice([one for one in self.own if self.at(one, 0)] or self.own)
+        rows, *others = self.every(name)
+        is_level = bool(rows) and {rows} == {*others} and self.rows.is_chain(rows)
+        if not is_level or not self.is_certain(name):
             return
-        tokens = [self.model.rows.tokens[row] for row in rows]
-        fields: dict[str, Any] = {"id": name, "token_ids": tokens}
+        fields: dict[str, Any] = {"id": name, "token_ids": [self.rows.tokens[row] for row in rows]}
         if self.order.random() < 0.3:
             fields |= {"priority": self.order.randint(1, 100), "duration_s": 0.5}
-        await self.send(Op("commit", fields))
+        found = await self.send(Op("commit", fields))
+        if found is not None and found[0] == "ok":
+            self.prompts = [*self.prompts[-3:], list(rows)]
 
-    def _token_ids(self) -> list[int]:
-        """Token ids like those of a sequence that is there, and some more."""
-        chains = [
-            one.rows[0]
-            for one in self.space.sequences.values()
-            if one.committed and self.model.rows.is_chain(one.rows[0])
-        ]
-        chains += [rows for rows, *_ in self.space.leases.values()]
-        known = self.order.choice(chains) if chains and self.order.random() < 0.8 else []
-        return [self.model.rows.tokens[row] for row in known] + self._tokens(4)
+    def _wanted(self) -> tuple[list[int], list[int]]:
+        """Token ids like those of a prompt and some more, and their rows."""
+        known = self.order.choice(self.prompts or [[]]) if self.order.random() < 0.8 else []
+        tokens = [self.rows.tokens[row] for row in known] + self._tokens(4)
+        return tokens, self.rows.after(0, tokens)
 
     async def _from_prefix(self) -> None:
-        name = self.order.choice(self.names)
-        new = self._ttl({"id": name, "prefix": {"token_ids": self._token_ids()}})
-        await self.send(Op("create_sequences", {"sequences": [new]}))
+        tokens, rows = self._wanted()
+        new = self.extended({"id": self.order.choice(self.own), "prefix": {"token_ids": tokens}})
+        await self.send(Op("create_sequences", {"sequences": [new]}, plan=rows))
 
     async def _match(self) -> None:
-        lease_s = self.order.choice((0.0, 5.0, *SHORT_S))
-        await self.send(Op("match_prefix", {"token_ids": self._token_ids(), "lease_s": lease_s}))
-
-    def _lease(self) -> str | None:
-        """Id of a late lease: now and then of another namespace, which it must not reach."""
-        spaces = self.model.spaces.values() if self.order.random() < 0.3 else (self.space,)
-        leases = [lease for space in spaces for lease in list(space.leases)[-3:]]
-        return self.order.choice(leases) if leases else None
+        tokens, rows = self._wanted()
+        fields = {"token_ids": tokens, "lease_s": self.order.choice((0.0, 5.0, *SHORT_S))}
+        await self.send(Op("match_prefix", fields, plan=rows))
 
     async def _release(self) -> None:
-        if (lease := self._lease()) is not None:
-            await self.send(Op("release_lease", {"id": lease}))
+        await self._of_lease("release_lease", {})
 
     async def _renew(self) -> None:
-        if (lease := self._lease()) is not None:
-            lease_s = self.order.choice(SHORT_S)
-            await self.send(Op("renew_lease", {"id": lease, "lease_s": lease_s}))
+        await self._of_lease("renew_lease", {"lease_s": self.order.choice(SHORT_S)})
 
-    async def _holds(self) -> None:
-        await self.send(Op("holds", {}))
+    async def _of_lease(self, name: str, fields: dict[str, Any]) -> None:
+        """About a late lease: now and then of another namespace, which it must not reach."""
+        spaces = self.world.spaces if self.order.random() < 0.3 else (self.space,)
+        if leases := [lease for space in spaces for lease in list(space.leases)[-3:]]:
+            await self.send(Op(name, {"id": self.order.choice(leases)} | fields))
 
     async def _pin(self) -> None:
         if self.space.keys:
@@ -408,24 +425,20 @@ class Program:
             await self.send(Op("unpin", {"page_key": key}))
 
     async def _quota(self) -> None:
-        pages = self.geometry.num_pages
+        pages = self.rows.geometry.num_pages
         most = self.order.choice((None, None, pages // 4, pages // 2))
         kept = self.order.choice((0, 0, pages // 8, pages // 4))
         fields = {"name": self.space.name, "max_pages": most, "reserved_pages": kept}
         await self.send(Op("set_namespace", fields))
 
-    async def _usage(self) -> None:
-        await self.send(Op("get_namespace", {"name": self.space.name}))
-
     # Orders that only a bug tells apart.
 
     async def _again(self) -> None:
         """A sequence's id and length come back with other pages, between two equal decodes."""
-        name, layer = self._name(), self._layer()
+        name, layer = self.name(), self.layer()
         fields = {"layer": layer, "sequences": [name], "cascade": "auto"}
-        length = len(self._held(name, layer))
-        others = [one for one in self.space.sequences if one != name]
-        longer = [one for one in others if self.space.sequences[one].length >= length]
+        length = len(self.at(name, layer))
+        longer = [one for one in self.held() if one != name and self.length(one) >= length]
         await self.send(Op("decode", dict(fields), {"q": self._queries(1)}))
         if not longer or not length:
             return
@@ -436,25 +449,21 @@ class Program:
 
     async def _burst(self) -> None:
         """Tokens for one sequence, and its end or a fork, each sent before the last is answered."""
-        name, layer = self._name(), self._layer()
-        count = min(self.order.randint(1, 4), MAX_ROWS - len(self._held(name, layer)))
-        (rows,) = self._appended([name], layer, [max(count, 0)])
-        length = self.order.randint(0, min(map(len, self._every(name)), default=0))
+        name, layer = self.name(), self.layer()
+        rows = self._behind(name, layer, self.order.randint(1, 4))
+        length = self.order.randint(0, self.length(name))
         fork = {"id": self.order.choice(self.names), "parent": name, "length": length}
+        calls = []
+        for row in rows:
+            k, v = self.rows.content([row], layer)
+            fields = {"layer": layer, "sequences": [name]}
+            op = Op("decode", fields, {"q": self._queries(1), "k": k, "v": v}, [[row]])
+            calls.append(self.send(op))
         last = self.order.choice(
             (
-                None,
                 Op("truncate", {"id": name, "length": length}),
                 Op("delete_sequence", {"id": name}),
                 Op("create_sequences", {"sequences": [fork]}),
             )
         )
-        calls = []
-        for row in rows:
-            k, v = self.model.rows.content([row], layer)
-            fields = {"layer": layer, "sequences": [name]}
-            op = Op("decode", fields, {"q": self._queries(1), "k": k, "v": v}, [[row]])
-            calls.append(self.send(op))
-        if last is not None:
-            calls.append(self.send(last))
-        await asyncio.gather(*calls)
+        await asyncio.gather(*calls, *([self.send(last)] if self.order.random() < 0.75 else []))

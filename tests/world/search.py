@@ -183,5 +183,6 @@ def command(plan: Plan) -> str:
     if not plan.faults:
         words.append("--no-faults")
     if plan.skipped:
-        words.append("--skip " + ",".join(map(str, sorted(plan.skipped))))
+        left = set(range(plan.statements * plan.callers)) - plan.skipped
+        words.append("--only " + ",".join(map(str, sorted(left))))
     return " ".join(words)

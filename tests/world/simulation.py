@@ -23,10 +23,10 @@ from service.keys import line_of
 from service.metrics import Metrics
 from service.road.caller_end import caller as caller_end
 from service.road.engine_end.session import Session
+from tests.world.calls import NUM_LAYERS, Op, Wrong, check
 from tests.world.clock import Clock, replaced, virtual
 from tests.world.device import WorldDevice
 from tests.world.history import Unclear
-from tests.world.model import Wrong, check
 from tests.world.network import Listener, Network, SimSelector, SimSocket
 
 LONGEST_S: Final = 3000.0
@@ -166,7 +166,7 @@ class Simulation(ABC):
         self.luck = random.Random(f"{plan.seed} faults")
         self.intensity = self.luck.choice((0.3, 1.0, 3.0))
         self.network = Network(self.clock, plan.seed, self.fault)
-        self.geometry = PoolGeometry(2, order.choice((20, 40, 80)), 4, 1, 4, dtype="fp32")
+        self.geometry = PoolGeometry(NUM_LAYERS, order.choice((20, 40, 80)), 4, 1, 4, dtype="fp32")
         self.devices: dict[int, WorldDevice] = {}
         lines = [line_of(name, name, SCOPES) for name in SPACES]
         self.keys = "\n".join(lines).encode()
@@ -225,6 +225,12 @@ class Simulation(ABC):
         self.faults.append(name)
         self.note(name)
         return True
+
+    def count(self, op: Op, code: str) -> None:
+        """A call was answered."""
+        for fault in set(self.faults[op.faults :]):
+            self.result.coverage[op.name, fault] += 1
+        self.result.coverage[op.name, code] += 1
 
     def device_fault(self, name: str, share: float) -> bool:
         return self.fault(name, share)

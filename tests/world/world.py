@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -19,9 +18,10 @@ from service.road.caller_end.caller import Answered, RoadCaller
 from service.road.caller_end.slots import ArenaFull, Slot
 from service.road.engine_end.session import Session, problem_image
 from tests.images import write_image
-from tests.world.model import Model, Op, Wrong, check
+from tests.world.calls import NUM_LAYERS, Op, Sequences, Wrong, check
+from tests.world.model import Model
 from tests.world.network import SimSocket
-from tests.world.programs import Program
+from tests.world.programs import SHORT_S, Program
 from tests.world.simulation import SPACES, EngineProcess, Plan, Simulation
 
 ARENA_BYTES: Final = 2**18
@@ -32,18 +32,25 @@ PATIENCE_S: Final = 60.0
 """Virtual time after which a call without an answer is a bug."""
 
 
-class CallerProcess:
+class CallerProcess(Program):
     """A caller: its session, and the program that it runs. It reconnects for ever."""
 
     def __init__(self, world: World, number: int) -> None:
-        self.world, self.number = world, number
-        self.space = world.model.space(SPACES[number % 2])
-        self.order = random.Random(f"{world.plan.seed} caller {number}")
+        model = world.model
+        super().__init__(world, model.space(SPACES[number % 2]), model.rows, number)
         self.road: RoadCaller | None = None
         self.pair = 0
         self.connecting = asyncio.Lock()
-        self.program = Program(world.model, self.space, number, self.order, self.send)
-        self.tasks: set[asyncio.Task[None]] = set()
+
+    def held(self) -> Sequences:
+        return self.space.sequences
+
+    def sweep(self) -> Op:
+        return Op("delete_sequences", {"prefix": self.order.choice(("s0", "s1", "s", "none"))})
+
+    def extended(self, new: dict[str, Any]) -> dict[str, Any]:
+        ttl = {"ttl_s": self.order.choice(SHORT_S)} if self.order.random() < 0.12 else {}
+        return new | ttl
 
     async def connected(self) -> RoadCaller:
         async with self.connecting:
@@ -56,40 +63,7 @@ class CallerProcess:
                 await asyncio.sleep(0.05)
             return self.road
 
-    async def run(self) -> None:
-        """All statements, some before the one before them has ended."""
-        plan = self.world.plan
-        for number in range(plan.statements):
-            if plan.callers * number + self.number in plan.skipped:
-                continue
-            order = self.program.order = random.Random(f"{plan.seed} {self.number} {number}")
-            name = self.program.draw()
-            if plan.faults:
-                self._faults()
-            together = order.random() < 0.4 and name not in ("commit", "rest")
-            if not together and self.tasks:
-                await asyncio.wait(self.tasks)
-            task = asyncio.create_task(self.statement(name))
-            self.tasks.add(task)
-            task.add_done_callback(self._ended)
-            if not together or len(self.tasks) > 3:
-                await asyncio.wait(self.tasks)
-            if self.world.result.error:
-                return
-        if self.tasks:
-            await asyncio.wait(self.tasks)
-
-    async def statement(self, name: str) -> None:
-        self.world.note(f"caller {self.number}: {name}")
-        await self.program.statement(name)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self.tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.world.fail(error)
-
-    def _faults(self) -> None:
-        """What may happen to processes before a statement."""
+    def strike(self) -> None:
         world = self.world
         if self.road is not None and world.fault("caller dies", 0.01):
             sock: Any = self.road.sock
@@ -177,6 +151,7 @@ class World(Simulation):
         self.model = Model(self.geometry, self.faults)
         self.calls: dict[tuple[int, int], Op] = {}
         self.callers: list[CallerProcess] = []
+        self.spaces = [self.model.space(name) for name in SPACES]
 
     @property
     def engine(self) -> EngineProcess:
@@ -226,9 +201,7 @@ class World(Simulation):
         op = self.calls.pop((call.session.sock.pair, call.id), None)
         if op is None or self.engine.is_over or op not in self.model.outstanding:
             return
-        for name in set(self.faults[op.faults :]):
-            self.result.coverage[op.name, name] += 1
-        self.result.coverage[op.name, code] += 1
+        self.count(op, code)
         self._digest.update(image)
         text = json.dumps(op.fields, default=str)[:300]
         self.note(f"  {call.tenant.namespace} {op.name} {code} {text}")
@@ -243,11 +216,7 @@ class World(Simulation):
 
     async def main(self) -> None:
         self.callers = [CallerProcess(self, number) for number in range(self.plan.callers)]
-        tasks = [asyncio.create_task(one.run()) for one in self.callers]
-        done, _ = await asyncio.wait(tasks)
-        for task in done:
-            if task.exception() is not None:
-                self.fail(task.exception() or RuntimeError())
+        await asyncio.gather(*(one.run() for one in self.callers))
         if self.result.error is None:
             await self.settle()
 
@@ -258,14 +227,13 @@ class World(Simulation):
         await asyncio.sleep(6.0)
         for caller in self.callers[:2]:
             for name in list(caller.space.sequences):
-                for layer in range(self.geometry.num_layers):
-                    await caller.program.send(
-                        Op("gather", {"layer": layer, "sequences": [name], "dtype": "fp32"})
-                    )
-            await caller.program.send(Op("delete_sequences", {"prefix": ""}))
+                for layer in range(NUM_LAYERS):
+                    fields = {"layer": layer, "sequences": [name], "dtype": "fp32"}
+                    await caller.send(Op("gather", fields))
+            await caller.send(Op("delete_sequences", {"prefix": ""}))
             for key in list(caller.space.pins):
-                await caller.program.send(Op("unpin", {"page_key": key}))
-            await caller.program.send(Op("evict", {"num_pages": self.geometry.num_pages}))
+                await caller.send(Op("unpin", {"page_key": key}))
+            await caller.send(Op("evict", {"num_pages": self.geometry.num_pages}))
         for caller in self.callers:
             if caller.road is not None:
                 caller.road.close()

@@ -46,7 +46,7 @@ from service.operations.sequences import (
     LIST_SEQUENCES,
     MAX_LISTED,
 )
-from service.operations.status import DRAIN_ENGINE
+from service.operations.status import DRAIN_ENGINE, ENGINE_NAME
 from service.tenants import OPEN, SCOPES, Tenant, tenant_of
 
 LOG: Final = logging.getLogger("attnd.cluster")
@@ -113,7 +113,7 @@ class Drain:
             left: int | None = -1
             try:
                 if not has_begun:
-                    await ask(self.source, DRAIN_ENGINE, self.members.tenant, {"name": self.name})
+                    await ask(self.source, DRAIN_ENGINE, self.members.tenant, {"name": ENGINE_NAME})
                     LOG.info("draining %s", self.name)
                     has_begun = True
                 left = await self.sweep()

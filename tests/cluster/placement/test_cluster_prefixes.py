@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from collections import Counter
+from typing import Any, TypeVar
 
 import numpy as np
+import pytest
 
+from service.cluster.placement import prefixes
 from service.cluster.placement.inflight_prompts import InflightPrompt
 from service.cluster.placement.prefixes import (
     EXPECTED_PAGES,
@@ -17,8 +21,11 @@ from service.cluster.placement.prefixes import (
     prefix_of,
 )
 from service.core.prefix.keys import Prefix, root_key
+from service.image.json_pieces import Pieces
 from service.operations.schema.page_names import PageNames
+from tests.cluster.harness import PAGE, Cluster
 
+T = TypeVar("T")
 KEYS = [bytes([n]) * 16 for n in range(8)]
 
 
@@ -44,6 +51,19 @@ def test_expected_pages_are_awaited_from_the_prompt_that_brings_them() -> None:
     assert known.awaited("a", []) == (0, None)
 
 
+def matched(known: Prefixes, keys: Any, now: float = 0.0) -> Any:
+    return last_of(known.matched(keys, now))
+
+
+def last_of(pieces: Pieces[T]) -> T:
+    """The result of work that is done at once."""
+    try:
+        while True:
+            next(pieces)
+    except StopIteration as end:
+        return end.value
+
+
 def logged(known: Prefixes) -> list[tuple[str, list[int]]]:
     page = known.log.page(0, 100)
     return [
@@ -56,10 +76,10 @@ def test_the_match_is_how_far_each_engine_has_the_chain_from_its_beginning() -> 
     known.add("a", stored(0, 1, 2, 3))
     known.add("b", stored(0, 1))
     known.add("c", stored(1, 2))
-    assert known.matched(iter(KEYS))[0] == {"a": 4, "b": 2}
+    assert matched(known, iter(KEYS))[0] == {"a": 4, "b": 2}
     known.add("a", removed(2))
-    assert known.matched(iter(KEYS))[0] == {"a": 2, "b": 2}
-    assert known.matched(iter(())) == ({}, {})
+    assert matched(known, iter(KEYS))[0] == {"a": 2, "b": 2}
+    assert matched(known, iter(())) == ({}, {})
 
 
 def test_pages_in_lower_tiers_count_and_are_counted_apart() -> None:
@@ -68,15 +88,51 @@ def test_pages_in_lower_tiers_count_and_are_counted_apart() -> None:
     known.add("b", stored(0))
     for medium, pages in (("CPU", (0, 1, 2)), ("DISK", (1, 2, 3, 4))):
         known.add("b", stored(*pages) | {"medium": medium})
-    assert known.matched(KEYS) == ({"a": 4, "b": 5}, {"b": 4})
+    assert matched(known, KEYS) == ({"a": 4, "b": 5}, {"b": 4})
     assert known.awaited("b", KEYS[:5]) == (5, None)
     assert logged(known) == [("stored", [0, 1, 2, 3])], "the cluster's events are of the pools"
     known.add("b", removed(1, 2) | {"medium": "CPU"})
-    assert known.matched(KEYS) == ({"a": 4, "b": 5}, {"b": 4}), "they are on disk, too"
+    assert matched(known, KEYS) == ({"a": 4, "b": 5}, {"b": 4}), "they are on disk, too"
     known.add("b", removed(2) | {"medium": "DISK"})
-    assert known.matched(KEYS) == ({"a": 4, "b": 2}, {"b": 1})
+    assert matched(known, KEYS) == ({"a": 4, "b": 2}, {"b": 1})
     known.add("b", {"type": "cleared", "namespace": "default"})
-    assert known.matched(KEYS) == ({"a": 4}, {})
+    assert matched(known, KEYS) == ({"a": 4}, {})
+
+
+def test_a_long_prompt_is_matched_in_pieces_between_which_others_have_their_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefixes, "KEYS_PER_PIECE", 2)
+    known = Prefixes()
+    known.add("a", stored(0, 1, 2, 3))
+    assert sum(1 for _ in known.matched(iter(KEYS))) == 2
+
+
+async def test_new_sequences_with_long_prompts_share_the_loop_with_others(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two calls at once look up 20 prompts of 500 pages each, which took one pass."""
+    monkeypatch.setattr(prefixes, "KEYS_PER_PIECE", 100, raising=False)
+    ids, number, looked_up = list(range(500 * PAGE)), 0, Counter[int]()
+    known = cluster.router.members.prefixes_of("default")
+    chain = chained_keys(Prefix(np.array(ids, np.uint32)), "default", PAGE)
+    event = {"type": "stored", "namespace": "default", "page_keys": [key.hex() for key in chain]}
+    known.add(cluster.router.members.engines[0].tag, event)
+    tags = Prefixes.tags
+
+    def counted(self: Prefixes, key: str, now: float) -> Any:
+        looked_up[number] += 1
+        return tags(self, key, now)
+
+    monkeypatch.setattr(Prefixes, "tags", counted)
+    new = {"sequences": [{"prefix": {"token_ids": ids}}] * 10}
+    calls = [asyncio.ensure_future(cluster.ok("create_sequences", new)) for _ in range(2)]
+    while not all(call.done() for call in calls):
+        number += 1
+        await asyncio.sleep(0)
+    await asyncio.gather(*calls)
+    assert looked_up.total() == 20 * 500
+    assert max(looked_up.values()) <= 500, "each call alone looks up 5,000"
 
 
 def test_no_more_keys_are_computed_than_some_engine_has() -> None:
@@ -89,7 +145,7 @@ def test_no_more_keys_are_computed_than_some_engine_has() -> None:
             made.append(key)
             yield key
 
-    known.matched(keys())
+    matched(known, keys())
     assert len(made) == 2
 
 
@@ -97,14 +153,14 @@ def test_pages_are_expected_for_a_while_where_their_prompt_was_placed() -> None:
     known = Prefixes()
     known.add("a", stored(0, 1))
     known.expect("a", KEYS[2:5], now=10.0)
-    assert known.matched(KEYS, 10.0 + EXPECTED_S / 2)[0] == {"a": 5}
-    assert known.matched(KEYS, 10.0 + EXPECTED_S)[0] == {"a": 2}
+    assert matched(known, KEYS, 10.0 + EXPECTED_S / 2)[0] == {"a": 5}
+    assert matched(known, KEYS, 10.0 + EXPECTED_S)[0] == {"a": 2}
     known.expect("b", KEYS[:3], now=12.0)
-    assert known.matched(KEYS, 12.0)[0] == {"a": 2, "b": 3}, "the prompt placed last"
+    assert matched(known, KEYS, 12.0)[0] == {"a": 2, "b": 3}, "the prompt placed last"
     known.add("b", removed(2))
-    assert known.matched(KEYS, 12.0)[0] == {"a": 2, "b": 2}, "the engine knows better"
+    assert matched(known, KEYS, 12.0)[0] == {"a": 2, "b": 2}, "the engine knows better"
     known.add("b", stored(0, 1))
-    assert known.matched(KEYS, 100.0)[0] == {"a": 2, "b": 2}
+    assert matched(known, KEYS, 100.0)[0] == {"a": 2, "b": 2}
     known.expect("b", (), now=100.0)
     assert not known.expected, "expired entries are removed"
 
@@ -115,13 +171,13 @@ def test_the_number_of_expected_pages_is_bounded() -> None:
         names = [(prompt * EXPECTED_PAGES + n).to_bytes(16) for n in range(EXPECTED_PAGES)]
         known.expect("a", iter(names * 2), now=0.0)
     assert len(known.expected) == MAX_EXPECTED
-    assert known.matched(names, 1.0)[0] == {"a": EXPECTED_PAGES}, "the oldest go first"
+    assert matched(known, names, 1.0)[0] == {"a": EXPECTED_PAGES}, "the oldest go first"
 
 
 def test_a_long_prompt_is_expected_by_its_beginning() -> None:
     known, names = Prefixes(), [n.to_bytes(16) for n in range(EXPECTED_PAGES + 5)]
     known.expect("a", iter(names), now=0.0)
-    assert known.matched(names, 1.0)[0] == {"a": EXPECTED_PAGES}
+    assert matched(known, names, 1.0)[0] == {"a": EXPECTED_PAGES}
 
 
 def test_pages_are_named_by_fields_or_by_tensors() -> None:
@@ -140,7 +196,7 @@ def test_a_lost_engine_has_nothing() -> None:
     known.add("a", stored(0, 1))
     known.add("b", stored(0))
     known.forget("a", "default")
-    assert known.matched(iter(KEYS))[0] == {"b": 1}
+    assert matched(known, iter(KEYS))[0] == {"b": 1}
 
 
 def test_the_cluster_stores_with_the_first_engine_and_removes_with_the_last() -> None:
