@@ -166,7 +166,8 @@ class DeleteFields(Fields):
 
     def check(self, entries: Entries, info: InfoAnswer) -> None:
         if (self.ids is None) == (self.prefix is None):
-            refuse("ids", None, "give either ids or prefix")
+            given = None if self.ids is None else "ids and prefix"
+            refuse("ids", given, "give either ids or prefix")
         check_ids(self.names, "ids")
 
 

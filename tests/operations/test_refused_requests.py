@@ -209,3 +209,10 @@ def test_a_long_value_is_shown_in_part() -> None:
     with pytest.raises(InvalidRequest) as reply:
         prepared("page_table", {"sequences": ["a"], "layer": list(range(200_000))})
     assert reply.value.field == "layer" and len(str(reply.value)) < 400
+
+
+def test_two_fields_in_place_of_one_are_both_named() -> None:
+    for fields, value in (({}, None), ({"ids": ["a"], "prefix": "a"}, "ids and prefix")):
+        with pytest.raises(InvalidRequest) as refused:
+            prepared("delete_sequences", fields, {})
+        assert (refused.value.field, refused.value.value) == ("ids", value)
