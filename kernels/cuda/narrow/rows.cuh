@@ -34,17 +34,15 @@ __device__ __forceinline__ int my_row(int n) {
 struct RowPlace {
   int query;     // row of q and o, in heads; -1: no such row
   int position;
-  int query_head;
 };
 
 __device__ __forceinline__ RowPlace find_row(const AttendParams& p, const WorkItem& item, int head) {
   const int lane = threadIdx.x & 31;
-  RowPlace place = {-1, 0, 0};
+  RowPlace place = {-1, 0};
   if (lane < item.num_rows) {
     const PackedRow row(item.row_begin + lane, p.group_size);
     place.query = row.query(p, head);
     place.position = p.positions[row.plan_row];
-    place.query_head = row.query_head(p, head);
   }
   return place;
 }

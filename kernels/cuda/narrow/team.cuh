@@ -36,11 +36,13 @@ struct WarpShared {
     return reinterpret_cast<float*>(at + kRowsAt + kRowsBytes)[row];
   }
   // Describes row `row` of an item; the sink of a final one is on the way until `write_state`.
-  __device__ __forceinline__ void describe(int row, const RowPlace& place, bool final,
+  __device__ __forceinline__ void describe(int row, int query_row, const WorkItem& item, int head,
                                            const AttendParams& p) const {
-    query(row) = place.query;
-    if (has_sinks(p) && final && place.query >= 0)
-      copy_async_4(&sink(row), p.sinks + (p.sinks_of_rows ? place.query : place.query_head));
+    query(row) = query_row;
+    if (has_sinks(p) && item.partial == kFinal && query_row >= 0) {
+      const PackedRow packed(item.row_begin + row, p.group_size);  // kept, it costs registers
+      copy_async_4(&sink(row), p.sinks + (p.sinks_of_rows ? query_row : packed.query_head(p, head)));
+    }
   }
 };
 
