@@ -121,6 +121,22 @@ def test_slots_refuse_a_dtype_that_steps_do_not_take(session: Session) -> None:
         session.slots(2, HEADS, dtype=np.float64)
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"rows": 0}, "rows is 0: it must be at least 1"),
+        ({"num_qo_heads": 0}, "num_qo_heads is 0"),
+        ({"rotation": 0}, "rotation is 0"),
+        ({"rows": 1.5}, "rows is 1.5: it must be a whole number"),
+    ],
+)
+def test_slots_refuse_numbers_that_hold_nothing(
+    session: Session, given: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        session.slots(**({"rows": 2, "num_qo_heads": HEADS} | given))
+
+
 def test_an_engine_with_device_slots_is_refused_with_the_remedy(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, Concatenate, Final, Generic, Literal, ParamSpec, TypeVar
 
-from attnd.calls.arguments import plain_fields, sequence_ids, whole_numbers
+from attnd.calls.arguments import plain_fields, sequence_ids, whole_number, whole_numbers
 from attnd.errors import ArenaFull, Overloaded
 from attnd.results import Info
 from attnd.road.attempts import microseconds
@@ -74,9 +74,11 @@ class Stepper(Generic[A]):
 
         `dtype` is the pool's, or bf16 where that is fp8. With `rotation` layers take turns in as
         many places, so that one may be written while another is read. With `sinks` there is one
-        for each layer and head: see `Slots.sinks`. Raises `ArenaFull` where the
-        engine gives no more memory.
+        for each layer and head: see `Slots.sinks`. Raises ValueError for a number below 1, and
+        `ArenaFull` where the engine gives no more memory.
         """
+        rows, num_qo_heads = positive(rows, "rows"), positive(num_qo_heads, "num_qo_heads")
+        rotation = positive(rotation, "rotation")
         heads, dim = self.info.num_kv_heads, self.info.head_dim
         chosen = self._dtypes.chosen(dtype, self.info.dtype)
         layers = self.info.num_layers if sinks else 0
@@ -199,3 +201,11 @@ def full(needed: int, lanes: Sequence[Lane[Any]]) -> ArenaFull:
         f"slots of {needed} bytes do not fit the session's arenas of {sizes} bytes, and the engine "
         "gives no more: delete slots that are not needed, or make slots of fewer rows"
     )
+
+
+def positive(value: Any, field: str) -> int:
+    """One int above 0; raises ValueError, and TypeError for other types."""
+    number = whole_number(value, field)
+    if number < 1:
+        raise ValueError(f"{field} is {number}: it must be at least 1")
+    return number
