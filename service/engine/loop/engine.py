@@ -44,6 +44,7 @@ from service.processes.handed_files import ReadFile, from_disk
 from service.processes.watchdog import Watchdog
 from service.road.engine_end.admission import Admission
 from service.road.engine_end.calls import STEP_ROUTE, Call, Cancel, Ready
+from service.road.engine_end.session import Session
 from service.road.messages import State
 from service.tenants import Tenant
 
@@ -61,6 +62,8 @@ UNSENT_SHARE: Final = 0.125
 """Share of a session's output limit: with more unread answers, its next call waits."""
 RECEIVE_S: Final = 0.005
 """Longest time in a round for reading frames."""
+SLOW_S: Final = 0.001
+"""A session that took longer in a round is read after the others in the next."""
 FREEING: Final = 4
 LEAST_FREEING: Final = 1024
 """Operations that free pages may wait beyond the queue's depth: up to `FREEING` times that depth
@@ -166,6 +169,8 @@ class Engine:
             self.store.loading.is_awaited = lambda: bool(launches.in_flight)
         self._passed_over: set[int] = set()
         """Descriptors that were ready in the latest round, and for which no time was left."""
+        self._slow: set[int] = set()
+        """Descriptors whose reading took more than `SLOW_S` in the latest round."""
         self._beat_due = 0.0
         self._drain_ends: float | None = None
         self._must_drain = self._must_read_keys = False
@@ -265,30 +270,39 @@ class Engine:
             self.callers.beat()
         if not ready and self._stats.replies:
             self._stats.record()
-        if self._passed_over:
-            ready.sort(key=lambda one: one[0].fd not in self._passed_over)
-            self._passed_over.clear()
+        passed_over, slow = self._passed_over, self._slow
+        if passed_over or slow:
+            ready.sort(key=lambda one: (one[0].fd not in passed_over, one[0].fd in slow))
+            passed_over.clear()
+            slow.clear()
+        now = began
         for number, (key, mask) in enumerate(ready):
-            if number and time.monotonic() - began > RECEIVE_S:
-                self._passed_over.update(other.fd for other, _ in ready[number:])
+            if number and now - began > RECEIVE_S:
+                passed_over.update(other.fd for other, _ in ready[number:])
                 break  # they are still ready in the next round, and the first then
             if callable(key.data):
                 key.data()
-                continue
-            for event in self.callers.read(key.data, mask):
-                if isinstance(event, Call):
-                    yield event
-                elif isinstance(event, Cancel):
-                    self._cancel(event.call)
-                elif isinstance(event, Ready):
-                    self._run_layer(event)
-                else:
-                    self._lanes.request_arena(event)
+            else:
+                yield from self._read_session(key.data, mask)
+            started, now = now, time.monotonic()
+            if now - started > SLOW_S:
+                slow.add(key.fd)
         if self.callers.ended or self.callers.ungreeted:
             for call in self.callers.close_ended():
                 self._cancel(call)
         if self._must_read_keys or (self._must_drain and self._drain_ends is None):
             self._handle_signals()
+
+    def _read_session(self, session: Session, mask: int) -> Iterator[Call]:
+        for event in self.callers.read(session, mask):
+            if isinstance(event, Call):
+                yield event
+            elif isinstance(event, Cancel):
+                self._cancel(event.call)
+            elif isinstance(event, Ready):
+                self._run_layer(event)
+            else:
+                self._lanes.request_arena(event)
 
     def _run_layer(self, event: Ready) -> None:
         """A layer of a step in host memory."""

@@ -164,6 +164,33 @@ async def test_a_session_is_read_in_its_turn_however_many_frames_another_one_sen
     assert order.index("theirs") <= 2, order
 
 
+@keyed()
+async def test_a_session_whose_frames_took_long_is_read_after_the_others(
+    ours: Caller, theirs: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callers, order = ours.engine.callers, list[str]()
+    read, free, second = callers.read, threading.Event(), threading.Event()
+
+    def held(session: Session, mask: int) -> Sequence[Event]:
+        if len(order) == 1:
+            second.set()
+            free.wait(5)
+        order.append(session.tenants[0].namespace)
+        return read(session, mask)
+
+    monkeypatch.setattr(callers, "read", held)
+    monkeypatch.setattr(engine, "SLOW_S", -1.0)
+    absent = NewCall("get_sequence", {"id": "absent"})
+    many = [ours.start(absent, room=2**10) for _ in range(1500)]
+    await until(second.is_set)  # the others come while these are being read
+    single = theirs.attempt(absent)
+    await asyncio.sleep(0.05)
+    free.set()
+    await single
+    await asyncio.gather(*many, return_exceptions=True)
+    assert order[:3] == ["ours", "ours", "theirs"], order
+
+
 @keyed(late=True, queue_depth=8)
 async def test_a_full_queue_of_one_namespace_refuses_only_its_own(
     ours: Caller, theirs: Caller, backend: FakeBackend
