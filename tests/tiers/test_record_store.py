@@ -458,7 +458,6 @@ def test_all_that_was_durable_survives_a_kill(tmp_path: Path, seed: int) -> None
 
 
 @pytest.mark.timing
-@pytest.mark.timing
 def test_a_hundred_thousand_records_are_known_within_a_second(tmp_path: Path) -> None:
     layout = RecordLayout(0, 1, b"model and shape.")
     room = 100_000 * layout.block_bytes
