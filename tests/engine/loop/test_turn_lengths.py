@@ -58,7 +58,7 @@ class Passes:
         await caller.call("get_namespace", {"name": "default"})
         assert not isinstance(reply, Refused) or reply.status == 413, (name, str(reply))
         assert not isinstance(reply, Exception) or isinstance(reply, Refused), (name, reply)
-        self.longest[name] = max(self.longest.get(name, 0.0), *self.seconds)
+        self.longest[name] = max([self.longest.get(name, 0.0), *self.seconds])
 
 
 @contextmanager
