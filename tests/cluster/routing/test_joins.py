@@ -56,3 +56,18 @@ def test_quotas_are_shared_out_and_add_up() -> None:
     assert joined == {"name": "red", "max_pages": 10, "reserved_pages": 2}
     unlimited = shares("set_namespace", {"name": "red", "max_pages": None}, 2)
     assert JOINS["get_namespace"]({}, unlimited)["max_pages"] is None
+    assert JOINS["get_namespace"]({}, parts[:1]) == parts[0]
+
+
+def test_the_instance_changes_with_each_engine_and_sizes_are_added() -> None:
+    engines = [
+        {"instance_id": name, "num_pages": 7, "limits": {"max_sequences": 5, "queue_depth": 2}}
+        for name in ("first", "second", "again")
+    ]
+    assert JOINS["info"]({}, engines[:1]) == engines[0]
+    joined = JOINS["info"]({}, engines[:2])
+    assert joined["num_pages"] == 14
+    assert joined["limits"] == {"max_sequences": 10, "queue_depth": 2}
+    assert joined["instance_id"] == JOINS["info"]({}, engines[1::-1])["instance_id"]
+    others = {JOINS["info"]({}, pair)["instance_id"] for pair in (engines[::2], engines[1:])}
+    assert len({joined["instance_id"], "first", "second", "again"} | others) == 6
