@@ -62,12 +62,13 @@ async def is_dead(members: Members, engine: Engine) -> bool:
 
 async def tags_there(locator: Locator, source: Engine, family: Family, sequence: str) -> list[str]:
     """The engines that have a sequence, by rank. Raises LostSequence; NotReady while another of its
-    shards is moving."""
+    shards is moving; the source's error where it has transferred the ownership of this one."""
     if family.shard is None:
         return [source.tag]
     tag = await locator.tag_of(sequence, source, family.tenant)
     tags = [] if tag is None else tags_of(tag)
     if len(tags) < family.shard["ranks"]:
+        await ask(source, GET_SEQUENCE, family.tenant, {"id": sequence})
         raise NotReady("another shard of it is moving")
     return tags
 

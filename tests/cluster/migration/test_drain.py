@@ -418,6 +418,35 @@ class Died(Exception):
     """The door has died during a move."""
 
 
+async def abandon(
+    cluster: Cluster, source: str, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Have a door die while it moves a sequence from `source`."""
+    finish = Transfer.finish
+
+    async def die(begun: Any, *_: Any) -> None:
+        if when == "named":
+            await finish(begun)
+        if when == "given up":
+            asked = begun.target.own(CANCEL_IMPORT, begun.tenant, 5.0)
+            await begun.target.ask(asked, {"id": begun.sequence})
+        raise Died
+
+    async def nothing(*_: Any) -> None:
+        pass
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Drain, "copy_anchors", count_nothing)
+        patched.setattr(ownership, "roll_back", nothing)
+        if when == "leaving":
+            patched.setattr(drain, "begin_transfer", die)
+            patched.setattr(ownership, "ASK_S", 1.0)
+        else:
+            patched.setattr(Transfer, "finish", die)
+        await cluster.drain(source)
+        await cluster.until(cluster.router.drains.tasks[source].done, "the door has died")
+
+
 @THREE
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -434,29 +463,7 @@ async def test_a_door_that_dies_while_a_sequence_moves_loses_nothing(
         cluster.only_on()
         await Book(second, held=book.held).check("a")
         source = SOURCE if ranks == 2 else cluster.home("a")
-        finish = Transfer.finish
-
-        async def die(begun: Any, *_: Any) -> None:
-            if when == "named":
-                await finish(begun)
-            if when == "given up":
-                asked = begun.target.own(CANCEL_IMPORT, begun.tenant, 5.0)
-                await begun.target.ask(asked, {"id": begun.sequence})
-            raise Died
-
-        async def nothing(*_: Any) -> None:
-            pass
-
-        with monkeypatch.context() as patched:
-            patched.setattr(Drain, "copy_anchors", count_nothing)
-            patched.setattr(ownership, "roll_back", nothing)
-            if when == "leaving":
-                patched.setattr(drain, "begin_transfer", die)
-                patched.setattr(ownership, "ASK_S", 1.0)
-            else:
-                patched.setattr(Transfer, "finish", die)
-            await cluster.drain(source)
-            await cluster.until(cluster.router.drains.tasks[source].done, "the door has died")
+        await abandon(cluster, source, when, monkeypatch)
         await cluster.end_drain(source)
         for door in (second, cluster):
             again = Book(door, held=book.held)
@@ -465,6 +472,27 @@ async def test_a_door_that_dies_while_a_sequence_moves_loses_nothing(
             await again.check("a")
         listed = (await second.fields("list_sequences"))["sequences"]
         assert [one["id"] for one in listed] == ["a"]
+
+
+@THREE
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_a_drain_settles_the_owner_where_a_door_has_died(
+    cluster: Cluster, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where nobody calls the sequence any more."""
+    async with another_door(cluster) as second:
+        book = Book(cluster)
+        cluster.only_on(SOURCE, "engine-1")
+        await (book.create("a", ranks=2) if ranks == 2 else book.create("a"))
+        await book.append("a", 3 * PAGE)
+        cluster.only_on()
+        source = SOURCE if ranks == 2 else cluster.home("a")
+        await abandon(cluster, source, "named", monkeypatch)
+        await cluster.end_drain(source)
+        await second.drain(source)
+        await second.until(second.router.drains.tasks[source].done, "the drain to end")
+        await second.end_drain(source)
+        await Book(second, held=book.held).check("a")
 
 
 async def count_nothing(*_: Any) -> int:
