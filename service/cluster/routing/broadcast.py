@@ -34,7 +34,7 @@ async def ask_all(
 ) -> list[tuple[Engine, EngineReply]]:
     """The reply of each engine, to the same fields or to its part. Leaves out those lost meanwhile.
 
-    Raises the first error (`IF_THERE`: only where all fail), NotReady without engines.
+    Raises the first error (`IF_THERE`: only where all fail), NotReady where no engine replies.
     """
     name, engines = call.operation.name, members.engines
     may_miss, if_there = name in WITHOUT_SILENT, name in IF_THERE
@@ -58,6 +58,7 @@ async def ask_all(
         raise errors[0]
     if not replies:
         members.least_busy()  # raises for want of engines
+        raise NotReady("no engine has replied: retry later")
     return replies
 
 

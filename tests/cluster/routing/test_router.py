@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection, Coroutine
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,10 @@ import pytest
 from oracle import attend, visible
 
 from service.cluster.membership.members import Members
+from service.cluster.routing import broadcast
 from service.cluster.routing.locator import Locator
 from service.cluster.routing.router import Router
+from service.errors import NotReady
 from service.metrics import Metrics
 from tests.cluster.harness import (
     ATOL,
@@ -156,6 +159,24 @@ async def test_an_engine_that_leaves_while_sequences_are_looked_for_is_asked_for
     assert reply.fields["lengths"] == [1, 1, 1]
     gathered = await cluster.ok("gather", {"layer": 0, "sequences": ids})
     np.testing.assert_array_equal(gathered.arrays["k"], k)
+
+
+@pytest.mark.parametrize("name", ["match_prefix", "pool", "info"])
+async def test_a_call_to_all_engines_is_503_where_none_replies(
+    cluster: Cluster, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where they can be called again by then."""
+
+    async def none(asking: Collection[Coroutine[Any, Any, Any]]) -> list[BaseException]:
+        for one in asking:
+            one.close()
+        return [NotReady("engine has not replied for 3 s") for _ in asking]
+
+    fields = {"token_ids": list(range(PAGE))} if name == "match_prefix" else {}
+    with monkeypatch.context() as patched:
+        patched.setattr(broadcast, "results_of", none)
+        answer = await cluster.call(name, fields)
+    assert (answer.status, answer.fields["code"]) == (503, "not_ready")
 
 
 async def test_an_id_exists_once_whichever_router_makes_it(cluster: Cluster) -> None:
