@@ -137,19 +137,16 @@ def list_namespaces(store: Store, request: Request, _: Seconds) -> Fields:
 
 
 def set_namespace(store: Store, request: Request, _: Seconds) -> Fields:
-    fields = request.fields
+    fields, loading = request.fields, store.loading
     limits = fields.max_host_bytes, fields.max_disk_bytes
-    if store.loading is None and limits != (None, None):
-        name = "max_disk_bytes" if limits[0] is None else "max_host_bytes"
-        refuse(name, getattr(fields, name), NO_TIERS)
-    if (
-        store.loading is not None
-        and store.loading.tiers.disk_bytes is None
-        and limits[1] is not None
-    ):
+    if loading is None:
+        if limits != (None, None):
+            name = "max_disk_bytes" if limits[0] is None else "max_host_bytes"
+            refuse(name, getattr(fields, name), NO_TIERS)
+    elif limits[1] is not None and loading.tiers.disk_bytes is None:
         refuse("max_disk_bytes", limits[1], NO_DISK)
     store.tree.budget.set_quota(fields.name, fields.max_pages, fields.reserved_pages)
-    if store.loading is not None:
-        store.loading.tiers.set_limits(fields.name, *limits)
+    if loading is not None:
+        loading.tiers.set_limits(fields.name, *limits)
         keep_quota(store, fields.name)
     return namespace_fields(store, fields.name)
