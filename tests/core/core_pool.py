@@ -20,7 +20,10 @@ def int32(*values: int) -> Int32:
 
 def truncate(tree: PrefixTree, name: str, length: int) -> RowCopies:
     """Cut every layer of one sequence; the caller executes the copies."""
-    return tree.cuts.finish(tree.cuts.prepare((name,), (length,)))
+    cuts = tree.cuts.prepare((name,), (length,))
+    copies = tree.cuts.copies(cuts)
+    tree.cuts.finish(cuts)
+    return copies
 
 
 def slots_of(tree: PrefixTree, name: str, layer: int = 0) -> Int32:
@@ -72,7 +75,8 @@ class TokenPool:
         cuts = self.tree.cuts.prepare(names, lengths, arrays, batch=True)
         for source, target in zip(*self.tree.cuts.moves(cuts), strict=True):
             self.stored[:, target] = self.stored[:, source]
-        self._copy(self.tree.cuts.finish(cuts))
+        self._copy(self.tree.cuts.copies(cuts))
+        self.tree.cuts.finish(cuts)
 
     def append(self, name: str, tokens: Sequence[int], layers: Sequence[int] | None = None) -> None:
         """The same tokens at each of the layers (all by default)."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from config.settings import ServerSettings
 from kernels.backend import PoolGeometry
 from tests.world.calls import Op, Rows, Sequences, check
 
@@ -34,6 +35,8 @@ MAY_FAIL: Final = {
 }
 """Operations to which an error may come whatever the model holds."""
 FOREVER: Final = float("inf")
+DEADLINE_S: Final = ServerSettings().deadline_s
+"""Of calls that give none."""
 
 
 @dataclass(slots=True)
@@ -182,7 +185,7 @@ class Model:
             case "cancelled":
                 return op.is_cancelled
             case "deadline_exceeded":
-                return op.deadline_s > 0 and now >= op.sent + op.deadline_s
+                return now >= op.sent + (op.deadline_s or DEADLINE_S)
             case "not_ready":
                 return self.is_draining
             case "unknown_sequence":
@@ -200,10 +203,10 @@ class Model:
                 lease = space.leases.get(op.fields["id"])
                 return lease is None or now >= lease[1]
             case "unknown_page":
-                key, rows = op.fields["page_key"], space.keys[op.fields["page_key"]]
-                if op.name == "unpin":
+                key = op.fields["page_key"]
+                if op.name == "unpin" or key not in space.keys:  # of an engine that has ended
                     return key not in space.pins
-                return self._least_cached(space, rows, now) < len(rows)
+                return self._least_cached(space, space.keys[key], now) < len(space.keys[key])
             case "invalid_request" if op.name == "set_namespace":
                 others = sum(one.reserved for one in self.spaces.values() if one is not space)
                 return bool(others + op.fields["reserved_pages"] > self.geometry.num_pages)

@@ -51,8 +51,8 @@ class Cut:
 class Cuts:
     """Cuts sequences of a tree, whose books, links and pages it shares.
 
-    `prepare` checks and allocates, then the caller moves rows (`moves`), then `finish` updates the
-    books.
+    `prepare` checks and allocates, then the caller moves rows (`moves`) and copies others
+    (`copies`), then `finish` updates the books, which may free the pages that were read.
     """
 
     __slots__ = ("_books", "_budget", "_links", "_page_size")
@@ -130,20 +130,28 @@ class Cuts:
                 targets.append(pages * np.int32(size) + to % size)
         return np.concatenate(sources), np.concatenate(targets)
 
-    def finish(self, cuts: Sequence[Cut]) -> RowCopies:
-        """Cut every layer. The caller must execute the copies: rows before a cut within a shared
-        page."""
-        copies: list[tuple[int, int, int]] = []
+    def copies(self, cuts: Sequence[Cut]) -> RowCopies:
+        """Rows before a cut within a shared page, at every layer."""
+        size = self._page_size
+        return row_copies(
+            [
+                (int(cut.leaf.table[cut.full]), int(cut.tail[0]), cut.length % size)
+                for cut in cuts
+                if cut.is_shared and cut.length % size
+            ]
+        )
+
+    def finish(self, cuts: Sequence[Cut]) -> None:
+        """Cut every layer."""
         for cut in cuts:
             leaf, length = cut.leaf, cut.length_after
             self._forget(cut)
             if cut.is_shared:
-                copies += self._leave_shared(cut)
+                self._leave_shared(cut)
             else:
                 self.drop_pages(leaf, -(-length // self._page_size))
             self._books.lengths[:, leaf.index] = length
             self._books.renew(leaf)
-        return row_copies(copies)
 
     def _planned(self, leaf: Leaf, length: int, keep: Int32) -> tuple[Cut, int]:
         """A cut without its fresh pages, and how many it needs.
@@ -157,14 +165,13 @@ class Cuts:
         reused = NO_PAGES if keep.size else own[:behind].copy()
         return Cut(leaf, length, keep, full, start, reused, NO_PAGES), behind - reused.size
 
-    def _leave_shared(self, cut: Cut) -> list[tuple[int, int, int]]:
+    def _leave_shared(self, cut: Cut) -> None:
         """Reduce a leaf to its first `full` pages, followed by its tail.
 
         Pages that it shared with sequences of the same batch may have become its own.
         """
-        leaf, tail, num_rows = cut.leaf, cut.tail, cut.length % self._page_size
+        leaf, tail = cut.leaf, cut.tail
         count = int(self._books.num_pages[leaf.index])
-        copies = [(int(leaf.table[cut.full]), int(tail[0]), num_rows)] if num_rows else []
         own = max(leaf.start, cut.full)
         behind = leaf.table[cut.start + cut.reused.size : count]
         self._budget.release(leaf.owner, np.concatenate((leaf.table[own : cut.start], behind)))
@@ -174,7 +181,6 @@ class Cuts:
             self._links.detach(leaf, lower)
         leaf.push(cut.full, tail)
         self._books.set_num_pages(leaf, cut.full + tail.size)
-        return copies
 
     def drop_pages(self, leaf: Leaf, keep: int) -> None:
         """Release the leaf's own pages after the first `keep` of its table."""

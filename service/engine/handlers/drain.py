@@ -49,6 +49,7 @@ def hand_over(store: Store, request: Request, _: Seconds) -> Fields:
             raise SequenceChanged(shown, present)
         marks.put(name, Mark(fields.for_s, is_handed=True))
     else:
+        tree.books.leaf(name)  # it counts as used
         mark.is_handed = fields.state == "gone"
         marks.end(name)
     return {}

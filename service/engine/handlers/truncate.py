@@ -159,11 +159,11 @@ def read_rows(store: Store, layer: int, slots: Int32) -> tuple[Array, Array]:
 
 
 def finish(store: Store, cuts: Sequence[Cut]) -> None:
-    copies = store.tree.cuts.finish(cuts)
     try:
-        copy_rows(store, copies)
+        copy_rows(store, store.tree.cuts.copies(cuts))
     except Exception as error:
         raise StoreLost("rows were lost in a truncate") from error
+    store.tree.cuts.finish(cuts)
 
 
 ID_BYTES: Final = 4

@@ -56,6 +56,15 @@ async def test_a_sequence_that_leaves_is_only_exported(caller: Caller) -> None:
 
 
 @cpu_engine()
+async def test_a_sequence_that_stays_after_all_has_been_used(caller: Caller) -> None:
+    await caller.call("create_sequences", {"sequences": [{"id": "a", "ttl_s": 600.0}]})
+    assert await hand(caller, "leaving", for_s=60.0) == "ok"
+    used = caller.engine.store.tree.books.used.max()
+    assert await hand(caller, "back") == "ok"
+    assert caller.engine.store.tree.books.used.max() > used
+
+
+@cpu_engine()
 async def test_a_bulk_delete_may_skip_what_other_engines_have_to_do_with(caller: Caller) -> None:
     await caller.create("a", "a-2", "b")
     shard = {"rank": 0, "ranks": 2}

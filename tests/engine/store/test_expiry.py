@@ -172,6 +172,25 @@ async def test_long_work_reads_the_rows_that_were_there_when_it_began(
 
 
 @cpu_engine(slice_ms=1e-6)
+async def test_a_cut_reads_shared_pages_before_it_frees_them(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever shared them is deleted while rows of the cut move."""
+    before = await begin(caller, monkeypatch)
+    await caller.submit(creation({"id": "fork", "parent": "a"}))
+    kept = list(range(9, LENGTH, 2))
+    async with caller.another() as other:
+        work = caller.attempt(NewCall("truncate", {"id": "fork", "length": 7, "keep": kept}))
+        await asyncio.sleep(0.002)
+        await ok(other, "delete_sequence", id="a")
+        assert not isinstance(reply := await work, Exception), reply
+    stays = [*range(7), *kept]
+    found = await held(caller, "fork", LAYERS)
+    assert all(np.array_equal(a, b[stays]) for a, b in zip(found, before, strict=True))
+    assert (await caller.pool())["integrity"] == "ok"
+
+
+@cpu_engine(slice_ms=1e-6)
 async def test_work_ends_when_its_sequence_has_changed(
     caller: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
