@@ -32,7 +32,7 @@ def main() -> int:
 def serve(inherited: Inherited) -> int:
     """Make the backend, then the engine, and run it."""
     from service.engine.loop.engine import Engine
-    from service.engine.store.pool_size import backend_maker
+    from service.engine.store.setup import open_backend
     from service.engine.store.store import FATAL
     from service.logs import count_dropped
     from service.metrics import Metrics
@@ -42,7 +42,7 @@ def serve(inherited: Inherited) -> int:
     count_dropped(metrics.log_lines_dropped)
     try:
         how = (inherited.worker, settings.engine.numerics)
-        backend = backend_maker(settings.pool, settings.backend, *how)()
+        backend = open_backend(settings.pool, settings.backend, *how)
         own, *remote = inherited.sockets
         entry = remote[0] if remote else None
         engine = Engine(

@@ -23,7 +23,7 @@ from kernels.backend import Backend
 from service.doors.http.server import Server
 from service.doors.kit.process import Setup
 from service.engine.loop.engine import Engine
-from service.engine.store.pool_size import geometry
+from service.engine.store.setup import geometry
 from service.metrics import Metrics
 from service.processes.cells import make_shared
 from tests.engine.harness import Running, running_engine

@@ -7,9 +7,11 @@ import selectors
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
+
+from attnd.wire.frames import NO_STAGES
 
 from config.settings import ServerSettings
 from kernels.backend import Backend
@@ -30,7 +32,10 @@ GREETING_S: Final = 10.0
 """Longest time from a connection to its HELLO."""
 LEAST_UNGREETED: Final = 16
 """Minimum number of connections without HELLO that are kept open."""
-NO_STAGES: Final = (0.0,) * 6
+RECEIVE_S: Final = 0.005
+"""Longest time in a round for reading frames."""
+SLOW_S: Final = 0.001
+"""A session that took longer in a round is read after the others in the next."""
 
 
 class Callers:
@@ -65,6 +70,10 @@ class Callers:
         """Sessions to be closed."""
         self._number = 0
         self._spare = SpareDescriptor()
+        self._passed_over: set[int] = set()
+        """Descriptors that were ready in the latest round, and for which no time was left."""
+        self._slow: set[int] = set()
+        """Descriptors whose reading took more than `SLOW_S` in the latest round."""
         self._config = SessionConfig(
             instance_id=info.instance_id,
             routes={name: operation.number for name, operation in BY_NAME.items()},
@@ -112,6 +121,27 @@ class Callers:
         self.sessions.add(session)
         self.ungreeted[session] = address
         self._selector.register(session, selectors.EVENT_READ, session)
+
+    def receive(self, ready: list[Any], began: float) -> Iterator[Event]:
+        """The events of the sessions that are `ready`, in order, read for `RECEIVE_S` at most since
+        `began`. Other descriptors of the selector have functions, which are called."""
+        passed_over, slow = self._passed_over, self._slow
+        if passed_over or slow:
+            ready.sort(key=lambda one: (one[0].fd not in passed_over, one[0].fd in slow))
+            passed_over.clear()
+            slow.clear()
+        now = began
+        for number, (key, mask) in enumerate(ready):
+            if number and now - began > RECEIVE_S:
+                passed_over.update(other.fd for other, _ in ready[number:])
+                break  # they are still ready in the next round, and the first then
+            if callable(key.data):
+                key.data()
+            else:
+                yield from self.read(key.data, mask)
+            started, now = now, time.monotonic()
+            if now - started > SLOW_S:
+                slow.add(key.fd)
 
     def read(self, session: Session, mask: int) -> Sequence[Event]:
         """Serve a session whose socket is ready; its new calls, in order."""

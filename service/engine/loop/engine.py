@@ -8,17 +8,13 @@ import os
 import selectors
 import socket
 import time
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final
 
-from attnd.wire.dtypes import DTYPE_NAMES
-
 from config.settings import Settings, device_queues
-from kernels.backend import NUMPY_DTYPES, TENSOR_DTYPES, Backend
+from kernels.backend import Backend
 from kernels.lanes.lane_factory import make_lanes
 from service import __version__
 from service.engine.calibration import calibrate
@@ -30,70 +26,37 @@ from service.engine.loop.scheduler import NOTED_S, Scheduler
 from service.engine.loop.session_lanes import SessionLanes
 from service.engine.loop.stats import MOST_REPLIES, QUIET_S, Stats
 from service.engine.selftest import self_test
-from service.engine.store.pace import DevicePace
+from service.engine.store.pace import first_pace
+from service.engine.store.setup import make_info
 from service.engine.store.store import FATAL, Limits, Store
 from service.engine.tiers.setup import open_tiers
 from service.errors import AttndError, NotReady, Overloaded, kind_of
 from service.keys import keys_of, read_again
 from service.metrics import REASONS, Metrics
-from service.operations.schema.info import InfoAnswer, LimitsAnswer
-from service.operations.schema.spec import Operation
 from service.operations.step import STEP
 from service.operations.table import BY_NUMBER
 from service.processes.handed_files import ReadFile, from_disk
 from service.processes.watchdog import Watchdog
 from service.road.engine_end.admission import Admission
 from service.road.engine_end.calls import STEP_ROUTE, Call, Cancel, Ready
-from service.road.engine_end.session import Session
 from service.road.messages import State
-from service.tenants import Tenant
 
 LOG: Final = logging.getLogger("attnd.engine")
 DRAINING: Final = "draining: finishing accepted requests, accepting no new ones"
 STOPPED: Final = "the engine stopped before the operation's turn came"
 CUT_OFF: Final = "the engine stopped mid-operation; the change may have been applied"
-RATES: Final[dict[str, tuple[float, float]]] = {"cpu": (4e9, 2e10), "cuda": (2e12, 2e14)}
-"""First guesses of bytes and flops per second by backend; measurements correct them."""
 LEAST_RETRY_S: Final = 0.05
 MOST_RETRY_S: Final = 30.0
 BEAT_S: Final = 1.0
 """Interval between two state frames to doors, which show that the engine is alive."""
 UNSENT_SHARE: Final = 0.125
 """Share of a session's output limit: with more unread answers, its next call waits."""
-RECEIVE_S: Final = 0.005
-"""Longest time in a round for reading frames."""
-SLOW_S: Final = 0.001
-"""A session that took longer in a round is read after the others in the next."""
 FREEING: Final = 4
 LEAST_FREEING: Final = 1024
 """Operations that free pages may wait beyond the queue's depth: up to `FREEING` times that depth
 plus `LEAST_FREEING`."""
 LAST_ANSWERS_S: Final = 1.0
 """Longest time for sending the last answers when the engine ends."""
-
-
-def make_info(backend: Backend, settings: Settings) -> InfoAnswer:
-    """The service's description of itself; the checks of requests rest on it."""
-    server = settings.server
-    limits = LimitsAnswer(
-        max_body_bytes=server.max_body_bytes,
-        max_json_body_bytes=min(server.max_body_bytes, server.max_json_bytes),
-        max_answer_bytes=server.max_answer_bytes,
-        max_sequences=settings.engine.max_sequences,
-        queue_depth=server.queue_depth,
-        deadline_s=server.deadline_s,
-    )
-    return InfoAnswer(
-        version=__version__,
-        instance_id=uuid.uuid4().hex,
-        backend=backend.name,
-        device=backend.device,
-        tensor_dtypes=[DTYPE_NAMES[NUMPY_DTYPES[name]] for name in TENSOR_DTYPES],
-        unsupported=list(backend.unsupported),
-        numerics="invariant" if backend.split_keys else "fast",
-        limits=limits,
-        **asdict(backend.geometry),
-    )
 
 
 class Engine:
@@ -120,11 +83,10 @@ class Engine:
         self._read_file = read_file
         self._backend = backend
         self._metrics = metrics
-        slice_s = settings.engine.slice_ms / 1e3
-        pace = DevicePace(*RATES.get(backend.name, RATES["cpu"]), slice_s)
-        cache, server = settings.cache, settings.server
+        pace = first_pace(backend.name, settings.engine.slice_ms / 1e3)
+        tiers, server = settings.cache, settings.server
         self.store = Store(
-            backend, pace, self.info, cache.high_watermark, cache.events_history, server.live
+            backend, pace, self.info, tiers.high_watermark, tiers.events_history, server.live
         )
         share = 1.0 if settings.auth.keys_file is None else settings.engine.namespace_share
         self.store.limits = Limits(settings.engine.max_sequences, settings.engine.max_leases, share)
@@ -141,7 +103,7 @@ class Engine:
         )
         self._lanes = SessionLanes(lanes, self.scheduler.steps, self.info)
         self._reader = RequestReader(self.info)
-        self._unread: dict[tuple[Operation, Tenant], Request] = {}
+        self._unread = cache(lambda op, tenant: Request(op, None, {}, AnswerPlace(), tenant))
         self.jobs: dict[Call, Job] = {}
         """Calls that have no answer yet."""
         self._stats = Stats(metrics, self.store, self.scheduler.launches.learn)
@@ -163,14 +125,10 @@ class Engine:
         os.set_blocking(self._wake_writer, False)
         empty_pipe = partial(os.read, self._wake_reader, 4096)
         self._selector.register(self._wake_reader, selectors.EVENT_READ, empty_pipe)
-        self.store.loading = open_tiers(self.store, cache, metrics, self._wake)
+        self.store.loading = open_tiers(self.store, tiers, metrics, self._wake)
         if self.store.loading is not None:
             launches = self.scheduler.launches
             self.store.loading.is_awaited = lambda: bool(launches.in_flight)
-        self._passed_over: set[int] = set()
-        """Descriptors that were ready in the latest round, and for which no time was left."""
-        self._slow: set[int] = set()
-        """Descriptors whose reading took more than `SLOW_S` in the latest round."""
         self._beat_due = 0.0
         self._drain_ends: float | None = None
         self._must_drain = self._must_read_keys = False
@@ -220,8 +178,7 @@ class Engine:
         try:
             ready = self._selector.select(self.wait_s())
             began = time.monotonic()
-            for call in self._receive(ready, began):
-                self._admit(call)  # it waits in its namespace's line
+            self._receive(ready, began)  # calls wait in their namespaces' lines
             received = time.monotonic()
             scheduler.launches.reply()  # to launches that are done
             if self.store.loading is not None:
@@ -263,52 +220,27 @@ class Engine:
         left = max(0.0, ends - time.monotonic())
         return min(left, 1.0) if self.callers.ungreeted else left
 
-    def _receive(self, ready: list[Any], began: float) -> Iterator[Call]:
-        """The calls that have come, read for `RECEIVE_S` at most; handles everything else."""
+    def _receive(self, ready: list[Any], began: float) -> None:
+        """Admit the calls that have come, and handle everything else that has."""
         if began >= self._beat_due:
             self._beat_due = began + BEAT_S
             self.callers.beat()
         if not ready and self._stats.replies:
             self._stats.record()
-        passed_over, slow = self._passed_over, self._slow
-        if passed_over or slow:
-            ready.sort(key=lambda one: (one[0].fd not in passed_over, one[0].fd in slow))
-            passed_over.clear()
-            slow.clear()
-        now = began
-        for number, (key, mask) in enumerate(ready):
-            if number and now - began > RECEIVE_S:
-                passed_over.update(other.fd for other, _ in ready[number:])
-                break  # they are still ready in the next round, and the first then
-            if callable(key.data):
-                key.data()
-            else:
-                yield from self._read_session(key.data, mask)
-            started, now = now, time.monotonic()
-            if now - started > SLOW_S:
-                slow.add(key.fd)
+        for event in self.callers.receive(ready, began):
+            if isinstance(event, Call):
+                self._admit(event)
+            elif isinstance(event, Cancel):
+                self._cancel(event.call)
+            elif not isinstance(event, Ready):
+                self._lanes.request_arena(event)
+            elif job := self.jobs.get(event.call):
+                self._lanes.run_layer(job, event)
         if self.callers.ended or self.callers.ungreeted:
             for call in self.callers.close_ended():
                 self._cancel(call)
         if self._must_read_keys or (self._must_drain and self._drain_ends is None):
             self._handle_signals()
-
-    def _read_session(self, session: Session, mask: int) -> Iterator[Call]:
-        for event in self.callers.read(session, mask):
-            if isinstance(event, Call):
-                yield event
-            elif isinstance(event, Cancel):
-                self._cancel(event.call)
-            elif isinstance(event, Ready):
-                self._run_layer(event)
-            else:
-                self._lanes.request_arena(event)
-
-    def _run_layer(self, event: Ready) -> None:
-        """A layer of a step in host memory."""
-        job = self.jobs.get(event.call)
-        if job is not None and self.scheduler.steps.layer(job, event.layer) is None:
-            self._lanes.send_done(event.call, event.layer)
 
     def _admit(self, call: Call) -> None:
         """Let a call wait for its turn, or refuse it. Its request is read when its turn comes: that
@@ -332,12 +264,8 @@ class Engine:
             if not call.session.standing.is_door:
                 self._metrics.observe(operation.name, code, 0.0)
             return
-        unread = self._unread.get((operation, tenant))
-        if unread is None:
-            unread = self._unread[operation, tenant] = Request(
-                operation, None, {}, AnswerPlace(), tenant
-            )
         now = time.monotonic()
+        unread = self._unread(operation, tenant)
         job = Job(unread, call, now, now + call.deadline_s, is_unread=True)
         self.jobs[call] = job
         queue.append(tenant.namespace, job)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -174,7 +174,11 @@ class RequestReader:
             next(pieces)
         except StopIteration as end:
             made: Request = end.value
-            if len(header) <= REPEATED_BYTES and can_be_kept(made.tensors):
+            # views of the arena whose values need no check
+            is_fixed = all(
+                one.base is not None and one.dtype != BOOL for one in made.tensors.values()
+            )
+            if len(header) <= REPEATED_BYTES and is_fixed:
                 if len(repeated) >= MOST_REPEATED:
                     repeated.clear()
                 repeated[key] = made
@@ -201,16 +205,4 @@ class RequestReader:
         if pinned:
             tensors = {name: array.view(PinnedArray) for name, array in tensors.items()}
         answer = AnswerPlace(call.answer, self._limit, pinned)
-        return Request(
-            operation,
-            prepared.fields,
-            tensors,
-            answer,
-            tenant,
-            prepared.known,
-        )
-
-
-def can_be_kept(tensors: Mapping[str, Array]) -> bool:
-    """Whether tensors are views of the arena whose values need no check."""
-    return all(one.base is not None and one.dtype != BOOL for one in tensors.values())
+        return Request(operation, prepared.fields, tensors, answer, tenant, prepared.known)

@@ -152,7 +152,8 @@ class Scheduler:
             job.seconds.queue = now - job.arrived
             if now > job.deadline:
                 queue.pop()
-                self._refuse_late(job)
+                waited = f"it waited {job.seconds.queue:.3f} s for its turn and did not run"
+                self._refuse(job, DeadlineExceeded(f"the deadline passed: {waited}"))
             elif job.is_unread and not self._has_read(job, now):
                 ends = min(ends, now + self._round_s)
             elif behind is not None and self._is_blocked(job, behind):
@@ -198,11 +199,8 @@ class Scheduler:
     def _turn(self, job: Job) -> bool:
         """One job's turn; False when the device has to finish something first, or when more pages
         have to be evicted for it, before which others have their turns."""
-        handler, launches, request = (
-            HANDLERS[job.request.operation.name],
-            self.launches,
-            job.request,
-        )
+        request, launches = job.request, self.launches
+        handler = HANDLERS[request.operation.name]
         sharing = sharing_of(request, handler)
         is_other = sharing is not None and launches.sharing not in (None, sharing)
         if is_other and not launches.submit():
@@ -284,11 +282,6 @@ class Scheduler:
             self._reply(job)
         else:
             self._refuse(job, job.error)
-
-    def _refuse_late(self, job: Job) -> None:
-        """Refuse a job whose deadline passed before its turn."""
-        waited = f"it waited {job.seconds.queue:.3f} s for its turn and did not run"
-        self._refuse(job, DeadlineExceeded(f"the deadline passed: {waited}"))
 
     def _refuse(self, job: Job, error: Exception) -> None:
         started = time.monotonic()

@@ -10,6 +10,7 @@ from attnd.wire.frames import DEVICE_ARENA, DONE, json_frame, layer_frame, opene
 
 from kernels.lanes.lane import Lane, Lanes, NoRoom, Owner
 from service.engine.handlers.steps import StepPlace
+from service.engine.loop.job import Job
 from service.engine.loop.open_steps import OpenSteps
 from service.engine.loop.request import REMEMBERED_BYTES, AnswerPlace, Request
 from service.errors import InvalidRequest, MalformedBody, Overloaded, problem
@@ -18,7 +19,7 @@ from service.image.reading import MAX_HEADER_BYTES
 from service.operations.schema.info import InfoAnswer
 from service.operations.schema.spec import Operation, validate
 from service.operations.step import STEP, StepFields
-from service.road.engine_end.calls import STEP_ROUTE, ArenaRequest, Call
+from service.road.engine_end.calls import STEP_ROUTE, ArenaRequest, Call, Ready
 from service.road.engine_end.session import Session
 from service.tenants import Tenant
 
@@ -78,10 +79,11 @@ class SessionLanes:
         where = StepPlace(held.lane, partial(self._send_opened, call))
         return Request(operation, fields, {}, AnswerPlace(call.answer), call.tenant, step=where)
 
-    def send_done(self, call: Call, layer: int) -> None:
-        """Report a layer as done to its caller."""
-        if not call.session.closed:
-            call.session.send(layer_frame(DONE, call.id, layer))
+    def run_layer(self, job: Job, ready: Ready) -> None:
+        """Run the layer that a step's caller says is ready, and report it as done."""
+        call = ready.call
+        if self._steps.layer(job, ready.layer) is None and not call.session.closed:
+            call.session.send(layer_frame(DONE, call.id, ready.layer))
 
     def serve(self) -> None:
         """Serve requests for arenas where no step is open; close the lanes of ended sessions."""

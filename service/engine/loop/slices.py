@@ -97,12 +97,6 @@ def segment_keys(level: Level, page_size: int) -> Int64:
     return keys
 
 
-def cut_plan(plan: Plan, first: int, last: int) -> Plan:
-    """The plan of plan rows `first:last` alone, in plan order."""
-    levels = tuple(cut_level(level, first, last) for level in plan.levels)
-    return Plan(levels, plan.positions[first:last])
-
-
 def cut_level(level: Level, first: int, last: int) -> Level:
     """The segments of a level that contain rows `first:last`, with only these rows."""
     begin = max(int(np.searchsorted(level.qo_indptr, first, "right")) - 1, 0)
@@ -130,7 +124,8 @@ def cut_attend(attend: Attend, span: RowSpan) -> tuple[Attend, Any]:
     Results of adjacent rows go straight to the answer; others are copied there afterwards.
     """
     first, last = span.first, span.last
-    plan = cut_plan(attend.plan, first, last)
+    levels = tuple(cut_level(level, first, last) for level in attend.plan.levels)
+    plan = Plan(levels, attend.plan.positions[first:last])
     order = attend.plan.order
     rows: Any = slice(first, last) if order is None else order[first:last]
     out = attend.out

@@ -31,6 +31,8 @@ FURTHEST: Final = 1e6
 Factors = tuple[float, float]
 """Factors on the first guesses of the seconds for bytes and for flops."""
 GUESSED: Final = (1.0, 1.0)
+RATES: Final[dict[str, tuple[float, float]]] = {"cpu": (4e9, 2e10), "cuda": (2e12, 2e14)}
+"""First guesses of bytes and flops per second by backend; measurements correct them."""
 
 
 class DevicePace:
@@ -114,3 +116,8 @@ class DevicePace:
 def within(factor: float) -> float:
     """The nearest factor within `FURTHEST` of 1."""
     return min(max(factor, 1 / FURTHEST), FURTHEST)
+
+
+def first_pace(backend: str, slice_s: float) -> DevicePace:
+    """The pace that is guessed for a backend."""
+    return DevicePace(*RATES.get(backend, RATES["cpu"]), slice_s)

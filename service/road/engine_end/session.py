@@ -209,8 +209,7 @@ class Session:
             most = f"at most {self.config.max_calls} may: wait for some"
             raise Overloaded(f"{waiting}, {most}", retry_after_s=1.0)
         except AttndError as error:
-            status, image = problem_image(error)
-        self.send_problem(number, status, image)
+            self.send_problem(number, error)
 
     def read_rare(self, kind: int, payload: bytes, events: list[Event]) -> None:
         """Process a frame of steps, or a message about the session."""
@@ -308,17 +307,11 @@ class Session:
             self.grow()
 
     def fail(
-        self,
-        call: Call,
-        error: BaseException,
-        stages: Stages = f.NO_STAGES,
-        *,
-        needed: int = 0,
+        self, call: Call, error: BaseException, stages: Stages = f.NO_STAGES, *, needed: int = 0
     ) -> None:
         """Answer a call that failed, with its problem inside the frame."""
         self.done(call)
-        status, image = problem_image(error)
-        self.send_problem(call.id, status, image, stages, needed)
+        self.send_problem(call.id, error, stages, needed)
         if self.growth:
             self.grow()
 
@@ -344,14 +337,10 @@ class Session:
             self.release()
 
     def send_problem(
-        self,
-        number: int,
-        status: int,
-        image: bytes,
-        stages: Stages = f.NO_STAGES,
-        needed: int = 0,
+        self, number: int, error: BaseException, stages: Stages = f.NO_STAGES, needed: int = 0
     ) -> None:
-        """Send an answer with its image inside the frame."""
+        """Send an answer with an error's problem inside the frame."""
+        status, image = problem_image(error)
         length = len(image)
         size = f.ANSWER_PAYLOAD.size + length
         head = f.ANSWER_FRAME.pack(

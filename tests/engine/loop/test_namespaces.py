@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from service.engine.loop import engine
+from service.engine.loop import callers as callers_module
 from service.engine.loop import job as work
 from service.road.engine_end.calls import Event
 from service.road.engine_end.session import Session
@@ -151,7 +151,7 @@ async def test_a_session_is_read_in_its_turn_however_many_frames_another_one_sen
         return read(session, mask)
 
     monkeypatch.setattr(callers, "read", held)
-    monkeypatch.setattr(engine, "RECEIVE_S", -1.0)
+    monkeypatch.setattr(callers_module, "RECEIVE_S", -1.0)
     absent = NewCall("get_sequence", {"id": "absent"})
     many = [ours.start(absent, room=2**10) for _ in range(1500)]
     await asyncio.sleep(0)
@@ -179,7 +179,7 @@ async def test_a_session_whose_frames_took_long_is_read_after_the_others(
         return read(session, mask)
 
     monkeypatch.setattr(callers, "read", held)
-    monkeypatch.setattr(engine, "SLOW_S", -1.0)
+    monkeypatch.setattr(callers_module, "SLOW_S", -1.0)
     absent = NewCall("get_sequence", {"id": "absent"})
     many = [ours.start(absent, room=2**10) for _ in range(1500)]
     await until(second.is_set)  # the others come while these are being read

@@ -14,12 +14,12 @@ from config.settings import Settings
 from kernels.lanes.lane import Owner, StepWork
 from service.core.values import NewSpec
 from service.engine.handlers.steps import StepPlace
-from service.engine.loop.engine import make_info
 from service.engine.loop.job import Job
 from service.engine.loop.request import AnswerPlace, Request
 from service.engine.loop.scheduler import Scheduler
 from service.engine.loop.session_lanes import SessionLanes
 from service.engine.store.pace import DevicePace
+from service.engine.store.setup import make_info
 from service.engine.store.store import Store
 from service.errors import Forbidden
 from service.metrics import Metrics

@@ -17,7 +17,7 @@ import pytest
 from kernels import make_backend
 from kernels.backend import PoolGeometry
 from service.engine.handlers import table
-from service.engine.loop.engine import RATES
+from service.engine.store.pace import RATES
 from service.operations.schema.fields import MAX_SEQUENCES
 from service.operations.sequences import MAX_BATCH
 from service.processes.watchdog import Watchdog

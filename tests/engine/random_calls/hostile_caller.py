@@ -15,7 +15,7 @@ from attnd.wire import frames as f
 
 from config.settings import EngineSettings, PoolSettings, ServerSettings, Settings
 from kernels import make_backend
-from service.engine.store.pool_size import geometry
+from service.engine.store.setup import geometry
 from tests.engine.harness import running_engine
 from tests.image.image_fuzz import INFO
 from tests.road.random_frames.frame_fuzz import hello

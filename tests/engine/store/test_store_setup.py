@@ -8,7 +8,7 @@ import pytest
 
 from config.settings import MAX_SLOTS, BackendSettings, PoolSettings
 from kernels.memory import free_bytes, host_free_bytes
-from service.engine.store.pool_size import PoolTooSmall, backend_maker, geometry, num_pages
+from service.engine.store.setup import PoolTooSmall, geometry, num_pages, open_backend
 
 PAGE_BYTES = 4 * 16 * 2 * 8 * 128 * 2  # layers, tokens, K and V, heads, head_dim, fp16
 
@@ -37,7 +37,7 @@ def test_a_share_below_one_page_is_refused_with_the_numbers() -> None:
 
 def test_the_backend_has_the_geometry_of_the_settings() -> None:
     pool = PoolSettings(num_pages=3, layout="HND", dtype="fp8_e5m2", k_scale=2.0, num_layers=1)
-    backend = backend_maker(pool, BackendSettings(kind="cpu"))()
+    backend = open_backend(pool, BackendSettings(kind="cpu"))
     assert backend.name == "cpu"
     assert backend.geometry == geometry(pool, 3)
     assert (backend.geometry.k_scale, backend.geometry.layout) == (2.0, "HND")

@@ -1,0 +1,89 @@
+"""From settings to the engine's backend, with the size of its pool, and to its description."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict
+
+from attnd.wire.dtypes import DTYPE_NAMES
+
+from config.settings import DEFAULT_NUM_PAGES, MAX_SLOTS, BackendSettings, PoolSettings, Settings
+from kernels import cuda_devices, make_backend
+from kernels.backend import NUMPY_DTYPES, TENSOR_DTYPES, Backend, Numerics, PoolGeometry
+from kernels.memory import Kind, free_bytes
+from service import __version__
+from service.operations.schema.info import InfoAnswer, LimitsAnswer
+
+
+class PoolTooSmall(RuntimeError):
+    """The share of memory asked for does not hold one page."""
+
+
+def open_backend(
+    pool: PoolSettings, backend: BackendSettings, worker: int = 0, numerics: Numerics = "fast"
+) -> Backend:
+    """The backend with its pool; engine `worker` of several has a GPU of its own."""
+    kind: Kind = "cuda" if cuda_devices() else "cpu"
+    kind = backend.kind if backend.kind != "auto" else kind
+    device = backend.device if kind == "cpu" else backend.device + worker
+    pages = num_pages(pool, lambda: free_bytes(kind, device))
+    return make_backend(kind, geometry(pool, pages), device, numerics=numerics)
+
+
+def num_pages(pool: PoolSettings, free: Callable[[], int]) -> int:
+    """Pages by `pool.num_pages`, or the number that fits the share of the `free()` bytes.
+
+    Raises `PoolTooSmall`, with the numbers, when that is none.
+    """
+    if pool.num_pages is not None:
+        return pool.num_pages
+    if pool.memory_fraction is None:
+        return DEFAULT_NUM_PAGES
+    page_bytes = geometry(pool, pages=1).page_bytes * pool.num_layers
+    given = int(free() * pool.memory_fraction)
+    pages = min(given // page_bytes, MAX_SLOTS // pool.page_size)
+    if pages < 1:
+        raise PoolTooSmall(
+            f"pool.memory_fraction = {pool.memory_fraction} is {given} bytes here, and one page "
+            f"over {pool.num_layers} layers has {page_bytes}: raise it, or make pages smaller"
+        )
+    return pages
+
+
+def geometry(pool: PoolSettings, pages: int) -> PoolGeometry:
+    return PoolGeometry(
+        num_layers=pool.num_layers,
+        num_pages=pages,
+        page_size=pool.page_size,
+        num_kv_heads=pool.num_kv_heads,
+        head_dim=pool.head_dim,
+        layout=pool.layout,
+        dtype=pool.dtype,
+        k_scale=pool.k_scale,
+        v_scale=pool.v_scale,
+    )
+
+
+def make_info(backend: Backend, settings: Settings) -> InfoAnswer:
+    """The service's description of itself; the checks of requests rest on it."""
+    server = settings.server
+    limits = LimitsAnswer(
+        max_body_bytes=server.max_body_bytes,
+        max_json_body_bytes=min(server.max_body_bytes, server.max_json_bytes),
+        max_answer_bytes=server.max_answer_bytes,
+        max_sequences=settings.engine.max_sequences,
+        queue_depth=server.queue_depth,
+        deadline_s=server.deadline_s,
+    )
+    return InfoAnswer(
+        version=__version__,
+        instance_id=uuid.uuid4().hex,
+        backend=backend.name,
+        device=backend.device,
+        tensor_dtypes=[DTYPE_NAMES[NUMPY_DTYPES[name]] for name in TENSOR_DTYPES],
+        unsupported=list(backend.unsupported),
+        numerics="invariant" if backend.split_keys else "fast",
+        limits=limits,
+        **asdict(backend.geometry),
+    )
