@@ -1,4 +1,4 @@
-"""Operations on the prefix cache: match, commit, leases, pins, eviction, and quotas."""
+"""Operations on the prefix cache: match, commit, leases, pins, and eviction."""
 
 from __future__ import annotations
 
@@ -44,22 +44,16 @@ MAX_HOLDS: Final = 1000
 MAX_COMMITTED_PAGES: Final = 8192
 """Maximum pages that one call commits in many sequences, within one turn of the engine."""
 LEASE_PATTERN: Final = r"^[A-Za-z0-9._:-]{1,64}$"
-NAMESPACE_PATTERN: Final = r"^[A-Za-z0-9._-]{1,64}$"
 
 LeaseId = Annotated[str, Field(pattern=LEASE_PATTERN)]
 LeaseSeconds = Annotated[float, Field(ge=0.0, le=MAX_LEASE_S)]
 Priority = Annotated[int, Field(ge=1, le=100)]
-Bytes = Annotated[int, Field(ge=0, lt=2**63)]
-NamespaceName = Annotated[str, Field(pattern=NAMESPACE_PATTERN)]
 
 
 class MatchFields(SoughtPages):
     lease_s: LeaseSeconds = DEFAULT_LEASE_S
     """Duration of the lease on the matched pages, in seconds; 0: no lease, and pages in other tiers
     than the pool are counted and not loaded."""
-
-    def check(self, entries: Entries, info: InfoAnswer) -> None:
-        check_names_given(self, entries)
 
 
 class LeaseAnswer(Fields):
@@ -80,8 +74,7 @@ class MatchAnswer(Fields):
 
 
 class PrefetchFields(SoughtPages):
-    def check(self, entries: Entries, info: InfoAnswer) -> None:
-        check_names_given(self, entries)
+    pass
 
 
 class PrefetchAnswer(Fields):
@@ -227,45 +220,6 @@ class HoldsAnswer(Fields):
     """Hard pins, then leases; at most a thousand."""
 
 
-class NamespaceFields(Fields):
-    """The namespace named by the path."""
-
-    name: NamespaceName
-    """Namespace; it need not exist."""
-
-
-class QuotaFields(Fields):
-    name: NamespaceName
-    """Namespace; it need not exist."""
-    max_pages: Count | None = None
-    """Maximum pages of the namespace, cached ones included; null: no limit."""
-    reserved_pages: Count = 0
-    """Pages reserved for the namespace."""
-    max_host_bytes: Bytes | None = None
-    """Maximum bytes of the namespace's pages in host memory; null: no limit."""
-    max_disk_bytes: Bytes | None = None
-    """Maximum bytes of the namespace's pages on disk; null: no limit."""
-
-
-class NamespacesAnswer(Fields):
-    namespaces: list[str]
-
-
-class NamespaceAnswer(Fields):
-    name: NamespaceName
-    max_pages: Count | None
-    reserved_pages: Count
-    used: Count
-    """Referenced, cached and pinned pages together."""
-    referenced: Count
-    cached: Count
-    pinned: Count
-    leases: Count
-    sequences: Count
-    max_host_bytes: Bytes | None = None
-    max_disk_bytes: Bytes | None = None
-
-
 def check_offset(field: str, offset: int, info: InfoAnswer) -> None:
     if offset % info.page_size:
         refuse(field, offset, f"must be a multiple of page_size = {info.page_size}")
@@ -399,33 +353,5 @@ CLEAR: Final = operation(
     scope="append",
     frees=True,
     answer_text="Number of evicted pages.",
-    routing="everywhere",
-)
-
-LIST_NAMESPACES: Final = operation(
-    name="list_namespaces",
-    summary="List the namespaces that have sequences or pages",
-    fields=NoFields,
-    answer=NamespacesAnswer,
-    scope="admin",
-    routing="everywhere",
-)
-
-GET_NAMESPACE: Final = operation(
-    name="get_namespace",
-    summary="Pages, sequences and quota of a namespace",
-    fields=NamespaceFields,
-    answer=NamespaceAnswer,
-    scope="admin",
-    routing="everywhere",
-)
-
-SET_NAMESPACE: Final = operation(
-    name="set_namespace",
-    summary="Set the quota of a namespace",
-    description="Pages above a lower quota are kept until they are deleted or evicted.",
-    fields=QuotaFields,
-    answer=NamespaceAnswer,
-    scope="admin",
     routing="everywhere",
 )

@@ -1,4 +1,4 @@
-"""Operations on rows: append writes K and V to the pool, gather reads them, merge needs no pool."""
+"""Operations on rows: append and gather K and V, page tables of where they are, and merge."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from service.operations.schema.fields import (
     Int32,
     LseBase,
     check_batch,
+    check_ids,
     check_indptr,
     check_layer,
     int32,
@@ -109,6 +110,34 @@ class GatherAnswer(Fields):
     """Sequence b has rows `kv_indptr[b]:kv_indptr[b+1]` of k and v (tokens, not pages)."""
 
 
+class PageTableFields(BatchFields):
+    layer: Count = 0
+
+    def check(self, entries: Entries, info: InfoAnswer) -> None:
+        check_layer(self.layer, info)
+        check_ids(self.sequences)
+
+
+class LevelAnswer(Fields):
+    qo_indptr: Counts
+    kv_indptr: Counts
+    kv_indices: Counts
+    kv_last_page_len: Counts
+
+
+class PageTableAnswer(Fields):
+    kv_indptr: Counts
+    """int32 [B+1]: prefix sums of pages."""
+    kv_indices: Counts
+    """Page ids."""
+    kv_last_page_len: Counts
+    """Tokens in each last page: 1..page_size, or 0 for an empty sequence."""
+    levels: list[LevelAnswer]
+    """Cascade levels, over rows in `order`."""
+    order: Counts
+    """Order of the levels' rows: row i is sequence `order[i]` of the request."""
+
+
 operation = partial(Operation, tag="tensors")
 
 APPEND: Final = operation(
@@ -137,6 +166,16 @@ GATHER: Final = operation(
     scope="read",
     answer_text="The rows of all sequences, in the request's order.",
     example={"layer": 0, "sequences": ["chat-1"], "dtype": "fp32"},
+)
+
+PAGE_TABLE: Final = Operation(
+    tag="sequences",
+    name="page_table",
+    summary="CSR page table of sequences, and their cascade levels",
+    fields=PageTableFields,
+    answer=PageTableAnswer,
+    scope="read",
+    routing="together",
 )
 
 

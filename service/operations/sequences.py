@@ -1,4 +1,4 @@
-"""Operations on sequences: create, list, get, truncate, delete, and page tables."""
+"""Operations on sequences: create, list, get, truncate, and delete."""
 
 from __future__ import annotations
 
@@ -221,14 +221,6 @@ class TruncateSequencesFields(BatchFields):
             check_indptr("keep_indptr", int32(self.keep_indptr), len(self.keep), batch)
 
 
-class PageTableFields(BatchFields):
-    layer: Count = 0
-
-    def check(self, entries: Entries, info: InfoAnswer) -> None:
-        check_layer(self.layer, info)
-        check_ids(self.sequences)
-
-
 class SequenceAnswer(Fields):
     id: SequenceId
     length: Count
@@ -267,26 +259,6 @@ class ListAnswer(Fields):
     """Sequences in order of id."""
     next: SequenceId | None
     """Value of `after` for the next page; null at the end."""
-
-
-class LevelAnswer(Fields):
-    qo_indptr: Counts
-    kv_indptr: Counts
-    kv_indices: Counts
-    kv_last_page_len: Counts
-
-
-class PageTableAnswer(Fields):
-    kv_indptr: Counts
-    """int32 [B+1]: prefix sums of pages."""
-    kv_indices: Counts
-    """Page ids."""
-    kv_last_page_len: Counts
-    """Tokens in each last page: 1..page_size, or 0 for an empty sequence."""
-    levels: list[LevelAnswer]
-    """Cascade levels, over rows in `order`."""
-    order: Counts
-    """Order of the levels' rows: row i is sequence `order[i]` of the request."""
 
 
 def check_shard(field: str, new: NewSequenceFields) -> None:
@@ -401,13 +373,4 @@ TRUNCATE_SEQUENCES: Final = operation(
     scope="append",
     frees=True,
     example={"sequences": ["chat-1", "chat-2"], "lengths": [0, 0]},
-)
-
-PAGE_TABLE: Final = operation(
-    name="page_table",
-    summary="CSR page table of sequences, and their cascade levels",
-    fields=PageTableFields,
-    answer=PageTableAnswer,
-    scope="read",
-    routing="together",
 )

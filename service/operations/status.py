@@ -1,4 +1,4 @@
-"""Operations on the service's state: info, pool, snapshot, engines, and draining an engine."""
+"""Operations on the service's state: info, pool, snapshot, engines, drains, and quotas."""
 
 from __future__ import annotations
 
@@ -92,7 +92,52 @@ class DrainAnswer(Fields):
     """Sequences still on the engine."""
 
 
+NAMESPACE_PATTERN: Final = r"^[A-Za-z0-9._-]{1,64}$"
+Bytes = Annotated[int, Field(ge=0, lt=2**63)]
+NamespaceName = Annotated[str, Field(pattern=NAMESPACE_PATTERN)]
+
+
+class NamespaceFields(Fields):
+    """The namespace named by the path."""
+
+    name: NamespaceName
+    """Namespace; it need not exist."""
+
+
+class QuotaFields(Fields):
+    name: NamespaceName
+    """Namespace; it need not exist."""
+    max_pages: Count | None = None
+    """Maximum pages of the namespace, cached ones included; null: no limit."""
+    reserved_pages: Count = 0
+    """Pages reserved for the namespace."""
+    max_host_bytes: Bytes | None = None
+    """Maximum bytes of the namespace's pages in host memory; null: no limit."""
+    max_disk_bytes: Bytes | None = None
+    """Maximum bytes of the namespace's pages on disk; null: no limit."""
+
+
+class NamespacesAnswer(Fields):
+    namespaces: list[str]
+
+
+class NamespaceAnswer(Fields):
+    name: NamespaceName
+    max_pages: Count | None
+    reserved_pages: Count
+    used: Count
+    """Referenced, cached and pinned pages together."""
+    referenced: Count
+    cached: Count
+    pinned: Count
+    leases: Count
+    sequences: Count
+    max_host_bytes: Bytes | None = None
+    max_disk_bytes: Bytes | None = None
+
+
 operation = partial(Operation, tag="service")
+of_namespaces = partial(Operation, tag="prefix cache", scope="admin", routing="everywhere")
 
 INFO: Final = operation(
     name="info",
@@ -132,6 +177,28 @@ DRAIN_ENGINE: Final = operation(
     scope="admin",
     routing="engine",
     example={"stop": False},
+)
+
+LIST_NAMESPACES: Final = of_namespaces(
+    name="list_namespaces",
+    summary="List the namespaces that have sequences or pages",
+    fields=NoFields,
+    answer=NamespacesAnswer,
+)
+
+GET_NAMESPACE: Final = of_namespaces(
+    name="get_namespace",
+    summary="Pages, sequences and quota of a namespace",
+    fields=NamespaceFields,
+    answer=NamespaceAnswer,
+)
+
+SET_NAMESPACE: Final = of_namespaces(
+    name="set_namespace",
+    summary="Set the quota of a namespace",
+    description="Pages above a lower quota are kept until they are deleted or evicted.",
+    fields=QuotaFields,
+    answer=NamespaceAnswer,
 )
 
 

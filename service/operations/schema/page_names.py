@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from service.operations.schema.fields import Entries, Fields, refuse
+from service.operations.schema.info import InfoAnswer
 from service.operations.schema.spec import TensorSpec
 
 UInt32 = NDArray[np.uint32]
@@ -59,6 +60,9 @@ class SoughtPages(PageNames):
     """Tiers to use; absent: all. The pool is always used."""
     max_load_pages: Annotated[int, Field(ge=0)] | None = None
     """Maximum number of pages to load from other tiers; absent: no limit."""
+
+    def check(self, entries: Entries, info: InfoAnswer) -> None:
+        check_names_given(self, entries)
 
 
 class TierTokens(Fields):
