@@ -20,8 +20,6 @@ class Timers(Generic[T]):
     first: so `next_due`, which loops read in every pass, is a plain attribute.
     """
 
-    __slots__ = ("_entry_of", "_heap", "_num_made", "next_due")
-
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, T]] = []
         self._entry_of: dict[T, tuple[float, int]] = {}

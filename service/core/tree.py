@@ -50,19 +50,6 @@ class PrefixTree:
     pages, `commits` names the pages of sequences, `cuts` cuts sequences, many at once.
     """
 
-    __slots__ = (
-        "_named",
-        "allocator",
-        "books",
-        "budget",
-        "cache",
-        "commits",
-        "cuts",
-        "links",
-        "num_layers",
-        "page_size",
-    )
-
     def __init__(self, num_pages: int, page_size: int, num_layers: int) -> None:
         """Raises `InvalidRequest` for a size below 1, or if token slots exceed int32."""
         if min(num_pages, page_size, num_layers) < 1:

@@ -19,8 +19,6 @@ class PageAllocator:
     the tree, not pages.
     """
 
-    __slots__ = ("_is_held", "_scratch", "_stack", "num_changes", "num_free", "num_pages")
-
     def __init__(self, num_pages: int) -> None:
         self._stack: Int32 = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
         self.num_pages = self.num_free = num_pages

@@ -32,17 +32,6 @@ class Keeper(Protocol):
 class Budget:
     """Allocates pages for namespaces: free pages first, then by evicting cached ones."""
 
-    __slots__ = (
-        "_links",
-        "_named",
-        "allocator",
-        "keeper",
-        "most_evicted",
-        "namespaces",
-        "num_evicted",
-        "unattached",
-    )
-
     def __init__(self, allocator: PageAllocator, named: NamedPages, links: Links) -> None:
         self.allocator = allocator
         self.namespaces: dict[str, Namespace] = {}

@@ -35,8 +35,6 @@ class EvictionOrder:
     child's eviction and returns through a small heap ordered by stamp. Constant time per node.
     """
 
-    __slots__ = ("_aside", "_num_aside", "_num_entries", "_put_aside", "_queues", "_stamp")
-
     def __init__(self) -> None:
         self._queues: dict[int, OrderedDict[Node, Name]] = {}
         self._aside: dict[int, list[Entry]] = {}

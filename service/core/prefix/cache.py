@@ -48,8 +48,6 @@ class PrefixCache:
     """Named pages, and what holds them without a sequence; shares the tree's links and pages. Each
     `Namespace` lists its own leases and hard pins."""
 
-    __slots__ = ("_budget", "_links", "ends", "named")
-
     def __init__(self, links: Links, budget: Budget) -> None:
         self._links = links
         self._budget = budget

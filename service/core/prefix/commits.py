@@ -23,8 +23,6 @@ DEFAULT: Final = Retention()
 class Commits:
     """Commits sequences of a tree, whose books, links and pages it shares."""
 
-    __slots__ = ("_books", "_budget", "_links", "_named")
-
     def __init__(self, books: SequenceBooks, links: Links, budget: Budget) -> None:
         self._books = books
         self._budget = budget

@@ -84,23 +84,6 @@ class NamedPages:
     pages.
     """
 
-    __slots__ = (
-        "_free_numbers",
-        "_key_bytes",
-        "keys",
-        "listener",
-        "node_of",
-        "nodes",
-        "num_cached",
-        "num_changes",
-        "num_pages",
-        "page_size",
-        "retention",
-        "states",
-        "token_ids",
-        "watcher",
-    )
-
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.keys: Keys = np.zeros((num_pages, WORDS), dtype=np.uint64)
         self._key_bytes = self.keys.data.cast("B")

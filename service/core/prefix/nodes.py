@@ -167,8 +167,6 @@ def check_depth(leaves: Iterable[Leaf]) -> None:
 class Links:
     """Links between nodes and leaves; `count` is the number of nodes, `named` has their names."""
 
-    __slots__ = ("count", "named")
-
     def __init__(self, named: NamedPages) -> None:
         self.count = 0
         self.named = named

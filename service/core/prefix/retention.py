@@ -25,8 +25,6 @@ ENDED_AT_ONCE: Final = 256
 class RetentionTimers:
     """Applies retentions to nodes and ends them in time; `now` is the time by the tree's clock."""
 
-    __slots__ = ("ends", "now")
-
     def __init__(self) -> None:
         self.now = 0.0
         self.ends: Timers[Node] = Timers()

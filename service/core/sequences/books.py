@@ -68,27 +68,6 @@ class SequenceBooks:
     whenever ids change.
     """
 
-    __slots__ = (
-        "_free",
-        "_index_of",
-        "_is_sorted",
-        "_leaves",
-        "_next_serial",
-        "_sorted",
-        "_unsorted",
-        "expiry",
-        "is_watched",
-        "last_page",
-        "lengths",
-        "now",
-        "num_changes",
-        "num_pages",
-        "serials",
-        "ttl_s",
-        "used",
-        "version",
-    )
-
     def __init__(self, num_layers: int) -> None:
         self._index_of: dict[str, int] = {}
         self._leaves: list[Leaf] = []

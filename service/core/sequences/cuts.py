@@ -55,8 +55,6 @@ class Cuts:
     (`copies`), then `finish` updates the books, which may free the pages that were read.
     """
 
-    __slots__ = ("_books", "_budget", "_links", "_page_size")
-
     def __init__(self, books: SequenceBooks, budget: Budget, links: Links, page_size: int) -> None:
         self._books = books
         self._budget = budget

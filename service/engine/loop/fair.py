@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
 
+@dataclass(slots=True, eq=False)
 class NamespaceLine(Generic[T]):
     """The items of one namespace, in order, and the engine's time that it has used, in seconds."""
 
-    __slots__ = ("items", "used")
-
-    def __init__(self) -> None:
-        self.items: deque[T] = deque()
-        self.used = 0.0
+    items: deque[T] = field(default_factory=deque)
+    used: float = 0.0
 
 
 class FairQueue(Generic[T]):
@@ -28,8 +27,6 @@ class FairQueue(Generic[T]):
     of the line that was served last, so an idle namespace saves no time up. `count` is the number
     of items in all lines.
     """
-
-    __slots__ = ("_is_chosen", "_lines", "_now", "_order", "count")
 
     def __init__(self) -> None:
         self._lines: dict[str, NamespaceLine[T]] = {}

@@ -60,8 +60,6 @@ class EventHistory:
     """Listens to the changes of the cache. Numbers begin with the microseconds at the start, so
     that a number from before a restart is too old."""
 
-    __slots__ = ("_begin", "_most_pages", "_page_size", "_pages_an_event", "_pasts", "is_high")
-
     def __init__(self, page_size: int, most_pages: int) -> None:
         """`most_pages` are kept for each namespace; with 0, none."""
         self._page_size = page_size

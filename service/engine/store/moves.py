@@ -53,8 +53,6 @@ class UnfinishedImports:
     """Unfinished imports, by the names that the sequences will have. An import lives as long as its
     hidden sequence."""
 
-    __slots__ = ("_books", "_by_name", "_counts")
-
     def __init__(self, books: SequenceBooks) -> None:
         self._books = books
         self._by_name: dict[str, UnfinishedImport] = {}
@@ -114,8 +112,6 @@ class Mark:
 
 class MoveMarks:
     """The marks, by the sequences' names in the tree; nearly always there are none."""
-
-    __slots__ = ("_tree", "ends", "marks")
 
     def __init__(self, tree: PrefixTree) -> None:
         self._tree = tree

@@ -42,8 +42,6 @@ class TreeOutline:
 class Snapshots:
     """The last snapshot of a store."""
 
-    __slots__ = ("_last", "_store", "_taken", "_tree")
-
     def __init__(self, store: Store) -> None:
         self._store = store
         self._last: PoolSnapshot | None = None
