@@ -26,17 +26,16 @@ from service.doors.kit.problems import ProblemText, document_of
 from service.doors.kit.tracing import Tracing
 from service.doors.kit.upstream import MakeUpstream, trim
 from service.doors.oip import models
-from service.doors.oip.models import MODELS, error_text, model_of, statistics
+from service.doors.oip.models import MODELS, Model, error_text, model_of, statistics
 from service.errors import NotReady, RequestTimeout
 from service.image.json_body import fields_text_of_image
 from service.image.writing import PROBLEM
 from service.keys import Authenticator
 from service.metrics import Metrics
-from service.tenants import Tenant
 
 UNGUARDED: Final = frozenset({"ServerLive", "ServerReady"})
 """Methods without a key, like HTTP's health."""
-Answer = Callable[[Any, Tenant], Any]
+Answer = Callable[[Any], Any]
 
 
 class GrpcDoor:
@@ -68,14 +67,14 @@ class GrpcDoor:
         """Every method of the service. Requests come as bytes, so that malformed ones get the usual
         errors."""
         pages: dict[str, tuple[str, Answer]] = {
-            "ServerLive": ("live", self.live),
-            "ServerReady": ("ready", self.ready),
+            "ServerLive": ("live", lambda _: {"live": True}),
+            "ServerReady": ("ready", lambda _: {"ready": self.is_ready()}),
             "ModelReady": ("ready", self.model_ready),
-            "ServerMetadata": ("model", self.server_metadata),
-            "ModelMetadata": ("model", self.model_metadata),
-            "ModelConfig": ("model", self.model_config),
+            "ServerMetadata": ("model", lambda _: models.server_metadata()),
+            "ModelMetadata": ("model", lambda one: models.metadata(named(one))),
+            "ModelConfig": ("model", lambda one: {"config": models.config(named(one))}),
             "ModelStatistics": ("model", self.model_statistics),
-            "RepositoryIndex": ("model", self.index),
+            "RepositoryIndex": ("model", lambda _: {"models": models.index(self.link.state)}),
         }
         found = {}
         for method in SERVICE.methods:
@@ -221,7 +220,7 @@ class GrpcDoor:
                 rpc.tenant = tenant_of(self.authenticator, context.invocation_metadata())
                 if method.name == "ModelStatistics":
                     rpc.tenant.require("admin", method.name)
-                return ParseDict(answer(decode(data), rpc.tenant), made())
+                return ParseDict(answer(decode(data)), made())
 
             return await self.responded(rpc, work)
 
@@ -234,43 +233,28 @@ class GrpcDoor:
         async def handle(_: Any, context: Any) -> None:
             rpc = Rpc(context, method.name)
             rpc.op = op
-            await context.write(ParseDict(answer(None, rpc.tenant), made()))
+            await context.write(ParseDict(answer(None), made()))
             context.set_trailing_metadata(rpc.trailing)
             rpc.end()
             self.ledger.add(rpc)
 
         return handle
 
-    def live(self, request: Any, tenant: Tenant) -> Any:
-        return {"live": True}
-
-    def ready(self, request: Any, tenant: Tenant) -> Any:
+    def is_ready(self) -> bool:
         try:
             self.link.check_heard()
         except NotReady:
-            return {"ready": False}
-        return {"ready": True}
+            return False
+        return True
 
-    def model_ready(self, request: Any, tenant: Tenant) -> Any:
-        model_of(request.name, request.version)
-        return self.ready(request, tenant)
+    def model_ready(self, request: Any) -> Any:
+        named(request)
+        return {"ready": self.is_ready()}
 
-    def server_metadata(self, request: Any, tenant: Tenant) -> Any:
-        return models.server_metadata()
-
-    def model_metadata(self, request: Any, tenant: Tenant) -> Any:
-        return models.metadata(model_of(request.name, request.version))
-
-    def model_config(self, request: Any, tenant: Tenant) -> Any:
-        return {"config": models.config(model_of(request.name, request.version))}
-
-    def model_statistics(self, request: Any, tenant: Tenant) -> Any:
+    def model_statistics(self, request: Any) -> Any:
         self.ledger.settle()
-        named = [model_of(request.name, request.version)] if request.name else MODELS.values()
-        return {"model_stats": statistics(named, self.metrics)}
-
-    def index(self, request: Any, tenant: Tenant) -> Any:
-        return {"models": models.index(self.link.state)}
+        found = [named(request)] if request.name else MODELS.values()
+        return {"model_stats": statistics(found, self.metrics)}
 
     # the end
 
@@ -290,6 +274,11 @@ class GrpcDoor:
         self.trimming.cancel()
         self.ledger.settle()
         self.link.close()
+
+
+def named(request: Any) -> Model:
+    """The model that a request is about. Raises NoSuchRoute."""
+    return model_of(request.name, request.version)
 
 
 def silent(seconds: float | None) -> RequestTimeout:

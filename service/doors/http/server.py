@@ -148,12 +148,7 @@ async def listen(
 
     if sock.family == socket.AF_UNIX:
         return await loop.create_unix_server(connection, sock=sock, backlog=BACKLOG)
-    if tls is None:
-        return await loop.create_server(connection, sock=sock, backlog=BACKLOG)
-    return await loop.create_server(
-        connection,
-        sock=sock,
-        backlog=BACKLOG,
-        ssl=tls.context,
-        ssl_handshake_timeout=HANDSHAKE_S,
-    )
+    secure: dict[str, Any] = {}
+    if tls is not None:
+        secure = {"ssl": tls.context, "ssl_handshake_timeout": HANDSHAKE_S}
+    return await loop.create_server(connection, sock=sock, backlog=BACKLOG, **secure)

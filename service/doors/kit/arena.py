@@ -6,6 +6,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 from attnd.wire.dtypes import Part
@@ -125,12 +126,9 @@ class DoorArena:
         self.own = OwnArena(Mapping(fd, size))
         self.mapping, self.slots = self.own.mapping, self.own.slots
         self.spare = SpareSlots()
+        self.take = partial(self.spare.take, cut=self.cut)
         self.give_back = self.spare.put
         self.answers = AnswerShares(self.limit)
-
-    def take(self, size: int) -> Slot:
-        """Raises ArenaFull when the memory cannot grow any more."""
-        return self.spare.take(size, self.cut)
 
     def cut(self, size: int) -> Slot:
         """A slot not much larger than `size`. Raises ArenaFull."""
@@ -149,7 +147,7 @@ class DoorArena:
         return self.slots.take(size)
 
     def slot(self, size: int, *, exactly: bool = False) -> Slot:
-        """As `take`; raises Overloaded."""
+        """Raises Overloaded when the memory cannot grow any more."""
         try:
             return self.cut(size) if exactly else self.take(size)
         except ArenaFull as full:

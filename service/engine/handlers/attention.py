@@ -28,7 +28,7 @@ from service.engine.loop.job import (
 from service.engine.loop.request import AnswerLayout, Request, answer_bytes
 from service.engine.loop.slices import cut_attend, paced_spans, row_keys
 from service.engine.store.plan_cache import Planned
-from service.engine.store.store import Store
+from service.engine.store.store import Store, write_cost
 from service.image.writing import Shaped
 from service.metrics import Mode
 from service.operations.schema.fields import check_mask_length, check_sinks
@@ -74,14 +74,14 @@ def attend(
     q, qo_indptr = tensors["q"], fields.qo_indptr_array
     facts: QueryFacts = request.known.get("query") or query_facts(request)
     request.place.require_bytes(facts.answer_bytes)
-    sinks = sinks_of(request)
+    sinks = copied_sinks(tensors["sinks"]) if "sinks" in tensors else None
     batch = store.look_up(request)
     extension, writing = None, False
     if "k" in tensors:
         rows = (tensors["k"], tensors["v"])
         added = np.diff(qo_indptr)
         extension = store.extend(fields.layer, batch, added, fields.offset_array, seconds, shards)
-        writing = store.is_long_write(rows)
+        writing = store.pace.is_long("append", write_cost(rows))
         if not writing:
             store.write(extension, rows, seconds)  # read before the attention behind it is done
     elif shards is None and fields.offset_array is not None:
@@ -173,7 +173,8 @@ def cascade(store: Store, request: Request, seconds: Seconds) -> Work:
         for index in range(len(fields.levels)):
             shapes += state_shapes(q, f".{index}")
     request.place.require(TEXT_BYTES, shapes)
-    sinks = sinks_of(request)
+    given = request.tensors.get("sinks")
+    sinks = None if given is None else copied_sinks(given)
     started = time.monotonic()
     levels = [(level.ids, level.qo_indptr_array) for level in fields.levels]
     planned = store.plans.levels(levels, fields.layer, fields.causal, q.shape[0])
@@ -227,14 +228,11 @@ def merge_levels(
     store.backend.merge(o, lse, indptr, out=out, sinks=sinks).result()
 
 
-def sinks_of(request: Request) -> Array | None:
+def copied_sinks(given: Array) -> Array:
     """A request's sinks, copied, since the caller may write to them.
 
     Raises InvalidRequest for NaN and +inf.
     """
-    given = request.tensors.get("sinks")
-    if given is None:
-        return None
     sinks = np.array(given)
     check_sinks(sinks)
     return sinks

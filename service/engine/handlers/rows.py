@@ -61,7 +61,7 @@ def append(
     extension = store.extend(fields.layer, batch, counts, fields.offset_array, seconds, shards)
     request.place.lay({"lengths": extension.lengths.tolist()})
     counted = Counts(appended=extension.num_stored)
-    if store.is_long_write(rows):
+    if store.pace.is_long("append", write_cost(rows)):
         slices = write_slices(store, extension, rows)
         return SlicedWork(slices, partial(store.undo, extension), counts=counted)
     pending = store.write(extension, rows, seconds)
@@ -84,7 +84,7 @@ def append_layers(
         for layer, k, v in parts:
             yield from write_slices(store, replace(every, layer=layer), (k, v))
 
-    if store.is_long_write(rows) or len(parts) > LAYERS_AT_ONCE:
+    if store.pace.is_long("append", write_cost(rows)) or len(parts) > LAYERS_AT_ONCE:
         return SlicedWork(slices(), partial(store.undo, every), counts=counted)
     started = time.monotonic()
     try:

@@ -13,10 +13,10 @@ from kernels.backend import AttentionState, Pending, RaggedAttend
 from service.engine.handlers.attention import (
     FLOAT32,
     TEXT_BYTES,
+    copied_sinks,
     in_base,
     ragged_mask,
     scoring,
-    sinks_of,
     state_shapes,
 )
 from service.engine.loop.job import Cost, Seconds, Slice, SlicedWork, Slices, SoloLaunch, Work
@@ -53,7 +53,7 @@ def ragged_prefill(store: Store, request: Request, _: Seconds) -> Work:
         scoring=scoring(q, fields),
         mask=mask,
         out=out,
-        sinks=sinks_of(request),
+        sinks=copied_sinks(tensors["sinks"]) if "sinks" in tensors else None,
     )
     cost = ragged_cost(whole)
 
@@ -99,7 +99,8 @@ def merge(store: Store, request: Request, _: Seconds) -> Work:
     request.place.require(TEXT_BYTES, shapes)
     laid = request.place.lay({"lse_base": fields.lse_base}, shapes)
     out = AttentionState(laid["o"], laid["lse"])
-    sinks = sinks_of(request)
+    given = request.tensors.get("sinks")
+    sinks = None if given is None else copied_sinks(given)
     natural = lse * np.float32(LN_2) if fields.lse_base == "2" else lse
     cost = Cost(num_bytes=float(o.nbytes + out.o.nbytes), flops=4.0 * o.size)
 

@@ -187,10 +187,8 @@ def sharing_of(request: Request, handler: Handler) -> Hashable | None:
     """
     if not handler.is_attention:
         return object() if handler.launches else None
-    sharing: Hashable | None = request.known.get("sharing")
-    if sharing is None:
-        fields, q = request.fields, request.tensors["q"]
-        window: Any = getattr(fields, "window_left", -1)
-        sharing = (q.dtype, q.shape[1:], fields.sm_scale, fields.logits_soft_cap, window)
-        request.known["sharing"] = sharing
+    fields, q = request.fields, request.tensors["q"]
+    window: Any = getattr(fields, "window_left", -1)
+    sharing = (q.dtype, q.shape[1:], fields.sm_scale, fields.logits_soft_cap, window)
+    request.known["sharing"] = sharing
     return sharing

@@ -201,7 +201,7 @@ class Scheduler:
         have to be evicted for it, before which others have their turns."""
         request, launches = job.request, self.launches
         handler = HANDLERS[request.operation.name]
-        sharing = sharing_of(request, handler)
+        sharing = request.known.get("sharing") or sharing_of(request, handler)
         is_other = sharing is not None and launches.sharing not in (None, sharing)
         if is_other and not launches.submit():
             return False

@@ -173,10 +173,6 @@ class Store:
         if extension is not None:
             self.tree.undo(extension)
 
-    def is_long_write(self, rows: tuple[Tensor, Tensor]) -> bool:
-        """Whether writing `rows` is more than one slice."""
-        return self.pace.is_long("append", write_cost(rows))
-
     def tick(self) -> bool:
         """End leases, priorities and pins by the time, and evict pages ahead of need; whether a
         sequence, or the mark of one that moves, may have expired."""

@@ -36,56 +36,30 @@ class ModelPages:
         found: list[BaseRoute] = [
             Route(f"{MODEL}/infer", self.infer),
             Route(f"{MODEL}/versions/{{version}}/infer", self.infer),
-            page("/v2", self.server),
-            page("/v2/health/live", self.live, "live", needs_no_key=True),
+            page("/v2", lambda _: models.server_metadata()),
+            page("/v2/health/live", lambda _: {"live": True}, "live", needs_no_key=True),
             page("/v2/health/ready", self.ready, "ready", needs_no_key=True),
-            page("/v2/models/stats", self.all_statistics),
-            page("/v2/repository/index", self.index, method="POST"),
+            page("/v2/models/stats", lambda one: self.counted(one, MODELS.values())),
+            page("/v2/repository/index", lambda _: models.index(self.door.state), method="POST"),
         ]
         for path in (MODEL, f"{MODEL}/versions/{{version}}"):
             found += [
-                page(path, self.metadata),
-                page(f"{path}/ready", self.model_ready, "ready"),
-                page(f"{path}/config", self.config),
-                page(f"{path}/stats", self.model_statistics),
+                page(path, lambda one: models.metadata(model_in(one))),
+                page(f"{path}/ready", lambda one: self.ready(one, model_in(one)), "ready"),
+                page(f"{path}/config", lambda one: models.config(model_in(one))),
+                page(f"{path}/stats", lambda one: self.counted(one, [model_in(one)])),
             ]
         return found
 
-    async def live(self, request: Request) -> Response:
-        return json_response({"live": True})
-
-    async def ready(self, request: Request) -> Response:
+    def ready(self, request: Request, model: Model | None = None) -> Any:
         self.door.link.check_heard()
-        return json_response({"ready": True})
+        return {"ready": True} if model is None else {"name": model.name, "ready": True}
 
-    async def model_ready(self, request: Request) -> Response:
-        model = model_in(request)
-        self.door.link.check_heard()
-        return json_response({"name": model.name, "ready": True})
-
-    async def server(self, request: Request) -> Response:
-        return json_response(models.server_metadata())
-
-    async def metadata(self, request: Request) -> Response:
-        return json_response(models.metadata(model_in(request)))
-
-    async def config(self, request: Request) -> Response:
-        return json_response(models.config(model_in(request)))
-
-    async def index(self, request: Request) -> Response:
-        return json_response(models.index(self.door.state))
-
-    async def model_statistics(self, request: Request) -> Response:
-        return self.counted(request, [model_in(request)])
-
-    async def all_statistics(self, request: Request) -> Response:
-        return self.counted(request, MODELS.values())
-
-    def counted(self, request: Request, of: Iterable[Model]) -> Response:
+    def counted(self, request: Request, of: Iterable[Model]) -> Any:
         exchange: Exchange = request.scope[EXCHANGE]
         exchange.tenant.require("admin", exchange.path)
         self.door.ledger.settle()
-        return json_response({"model_stats": statistics(of, self.door.metrics)})
+        return {"model_stats": statistics(of, self.door.metrics)}
 
 
 def model_in(request: Request) -> Model:
@@ -96,14 +70,13 @@ def model_in(request: Request) -> Model:
 
 def page(
     path: str,
-    answer: Callable[[Request], Any],
+    document: Callable[[Request], Any],
     name: str = "model",
     method: str = "GET",
     *,
     needs_no_key: bool = False,
 ) -> Route:
+    async def answer(request: Request) -> Response:
+        return Response(dump_json(document(request)), media_type=JSON)
+
     return Route(path, named(name, answer, needs_no_key=needs_no_key), methods=[method])
-
-
-def json_response(document: Any) -> Response:
-    return Response(dump_json(document), media_type=JSON)

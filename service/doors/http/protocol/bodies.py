@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from service.doors.http.protocol.chunks import Chunks
 from service.errors import AttndError, BodyTooLarge, Overloaded
 from service.road.caller_end.slots import ArenaFull, Slot
+
+if TYPE_CHECKING:
+    from service.doors.http.door import Door
 
 FIRST_BYTES: Final = 64 * 2**10
 """Room that every body gets at once."""
@@ -77,17 +80,6 @@ class ClientGone(Exception):
     """The client closed its connection before the response."""
 
 
-class Source(Protocol):
-    """Lends slots of the arena."""
-
-    shares: BodyShares
-
-    def take(self, size: int) -> Slot:
-        """Raises ArenaFull."""
-
-    def give_back(self, slot: Slot) -> None: ...
-
-
 class Body:
     """One body. The event loop receives a declared length straight into a slot; chunks are copied.
 
@@ -108,7 +100,7 @@ class Body:
         """Whether it accepts bytes: it has a slot, and neither stalls, failed, nor is complete."""
         self.slot: Slot | None = None
         self.view = EMPTY
-        self.source: Source | None = None
+        self.door: Door | None = None
         self.failure: AttndError | ClientGone | None = None
         self.waiting: asyncio.Future[None] | None = None
 
@@ -117,9 +109,9 @@ class Body:
         """Declared bytes that have not arrived."""
         return 0 if self.declared is None else self.declared - self.received
 
-    def begin(self, source: Source, caller: str = "", lead: int = 0) -> None:
+    def begin(self, door: Door, caller: str = "", lead: int = 0) -> None:
         """Reserve a slot; not for a body declared beyond the limit, which is rejected later."""
-        self.source, self.caller, self.lead = source, caller, lead
+        self.door, self.caller, self.lead = door, caller, lead
         declared = self.declared
         if self.complete or self.failure is not None:
             return
@@ -128,22 +120,22 @@ class Body:
         elif declared <= FIRST_BYTES and declared <= self.limit:
             self.reserve(declared)
         elif declared <= self.limit:
-            self.reserve(source.shares.first_room(caller, declared))
+            self.reserve(door.shares.first_room(caller, declared))
 
     def reserve(self, size: int) -> None:
         """Take a slot, or stall; fail where the caller's share is used up."""
-        source = self.source
-        if source is None:
+        door = self.door
+        if door is None:
             raise RuntimeError("a body that has not begun reserves a slot: this is a bug")
         if size > FIRST_BYTES or self.booked > FIRST_BYTES:
             try:
-                source.shares.change(self.caller, self.booked, size)
+                door.shares.change(self.caller, self.booked, size)
             except AttndError as error:
                 self.fail(error)
                 return
             self.booked = size
         try:
-            self.place(source.take(self.lead + size))
+            self.place(door.take(self.lead + size))
         except ArenaFull:
             self.wanted = self.lead + size
             self.is_open = False
@@ -218,8 +210,8 @@ class Body:
 
     def unbook(self) -> None:
         """Give the caller's share back."""
-        if self.source is not None:
-            self.source.shares.change(self.caller, self.booked, 0)
+        if self.door is not None:
+            self.door.shares.change(self.caller, self.booked, 0)
             self.booked = 0
 
     def fail(self, error: AttndError | ClientGone) -> None:
@@ -249,24 +241,24 @@ class Body:
         if size > limit:
             raise too_large(size, limit)
 
-    def take_over(self, slot: Slot, source: Source) -> None:
+    def take_over(self, slot: Slot, door: Door) -> None:
         """Hold the request's image, in place of the body as received."""
         self.give_up_slot()
-        self.slot, self.source = slot, source
+        self.slot, self.door = slot, door
 
     def release(self) -> None:
         """Free the memory at the request's end. (A failure's traceback refers to this body.)"""
         if self.booked:
             self.unbook()
         self.view, self.failure = EMPTY, None
-        if self.slot is not None and self.source is not None:
-            self.source.give_back(self.slot)
+        if self.slot is not None and self.door is not None:
+            self.door.give_back(self.slot)
             self.slot = None
 
     def give_up_slot(self) -> None:
         self.view, self.is_open = EMPTY, False
-        if self.slot is not None and self.source is not None:
-            self.source.give_back(self.slot)
+        if self.slot is not None and self.door is not None:
+            self.door.give_back(self.slot)
         self.slot = None
 
 

@@ -264,7 +264,7 @@ class Connection(asyncio.BufferedProtocol):
         self.exchange = self.task = None
         intake = self.intake
         intake.body = None
-        if not intake.is_held:
+        if self.busy_in and not intake.is_held:
             self.become_idle()
         if self.is_closing:
             return
