@@ -206,6 +206,16 @@ def receive_all(peer: socket.socket) -> bytes:
     return bytes(data)
 
 
+RULES: Final = SessionConfig(
+    instance_id="scripted",
+    routes={name: operation.number for name, operation in BY_NAME.items()},
+    limits={},
+    max_arena_bytes=2**30,
+    default_deadline_s=30.0,
+    admission=Admission(secret=SECRET),
+)
+
+
 @contextmanager
 def serving(
     directory: Path,
@@ -217,17 +227,9 @@ def serving(
     where = () if uds is None else ("--server.uds", str(uds))
     settings = load_settings([*where, *arguments])
     engine = Engine(script)
-    rules = SessionConfig(
-        instance_id="scripted",
-        routes={name: operation.number for name, operation in BY_NAME.items()},
-        limits={},
-        max_arena_bytes=2**30,
-        default_deadline_s=30.0,
-        admission=Admission(secret=SECRET),
-    )
     listener = listen_on(uds)
     metrics = Metrics()
-    with scripted_end(directory, engine.behave, rules) as end:
+    with scripted_end(directory, engine.behave, RULES) as end:
         engine.end = end
         server = Server(
             Setup(settings, metrics, str(end.path), "http-0", SECRET, sockets=[listener])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -49,24 +50,18 @@ def statuses(peer: socket.socket, count: int) -> list[int]:
 
 
 def test_before_the_engine_answers_the_door_is_live_and_not_ready(tmp_path: Path) -> None:
+    path = tmp_path / "engine.sock"
     with socket.socket(socket.AF_UNIX) as silent:
-        silent.bind(str(tmp_path / "engine.sock"))
+        silent.bind(str(path))
         silent.listen()
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            path = str(tmp_path / "engine.sock")
-            server = Server(
-                Setup(load_settings([]), Metrics(), path, "http-0", "", sockets=[listener])
-            )
-            thread = threading.Thread(target=server.run)
-            thread.start()
+        with door_before(path) as (server, url):
             try:
                 wait_for(lambda: server.started, "the door")
                 with httpx.Client(base_url=url) as client:
                     assert client.get("/health/live").status_code == 200
                     assert client.get("/metrics").status_code == 200
-                    for path in ("/health/ready", "/v1/pool", "/v1/sequences"):
-                        response = client.get(path)
+                    for route in ("/health/ready", "/v1/pool", "/v1/sequences"):
+                        response = client.get(route)
                         assert (response.status_code, response.json()["code"]) == (503, "not_ready")
                         assert "starting" in response.json()["detail"]
                     headers = {"content-type": SAFETENSORS}
@@ -75,20 +70,26 @@ def test_before_the_engine_answers_the_door_is_live_and_not_ready(tmp_path: Path
             finally:
                 assert server.loop is not None
                 server.loop.call_soon_threadsafe(server.drain)
-                thread.join(WAIT_S)
-                assert not thread.is_alive()
 
 
-def ended(path: Path) -> str:
-    """Why a door before this socket ended, which it must by itself."""
+@contextmanager
+def door_before(path: Path) -> Iterator[tuple[Server, str]]:
+    """A door before this socket and its URL."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = Server(
             Setup(load_settings([]), Metrics(), str(path), "http-0", "", sockets=[listener])
         )
         thread = threading.Thread(target=server.run)
         thread.start()
+        yield server, f"http://127.0.0.1:{listener.getsockname()[1]}"
         thread.join(WAIT_S)
         assert not thread.is_alive()
+
+
+def ended(path: Path) -> str:
+    """Why a door before this socket ended, which it must by itself."""
+    with door_before(path) as (server, _):
+        pass
     return server.failed
 
 

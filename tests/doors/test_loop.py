@@ -24,7 +24,7 @@ from service.errors import AttndError, DeadlineExceeded, UnknownSequence
 from service.keys import line_of, new_key
 
 
-def test_requests_that_arrive_together_do_not_share_a_pass_of_the_loop() -> None:
+async def test_requests_that_arrive_together_do_not_share_a_pass_of_the_loop() -> None:
     passes: list[int] = []
     number = 0
 
@@ -34,20 +34,16 @@ def test_requests_that_arrive_together_do_not_share_a_pass_of_the_loop() -> None
             yield
         return pieces
 
-    async def main() -> None:
-        nonlocal number
-        turns = OneByOne()
-        tasks = [asyncio.create_task(turns.do(work(3))) for _ in range(4)]
-        while not all(task.done() for task in tasks):
-            number += 1
-            await asyncio.sleep(0)
-        assert [task.result() for task in tasks] == [3] * 4
-
-    asyncio.run(main())
+    turns = OneByOne()
+    tasks = [asyncio.create_task(turns.do(work(3))) for _ in range(4)]
+    while not all(task.done() for task in tasks):
+        number += 1
+        await asyncio.sleep(0)
+    assert [task.result() for task in tasks] == [3] * 4
     assert len(passes) == 12 and len(set(passes)) == 12
 
 
-def test_callers_take_turns_in_long_work_and_each_gets_its_own_result_or_error() -> None:
+async def test_callers_take_turns_in_long_work_and_each_gets_its_own_result_or_error() -> None:
     done: list[str] = []
 
     def work(name: str, pieces: int) -> Generator[None, None, str]:
@@ -58,27 +54,24 @@ def test_callers_take_turns_in_long_work_and_each_gets_its_own_result_or_error()
             raise ValueError(name)
         return name
 
-    async def main() -> None:
-        turns = OneByOne()
+    turns = OneByOne()
 
-        async def of(caller: str, name: str, pieces: int) -> str:
-            return await turns.do(work(name, pieces), caller)
+    async def of(caller: str, name: str, pieces: int) -> str:
+        return await turns.do(work(name, pieces), caller)
 
-        tasks = [asyncio.create_task(of("many", f"long {n}", 100)) for n in range(5)]
-        single = asyncio.create_task(of("one", "single", 10))
-        fails = asyncio.create_task(of("one", "fails", 1))
-        await asyncio.sleep(0)
-        tasks[1].cancel()
-        assert await single == "single" and done[0] == "single"
-        with pytest.raises(ValueError, match="fails"):
-            await fails
-        assert done == ["single", "fails"], "they wait for none of the many"
-        left = [tasks[0], *tasks[2:]]
-        assert await asyncio.gather(*left) == ["long 0", "long 2", "long 3", "long 4"]
-        assert "long 1" not in done, "nobody waits for it"
-        assert await turns.do(work("short", 0)) == "short"
-
-    asyncio.run(main())
+    tasks = [asyncio.create_task(of("many", f"long {n}", 100)) for n in range(5)]
+    single = asyncio.create_task(of("one", "single", 10))
+    fails = asyncio.create_task(of("one", "fails", 1))
+    await asyncio.sleep(0)
+    tasks[1].cancel()
+    assert await single == "single" and done[0] == "single"
+    with pytest.raises(ValueError, match="fails"):
+        await fails
+    assert done == ["single", "fails"], "they wait for none of the many"
+    left = [tasks[0], *tasks[2:]]
+    assert await asyncio.gather(*left) == ["long 0", "long 2", "long 3", "long 4"]
+    assert "long 1" not in done, "nobody waits for it"
+    assert await turns.do(work("short", 0)) == "short"
 
 
 def test_an_error_of_long_work_is_in_no_cycle_of_references() -> None:
@@ -113,7 +106,7 @@ def test_an_error_of_long_work_is_in_no_cycle_of_references() -> None:
         gc.enable()
 
 
-def test_a_door_returns_memory_one_piece_in_a_pass_of_the_loop() -> None:
+async def test_a_door_returns_memory_one_piece_in_a_pass_of_the_loop() -> None:
     passes: list[int] = []
     number = 0
 
@@ -121,15 +114,11 @@ def test_a_door_returns_memory_one_piece_in_a_pass_of_the_loop() -> None:
         passes.append(number)
         return begin + 1 if begin < 4 else None
 
-    async def main() -> None:
-        nonlocal number
-        upstream: Any = SimpleNamespace(is_pinned=False, arena=SimpleNamespace(trim=trim_piece))
-        trim(asyncio.get_running_loop(), upstream)
-        while number < 9:
-            number += 1
-            await asyncio.sleep(0)
-
-    asyncio.run(main())
+    upstream: Any = SimpleNamespace(is_pinned=False, arena=SimpleNamespace(trim=trim_piece))
+    trim(asyncio.get_running_loop(), upstream)
+    while number < 9:
+        number += 1
+        await asyncio.sleep(0)
     assert len(passes) == 5 and len(set(passes)) == 5
 
 

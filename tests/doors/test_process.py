@@ -14,13 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from road.scripted_engine_end import scripted_end
-from scripted import SECRET, WAIT_S, Engine, decode_body, receive_all, replies, request, wait_for
+from scripted import (
+    RULES,
+    SECRET,
+    WAIT_S,
+    Engine,
+    decode_body,
+    receive_all,
+    replies,
+    request,
+    wait_for,
+)
 
 from config.settings import load_settings
-from service.operations.table import BY_NAME
 from service.processes.handover import Child, Shared, start
-from service.road.engine_end.admission import Admission
-from service.road.engine_end.calls import SessionConfig
 
 GOOD = request("/v1/decode", decode_body())
 READY = request("/health/ready", method="GET", content_length="", connection="close")
@@ -47,17 +54,9 @@ class Process:
 @contextmanager
 def process(directory: Path) -> Iterator[Process]:
     engine = Engine()
-    rules = SessionConfig(
-        instance_id="scripted",
-        routes={name: operation.number for name, operation in BY_NAME.items()},
-        limits={},
-        max_arena_bytes=2**30,
-        default_deadline_s=30.0,
-        admission=Admission(secret=SECRET),
-    )
     reading, writing = os.pipe()
     with (
-        scripted_end(directory, engine.behave, rules) as engine.end,
+        scripted_end(directory, engine.behave, RULES) as engine.end,
         socket.create_server(("127.0.0.1", 0)) as listener,
     ):
         port = listener.getsockname()[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import numpy as np
@@ -30,6 +31,12 @@ def client(service: Service) -> Iterator[httpx.Client]:
                 one.delete(f"/v1/sequences/{name}")
         pool = one.get("/v1/pool").json()
         assert (pool["referenced"], pool["integrity"]) == (0, "ok"), pool
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(16) as executor:
+        yield executor
 
 
 @pytest.fixture(params=[SAFETENSORS, JSON], ids=["safetensors", "json"])

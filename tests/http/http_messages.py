@@ -114,6 +114,24 @@ def append(client: httpx.Client, layer: int, name: str, k: Any, v: Any) -> dict[
     return ask(client, "/v1/append", fields, {"k": k, "v": v})[0]
 
 
+def fill(
+    client: httpx.Client, rng: np.random.Generator, name: str, n: int, layer: int = 0
+) -> tuple[Any, Any]:
+    """A new sequence with n tokens at every layer; its k and v at `layer`."""
+    create(client, name)
+    held = [(rows(rng, n), rows(rng, n)) for _ in range(LAYERS)]
+    for each, (k, v) in enumerate(held):
+        append(client, each, name, k, v)
+    return held[layer]
+
+
+def store(client: httpx.Client, ids: list[int]) -> None:
+    """Cache pages of these token ids."""
+    fill(client, np.random.default_rng(0), "a", len(ids))
+    assert client.post("/v1/sequences/a/commit", json={"token_ids": ids}).is_success
+    assert client.delete("/v1/sequences/a").is_success
+
+
 def endless_prefill(n: int = 300_000) -> tuple[dict[str, Any], dict[str, Any]]:
     """A ragged prefill of n rows over n keys, of 6n bytes: minutes of work in a small body."""
     small = np.zeros((n, 1, 1), np.float16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,10 @@ import trustme
 
 from service.keys import line_of
 
-KEYS = {
+Holders = Mapping[str, tuple[str, Sequence[str]]]
+"""The namespace and the scopes of each key."""
+
+KEYS: Holders = {
     "a-key-of-red": ("red", ["read", "append"]),
     "a-key-of-blue": ("blue", ["read", "append"]),
     "a-reader-of-red": ("red", ["read"]),
@@ -18,8 +22,23 @@ KEYS = {
 }
 
 
-def write_keys(path: Path, *names: str) -> None:
-    path.write_text("\n".join(line_of(name, *KEYS[name]) for name in names or KEYS))
+def write_keys(path: Path, *names: str, keys: Holders = KEYS) -> None:
+    path.write_text("\n".join(line_of(name, *keys[name]) for name in names or keys))
+
+
+def keys_file(directory: Path, keys: Holders = KEYS) -> tuple[str, str]:
+    """The arguments of a service with these keys, in `directory`/keys."""
+    write_keys(directory / "keys", keys=keys)
+    return ("--auth.keys-file", str(directory / "keys"))
+
+
+def both(*scopes: str) -> Holders:
+    """A key of the namespace red and one of blue, each named after its namespace."""
+    return {name: (name, scopes) for name in ("red", "blue")}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
 
 
 HOST = "127.0.0.1"

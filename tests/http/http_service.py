@@ -16,6 +16,7 @@ from typing import Any, Final
 import httpx
 import pytest
 from http_messages import HEAD_DIM, KIND, KV_HEADS, LAYERS, PAGE_SIZE, PAGES, POOL_DTYPE
+from http_secrets import bearer
 
 from config.settings import Settings, load_settings
 from kernels import make_backend
@@ -132,12 +133,30 @@ class Service:
         threads = [self.running.thread, *(thread for _, thread in self.doors)]
         return not any(thread.is_alive() for thread in threads)
 
-    def client(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=WAIT_S)
+    def client(self, key: str = "") -> httpx.Client:
+        """A client that shows this key, if any."""
+        headers = bearer(key) if key else {}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=WAIT_S)
 
     def connect(self) -> socket.socket:
         host, _, port = self.url.partition("://")[2].partition(":")
         return socket.create_connection((host, int(port)), timeout=WAIT_S)
+
+    @contextmanager
+    def gate_closed(self) -> Iterator[None]:
+        """No attention ends meanwhile."""
+        self.backend.entered.clear()
+        self.backend.gate.clear()
+        try:
+            yield
+        finally:
+            self.backend.gate.set()
+
+    def read_again(self) -> None:
+        """As on SIGHUP: the door reads its files again."""
+        server = self.doors[0][0]
+        assert server.loop is not None
+        server.loop.call_soon_threadsafe(server.read_again)
 
     def drain(self) -> None:
         """As the supervisor does: the doors first, so that they take nothing new."""

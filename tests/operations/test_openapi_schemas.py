@@ -109,17 +109,10 @@ def test_parameters_of_a_query_are_reported_with_their_rules() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "field"),
-    [
-        ("PageTableFields", "sequences"),
-        ("AppendFields", "sequences"),
-        ("GatherFields", "sequences"),
-        ("DecodeFields", "sequences"),
-        ("CascadeLevelFields", "sequences"),
-    ],
+    "of", ["PageTable", "Append", "Gather", "Decode", "Prefill", "CascadeLevel"]
 )
-def test_ids_are_reported_to_be_different(model: str, field: str) -> None:
-    schema = schemas()[model]["properties"][field]
+def test_ids_are_reported_to_be_different(of: str) -> None:
+    schema = schemas()[f"{of}Fields"]["properties"]["sequences"]
     assert schema["uniqueItems"] is True and schema["minItems"] == 1
 
 

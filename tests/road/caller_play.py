@@ -3,34 +3,51 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
-from collections.abc import Awaitable, Callable
+import inspect
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
 
-from scripted_engine_end import ScriptedEnd
+from scripted_engine_end import Behave, echo, scripted_end
 
 from service.road.caller_end.caller import Answered, RoadCaller
-
-Test = Callable[[RoadCaller], Awaitable[None]]
-
+from service.road.engine_end.calls import SessionConfig
 
 ARENA = 2**16
-
-
 Loops = Callable[[], asyncio.AbstractEventLoop]
+Test = Callable[..., Coroutine[Any, Any, None]]
 
 
-def play(loops: Loops, engine: ScriptedEnd, test: Test) -> None:
-    """Run a test on a loop of its own, with a caller that is connected to the engine."""
+def road_test(
+    behave: Behave | None = echo, rules: SessionConfig | None = None
+) -> Callable[[Test], Callable[..., None]]:
+    """Make a test of a coroutine whose first parameters are a caller and the engine that it is
+    connected to; on either event loop."""
 
-    async def main() -> None:
-        caller = await RoadCaller.connect(str(engine.path), ARENA, name="test")
-        try:
-            await test(caller)
-        finally:
-            caller.close()
+    def decorate(coroutine: Test) -> Callable[..., None]:
+        def test(loops: Loops, tmp_path: Path, **given: Any) -> None:
+            async def main() -> None:
+                caller = await RoadCaller.connect(str(engine.path), ARENA, name="test")
+                try:
+                    await coroutine(caller, engine, **given)
+                finally:
+                    caller.close()
 
-    with asyncio.Runner(loop_factory=loops) as runner:
-        runner.run(asyncio.wait_for(main(), 20))
+            with (
+                scripted_end(tmp_path, behave, rules) as engine,
+                asyncio.Runner(loop_factory=loops) as runner,
+            ):
+                runner.run(asyncio.wait_for(main(), 20))
+
+        own = list(inspect.signature(coroutine).parameters.values())[2:]
+        fixtures = list(inspect.signature(test).parameters.values())[:2]
+        functools.update_wrapper(test, coroutine)
+        test.__signature__ = inspect.Signature([*fixtures, *own])  # type: ignore[attr-defined]
+        return test
+
+    return decorate
 
 
 async def ask(caller: RoadCaller, text: bytes) -> Answered:

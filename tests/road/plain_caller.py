@@ -14,7 +14,7 @@ from typing import Any
 from attnd.wire import frames as f
 from attnd.wire.frames import VERSION
 
-from service.road.engine_end.calls import SessionConfig
+from service.road.engine_end.calls import Call, SessionConfig
 from service.road.engine_end.session import Session
 from service.road.messages import Grow, Hello, State, message
 
@@ -92,6 +92,15 @@ def problem_of(answer: Answer) -> dict[str, Any]:
     assert document["status"] == answer.status, document
     assert isinstance(document, dict)
     return document
+
+
+def calls(session: Session) -> list[Call]:
+    """The calls that have arrived at a session; nothing else has, and it goes on."""
+    events = session.read()
+    assert session.ended == ""
+    found = [event for event in events if isinstance(event, Call)]
+    assert len(found) == len(events)
+    return found
 
 
 def grow(arena_bytes: int) -> bytes:

@@ -13,6 +13,7 @@ from pathlib import Path
 from attnd.wire import frames as f
 
 from service.road.arena import PAGEABLE, Pinning
+from service.road.engine_end.admission import Admission
 from service.road.engine_end.calls import Call, Cancel, SessionConfig
 from service.road.engine_end.listening import accept, listen
 from service.road.engine_end.session import Session
@@ -32,7 +33,11 @@ def echo(event: Call | Cancel) -> None:
 
 
 def config(
-    *, pinning: Pinning = PAGEABLE, max_arena_bytes: int = 2**20, max_calls: int = 8
+    *,
+    pinning: Pinning = PAGEABLE,
+    max_arena_bytes: int = 2**20,
+    max_calls: int = 8,
+    admission: Admission | None = None,
 ) -> SessionConfig:
     return SessionConfig(
         instance_id="scripted",
@@ -43,22 +48,26 @@ def config(
         pinning=pinning,
         max_calls=max_calls,
         max_output_bytes=2**16,
+        admission=admission or Admission(),
     )
 
 
 @dataclass(slots=True)
 class ScriptedEnd:
-    """`tasks` are run by the engine's thread: the only one that may touch sessions."""
+    """`tasks` are run by the engine's thread: the only one that may touch sessions. Without
+    `behave` the engine answers nothing, and keeps its calls and cancels."""
 
     path: Path
     listener: socket.socket
-    behave: Behave
+    behave: Behave | None
     config: SessionConfig
     sessions: dict[int, Session] = field(default_factory=dict)
     errors: list[BaseException] = field(default_factory=list)
     tasks: list[Callable[[], None]] = field(default_factory=list)
     wake: tuple[socket.socket, socket.socket] = field(default_factory=socket.socketpair)
     stopping: bool = False
+    calls: list[Call] = field(default_factory=list)
+    cancels: list[Cancel] = field(default_factory=list)
 
     def run(self) -> None:
         try:
@@ -104,7 +113,12 @@ class ScriptedEnd:
             session.flush()
         if mask & selectors.EVENT_READ:
             for event in session.read():
-                self.behave(event)
+                if self.behave is not None:
+                    self.behave(event)
+                elif isinstance(event, Call):
+                    self.calls.append(event)
+                else:
+                    self.cancels.append(event)
 
     def do(self, task: Callable[[], None]) -> None:
         """Run a task on the engine's thread."""
@@ -114,7 +128,7 @@ class ScriptedEnd:
 
 @contextmanager
 def scripted_end(
-    directory: Path, behave: Behave = echo, rules: SessionConfig | None = None
+    directory: Path, behave: Behave | None = echo, rules: SessionConfig | None = None
 ) -> Iterator[ScriptedEnd]:
     """An engine that serves until the block is left; what its thread raised is raised there."""
     with listen_in(directory) as (path, sock):

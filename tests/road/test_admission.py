@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from attnd.wire import frames as f
 from plain_caller import PlainCaller, call_frame, problem_of, session_and_caller
-from scripted_engine_end import LIMITS, ROUTES
+from scripted_engine_end import config
 
 from service.keys import Key, Keys, line_of, read_line
 from service.road.engine_end.admission import Admission
@@ -25,14 +25,8 @@ def key_of(shown: str, namespace: str, *scopes: str) -> Key:
 
 
 def rules(*keys: Key, secret: str = SECRET) -> SessionConfig:
-    return SessionConfig(
-        instance_id="scripted",
-        routes=ROUTES,
-        limits=LIMITS,
-        max_arena_bytes=2**20,
-        default_deadline_s=30.0,
-        admission=Admission(Keys({one.digest: one for one in keys}) if keys else None, secret),
-    )
+    known = Keys({one.digest: one for one in keys}) if keys else None
+    return config(admission=Admission(known, secret))
 
 
 def greet(caller: PlainCaller, **given: Any) -> None:

@@ -6,25 +6,15 @@ import socket
 
 import pytest
 from attnd.wire import frames as f
-from plain_caller import call_frame, cancel_frame, grow, problem_of, session_and_caller
+from plain_caller import call_frame, calls, cancel_frame, grow, problem_of, session_and_caller
 from scripted_engine_end import LIMITS, ROUTES, config
 
 from service.errors import InvalidRequest
 from service.road.arena import Pinning
 from service.road.engine_end.calls import Call, Cancel
-from service.road.engine_end.session import Session
 from service.road.messages import State
 
 SECONDS = (0.5, 0.25, 0.125, 1.0, 2.0, 4.0)
-
-
-def calls(session: Session) -> list[Call]:
-    """The calls that have arrived, and nothing else has."""
-    events = session.read()
-    assert session.ended == ""
-    found = [event for event in events if isinstance(event, Call)]
-    assert len(found) == len(events)
-    return found
 
 
 def test_welcome_has_the_limits_and_the_arena() -> None:

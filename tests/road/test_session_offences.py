@@ -9,20 +9,10 @@ import time
 
 import pytest
 from attnd.wire import frames as f
-from plain_caller import call_frame, grow, problem_of, session_and_caller
+from plain_caller import call_frame, calls, grow, problem_of, session_and_caller
 from scripted_engine_end import config
 
 from service.road.engine_end.calls import Call
-from service.road.engine_end.session import Session
-
-
-def calls(session: Session) -> list[Call]:
-    """The calls that have arrived, and nothing else has."""
-    events = session.read()
-    assert session.ended == ""
-    found = [event for event in events if isinstance(event, Call)]
-    assert len(found) == len(events)
-    return found
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Device tensors keep the order of their streams; registered memory comes and goes."""
+"""Device tensors keep the order of their streams; registered memory comes and goes; a launch that
+fails loses the device."""
 
 from __future__ import annotations
 
@@ -9,11 +10,13 @@ import numpy as np
 import pytest
 from flat_plans import decode_plan
 
+from kernels.backend import DeviceLost, PoolGeometry
+
 pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy")
 
 from kernels import make_backend  # noqa: E402
-from kernels.backend import Attend, AttentionState, Backend, PoolGeometry, Scoring  # noqa: E402
+from kernels.backend import Attend, AttentionState, Backend, Scoring  # noqa: E402
 from kernels.tensor import DeviceTensor, PinnedArray  # noqa: E402
 
 SCORING = Scoring(0.125)
@@ -148,3 +151,20 @@ def test_a_failing_registration_leaves_the_backend_as_it_was(backend: Backend) -
     assert not backend.register(1 << 12, 4096), "an address of no memory was registered"
     slots = np.arange(4, dtype=np.int32)
     assert backend.gather(0, slots, "fp16").result()[0].shape == (4, 2, 64)
+
+
+pytest.importorskip("cupy")
+
+
+def test_a_failed_launch_loses_the_device_with_a_clear_message() -> None:
+    from kernels.cuda.backend import CudaBackend
+
+    backend = CudaBackend(PoolGeometry(2, 9, 5, 3, 80, dtype="fp16"), poison=True)
+    with pytest.raises(DeviceLost, match="cannot be trusted"), backend.guarded():
+        function = backend.library.function(
+            next(spec for spec in backend.library.specs if spec.source == "merge/merge"),
+            "merge_states",
+        )
+        function((1,), (4096,), (np.zeros(1, np.int32),))
+    with pytest.raises(DeviceLost):
+        backend.gather(0, np.zeros(1, np.int32), "fp16")

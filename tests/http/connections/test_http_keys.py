@@ -20,7 +20,7 @@ from http_messages import (
     rows,
 )
 from http_process import listening, process
-from http_secrets import write_keys
+from http_secrets import bearer, keys_file, write_keys
 from http_service import Service, serving
 
 from config.settings import ServerSettings
@@ -31,27 +31,20 @@ from tests.harness.waiting import WAIT_S, wait_for
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    path = tmp_path_factory.mktemp("keys") / "keys"
-    write_keys(path)
-    with serving("--auth.keys-file", str(path)) as running:
+    with serving(*keys_file(tmp_path_factory.mktemp("keys"))) as running:
         yield running
-
-
-def holder(service: Service, key: str) -> httpx.Client:
-    headers = {"authorization": f"Bearer {key}"}
-    return httpx.Client(base_url=service.url, headers=headers, timeout=WAIT_S)
 
 
 @pytest.fixture
 def red(guarded: Service) -> Iterator[httpx.Client]:
-    with holder(guarded, "a-key-of-red") as one:
+    with guarded.client("a-key-of-red") as one:
         yield one
         clean(one)
 
 
 @pytest.fixture
 def blue(guarded: Service) -> Iterator[httpx.Client]:
-    with holder(guarded, "a-key-of-blue") as one:
+    with guarded.client("a-key-of-blue") as one:
         yield one
         clean(one)
 
@@ -93,8 +86,7 @@ def test_bodies_that_are_the_same_byte_for_byte_are_each_callers_own(
     with guarded.client() as client:
 
         def decode(key: str, **tensors: np.ndarray) -> httpx.Response:
-            headers = {"authorization": f"Bearer {key}"}
-            return post(client, "/v1/decode", named, tensors, headers=headers)
+            return post(client, "/v1/decode", named, tensors, headers=bearer(key))
 
         reply = {key: decode(key, q=q).content for key in ("a-key-of-red", "a-key-of-blue")}
         assert reply["a-key-of-red"] != reply["a-key-of-blue"]
@@ -139,12 +131,13 @@ def test_what_no_header_can_carry_is_no_key_and_is_not_shown(key: str) -> None:
 
 @pytest.mark.skipif(KIND != "cpu", reason="the same for every backend")
 def test_one_namespace_has_requests_on_half_of_the_connections(tmp_path: Path) -> None:
-    write_keys(tmp_path / "keys")
-    options = ("--auth.keys-file", str(tmp_path / "keys"), "--server.max-connections", "6")
-    with serving(*options) as service, ExitStack() as stack:
-        red, blue = (
-            stack.enter_context(holder(service, f"a-key-of-{who}")) for who in ("red", "blue")
-        )
+    options = (*keys_file(tmp_path), "--server.max-connections", "6")
+    with (
+        serving(*options) as service,
+        service.client("a-key-of-red") as red,
+        service.client("a-key-of-blue") as blue,
+        ExitStack() as stack,
+    ):
         listened = [stack.enter_context(red.stream("GET", "/v1/events")) for _ in range(3)]
         for _ in range(2):
             problem = check_problem(red.get("/v1/info"), 429, "overloaded")
@@ -169,9 +162,8 @@ def test_sighup_has_the_file_read_again_by_every_process(tmp_path: Path) -> None
             httpx.Client(base_url=url, timeout=WAIT_S) as kept,
             Session(socket, api_key="a-key-of-red", retries=0) as session,
         ):
-            red = {"authorization": "Bearer a-key-of-red"}
-            blue = {"authorization": "Bearer a-key-of-blue"}
-            kept.headers.update(red)
+            blue = bearer("a-key-of-blue")
+            kept.headers.update(bearer("a-key-of-red"))
             create(kept, "a")
             assert session.get_sequence("a").id == "a"
             assert kept.get("/v1/info", headers=blue).status_code == 401
@@ -193,10 +185,8 @@ def test_sighup_has_the_file_read_again_by_every_process(tmp_path: Path) -> None
 def refused(session: Session) -> bool:
     try:
         session.info()
-    except Unauthorized:
-        return True
-    except Exception:
-        return False
+    except Exception as error:
+        return isinstance(error, Unauthorized)
     return False
 
 

@@ -35,12 +35,6 @@ def tight(rng: np.random.Generator) -> Iterator[Service]:
         yield running
 
 
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(16) as executor:
-        yield executor
-
-
 def decode(service: Service, **headers: str) -> httpx.Response:
     with service.client() as client:
         q = np.ones((1, QO_HEADS, HEAD_DIM), np.float32)

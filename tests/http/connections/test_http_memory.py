@@ -18,7 +18,6 @@ from http_messages import (
     HEAD_DIM,
     JSON,
     KV_HEADS,
-    LAYERS,
     PAGE_SIZE,
     PAGES,
     SAFETENSORS,
@@ -27,13 +26,14 @@ from http_messages import (
     ask,
     check_problem,
     create,
+    fill,
     post,
     rows,
     write_body,
 )
+from http_secrets import bearer, both, keys_file
 from http_service import Service, serving
 
-from service.keys import line_of
 from tests.harness.waiting import wait_for
 
 MIB = 2**20
@@ -138,9 +138,8 @@ def test_unfinished_bodies_take_no_more_than_is_allowed() -> None:
 
 
 def test_one_namespace_leaves_room_for_the_bodies_of_another(tmp_path: Path) -> None:
-    path = tmp_path / "keys"
-    path.write_text("\n".join(line_of(name, name, ["read", "append"]) for name in ("red", "blue")))
-    with serving(*LIMITS, "--auth.keys-file", str(path)) as service, ExitStack() as open_ones:
+    keys = keys_file(tmp_path, both("read", "append"))
+    with serving(*LIMITS, *keys) as service, ExitStack() as open_ones:
         peers = [begin_body(service, open_ones, "authorization: Bearer red") for _ in range(6)]
         assert {problem_of(peer)["code"] for peer in peers[1:]} == {"overloaded"}
         with service.client() as client:
@@ -148,7 +147,7 @@ def test_one_namespace_leaves_room_for_the_bodies_of_another(tmp_path: Path) -> 
             states["lse"] = np.zeros((400, 5, 8), np.float32)
             body = write_body(SAFETENSORS, {}, states)
             for name, status in (("blue", 200), ("red", 200), ("unknown", 401)):
-                headers = {"content-type": SAFETENSORS, "authorization": f"Bearer {name}"}
+                headers = {"content-type": SAFETENSORS} | bearer(name)
                 response = client.post("/v1/merge", content=body, headers=headers)
                 assert response.status_code == status, response.text
         assert service.door.shares.by_caller.keys() == {"red"}
@@ -203,8 +202,7 @@ def read_in_parts(client: httpx.Client, rng: np.random.Generator) -> None:
 def test_answers_that_one_namespace_does_not_read_leave_room_for_other_namespaces(
     tmp_path: Path, way: str, accept: str, count: int, peers: int, mib: int
 ) -> None:
-    path = tmp_path / "keys"
-    path.write_text("\n".join(line_of(name, name, ["read", "append"]) for name in ("red", "blue")))
+    keys = keys_file(tmp_path, both("read", "append"))
     limits = {"inflight": mib, "body": 2, "answer": 4, "json": 2}
     given = [text for name, n in limits.items() for text in (f"--server.max-{name}-bytes", n * MIB)]
     forks = [f"fork-{number}" for number in range(80)]
@@ -222,27 +220,19 @@ def test_answers_that_one_namespace_does_not_read_leave_room_for_other_namespace
     def status(client: httpx.Client) -> int:
         return client.post(route, content=body, headers=headers).status_code
 
-    with serving("--auth.keys-file", str(path), *map(str, given)) as service, ExitStack() as stack:
+    with serving(*keys, *map(str, given)) as service, ExitStack() as stack:
         for name in ("red", "blue"):
-            with service.client() as client:
-                client.headers["authorization"] = f"Bearer {name}"
-                create(client, "a")
-                n = PAGES * PAGE_SIZE // 8
-                for layer_number in range(LAYERS):
-                    values = (rows(np.random.default_rng(1), n) for _ in "kv")
-                    append(client, layer_number, "a", *values)
+            with service.client(name) as client:
+                fill(client, np.random.default_rng(1), "a", PAGES * PAGE_SIZE // 8)
                 create(client, *({"id": one, "parent": "a"} for one in forks))
-        red = stack.enter_context(service.client())
-        red.headers["authorization"] = "Bearer red"
+        red = stack.enter_context(service.client("red"))
         assert status(red) == 200
         for _ in range(peers):
             peer = stack.enter_context(service.connect())
             peer.sendall(16 * (head + body))
         wait_for(lambda: status(red) == 429, "a full share")
-        with service.client() as blue:
-            blue.headers["authorization"] = "Bearer blue"
+        with service.client("blue") as blue:
             assert status(blue) == 200
         stack.close()
-        with service.client() as again:
-            again.headers["authorization"] = "Bearer red"
+        with service.client("red") as again:
             wait_for(lambda: status(again) == 200, "its share")

@@ -30,9 +30,9 @@ from http_messages import (
     write_body,
 )
 from http_process import listening
+from http_secrets import bearer, keys_file
 from http_service import serving
 
-from service.keys import line_of
 from service.operations.table import BY_NAME, OPERATIONS
 from service.tenants import SCOPES
 from tests.harness.waiting import WAIT_S
@@ -198,8 +198,7 @@ class Service:
             with Session(self.socket, api_key=key, retries=0) as session:
                 yield lambda name, body: over_road(session, name, body)
         else:
-            headers = {"authorization": f"Bearer {key}"}
-            with httpx.Client(base_url=self.url, headers=headers, timeout=WAIT_S) as client:
+            with httpx.Client(base_url=self.url, headers=bearer(key), timeout=WAIT_S) as client:
                 yield lambda name, body: over_http(client, name, body)
 
 
@@ -237,11 +236,9 @@ LONG_CLUSTER: Final = pytest.param("a cluster of two", marks=pytest.mark.long)
 def service(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Service]:
-    path = tmp_path_factory.mktemp("keys") / "keys"
     held = [(name, scopes) for name in ("red", "blue") for scopes in (SCOPES, *zip(SCOPES))]
-    lines = [line_of(key_of(name, *scopes), name, scopes) for name, scopes in held]
-    path.write_text("\n".join(lines))
-    keys = ("--auth.keys-file", str(path))
+    named = {key_of(name, *scopes): (name, scopes) for name, scopes in held}
+    keys = keys_file(tmp_path_factory.mktemp("keys"), named)
     if request.param == "a cluster of two":
         with listening(*keys, "--cluster.engines", "2") as (_, url):
             yield Service(url)

@@ -13,24 +13,15 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from http_messages import LAYERS, PAGE_SIZE, append, create, rows
+from http_messages import PAGE_SIZE, append, create, rows, store
+from http_secrets import both, keys_file, write_keys
 from http_service import Service, serving
 
 from service.doors.http.endpoints import events
-from service.keys import line_of
 from tests.harness.waiting import wait_for
 
 IDS = list(range(3 * PAGE_SIZE))
 FEW = ("--cache.events-history", "4")
-
-
-def store(client: httpx.Client, ids: list[int]) -> None:
-    create(client, "a")
-    rng = np.random.default_rng(0)
-    for layer in range(LAYERS):
-        append(client, layer, "a", rows(rng, len(ids)), rows(rng, len(ids)))
-    assert client.post("/v1/sequences/a/commit", json={"token_ids": ids}).is_success
-    assert client.delete("/v1/sequences/a").is_success
 
 
 def clear(client: httpx.Client) -> None:
@@ -102,7 +93,10 @@ def test_many_listeners_share_one_poll_that_ends_with_them(
         assert next(first) == next(second)
         routes = {one.name: one for one in service.door.app.router.routes}
         feeds = routes["stream_events"].endpoint.feeds
-        assert [feed.listeners for feed in feeds.values()] == [2]
+        wait_for(
+            lambda: [feed.listeners for feed in feeds.values()] == [2],
+            "listeners of earlier tests to leave",
+        )
     wait_for(lambda: not feeds, "the poll's end")
     wait_for(lambda: service.door.active == 0, "the streams' end")
 
@@ -219,25 +213,22 @@ def test_events_belong_to_the_keys_namespace_and_end_with_the_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(events, "KEEP_ALIVE_S", 0.1)
-    path = tmp_path / "keys"
-    lines = [line_of("red", "red", ["read", "append"]), line_of("blue", "blue", ["read", "append"])]
-    path.write_text("\n".join([*lines, line_of("mute", "red", ["append"])]))
-    with serving("--auth.keys-file", str(path)) as running:
-        red, blue, mute = (running.client() for _ in range(3))
-        for key, one in (("red", red), ("blue", blue), ("mute", mute)):
-            one.headers["authorization"] = f"Bearer {key}"
-        with red, blue, mute:
-            with running.client() as stranger:
-                assert stranger.get("/v1/events").status_code == 401
-            assert mute.get("/v1/events").status_code == 403
-            with listening(red) as reply:
-                store(blue, IDS)
-                store(red, IDS[:PAGE_SIZE])
-                found = next(reply)
-                assert (found["namespace"], found["token_ids"]) == ("red", IDS[:PAGE_SIZE])
-                assert page(red, 0)["next"] == found["id"]
-                path.write_text("\n".join(lines[1:]))
-                server = running.doors[0][0]
-                assert server.loop is not None
-                server.loop.call_soon_threadsafe(server.read_again)
-                assert list(reply) == []
+    keys = {**both("read", "append"), "mute": ("red", ["append"])}
+    with (
+        serving(*keys_file(tmp_path, keys)) as running,
+        running.client("red") as red,
+        running.client("blue") as blue,
+        running.client("mute") as mute,
+    ):
+        with running.client() as stranger:
+            assert stranger.get("/v1/events").status_code == 401
+        assert mute.get("/v1/events").status_code == 403
+        with listening(red) as reply:
+            store(blue, IDS)
+            store(red, IDS[:PAGE_SIZE])
+            found = next(reply)
+            assert (found["namespace"], found["token_ids"]) == ("red", IDS[:PAGE_SIZE])
+            assert page(red, 0)["next"] == found["id"]
+            write_keys(tmp_path / "keys", "blue", "mute", keys=keys)
+            running.read_again()
+            assert list(reply) == []

@@ -13,12 +13,12 @@ from typing import Any, Final
 import httpx
 import numpy as np
 import pytest
-from http_messages import PAGE_SIZE, PAGES, append, create, rows
+from http_messages import PAGE_SIZE, PAGES, append, create, fill, rows
+from http_secrets import keys_file
 from http_service import Service, serving
 from selenium.webdriver import ActionChains, Chrome, Keys
 from selenium.webdriver.common.by import By
 
-from service.keys import line_of
 from tests.browser import browser, missing, network, prefers
 from tests.harness.waiting import wait_for
 
@@ -87,12 +87,8 @@ def pool_shown(driver: Chrome) -> dict[str, Any]:
     return dict(json.loads(reply)) if reply else {}
 
 
-def fill(client: httpx.Client, name: str, pages: int) -> None:
-    rng = np.random.default_rng(0)
-    create(client, name)
-    for layer in range(2):
-        count = pages * PAGE_SIZE
-        append(client, layer, name, rows(rng, count), rows(rng, count))
+def fill_pages(client: httpx.Client, name: str, pages: int) -> None:
+    fill(client, np.random.default_rng(0), name, pages * PAGE_SIZE)
 
 
 def colours(driver: Chrome) -> dict[str, list[int]]:
@@ -134,7 +130,7 @@ def focus(driver: Chrome, name: str) -> None:
 def test_the_page_shows_the_services_own_numbers(
     driver: Chrome, service: Service, client: httpx.Client
 ) -> None:
-    fill(client, "a", 5)
+    fill_pages(client, "a", 5)
     client.post("/v1/sequences", json={"sequences": [{"id": "b", "parent": "a"}]})
     open_live(driver, service)
     wait_for(lambda: pool_shown(driver).get("sequences") == 2, "both sequences")
@@ -174,7 +170,7 @@ def test_the_map_and_the_tree_change_as_sequences_come_and_go(
         found = driver.execute_script(PIXELS)
         return bool(found == [of[one] for one in states] + (PAGES - len(states)) * [of["free"]])
 
-    fill(client, "a", 7)
+    fill_pages(client, "a", 7)
     wait_for(lambda: shown(*7 * ["referenced"]), "its pages")
     ids = list(range(4 * PAGE_SIZE))
     assert client.post("/v1/sequences/a/commit", json={"token_ids": ids}).is_success
@@ -188,7 +184,7 @@ def test_the_map_and_the_tree_change_as_sequences_come_and_go(
 def test_the_keyboard_reaches_all_of_it(
     driver: Chrome, service: Service, client: httpx.Client
 ) -> None:
-    fill(client, "a", 3)
+    fill_pages(client, "a", 3)
     open_live(driver, service)
     wait_for(lambda: pool_shown(driver).get("referenced") == 3, "the pages")
     focus(driver, "map")
@@ -239,7 +235,7 @@ def test_the_page_fits_every_width_and_no_panel_moves_under_load(
         wait_for(lambda: pool_shown(driver).get("total") == PAGES, "the pool")
         wait_for(lambda: "squares a row" in text(driver, "map-read"), "the map")
         before = driver.execute_script(tops)
-        fill(client, "a", 5)
+        fill_pages(client, "a", 5)
         for depth in range(9):
             parent = {"id": f"f{depth}", "parent": f"f{depth - 1}" if depth else "a"}
             assert client.post("/v1/sequences", json={"sequences": [parent]}).is_success
@@ -257,7 +253,7 @@ def test_the_page_fits_every_width_and_no_panel_moves_under_load(
 def test_the_pointer_has_its_readout_beside_it(
     driver: Chrome, service: Service, client: httpx.Client
 ) -> None:
-    fill(client, "a", 3)
+    fill_pages(client, "a", 3)
     open_live(driver, service)
     wait_for(lambda: pool_shown(driver).get("referenced") == 3, "the pages")
     wait_for(lambda: "squares a row" in text(driver, "map-read"), "the map")
@@ -283,7 +279,7 @@ def test_a_page_that_changes_gets_a_ring_and_keeps_its_colour(
 ) -> None:
     open_live(driver, service)
     of = colours(driver)
-    fill(client, "a", 7)
+    fill_pages(client, "a", 7)
     wait_for(lambda: pool_shown(driver).get("referenced") == 7, "its pages")
     shown = {tuple(one) for one in driver.execute_script(PIXELS)}
     assert shown <= {tuple(of["referenced"]), tuple(of["free"])}
@@ -340,10 +336,8 @@ def test_a_lost_connection_is_reported_and_made_again(driver: Chrome, service: S
 
 
 def test_a_key_is_asked_for_kept_in_the_tab_and_forgotten(driver: Chrome, tmp_path: Path) -> None:
-    path = tmp_path / "keys"
     held = {"user": ("red", ["read"]), "operator": ("ops", ["admin"])}
-    path.write_text("\n".join(line_of(key, *one) for key, one in held.items()))
-    with serving("--auth.keys-file", str(path)) as running:
+    with serving(*keys_file(tmp_path, held)) as running:
         driver.get(f"{running.url}/live")
         for key, why in (("", "requires a key"), ("unknown", "revoked"), ("user", "scope admin")):
             if key:

@@ -16,10 +16,10 @@ import httpx
 import numpy as np
 import pytest
 from http_messages import PAGE_SIZE, PAGES, append, check_problem, create, post, rows
+from http_secrets import bearer, keys_file, write_keys
 from http_service import Service, serving
 
 from service.doors.http.live import page, samples
-from service.keys import line_of
 from tests.harness.waiting import wait_for
 
 STREAM = "/live/stream"
@@ -137,20 +137,17 @@ def test_all_who_look_share_one_feed_that_ends_with_them(
 def test_an_engine_that_is_busy_is_said_to_be_and_not_waited_for() -> None:
     with serving() as running, running.client() as client:
         create(client, "a")
-        rng = np.random.default_rng(0)
+        q = {"q": rows(np.random.default_rng(0), 1, 4)}
+        body = {"layer": 0, "sequences": ["a"]}
+        asking = threading.Thread(target=post, args=(client, "/v1/decode", body, q))
         with watching(client) as reply:
             first(reply, "pool")
-            running.backend.gate.clear()
-            running.backend.entered.clear()
-            q = {"q": rows(rng, 1, 4)}
-            body = {"layer": 0, "sequences": ["a"]}
-            asking = threading.Thread(target=post, args=(client, "/v1/decode", body, q))
-            asking.start()
-            wait_for(running.backend.entered.is_set, "the attention")
-            ends = time.monotonic() + 20.0
-            while first(reply, "load")["age_s"] < 0.5:
-                assert time.monotonic() < ends
-            running.backend.gate.set()
+            with running.gate_closed():
+                asking.start()
+                wait_for(running.backend.entered.is_set, "the attention")
+                ends = time.monotonic() + 20.0
+                while first(reply, "load")["age_s"] < 0.5:
+                    assert time.monotonic() < ends
             asking.join()
             while first(reply, "load")["age_s"] > 0.5:
                 assert time.monotonic() < ends
@@ -175,17 +172,10 @@ def test_a_service_may_show_nothing_live() -> None:
 KEYS = {"user": ("red", ["read", "append"]), "operator": ("ops", ["admin"])}
 
 
-def bearer(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"}
-
-
 def test_with_keys_the_page_is_open_and_its_data_needs_the_scope_admin(
     tmp_path: Path,
 ) -> None:
-    path = tmp_path / "keys"
-    lines = {key: line_of(key, *held) for key, held in KEYS.items()}
-    path.write_text("\n".join(lines.values()))
-    with serving("--auth.keys-file", str(path)) as running, running.client() as client:
+    with serving(*keys_file(tmp_path, KEYS)) as running, running.client() as client:
         assert client.get("/live").status_code == client.get("/live/live.js").status_code == 200
         check_problem(client.get(STREAM), 401, "unauthorized")
         check_problem(client.get(STREAM, headers=bearer("user")), 403, "forbidden", scope="admin")
@@ -196,17 +186,13 @@ def test_with_keys_the_page_is_open_and_its_data_needs_the_scope_admin(
         with watching(client, headers=bearer("operator")) as reply:
             pool = first(reply, "pool", sequences=1)
             assert "secret" not in json.dumps(pool)
-            path.write_text(lines["user"])
-            server = running.doors[0][0]
-            assert server.loop is not None
-            server.loop.call_soon_threadsafe(server.read_again)
+            write_keys(tmp_path / "keys", "user", keys=KEYS)
+            running.read_again()
             assert "secret" not in str(list(reply))  # to its end, with the key
 
 
 def test_with_keys_it_may_be_opened_to_everybody(tmp_path: Path) -> None:
-    path = tmp_path / "keys"
-    path.write_text(line_of("user", *KEYS["user"]))
-    arguments = ("--auth.keys-file", str(path), "--auth.open-live", "true")
+    arguments = (*keys_file(tmp_path, KEYS), "--auth.open-live", "true")
     with serving(*arguments) as running, running.client() as client:
         with watching(client) as reply:
             first(reply, "pool", free=PAGES)

@@ -12,10 +12,9 @@ from typing import Any
 
 import httpx
 import msgspec
-import numpy as np
 import pytest
 import zmq
-from http_messages import LAYERS, PAGE_SIZE, append, create, rows
+from http_messages import PAGE_SIZE, store
 from http_process import listening
 from http_service import SECRET, Service, serving
 
@@ -153,15 +152,6 @@ def test_a_publisher_of_arrays_sends_arrays(tmp_path: Path) -> None:
         body = sub.recv_multipart()[2]
         (stored,) = msgspec.msgpack.Decoder(subscriber_types("array")).decode(body).events
         assert stored.token_ids == list(range(PAGE_SIZE)) and stored.group_idx == 0
-
-
-def store(client: httpx.Client, ids: list[int]) -> None:
-    rng = np.random.default_rng(0)
-    create(client, "a")
-    for layer in range(LAYERS):
-        append(client, layer, "a", rows(rng, len(ids)), rows(rng, len(ids)))
-    assert client.post("/v1/sequences/a/commit", json={"token_ids": ids}).is_success
-    assert client.delete("/v1/sequences/a").is_success
 
 
 @contextmanager

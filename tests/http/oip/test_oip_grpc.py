@@ -74,17 +74,24 @@ def filled(triton: Triton, rng: np.random.Generator) -> Any:
     return rows(rng, 1, QO_HEADS)
 
 
+def begin(triton: Triton, model: str, inputs: dict[str, Any], ended: queue.Queue[Any]) -> Any:
+    """Call a model for `a` at layer 0; how it ends, None or an error, goes into the queue."""
+    given = [triton.input(name, array) for name, array in inputs.items()]
+    return triton.client.async_infer(
+        model,
+        given,
+        lambda result, error: ended.put(error),
+        parameters={"layer": 0, "sequences": '["a"]'},
+    )
+
+
 def test_a_clients_deadline_reaches_the_engine(
     over_grpc: Triton, service: Service, rng: np.random.Generator
 ) -> None:
     q = filled(over_grpc, rng)
-    service.backend.gate.clear()
-    try:
-        with pytest.raises(InferenceServerException) as reply:
-            over_grpc.infer("decode", {"q": q}, {"client_timeout": 0.1}, layer=0, sequences=["a"])
-        assert reply.value.status() == "StatusCode.DEADLINE_EXCEEDED"
-    finally:
-        service.backend.gate.set()
+    with service.gate_closed(), pytest.raises(InferenceServerException) as reply:
+        over_grpc.infer("decode", {"q": q}, {"client_timeout": 0.1}, layer=0, sequences=["a"])
+    assert reply.value.status() == "StatusCode.DEADLINE_EXCEEDED"
     wait_for(lambda: service.num_waiting == 0, "the engine to release it")
 
 
@@ -93,30 +100,15 @@ def test_a_call_that_its_client_cancels_is_taken_back(
 ) -> None:
     q, k = filled(over_grpc, rng), rows(rng, 1)
     ended: queue.Queue[Any] = queue.Queue()
-    service.backend.entered.clear()
-    service.backend.gate.clear()
-    try:
-        first = over_grpc.client.async_infer(
-            "decode",
-            [over_grpc.input("q", q)],
-            lambda result, error: ended.put(error),
-            parameters={"layer": 0, "sequences": '["a"]'},
-        )
+    with service.gate_closed():
+        first = begin(over_grpc, "decode", {"q": q}, ended)
         assert service.backend.entered.wait(WAIT_S)
-        given = {"q": q, "k": k, "v": k}
-        second = over_grpc.client.async_infer(
-            "decode",
-            [over_grpc.input(name, array) for name, array in given.items()],
-            lambda result, error: ended.put(error),
-            parameters={"layer": 0, "sequences": '["a"]'},
-        )
+        second = begin(over_grpc, "decode", {"q": q, "k": k, "v": k}, ended)
         pending = grpc.door.link.caller.pending
         wait_for(lambda: len(pending) == 2, "the second call")
         second.cancel()
         wait_for(lambda: any(one.future.done() for one in list(pending.values())), "the news")
         assert ended.get(timeout=WAIT_S).status() == "StatusCode.CANCELLED"
-    finally:
-        service.backend.gate.set()
     assert ended.get(timeout=WAIT_S) is None
     assert over_grpc.infer("get_sequence", id="a")[0]["lengths"][0] == 3
     del first
@@ -208,23 +200,14 @@ def test_more_calls_than_allowed_and_larger_messages_are_refused(rng: np.random.
             made.infer("append", {"k": k, "v": k}, **fields)
         assert reply.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
         ended: queue.Queue[Any] = queue.Queue()
-        service.backend.entered.clear()
-        service.backend.gate.clear()
-        try:
-            made.client.async_infer(
-                "decode",
-                [made.input("q", q)],
-                lambda result, error: ended.put(error),
-                parameters={"layer": 0, "sequences": '["a"]'},
-            )
+        with service.gate_closed():
+            begin(made, "decode", {"q": q}, ended)
             assert service.backend.entered.wait(WAIT_S)
             with pytest.raises(InferenceServerException) as reply:
                 made.client.get_server_metadata()
             assert reply.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
             assert "server.grpc_max_calls" in reply.value.message()
             assert made.client.is_server_live(), "probes need no place"
-        finally:
-            service.backend.gate.set()
         assert ended.get(timeout=WAIT_S) is None
         assert made.client.is_server_live()
         made.client.close()
@@ -236,18 +219,11 @@ def test_accepted_calls_are_answered_before_the_door_ends(rng: np.random.Generat
         with grpc_door(service) as door:
             made = grpc_client(door)
             q = filled(made, rng)
-            service.backend.entered.clear()
-            service.backend.gate.clear()
-            made.client.async_infer(
-                "decode",
-                [made.input("q", q)],
-                lambda result, error: ended.put(error),
-                parameters={"layer": 0, "sequences": '["a"]'},
-            )
-            assert service.backend.entered.wait(WAIT_S)
-            door.loop.call_soon_threadsafe(door.drain)
-            wait_for(lambda: door.door.link.draining, "the drain")
-            service.backend.gate.set()
+            with service.gate_closed():
+                begin(made, "decode", {"q": q}, ended)
+                assert service.backend.entered.wait(WAIT_S)
+                door.loop.call_soon_threadsafe(door.drain)
+                wait_for(lambda: door.door.link.draining, "the drain")
             assert ended.get(timeout=WAIT_S) is None
             made.client.close()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
-from http_secrets import write_keys
+from http_secrets import keys_file
 from http_service import serving
 from triton_callers import grpc_door
 
@@ -28,9 +28,7 @@ CALL = message("ModelInferRequest")(model_name="pool").SerializeToString()
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    path = tmp_path_factory.mktemp("keys") / "keys"
-    write_keys(path)
-    given = ("--server.grpc-max-calls", str(PLACES), "--auth.keys-file", str(path))
+    given = ("--server.grpc-max-calls", str(PLACES), *keys_file(tmp_path_factory.mktemp("keys")))
     with serving(*given) as service, grpc_door(service) as door:
         yield door
 

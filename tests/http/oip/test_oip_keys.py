@@ -11,25 +11,21 @@ import pytest
 import tritonclient.grpc
 import trustme
 from http_messages import check_problem
-from http_secrets import KEYS, Files, write_files, write_keys
+from http_secrets import KEYS, Files, bearer, keys_file, write_files, write_keys
 from http_service import Service, serving
 from triton_callers import Triton, grpc_client, grpc_door, http_client
 from tritonclient.utils import InferenceServerException
 
 from service.doors.grpc.server import Server
 
-RED, BLUE, READER, OPERATOR = (
-    {"authorization": f"Bearer {key}"}
-    for key in ("a-key-of-red", "a-key-of-blue", "a-reader-of-red", "an-operator")
-)
+RED, BLUE, READER, OPERATOR = map(bearer, KEYS)
 
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Service, Server, Path]]:
-    path = tmp_path_factory.mktemp("keys") / "keys"
-    write_keys(path)
-    with serving("--auth.keys-file", str(path)) as service, grpc_door(service) as door:
-        yield service, door, path
+    folder = tmp_path_factory.mktemp("keys")
+    with serving(*keys_file(folder)) as service, grpc_door(service) as door:
+        yield service, door, folder / "keys"
 
 
 @pytest.fixture(params=["http", "grpc"])

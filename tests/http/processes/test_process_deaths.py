@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -27,16 +28,12 @@ from http_messages import (
 from http_process import is_ready, listening
 from http_service import needs_a_slow_device
 
+from service.doors.kit.link import STALE_S
+from service.doors.kit.timeouts import GRACE_S
 from tests.harness.processes import Process, is_alive
 from tests.harness.waiting import WAIT_S, wait_for
 
 pytestmark = pytest.mark.long
-
-
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(4) as executor:
-        yield executor
 
 
 MOST_CLIENTS = 100
@@ -218,3 +215,25 @@ def test_ctrl_c_reaches_every_process_and_admitted_work_is_still_answered(
         assert request.result(WAIT_S).status_code == 200
         assert running.child.wait(WAIT_S) == 0
     assert not [line for line in running.lines if "Traceback" in line]
+
+
+def test_a_stopped_engine_leaves_no_client_waiting_and_is_not_ready() -> None:
+    with listening() as (running, url), httpx.Client(base_url=url, timeout=WAIT_S) as client:
+        engine = running.pid("engine")
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            started = time.monotonic()
+            headers = {"X-Attnd-Deadline-Ms": "500"}
+            reply = client.get("/v1/sequences", headers=headers)
+            assert reply.status_code == 504, reply.text
+            assert time.monotonic() - started < 0.5 + GRACE_S + WAIT_S / 2
+            wait_for(
+                lambda: client.get("/health/ready").status_code == 503,
+                "the door to miss the engine",
+                2 * STALE_S,
+            )
+            assert client.get("/health/live").status_code == 200
+        finally:
+            os.kill(engine, signal.SIGCONT)
+        wait_for(lambda: client.get("/health/ready").status_code == 200, "the engine", WAIT_S)
+        assert client.get("/v1/sequences").status_code == 200

@@ -18,28 +18,16 @@ from http_messages import (
     ask,
     check,
     create,
+    fill,
     rows,
     seen,
 )
 
 
-def fill(
-    client: httpx.Client, rng: np.random.Generator, name: str, n: int, layer: int = 1
-) -> tuple[Any, Any]:
-    """A sequence with n tokens at every layer; its k and v at `layer`."""
-    create(client, name)
-    kept: tuple[Any, Any] = (None, None)
-    for each in (0, 1):
-        k, v = rows(rng, n), rows(rng, n)
-        append(client, each, name, k, v)
-        kept = (k, v) if each == layer else kept
-    return kept
-
-
 def test_decode_equals_the_oracle(
     client: httpx.Client, rng: np.random.Generator, media: str
 ) -> None:
-    held = {name: fill(client, rng, name, n) for name, n in (("a", 5), ("b", 1), ("c", 8))}
+    held = {name: fill(client, rng, name, n, 1) for name, n in (("a", 5), ("b", 1), ("c", 8))}
     create(client, "empty")
     q = rows(rng, 4, QO_HEADS)
     fields = {"layer": 1, "sequences": ["c", "a", "empty", "b"]}
@@ -57,7 +45,7 @@ def test_decode_equals_the_oracle(
 def test_forks_decode_the_same_however_the_cascade_runs(
     client: httpx.Client, rng: np.random.Generator, cascade: str, media: str
 ) -> None:
-    k, v = fill(client, rng, "root", 18)
+    k, v = fill(client, rng, "root", 18, 1)
     names = [f"fork-{i}" for i in range(3)]
     create(client, *({"id": name, "parent": "root"} for name in names))
     own = {name: (rows(rng, i), rows(rng, i)) for i, name in enumerate(names)}
@@ -86,7 +74,7 @@ def test_forks_decode_the_same_however_the_cascade_runs(
 def test_prefill_equals_the_oracle(
     client: httpx.Client, rng: np.random.Generator, rules: dict[str, Any], media: str
 ) -> None:
-    held = {"a": fill(client, rng, "a", 6), "b": fill(client, rng, "b", 3)}
+    held = {"a": fill(client, rng, "a", 6, 1), "b": fill(client, rng, "b", 3, 1)}
     qo_indptr = [0, 2, 7]
     q, new_k, new_v = rows(rng, 7, QO_HEADS), rows(rng, 7), rows(rng, 7)
     fields = {"layer": 1, "sequences": ["a", "b"], "qo_indptr": qo_indptr, **rules}
@@ -108,7 +96,7 @@ def test_prefill_equals_the_oracle(
 def test_prefill_applies_masks_and_fully_masked_rows_are_empty(
     client: httpx.Client, rng: np.random.Generator, packed: bool, media: str
 ) -> None:
-    held = {"a": fill(client, rng, "a", 5), "b": fill(client, rng, "b", 7)}
+    held = {"a": fill(client, rng, "a", 5, 1), "b": fill(client, rng, "b", 7, 1)}
     q = rows(rng, 5, QO_HEADS)
     masks = {"a": rng.random((2, 5)) < 0.5, "b": rng.random((3, 7)) < 0.5}
     masks["b"][1] = False
@@ -153,7 +141,7 @@ def test_ragged_prefill_equals_the_oracle_with_heads_of_its_own(
 def test_explicit_cascade_merges_whole_sequences_and_reports_each_level(
     client: httpx.Client, rng: np.random.Generator, media: str
 ) -> None:
-    held = {name: fill(client, rng, name, n) for name, n in (("s", 9), ("x", 2), ("y", 3))}
+    held = {name: fill(client, rng, name, n, 1) for name, n in (("s", 9), ("x", 2), ("y", 3))}
     q = rows(rng, 4, QO_HEADS)
     levels = [
         {"sequences": ["s"], "qo_indptr": [0, 4]},
@@ -201,7 +189,7 @@ def test_merge_takes_dense_and_ragged_states(
 def test_gather_returns_the_appended_rows(
     client: httpx.Client, rng: np.random.Generator, media: str
 ) -> None:
-    k, v = fill(client, rng, "a", 6)
+    k, v = fill(client, rng, "a", 6, 1)
     create(client, {"id": "b", "parent": "a", "length": 3}, "empty")
     new_k, new_v = rows(rng, 2), rows(rng, 2)
     append(client, 1, "b", new_k, new_v)
@@ -219,7 +207,7 @@ def test_gather_returns_the_appended_rows(
 def test_queries_of_any_float_get_outputs_of_their_own(
     client: httpx.Client, rng: np.random.Generator, name: str, allowed: float
 ) -> None:
-    k, v = fill(client, rng, "a", 5)
+    k, v = fill(client, rng, "a", 5, 1)
     q = rows(rng, 1, QO_HEADS).astype(DTYPES[name])
     _, reply = ask(client, "/v1/decode", {"layer": 1, "sequences": ["a"]}, {"q": q}, JSON)
     o, lse = oracle.attend(q, k, v, seen(q, k), sm_scale=SCALE)

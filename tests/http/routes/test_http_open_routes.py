@@ -12,10 +12,10 @@ from itertools import cycle, islice
 
 import pytest
 from http_messages import create
+from http_secrets import keys_file
 from http_service import Service, serving
 from starlette.routing import Route
 
-from service.keys import line_of
 from tests.harness.waiting import WAIT_S
 
 KEY = "a-key-of-red"
@@ -99,13 +99,11 @@ def guarded(
 ) -> Iterator[tuple[Service, set[str]]]:
     """A service with keys, in which red has a sequence, and its open paths; the page that one
     setting opens stays closed where only the others are set."""
-    path = tmp_path_factory.mktemp("keys") / "keys"
-    path.write_text(line_of(KEY, "red", ["read", "append"]))
+    keys = keys_file(tmp_path_factory.mktemp("keys"), {KEY: ("red", ["read", "append"])})
     opened = request.param.split()
     settings = [f"--auth.open-{name}=true" for name in opened]
-    with serving("--auth.keys-file", str(path), *settings) as service:
-        with service.client() as client:
-            client.headers["authorization"] = f"Bearer {KEY}"
+    with serving(*keys, *settings) as service:
+        with service.client(KEY) as client:
             create(client, SECRET_ID)
         yield service, ALWAYS_OPEN.union(PAGE_FILES, *(OPENED_BY[name] for name in opened))
 

@@ -42,12 +42,6 @@ def service() -> Iterator[Service]:
         yield running
 
 
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(4) as executor:
-        yield executor
-
-
 def is_idle(service: Service) -> bool:
     return not service.engine.jobs
 
