@@ -8,12 +8,7 @@ import numpy as np
 import pytest
 
 from bench.cache import exact_lru
-from bench.cases.trace import (
-    BLOCK_TOKENS,
-    generated_trace,
-    multiplied,
-    num_distinct,
-)
+from bench.cases.trace import BLOCK_TOKENS, generated_trace, multiplied, num_distinct
 from service.cluster.placement.cost import Load, choose
 from simulation.block_pool import BlockPool
 from simulation.fleet import Fleet, Simulation

@@ -165,8 +165,7 @@ def spelled(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["--_", "--_=", "---", "env _", "env -", "yaml _", "yaml -", "yaml . _", "yaml . -"],
+    "kind", ["--_", "--_=", "---", "env _", "env -", "yaml _", "yaml -", "yaml . _", "yaml . -"]
 )
 def test_settings_may_be_spelled_with_dashes_or_underscores(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -11,16 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kernels.backend import (
-    NUMPY_DTYPES,
-    Array,
-    AttentionState,
-    Int32,
-    Level,
-    Mask,
-    Plan,
-    Scoring,
-)
+from kernels.backend import NUMPY_DTYPES, Array, AttentionState, Int32, Level, Mask, Plan, Scoring
 from kernels.cuda.backend import CudaBackend
 
 TORCH = {

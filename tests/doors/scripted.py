@@ -218,10 +218,7 @@ RULES: Final = SessionConfig(
 
 @contextmanager
 def serving(
-    directory: Path,
-    *arguments: str,
-    script: Script = as_sent,
-    uds: Path | None = None,
+    directory: Path, *arguments: str, script: Script = as_sent, uds: Path | None = None
 ) -> Iterator[Running]:
     """A ready door with these settings; on the Unix socket `uds` when that is given."""
     where = () if uds is None else ("--server.uds", str(uds))

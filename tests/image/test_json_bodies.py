@@ -13,12 +13,7 @@ from hypothesis import strategies as st
 from images import Image, read_image, write_image
 
 from service.errors import AttndError, InvalidRequest, MalformedBody
-from service.image.json_body import (
-    fields_text_of_image,
-    image_of_json,
-    json_of_image,
-    json_pieces,
-)
+from service.image.json_body import fields_text_of_image, image_of_json, json_of_image, json_pieces
 from service.image.json_tensors import PIECE_BYTES, PIECE_ELEMENTS
 
 

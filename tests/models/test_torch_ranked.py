@@ -121,9 +121,7 @@ def test_a_step_that_one_rank_refuses_has_been_at_none(ranked: RankedTorchSessio
     run(ranked, ["a"], [3], [0], 1)
 
 
-def test_a_step_that_is_left_early_is_taken_back_at_every_rank(
-    ranked: RankedTorchSession,
-) -> None:
+def test_a_step_that_is_left_early_is_taken_back_at_every_rank(ranked: RankedTorchSession) -> None:
     ranked.create_sequence("a")
     run(ranked, ["a"], [PAGE + 1], [0], 1)
     slots = ranked.slots(1, HEADS)

@@ -355,9 +355,7 @@ def test_an_error_behind_the_last_attention_takes_the_forward_back(
     with AttndCache(session, model) as cache, torch.inference_mode():
         if tokens:
             model(
-                batch.ids[:, :tokens],
-                attention_mask=batch.mask[:, :tokens],
-                past_key_values=cache,
+                batch.ids[:, :tokens], attention_mask=batch.mask[:, :tokens], past_key_values=cache
             )
         given = {
             "input_ids": batch.ids[:, tokens:],

@@ -27,10 +27,10 @@ def test_calls_that_only_give_pages_back_are_marked() -> None:
 def test_every_operation_declares_where_it_goes_in_a_cluster() -> None:
     routed = {one.name: one.routed for one in OPERATIONS}
     assert {name for name, how in routed.items() if how == "sequence"} >= {
-        *("get_sequence", "delete_sequence", "truncate", "commit"),
+        *("get_sequence", "delete_sequence", "truncate", "commit")
     }
     assert {name for name, how in routed.items() if how == "sequences"} == {
-        *("append", "gather", "decode", "prefill", "truncate_sequences", "commit_sequences"),
+        *("append", "gather", "decode", "prefill", "truncate_sequences", "commit_sequences")
     }
     with pytest.raises(ValueError, match="declare it"):
         replace(BY_NAME["info"], routing=None)

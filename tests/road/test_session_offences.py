@@ -74,14 +74,8 @@ OFFENCES = [
     (f.HEADER.pack(f.CANCEL, 3, 8), "frame flags 3 of CANCEL"),
     (f.frame(f.GROW, b"[]"), "GROW is not a JSON object"),
     (f.frame(f.GROW, b"{}"), "arena_bytes in GROW: must be given"),
-    (
-        f.frame(f.GROW, b'{"arena_bytes":true}'),
-        "in GROW: must be an integer, not true",
-    ),
-    (
-        f.frame(f.GROW, b'{"arena_bytes":-1}'),
-        "arena_bytes in GROW: must be greater",
-    ),
+    (f.frame(f.GROW, b'{"arena_bytes":true}'), "in GROW: must be an integer, not true"),
+    (f.frame(f.GROW, b'{"arena_bytes":-1}'), "arena_bytes in GROW: must be greater"),
     (f.frame(f.GROW, b'{"arena_bytes":' + b"9" * 5000 + b"}"), "GROW is not JSON"),
     (f.frame(f.GROW, b"\xff{}"), "GROW is not UTF-8"),
     (f.frame(f.GROW, b'{"a":' * 10000), "GROW is nested too deep"),
@@ -111,18 +105,9 @@ EARLY = [
     (grow(4096), "GROW before HELLO"),
     (f.frame(f.HELLO, b'{"version":2,"arena_bytes":1}'), "version 2: this service speaks"),
     (f.frame(f.HELLO, b'{"version":1}'), "arena_bytes in HELLO: must be given"),
-    (
-        f.frame(f.HELLO, b'{"version":1,"arena_bytes":1,"name":"a\\nb"}'),
-        "name in HELLO: must",
-    ),
-    (
-        f.frame(f.HELLO, b'{"version":1,"arena_bytes":1,"name":7}'),
-        "name in HELLO: must be text",
-    ),
-    (
-        f.frame(f.HELLO, b'{"version":1,"arena_bytes":1,"door":1}'),
-        "door in HELLO: must be true",
-    ),
+    (f.frame(f.HELLO, b'{"version":1,"arena_bytes":1,"name":"a\\nb"}'), "name in HELLO: must"),
+    (f.frame(f.HELLO, b'{"version":1,"arena_bytes":1,"name":7}'), "name in HELLO: must be text"),
+    (f.frame(f.HELLO, b'{"version":1,"arena_bytes":1,"door":1}'), "door in HELLO: must be true"),
     (b"GET / HTTP/1.1\r\n\r\n", "frame kind 17735"),
 ]
 

@@ -18,9 +18,7 @@ def slow_passes(metrics: Metrics) -> list[str]:
     return [line for line in lines if line.startswith("attnd_slow_passes_total{")]
 
 
-def test_a_long_pass_is_logged_with_its_longest_operation(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_long_pass_is_logged_with_its_longest_operation(caplog: pytest.LogCaptureFixture) -> None:
     metrics = Metrics("engine")
     watchdog = Watchdog("engine", metrics)
     watchdog.note("decode", 0.01)

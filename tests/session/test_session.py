@@ -99,12 +99,7 @@ def test_a_decode_sends_its_fields_and_arrays_and_gives_the_state(bench: Bench, 
     result = session.decode(3, ["a", "ü"], q, offsets=[1, 2], sm_scale=0.5)
     seen = engine.seen[0]
     assert seen.operation == "decode"
-    assert seen.fields == {
-        "layer": 3,
-        "sequences": ["a", "ü"],
-        "offsets": [1, 2],
-        "sm_scale": 0.5,
-    }
+    assert seen.fields == {"layer": 3, "sequences": ["a", "ü"], "offsets": [1, 2], "sm_scale": 0.5}
     np.testing.assert_array_equal(seen.arrays["q"], q)
     assert result.o.dtype == q.dtype
     np.testing.assert_array_equal(result.o, q + np.ones((), dtype))

@@ -250,9 +250,7 @@ def test_a_lost_reply_is_retried_only_where_that_does_no_harm(bench: Bench) -> N
         session.append(0, ["a"], k, v)
 
 
-def test_an_append_whose_reply_was_lost_returns_its_lengths(
-    bench: Bench,
-) -> None:
+def test_an_append_whose_reply_was_lost_returns_its_lengths(bench: Bench) -> None:
     session = bench.session
     k, v = session.empty("k", (1, 2, 8)), session.empty("v", (1, 2, 8))
     landed = Problem(409, "length_mismatch", {"lengths": {"a": 9}})

@@ -97,9 +97,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver()
     stream = SimpleNamespace(ptr=STREAM)
     cuda = SimpleNamespace(
-        get_current_stream=lambda: stream,
-        Stream=lambda **_: stream,
-        Event=lambda **_: None,
+        get_current_stream=lambda: stream, Stream=lambda **_: stream, Event=lambda **_: None
     )
     zeros = SimpleNamespace(data=SimpleNamespace(ptr=5))
     fake = SimpleNamespace(cuda=cuda, zeros=lambda *_: zeros, uint32=np.uint32)

@@ -10,15 +10,7 @@ import httpx
 import numpy as np
 import pytest
 from attnd import Client, Forbidden, Session, Unauthorized, UnknownSequence
-from http_messages import (
-    KIND,
-    QO_HEADS,
-    append,
-    check_problem,
-    create,
-    post,
-    rows,
-)
+from http_messages import KIND, QO_HEADS, append, check_problem, create, post, rows
 from http_process import listening, process
 from http_secrets import bearer, keys_file, write_keys
 from http_service import Service, serving

@@ -229,15 +229,9 @@ def test_a_key_of_another_certificate_is_named_with_the_remedy(files: Files) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ("--server.tls-cert", "c"),
-            "server.tls_cert = c: TLS requires both",
-        ),
+        (("--server.tls-cert", "c"), "server.tls_cert = c: TLS requires both"),
         (("--server.tls-key", "k"), "TLS requires both server.tls_cert and server.tls_key"),
-        (
-            ("--server.tls-client-ca", "a"),
-            "server.tls_client_ca = a: client certificates",
-        ),
+        (("--server.tls-client-ca", "a"), "server.tls_client_ca = a: client certificates"),
         (
             ("--server.tls-cert", "c", "--server.tls-key", "k", "--server.uds", "/tmp/x"),
             "server.uds is a Unix socket",

@@ -70,10 +70,7 @@ def finished(service: Service, spans: InMemorySpanExporter, count: int) -> list[
 
 
 def test_a_sampled_request_is_a_span_with_its_stages(
-    service: Service,
-    client: httpx.Client,
-    spans: InMemorySpanExporter,
-    rng: np.random.Generator,
+    service: Service, client: httpx.Client, spans: InMemorySpanExporter, rng: np.random.Generator
 ) -> None:
     create(client, "a")
     append(client, 0, "a", rows(rng, 3), rows(rng, 3))

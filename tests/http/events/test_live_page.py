@@ -172,9 +172,7 @@ def test_a_service_may_show_nothing_live() -> None:
 KEYS = {"user": ("red", ["read", "append"]), "operator": ("ops", ["admin"])}
 
 
-def test_with_keys_the_page_is_open_and_its_data_needs_the_scope_admin(
-    tmp_path: Path,
-) -> None:
+def test_with_keys_the_page_is_open_and_its_data_needs_the_scope_admin(tmp_path: Path) -> None:
     with serving(*keys_file(tmp_path, KEYS)) as running, running.client() as client:
         assert client.get("/live").status_code == client.get("/live/live.js").status_code == 200
         check_problem(client.get(STREAM), 401, "unauthorized")

@@ -22,10 +22,7 @@ SINKS = ANY.standard_normal(QO_HEADS).astype(np.float32)
 BF16 = ANY.standard_normal((3, 1, 8)).astype(ml_dtypes.bfloat16)
 MASK = ANY.random(18) < 0.6
 ON_A = {"layer": 1, "sequences": ["a"]}
-LEVELS = [
-    {"sequences": ["shared"], "qo_indptr": [0, 3]},
-    {"sequences": ["a"], "qo_indptr": [1, 3]},
-]
+LEVELS = [{"sequences": ["shared"], "qo_indptr": [0, 3]}, {"sequences": ["a"], "qo_indptr": [1, 3]}]
 
 
 def prefix_sums(*sums: int) -> Any:

@@ -30,11 +30,7 @@ PARAMETERS = {
 ALWAYS_OPEN = {"/", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"}
 PAGE_FILES = {"/", "/live", "/live/live.js"}
 """The live page's own files hold nothing of the service's."""
-OPENED_BY = {
-    "metrics": {"/metrics"},
-    "live": {"/live/stream"},
-    "docs": {"/docs", "/openapi.json"},
-}
+OPENED_BY = {"metrics": {"/metrics"}, "live": {"/live/stream"}, "docs": {"/docs", "/openapi.json"}}
 BEHIND = ("%0a", "%0A%0a", "%00", "%0d%0a", "/", "//", "/.", "/..", ";x", "%3bx", "%20", "%2f")
 WITHIN = ("%0a", "%00", "/", "/.", "/%2e%2e/live")
 

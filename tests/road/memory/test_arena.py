@@ -131,9 +131,7 @@ def test_pinning_follows_the_arena_from_its_making_to_its_end() -> None:
     ]
 
 
-def test_where_there_is_no_memfd_a_temporary_file_serves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_there_is_no_memfd_a_temporary_file_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
     made = Arena.make(PAGE, 4 * PAGE, PAGEABLE)
     theirs = mmap.mmap(made.fd, made.size)
@@ -144,9 +142,7 @@ def test_where_there_is_no_memfd_a_temporary_file_serves(
     made.close()
 
 
-def test_an_arena_that_cannot_be_made_leaves_no_descriptor(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_arena_that_cannot_be_made_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
     before = len(os.listdir("/proc/self/fd"))
 
     def fail(*_: object) -> None:
