@@ -316,6 +316,12 @@ def test_the_client_needs_nothing_that_a_service_is_made_of() -> None:
     assert reply.stdout.strip() == "[]", reply.stdout
 
 
+def test_the_names_of_the_client_are_listed_before_the_first_use_of_one() -> None:
+    program = "import attnd; print({'Client', 'OutOfPages', 'Info'} <= set(dir(attnd)))"
+    reply = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert reply.stdout == "True\n", reply.stderr
+
+
 def test_a_session_finds_its_engine_by_the_url_of_the_service(there: str) -> None:
     with Client(there) as client, Session(there) as session:
         assert session.info().instance_id == client.info().instance_id

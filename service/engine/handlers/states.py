@@ -93,7 +93,7 @@ def merge(store: Store, request: Request, _: Seconds) -> Work:
     if indptr is None:
         lists, members = o.shape[:2]
         indptr = np.arange(lists + 1, dtype=np.int32) * np.int32(members)
-        o, lse = o.reshape(lists * members, *o.shape[2:]), lse.reshape(lists * members, -1)
+        o, lse = (state.reshape(lists * members, *state.shape[2:]) for state in (o, lse))
     num_lists, (heads, dim) = indptr.size - 1, o.shape[1:]
     shapes = (("lse", FLOAT32, (num_lists, heads)), ("o", o.dtype, (num_lists, heads, dim)))
     request.place.require(TEXT_BYTES, shapes)

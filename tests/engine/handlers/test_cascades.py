@@ -134,6 +134,17 @@ async def test_base_two_comes_out_and_goes_in(caller: Caller, slice_ms: float) -
             assert merged.fields == {"lse_base": base}
 
 
+@pytest.mark.parametrize(("lists", "members"), [(0, 3), (2, 0), (0, 0)])
+@cpu_engine()
+async def test_a_merge_of_no_states_is_empty(
+    caller: Caller, slice_ms: float, lists: int, members: int
+) -> None:
+    o, lse = np.ones((lists, members, 4, 16), np.float32), np.ones((lists, members, 4), np.float32)
+    merged = await caller.call("merge", {}, o=o, lse=lse)
+    assert np.array_equal(merged.o, np.zeros((lists, 4, 16)))
+    assert np.array_equal(merged.lse, np.full((lists, 4), -np.inf))
+
+
 @fake_engine()
 async def test_a_cascade_of_one_level_with_its_states_is_that_level(caller: Caller) -> None:
     await caller.create("a")
