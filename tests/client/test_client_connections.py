@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import threading
 import time
@@ -77,6 +78,21 @@ def test_calls_one_after_the_other_share_a_connection(kind: Kind) -> None:
         view = [lambda client: get(client.with_options(deadline=5))]
         assert [found.id for found in ask(kind, server, *[get] * 9, *view)] == ["a"] * 10
         assert len(server.peers) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_of_a_fork_uses_no_connection_of_its_parent() -> None:
+    with ScriptedServer(answering(WHOLE)) as server, Client(server.url) as client:
+        get(client)
+        child = os.fork()
+        if child == 0:
+            try:
+                os._exit(get(client).id != "a")
+            finally:
+                os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+        get(client)
+        assert len(server.peers) == 2
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import time
@@ -37,15 +38,25 @@ class SocketTransport:
     def __init__(self, origin: Origin) -> None:
         self._origin = origin
         self._idle: deque[Connection] = deque()
+        self._closed = False
+        self._begin_process()
+
+    def _begin_process(self) -> None:
+        """Connections at a fork belong to the parent: two readers would mix up their answers."""
+        self._pid = os.getpid()
+        inherited, self._idle = self._idle, deque()
+        for connection in inherited:
+            connection.close()
         self._room: SimpleQueue[None] = SimpleQueue()
         for _ in range(MAX_CONNECTIONS):
             self._room.put(None)
-        self._closed = False
 
     def send(self, request: Request) -> Response:
         """One attempt, from a connection to the whole answer, within `request.timeout_s`."""
         if self._closed:
             raise RuntimeError("the client is closed")
+        if self._pid != os.getpid():
+            self._begin_process()
         ends = time.monotonic() + request.timeout_s
         try:
             self._room.get(timeout=request.timeout_s)
