@@ -26,7 +26,8 @@ PAGE: Final = Path(__file__).with_name("page.html")
 POLL_S: Final = 0.1
 MOST_BYTES: Final = 2**20
 """Of a request's body: far more text than the model takes would hold up others."""
-NOT_SERVED: Final = "tools response_format logit_bias presence_penalty frequency_penalty echo"
+NOT_SERVED: Final = """tools functions response_format logit_bias presence_penalty
+    frequency_penalty suffix echo"""
 """OpenAI's fields that would change an answer, and that the engine would ignore."""
 Stop = Annotated[str, Field(max_length=256)]
 
@@ -179,7 +180,8 @@ class Run:
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._model.tokenizer.decode([token])
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        known = None if "\ufffd" in text else list(text.encode())  # null: part of a character
+        return {"token": text, "logprob": logprob, "bytes": known}
 
     def _usage(self) -> dict[str, Any]:
         prompt, made = len(self._request.prompt), sum(one.tokens for one in self._answers)

@@ -124,8 +124,7 @@ class Runner:
         )
         size = min((size for size in self._recordings if size >= ends[-1]), default=None)
         ids, sums = [row.sequence for row in rows], None if max(counts) == 1 else [0, *ends]
-        scoring = self._geometry.scoring
-        with self.session.step(ids, self._slots, qo_indptr=sums, **scoring) as step:
+        with self.session.step(ids, self._slots, qo_indptr=sums, **self._geometry.scoring) as step:
             if size is None:
                 logits = self._model(tuple(one.to(self.model.device) for one in given))
             else:

@@ -52,6 +52,6 @@ def choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator 
     if sampling.top_p < 1:
         ordered, tokens = probabilities.sort(descending=True)
         before = ordered.cumsum(-1) - ordered
-        ordered[before >= sampling.top_p] = 0  # the first one always stays
+        ordered[1:][before[1:] >= sampling.top_p] = 0  # the first one stays, however small top_p is
         return int(tokens[torch.multinomial(ordered, 1, generator=generator)])
     return int(torch.multinomial(probabilities, 1, generator=generator))

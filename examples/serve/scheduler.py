@@ -95,6 +95,7 @@ class Scheduler:
             self._admit()
             if self._running:
                 self._forward()
+                self._failures = 0
         except OutOfPages:
             self._preempt()
 
@@ -142,7 +143,6 @@ class Scheduler:
                 new = answer.tokens[answer.stored : answer.stored + count]
                 batch.append((answer, Row(answer.sequence, new, answer.stored)))
         logits = self._runner.forward([row for _, row in batch])
-        self._failures = 0
         ready = list[tuple[Answer, int]]()
         for at, (answer, row) in enumerate(batch):
             answer.stored += len(row.tokens)

@@ -35,8 +35,7 @@ class TextStream:
         """The rest, when no more tokens come."""
         if self.stopped:
             return ""
-        rest = self._certain(self._decode()[len(self._decoded) :])
-        return rest if self.stopped else rest + self._held
+        return self._certain(self._decode()[len(self._decoded) :]) + self._held
 
     def _decode(self) -> str:
         text: str = self._tokenizer.decode(self._tokens[self._begin :], skip_special_tokens=True)

@@ -226,6 +226,15 @@ def test_logprobs_are_those_of_the_chosen_tokens(server: Server) -> None:
         assert row.top_logprobs[1].logprob <= row.logprob
 
 
+def test_a_part_of_a_character_has_no_bytes_in_logprobs(server: Server) -> None:
+    reply = server.chat("parts?", logprobs=True, top_logprobs=20, max_tokens=8)
+    found = [one for row in reply.choices[0].logprobs.content for one in row.top_logprobs]
+    whole = [one for one in found if "\ufffd" not in one.token]
+    assert 0 < len(whole) < len(found)
+    for one in found:
+        assert one.bytes == (list(one.token.encode()) if one in whole else None)
+
+
 def test_completions_take_text_and_tokens(server: Server, folder: Path) -> None:
     ids = PreTrainedTokenizerFast.from_pretrained(folder)("To be, or")["input_ids"]
     complete = server.openai.completions.create
@@ -254,6 +263,7 @@ def test_models_are_listed_and_retrieved(server: Server) -> None:
         ({"stop": "a" * 10**5}, openai.BadRequestError, "stop"),
         ({"seed": True}, openai.BadRequestError, "seed"),
         ({"tools": [{"type": "function"}]}, openai.BadRequestError, "tools is not served"),
+        ({"functions": [{"name": "f"}]}, openai.BadRequestError, "functions is not served"),
         ({"response_format": {"type": "json_object"}}, openai.BadRequestError, "not served"),
     ],
 )

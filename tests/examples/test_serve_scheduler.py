@@ -189,11 +189,28 @@ def test_an_answer_that_attnd_dies_under_while_it_is_preempted_is_not_lost(
     assert bench.scheduler.preemptions > 0
 
 
+def test_the_smallest_top_p_leaves_the_most_likely_token(bench: Bench, expect: Any) -> None:
+    asked = bench.ask(SHARED, temperature=1.0, top_p=1e-300)
+    bench.scheduler.start()
+    assert asked.tokens() == expect(SHARED)
+
+
+@pytest.mark.parametrize("work", ["forward", "sample"])
 def test_work_that_always_fails_ends_with_an_error_and_later_work_does_not(
-    bench: Bench, expect: Any
+    bench: Bench, expect: Any, monkeypatch: pytest.MonkeyPatch, work: str
 ) -> None:
     asked = bench.ask(SHARED)
-    bench.runner.faults["forward"] = [RuntimeError("a bug")] * 2
+    faults, sample = [RuntimeError("a bug")] * 2, module.sample
+
+    def fails_twice(*given: Any) -> Any:
+        if faults:
+            raise faults.pop()
+        return sample(*given)
+
+    if work == "forward":
+        bench.runner.faults["forward"] = faults
+    else:
+        monkeypatch.setattr(module, "sample", fails_twice)
     bench.scheduler.start()
     assert asked.over.wait(60)
     assert "a bug" in (asked.error or "")
