@@ -10,6 +10,7 @@ import random
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -299,13 +300,17 @@ class Simulation(ABC):
                     self.begin()
                     self.loop.run_until_complete(self.main())
                 except Over:
-                    for task in asyncio.all_tasks(self.loop):
-                        vars_of: Any = task
-                        vars_of._log_destroy_pending = False
+                    pass
                 except Exception as error:
                     self.fail(error)
                 self.result.seconds = self.clock.now - began
         finally:
+            self.loop.set_exception_handler(lambda *_: None)
+            for task in asyncio.all_tasks(self.loop):
+                left: Any = task
+                left._log_destroy_pending = False
+                with suppress(Exception):  # here, not when it is collected, in another run
+                    left.get_coro().close()
             self.loop.close()
             gc.collect()  # what a run leaves behind must not act in the next one
             gc.enable()

@@ -45,8 +45,8 @@ AttndError                       request_id
     └── OutOfSequences           507 needed, free, total
 
 After a `ServiceError` nothing has changed in the service. In a cluster, a batch over several
-engines may have changed what `problem["done"]` names. After `ReplyLost` and `TimedOut` the call may
-or may not have been executed.
+engines may have changed what `problem["done"]` names, also in an earlier attempt. After
+`ReplyLost` and `TimedOut` the call may or may not have been executed.
 """
 
 from __future__ import annotations

@@ -189,16 +189,24 @@ def retrying(
 ) -> Generator[Attempt[Any] | Pause, Any, T]:
     """Drive a call whose first attempt failed to its result; raises `AttndError`.
 
-    The error's `__cause__` is the `ReplyLost` of an earlier attempt, which may have been executed,
-    where there was one.
+    `done` in the error's problem has what all attempts have changed. Its `__cause__` is the error
+    of an earlier attempt that may have been executed, or else was executed in part, if any.
     """
     call, request_id, ends = failed.call, failed.request_id, failed.ends
-    attempt, lost = 0, False
+    attempt, lost, done = 0, False, dict[str, None]()
     unknown: ReplyLost | None = None  # of the first attempt that may have been executed
+    partial: ServiceError | None = None  # of the latest attempt that was executed in part
     try:
         while True:
             error.request_id = error.request_id or request_id
-            recovery = call.recover(error) if lost and isinstance(error, ServiceError) else None
+            recovery = None
+            if isinstance(error, ServiceError):
+                done |= dict.fromkeys(error.problem.get("done", ()))
+                if done:
+                    partial, error.problem["done"] = error, list(done)
+                every = call.fields.get("sequences", ()) if call.repeatable else ()
+                if lost or (done and done.keys() >= {*every}):
+                    recovery = call.recover(error)
             if isinstance(recovery, Settled):
                 return recovery.value
             if recovery is not None:
@@ -216,9 +224,10 @@ def retrying(
                 attempt += 1
                 wait = options.retries.wait_s(attempt, error) if may_repeat(call, error) else None
                 if wait is None or (ends is not None and time.monotonic() + wait >= ends):
-                    if unknown is None or unknown is error:
+                    earlier = unknown or partial
+                    if earlier is None or earlier is error:
                         raise error
-                    raise error from unknown
+                    raise error from earlier
                 yield Pause(wait)
             again = attempt_before(call, request_id, options, ends)
             try:
@@ -226,7 +235,7 @@ def retrying(
             except AttndError as raised:
                 error = raised
     finally:
-        del error, unknown  # an error's traceback refers to this frame
+        del error, unknown, partial  # an error's traceback refers to this frame
 
 
 def may_repeat(call: Call[T], error: AttndError) -> bool:
