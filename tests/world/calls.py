@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from kernels.backend import PoolGeometry
+from tests.oracle import attend, visible
 
 NUM_LAYERS: Final = 2
 TOLERANCE: Final = 2e-4
@@ -270,15 +271,14 @@ class Step:
     def _attends(self, rows: Sequence[int], rule: Rows) -> bool:
         op, (_, tensors) = self.op, self.op.answer or ({}, {})
         queries = op.fields.get("qo_indptr") or range(len(op.ids) + 1)
-        first, last = queries[self.at : self.at + 2]
-        k, v = rule.content(rows, op.layers[0])
-        for i in range(first, last):
-            seen = len(rows) - last + i + 1 if op.fields.get("causal") else len(rows)
-            wanted = attention(op.tensors["q"][i], k[:seen], v[:seen])
-            for part, value in zip(("o", "lse"), wanted, strict=True):
-                if not np.allclose(tensors[part][i], value, atol=TOLERANCE, rtol=TOLERANCE):
-                    return False
-        return True
+        span = slice(*queries[self.at : self.at + 2])
+        q, (k, v) = op.tensors["q"][span], rule.content(rows, op.layers[0])
+        seen = visible(len(q), len(rows), causal=op.fields.get("causal", False))
+        wanted = attend(q, k, v, seen, sm_scale=q.shape[-1] ** -0.5)
+        return all(
+            np.allclose(tensors[name][span], value, atol=TOLERANCE, rtol=TOLERANCE)
+            for name, value in zip(("o", "lse"), wanted, strict=True)
+        )
 
 
 def same(found: Sequence[Any], wanted: Sequence[tuple[Any, Any]]) -> bool:
@@ -287,17 +287,3 @@ def same(found: Sequence[Any], wanted: Sequence[tuple[Any, Any]]) -> bool:
         np.array_equal(part, np.concatenate(each))
         for part, each in zip(found, zip(*wanted, strict=True), strict=True)
     )
-
-
-def attention(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-    """One query [Hq, D] over k, v [t, Hkv, D] in float64: o [Hq, D] and lse [Hq]."""
-    if not len(k):
-        return np.zeros(q.shape), np.full(q.shape[0], -np.inf)
-    group = q.shape[0] // k.shape[1]
-    keys, values = (np.repeat(x.astype(np.float64), group, axis=1) for x in (k, v))
-    scores = np.einsum("hd,thd->ht", q.astype(np.float64), keys) * q.shape[1] ** -0.5
-    top = scores.max(axis=1, keepdims=True)
-    weights = np.exp(scores - top)
-    total = weights.sum(axis=1)
-    o = np.einsum("ht,thd->hd", weights, values) / total[:, None]
-    return o, np.log(total) + top[:, 0]

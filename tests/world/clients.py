@@ -79,7 +79,7 @@ class SimPoll:
 
     def poll(self, _: int) -> bool:
         end = self.network.by_fd.get(self.fd)
-        return end is None or bool(end.ready(1, self.network.clock.now))
+        return end is None or end.ready_at(1) <= self.network.clock.now
 
 
 class SimSelect:

@@ -8,8 +8,9 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
+from unittest.mock import patch
 
 TICK_S: Final = 2e-6
 """Time that passes at every look at the clock, so that no loop waits for ever."""
@@ -41,14 +42,10 @@ class Clock:
 @contextmanager
 def replaced(*every: tuple[Any, str, Any]) -> Iterator[None]:
     """Attributes (owner, name, value) are replaced within the block."""
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in every]
-    try:
+    with ExitStack() as stack:
         for owner, name, value in every:
-            setattr(owner, name, value)
+            stack.enter_context(patch.object(owner, name, value))
         yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
 
 
 @contextmanager

@@ -14,10 +14,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-import numpy as np
 from attnd import AsyncClient
 
 from config.settings import ServerSettings
+from service.cluster.membership import members
+from service.cluster.membership.members import POLL_S
 from service.cluster.membership.members_file import MemberEntry
 from service.cluster.routing.router import Router
 from service.doors.http.door import Door
@@ -25,11 +26,9 @@ from service.doors.http.protocol.connection import Connection
 from service.doors.kit.problems import ProblemText, document_of
 from service.engine.store.moves import HIDDEN
 from service.errors import AttndError
-from service.image.json_text import dump_json
-from service.image.reading import REQUEST, place, read_layout, split
-from service.image.writing import RESPONSE, image
 from service.operations.table import BY_NAME
 from service.tenants import OPEN, SCOPES, Tenant, tenant_of
+from tests.images import write_image
 from tests.world.calls import NOT_NOW, NUM_LAYERS, Op, Outcome, Rows, Sequences, Step, check
 from tests.world.clients import PATCHED, HttpLoop, SimSelect, call_with, client_of, http_door, serve
 from tests.world.history import FOREVER, Effect, History
@@ -37,6 +36,7 @@ from tests.world.model import Namespace
 from tests.world.network import SimSocket
 from tests.world.programs import Program
 from tests.world.simulation import LONGEST_S, SPACES, EngineProcess, Plan, Simulation
+from tests.world.world import parse
 
 SECRET: Final = "a secret of the cluster's world"
 UNCERTAIN_S: Final = 20.0
@@ -48,6 +48,8 @@ CHANGING: Final = ("truncate", "delete_sequence", "delete_sequences")
 LOST: Final = ("lost", "deadline_exceeded", "cancelled")
 SETTLED_S: Final = 75.0
 """After which nothing of a dead door is left: its copies live for 30 s."""
+IDLE_POLL_S: Final = 2.0
+"""Between two polls meanwhile: most turns of a run were those of polls."""
 DOOR: Final[contextvars.ContextVar[DoorProcess]] = contextvars.ContextVar("DOOR")
 
 
@@ -66,10 +68,10 @@ class DoorProcess:
             self.http = self.context.run(http_door, world.settings, lambda _: world.keys)
         make = partial(Router, world.settings.server, world.has_keys)
         self.router: Any = self.http.link if self.http is not None else self.context.run(make)
-        members = self.router.members
-        members.door, members.secret = name, SECRET
+        known = self.router.members
+        known.door, known.secret = name, SECRET
         entries = [MemberEntry(one, one) for one in world.names]
-        self.context.run(members.update, entries)
+        self.context.run(known.update, entries)
 
     def kill(self) -> None:
         """kill -9: nothing that it does afterwards reaches an engine."""
@@ -87,26 +89,20 @@ class DoorProcess:
         """Code ("ok" for none), fields or problem, tensors."""
         router = self.router
         try:
-            slot, length = router.arena.lay(image(REQUEST, dump_json(fields), arrays))
-        except AttndError as error:
-            return error_of(error)
-        try:
-            answered, answer = await router.call(BY_NAME[name], slot, length, 2**17, 0, b"", tenant)
+            request = write_image(fields, arrays)
+            slot, length = router.arena.lay([request])
+            try:
+                answered, answer = await router.call(
+                    BY_NAME[name], slot, length, 2**17, 0, b"", tenant
+                )
+            finally:
+                router.arena.give_back(slot)
         except (AttndError, ProblemText) as error:
-            return error_of(error)
-        finally:
-            router.arena.give_back(slot)
-        whole = answered.image
-        header, start = split(whole) if len(whole) else (b"{}", 0)
-        layout = read_layout(header, len(whole) - start, RESPONSE)
-        copied = {one: np.array(array) for one, array in place(whole, start, layout).items()}
+            document = document_of(error, b"")
+            return document["code"], document, {}
+        found = parse(answered.status, bytes(answered.image))
         router.arena.give_back(answer)
-        return "ok", layout.fields, copied
-
-
-def error_of(error: BaseException) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    document = document_of(error, b"")
-    return document["code"], document, {}
+        return found
 
 
 class ClusterCaller(Program):
@@ -322,8 +318,9 @@ class ClusterWorld(Simulation):
         return here
 
     def patches(self) -> Iterable[tuple[Any, str, Any]]:
+        poll = (members, "POLL_S", POLL_S)
         by_pair = (Connection, "__hash__", lambda one: hash(one.peer))
-        return [*super().patches(), (PATCHED, "select", SimSelect(self.network)), by_pair]
+        return [*super().patches(), (PATCHED, "select", SimSelect(self.network)), by_pair, poll]
 
     def make_loop(self) -> asyncio.SelectorEventLoop:
         loop = HttpLoop(self.selector)
@@ -438,7 +435,9 @@ class ClusterWorld(Simulation):
             self.restart(name)
         await asyncio.sleep(5.0)
         await self.drained()
+        members.POLL_S = IDLE_POLL_S
         await asyncio.sleep(SETTLED_S)
+        members.POLL_S = POLL_S
         self.is_settled = True
         for caller in callers:
             caller.order = random.Random(f"{self.plan.seed} {caller.number} end")

@@ -11,7 +11,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partialmethod
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -26,6 +26,8 @@ from tests.world.network import Fault
 FREED: Final = np.nan
 """What freed pages hold: attention to one shows at once."""
 LONGEST_S: Final = 0.05
+READING: Final = ("attend", "gather", "read_stored")
+"""Operations whose kernels may fail."""
 SUDDEN: Final = 0.03
 """Share of looks at late work by which it is done, sooner than it was due."""
 
@@ -100,63 +102,43 @@ class WorldDevice(FakeBackend):
         def overwrite() -> None:
             self.pool[:, :, slots] = FREED
 
-        self._launch(overwrite)
+        self._launch("free", overwrite)
 
-    def append(self, layer: int, k: Any, v: Any, slots: Int32, name: str = "append") -> Any:
-        self._enter(name)
-        slots = slots.copy()
+    def append(self, layer: int, k: Any, v: Any, slots: Int32) -> Any:
+        return self._call("append", super().append, layer, k, v, slots.copy())
 
-        def kernel() -> None:
-            self.pool[layer, 0, slots], self.pool[layer, 1, slots] = k, v
+    def write_stored(self, layer: int, k: Any, v: Any, slots: Int32) -> Any:
+        return self._call("write_stored", super().write_stored, layer, k, v, slots.copy())
 
-        return self._launch(kernel)
-
-    write_stored = partialmethod(append, name="write_stored")
-
-    def copy_rows(self, src_pages: Int32, dst_pages: Int32, num_rows: Int32) -> None:
-        self.check()
-        copies = [one.copy() for one in (src_pages, dst_pages, num_rows)]
-        self._launch(lambda: super(WorldDevice, self).copy_rows(*copies))
+    def copy_rows(self, *given: Int32) -> None:
+        self._launch("copy_rows", partial(super().copy_rows, *(one.copy() for one in given)))
 
     def attend(self, requests: Sequence[Attend]) -> Any:
         self._enter("attend")
+        kernel = lambda: [written(self._attend(one), one.out) for one in requests]  # noqa: E731
+        return self._launch("attend", kernel)
 
-        def kernel() -> list[Any]:
-            return [written(self._attend(request), request.out) for request in requests]
+    def gather(self, layer: int, slots: Int32, dtype: DType, out: Any = None) -> Any:
+        return self._call("gather", super().gather, layer, slots.copy(), dtype, out)
 
-        return self._launch(kernel, fails="attend")
-
-    def gather(
-        self, layer: int, slots: Int32, dtype: DType, out: tuple[Any, Any] | None = None
-    ) -> Any:
-        return self._read(layer, slots.copy(), out, "gather")
-
-    def read_stored(self, layer: int, slots: Int32, out: tuple[Any, Any]) -> Any:
-        return self._read(layer, slots.copy(), out, "read_stored")
+    def read_stored(self, layer: int, slots: Int32, out: Any) -> Any:
+        return self._call("read_stored", super().read_stored, layer, slots.copy(), out)
 
     def close(self) -> None:
         self.run(float("inf"))
 
-    def _read(self, layer: int, slots: Int32, out: Any, name: str) -> Any:
+    def _call(self, name: str, call: Callable[..., Any], *args: Any) -> Work:
         self._enter(name)
+        return self._launch(name, lambda: call(*args).result())
 
-        def kernel() -> Any:
-            k, v = self.pool[layer][:, slots].astype(np.float32)
-            if out is None:
-                return k, v
-            out[0][...], out[1][...] = k, v
-            return out
-
-        return self._launch(kernel, fails=name)
-
-    def _launch(self, kernel: Callable[[], Any], fails: str = "") -> Work:
+    def _launch(self, name: str, kernel: Callable[[], Any]) -> Work:
         self.check()
         now, order = self.clock.now, self.order
         late = 1e-6 * 10.0 ** (4.5 * order.random()) if order.random() < 0.7 else 0.0
         self._free_at = max(now, self._free_at) + min(late, LONGEST_S)
         work = Work(self, kernel, self._free_at)
-        if fails and self.is_armed and self.fault("kernel fails", 0.02):
-            work.error = RuntimeError(f"{fails}: a fault of the device")
+        if name in READING and self.is_armed and self.fault("kernel fails", 0.02):
+            work.error = RuntimeError(f"{name}: a fault of the device")
         self.stream.append(work)
         self.num_launched += 1
         return work

@@ -6,8 +6,9 @@ answer was allowed. What calls do with the rows of sequences is in `calls.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, Final
 
 from config.settings import ServerSettings
@@ -374,11 +375,7 @@ class Model:
             check(fields["used"] <= most, "more pages than the quota:", fields, most)
 
 
-def shared(first: Iterable[int], second: Iterable[int]) -> int:
+def shared(first: Sequence[int], second: Sequence[int]) -> int:
     """Length of the common beginning."""
-    count = 0
-    for one, other in zip(first, second, strict=False):
-        if one != other:
-            break
-        count += 1
-    return count
+    pairs = zip(first, second, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -10,7 +10,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from service.road.engine_end.listening import CREDENTIALS
 from tests.world.clock import Clock
@@ -21,10 +21,10 @@ FIRST_FD: Final = 10**6
 """Numbers of the world's sockets; no descriptor of the system is so large."""
 
 
-class Fault(Protocol):
-    """Whether a named fault happens now; counts it."""
-
-    def __call__(self, name: str, share: float) -> bool: ...
+READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+NEVER: Final = float("inf")
+Fault = Callable[[str, float], bool]
+"""Whether a named fault happens now, by its share of the cases; counts it."""
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class Pipe:
     """Bytes under way, with the time of their arrival."""
     arrived: bytearray = field(default_factory=bytearray)
     descriptors: list[int] = field(default_factory=list)
-    ends: float | None = None
+    ends: float = NEVER
     """When the reader sees the end."""
     is_reset: bool = False
     latest: float = 0.0
@@ -61,17 +61,11 @@ class Pipe:
             self.arrived += self.chunks.popleft()[1]
 
     @property
-    def next_due(self) -> float:
-        if self.chunks:
-            return self.chunks[0][0]
-        return float("inf") if self.ends is None else self.ends
-
-    def is_readable(self, now: float) -> bool:
-        if self.chunks and self.chunks[0][0] <= now:
-            self.arrive(now)
+    def readable_at(self) -> float:
+        """When its reader sees bytes or the end, as things are now."""
         if self.arrived:
-            return True
-        return self.ends is not None and self.ends <= now and not self.chunks
+            return 0.0
+        return self.chunks[0][0] if self.chunks else self.ends
 
 
 class SimSocket:
@@ -85,6 +79,8 @@ class SimSocket:
         self.is_closed = False
         self.pair = 0
         """The connection's number, the same at both ends."""
+        self.peer = self
+        self.selector: SimSelector | None = None
 
     def fileno(self) -> int:
         return -1 if self.is_closed else self.fd
@@ -106,19 +102,17 @@ class SimSocket:
     def getsockopt(self, *_: Any) -> bytes:
         return CREDENTIALS.pack(0, os.getuid(), os.getgid())
 
-    def ready(self, events: int, now: float) -> int:
-        """Those of the events that have come."""
-        mask = events & selectors.EVENT_READ if self.incoming.is_readable(now) else 0
-        if events & selectors.EVENT_WRITE and (
-            self.outgoing.ends is not None or self.outgoing.unread < CAPACITY
-        ):
-            mask |= selectors.EVENT_WRITE
-        return mask
+    def ready_at(self, events: int) -> float:
+        """When one of the events has come, as things are now."""
+        out = self.outgoing
+        if events & WRITE and (out.ends < NEVER or out.unread < CAPACITY):
+            return 0.0
+        return self.incoming.readable_at if events & READ else NEVER
 
     def send(self, data: Any) -> int:
         if self.is_closed:
             raise OSError(9, "closed")
-        if self.outgoing.ends is not None:
+        if self.outgoing.ends < NEVER:
             raise BrokenPipeError(32, "the other end is closed")
         data = bytes(data)
         room = CAPACITY - self.outgoing.unread
@@ -128,6 +122,7 @@ class SimSocket:
         if len(data) > 1 and self.network.fault("partial send", 0.01):
             data = data[: self.outgoing.order.randint(1, len(data) - 1)]
         self.outgoing.put(data, self.network.clock.now)
+        changed(self, self.peer)
         return len(data)
 
     def sendmsg(self, buffers: Sequence[Any], ancillary: Any = (), *_: Any) -> int:
@@ -137,10 +132,11 @@ class SimSocket:
         return self.send(b"".join(bytes(one) for one in buffers))
 
     def recv(self, size: int) -> bytes:
-        incoming = self.incoming
+        incoming, now = self.incoming, self.network.clock.now
         if self.is_closed:
             raise OSError(9, "closed")
-        if not incoming.is_readable(self.network.clock.now):
+        incoming.arrive(now)
+        if incoming.readable_at > now:
             raise BlockingIOError(11, "nothing has arrived")
         if incoming.is_reset and not incoming.arrived:
             raise ConnectionResetError(104, "reset")
@@ -149,6 +145,7 @@ class SimSocket:
         data = bytes(incoming.arrived[:size])
         del incoming.arrived[:size]
         incoming.unread -= len(data)
+        changed(self, self.peer)
         return data
 
     def recv_into(self, buffer: Any) -> int:
@@ -170,7 +167,7 @@ class SimSocket:
         if not self.is_closed:
             self._end(lost=False)
             self.is_closed = True
-            self.network.forget(self)
+            self.network.by_fd.pop(self.fd)
 
     def kill(self) -> None:
         """The process at this end dies: what is under way may be lost. Its end is closed later."""
@@ -178,13 +175,15 @@ class SimSocket:
 
     def _end(self, lost: bool) -> None:
         now, out = self.network.clock.now, self.outgoing
-        if out.ends is None:
+        out.arrive(now)
+        if out.ends == NEVER:
             if lost and out.chunks and self.network.fault("frames lost", 0.5):
                 for _ in range(out.order.randint(1, len(out.chunks))):
                     out.unread -= len(out.chunks.pop()[1])
                 out.is_reset = True
             out.ends = max(now, out.chunks[-1][0] if out.chunks else now)
-        self.incoming.ends = self.incoming.ends if self.incoming.ends is not None else now
+        self.incoming.ends = min(self.incoming.ends, now)
+        changed(self, self.peer)
         for number in self.incoming.descriptors:
             os.close(number)
         self.incoming.descriptors = []
@@ -199,6 +198,7 @@ class Listener:
         self.network, self.fd = network, network.new_fd()
         self.backlog: deque[SimSocket] = deque()
         self.is_closed = False
+        self.selector: SimSelector | None = None
         network.by_fd[self.fd] = self
 
     def fileno(self) -> int:
@@ -207,12 +207,13 @@ class Listener:
     def setblocking(self, flag: bool) -> None:
         """The world's sockets never block."""
 
-    def ready(self, events: int, _: float) -> int:
-        return events & selectors.EVENT_READ if self.backlog else 0
+    def ready_at(self, events: int) -> float:
+        return 0.0 if self.backlog and events & READ else NEVER
 
     def accept(self) -> tuple[SimSocket, None]:
         if not self.backlog:
             raise BlockingIOError(11, "no connection")
+        changed(self)
         return self.backlog.popleft(), None
 
     def dial(self) -> SimSocket:
@@ -221,6 +222,7 @@ class Listener:
             raise ConnectionRefusedError(111, "no engine listens")
         here, there = self.network.pair()
         self.backlog.append(there)
+        changed(self)
         return here
 
     def close(self) -> None:
@@ -248,25 +250,13 @@ class Network:
         there, back = (
             Pipe(random.Random(f"{self.seed} {self._last_pair} {way}")) for way in range(2)
         )
-        ends = (
-            SimSocket(self, self.new_fd(), back, there),
-            SimSocket(self, self.new_fd(), there, back),
-        )
-        for end in ends:
+        here = SimSocket(self, self.new_fd(), back, there)
+        here.peer = SimSocket(self, self.new_fd(), there, back)
+        here.peer.peer = here
+        for end in (here, here.peer):
             end.pair = self._last_pair
             self.by_fd[end.fd] = end
-        return ends
-
-    def forget(self, sock: SimSocket) -> None:
-        self.by_fd.pop(sock.fd, None)
-
-    def next_due(self) -> float:
-        """When the next bytes arrive somewhere."""
-        now, due = self.clock.now, float("inf")
-        for end in self.by_fd.values():
-            if isinstance(end, SimSocket) and now < end.incoming.next_due < due:
-                due = end.incoming.next_due
-        return due
+        return here, here.peer
 
 
 class SimSelector(selectors._BaseSelectorImpl):  # type: ignore[misc]
@@ -283,24 +273,50 @@ class SimSelector(selectors._BaseSelectorImpl):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self._network, self._order, self._wait = network, order, wait
+        self.known: float | None = None
+        """When one of its sockets is ready; None: something has changed since."""
+
+    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        key = super().register(fileobj, events, data)
+        self.known = None
+        if (end := self._network.by_fd.get(key.fd)) is not None:
+            end.selector = self
+        return key
+
+    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
+        self.known = None
+        return super().unregister(fileobj)
+
+    def ready_at(self) -> float:
+        """When one of its sockets is ready, as things are now."""
+        if self.known is None:
+            by_fd, keys = self._network.by_fd, self._fd_to_key.items()
+            found = (by_fd[fd].ready_at(key.events) for fd, key in keys if fd in by_fd)
+            self.known = min(found, default=NEVER)
+        return self.known
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         self._wait(timeout)
         return self.ready()
 
-    def is_ready(self) -> bool:
-        """Whether `ready` finds something."""
-        now, by_fd = self._network.clock.now, self._network.by_fd
-        for fd, key in self._fd_to_key.items():
-            if (end := by_fd.get(fd)) is not None and end.ready(key.events, now):
-                return True
-        return False
-
     def ready(self) -> list[tuple[selectors.SelectorKey, int]]:
         found, now, by_fd = [], self._network.clock.now, self._network.by_fd
+        if self.ready_at() > now:
+            return []
         for fd, key in self._fd_to_key.items():
-            if (end := by_fd.get(fd)) is not None and (mask := end.ready(key.events, now)):
-                found.append((key, mask))
+            if (end := by_fd.get(fd)) is not None:
+                mask = READ if end.ready_at(key.events & READ) <= now else 0
+                if key.events & WRITE and end.ready_at(WRITE) <= now:
+                    mask |= WRITE
+                if mask:
+                    found.append((key, mask))
         if len(found) > 1:
             self._order.shuffle(found)
         return found
+
+
+def changed(*ends: SimSocket | Listener) -> None:
+    """They may be ready at another time than before."""
+    for end in ends:
+        if end.selector is not None:
+            end.selector.known = None

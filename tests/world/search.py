@@ -7,8 +7,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from multiprocessing import Pool
 from pathlib import Path
 from typing import Final
 
@@ -21,10 +21,6 @@ PROGRESS_S: Final = 10.0
 SHRINK_RUNS: Final = 80
 KIND_CHARS: Final = 24
 """Errors that begin with the same text are taken for the same."""
-AT_ONCE: Final = 4
-"""Seeds that wait for each process."""
-
-
 KINDS: Final[dict[str, tuple[str, ...]]] = {
     "deaths": ("caller dies", "door dies", "engine dies", "device lost"),
     "stalls": ("engine stalls", "engine stalls long"),
@@ -108,23 +104,9 @@ def results(plans: Iterable[Plan], jobs: int) -> Iterator[Result]:
     """The results of plans, each as soon as it is there."""
     if jobs == 1:
         yield from map(run, plans)
-        return
-    with ProcessPoolExecutor(jobs) as pool:
-        todo, running = iter(plans), set[Future[Result]]()
-        try:
-            while True:
-                for plan in todo:
-                    running.add(pool.submit(run, plan))
-                    if len(running) >= AT_ONCE * jobs:
-                        break
-                if not running:
-                    return
-                done, running = wait(running, return_when=FIRST_COMPLETED)
-                for one in done:
-                    yield one.result()
-        finally:
-            for one in running:
-                one.cancel()
+    else:
+        with Pool(jobs) as pool:
+            yield from pool.imap_unordered(run, plans)
 
 
 def search(

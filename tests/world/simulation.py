@@ -129,7 +129,7 @@ class EngineProcess:
             return float("inf")
         if self.stalled_until > self.world.clock.now:
             return self.stalled_until
-        return self.world.clock.now if self.selector.is_ready() else self.due
+        return min(self.due, self.selector.ready_at())
 
     def kill(self) -> None:
         """kill -9: nothing is sent any more."""
@@ -269,13 +269,13 @@ class Simulation(ABC):
         while clock.now < ends:
             if self.is_over or self.result.error is not None:
                 raise Over
-            if self.selector.is_ready():
+            if self.selector.ready_at() <= clock.now:
                 return
             now, dues = clock.now, [one.next_due() for one in engines]
             if ready := [one for one, due in zip(engines, dues, strict=True) if due <= now]:
                 self.run_engine(ready)
                 continue
-            clock.advance(min(*dues, ends, self.network.next_due()))
+            clock.advance(min(*dues, ends, self.selector.ready_at()))
 
     def run_engine(self, ready: list[EngineProcess]) -> None:
         try:
@@ -286,6 +286,7 @@ class Simulation(ABC):
     def run(self) -> Result:
         """Run the world by its plan; equal plans give equal results."""
         gc.disable()
+        gc.freeze()  # to look through all modules would take as long as the run
         log = logging.getLogger("attnd")
         before, log.disabled = log.disabled, True
         for name in ("engine", "keys", "watchdog", "cluster", "doors"):
