@@ -110,7 +110,7 @@ bench: $(VENV)/.dev  ## Measure core and service without a GPU
 
 bench-stale:  ## Changes of the kernels since each results file was measured
 	@for file in bench/results/*.json; do echo "$$file"; git diff --stat --stat-width=100 \
-	  "$$(sed -n 's/^ "commit": "\(.*\)",$$/\1/p' $$file)" -- kernels | tail -n 1; done
+	  "$$(sed -n '/"commit"/{s/.*: "\(.*\)",/\1/p;q}' $$file)" -- kernels | tail -n 1; done
 
 map: $(VENV)/.dev  ## Write docs/files.md, the map of the code, and client/METHODS.md
 	$(BIN)/python docs/map.py

@@ -5,9 +5,9 @@
 
 A row's floor is max(bytes / read ceiling, flops / matmul ceiling), with both ceilings measured in
 this run; roofline = floor / time. Times are medians of 7 replays of a CUDA graph of 6 or more calls
-over working sets larger than the cache. `--only TEXT` measures the rows with TEXT in their names
-and replaces only these in an existing file; `--only cpu/` measures the host's times. `--random`
-draws N workloads instead, and shows the ten of the least roofline among those above 50 us.
+over working sets larger than the cache. `--only TEXT` measures the rows with TEXT in their names,
+`--only cpu/` the host's times. `--random` draws N workloads instead, and shows the ten of the least
+roofline among those above 50 us.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ import numpy as np
 from bench.cases.kernel_calls import KernelCall, build
 from bench.cases.kernel_plans import Row, level_of, row_levels
 from bench.cases.random_rows import random_rows
-from bench.report.kernel_results import replaced
-from bench.report.provenance import provenance, read_results, workloads, write_results
+from bench.report.provenance import provenance, workloads, write_results
 from kernels.backend import Attend, Plan, PoolGeometry, Scoring
 from kernels.cuda.attention.config import AttentionConfig
 from kernels.cuda.backend import CudaBackend
@@ -298,11 +297,7 @@ def main() -> None:
         for batch, kv_lens in cpu_batches().items()
         if arguments.only in f"cpu/{batch}"
     }
-    if arguments.out is None:
-        return
-    if arguments.only and arguments.out.exists():
-        write_results(arguments.out, replaced(read_results(arguments.out), run, results, cpu))
-    else:
+    if arguments.out is not None:
         write_results(arguments.out, run | {"cpu_us": cpu, "rows": results})
 
 

@@ -1,8 +1,7 @@
 """Engines and clusters, simulated event by event from measured tables and a trace.
 
-    python -m simulation --trace FILE --fleet [--engines 1200 1600 2000] [--per-s 10000]
-    python -m simulation --trace FILE --rack 1600      # a rack fails during the run
-    python -m simulation --long                        # sequences over many engines
+    python -m simulation --trace FILE --fleet [--engines 2400 3000] [--per-s 10000]
+    python -m simulation --trace FILE --rack 3000      # a rack fails during the run
     python -m simulation --tables                      # write docs/simulation.md
     python -m simulation --quick                       # a small run of everything, only printed
 
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,9 +19,8 @@ import numpy as np
 
 from bench.cases.trace import TraceRequest, generated_trace, multiplied, read_trace
 from bench.report.provenance import RESULTS, Results, provenance, read_results, write_results
-from simulation.fleet import Fleet, FleetRun, Outcome, Simulation
+from simulation.fleet import Fleet, Outcome, Simulation
 from simulation.gpu_costs import GpuCosts
-from simulation.long_sequences import Links, Setting, long_rows
 from simulation.tables import write_tables
 
 SIMULATION: Final = RESULTS / "simulation.json"
@@ -47,15 +44,9 @@ def figures(outcomes: Sequence[Outcome]) -> dict[str, float]:
     }
 
 
-def run_fleet(
-    requests: Sequence[TraceRequest], fleet: Fleet, lose_rack_at: float | None = None
-) -> FleetRun:
-    return Simulation(fleet, GpuCosts.measured(fp8=True)).run(requests, lose_rack_at)
-
-
 def fleet_row(requests: Sequence[TraceRequest], fleet: Fleet, seconds: float) -> dict[str, Any]:
     """A fleet's figures, of the requests after the warm-up."""
-    run = run_fleet(requests, fleet)
+    run = Simulation(fleet, GpuCosts.measured()).run(requests)
     counted = [one for one in run.outcomes if one.begun >= WARM * seconds]
     steps = 1e3 * np.percentile(run.steps_s, (50, 99))
     ends = max(one.begun + one.whole_s for one in run.outcomes)
@@ -74,7 +65,7 @@ def fleet_row(requests: Sequence[TraceRequest], fleet: Fleet, seconds: float) ->
 def rack_rows(requests: Sequence[TraceRequest], fleet: Fleet, seconds: float) -> dict[str, Any]:
     """A rack that fails after the warm-up: figures by the second in which requests started."""
     at = WARM * seconds
-    run = run_fleet(requests, fleet, at)
+    run = Simulation(fleet, GpuCosts.measured()).run(requests, at)
     by_second: dict[int, list[Outcome]] = {}
     for one in run.outcomes:
         by_second.setdefault(int(one.begun), []).append(one)
@@ -84,73 +75,44 @@ def rack_rows(requests: Sequence[TraceRequest], fleet: Fleet, seconds: float) ->
     return {"lost": lost, "requests_begun_anew": len(run.lost), "rows": rows}
 
 
-def with_others(rows: list[dict[str, Any]], given: dict[str, float]) -> list[dict[str, Any]]:
-    """These rows, and rows of earlier runs of the same load with other numbers of engines."""
-    earlier = kept().get("fleet", {})
-    same = all(earlier.get(name) == value for name, value in given.items())
-    counts = {row["engines"] for row in rows}
-    others = [row for row in earlier.get("rows", ()) if row["engines"] not in counts]
-    return sorted(rows + (others if same else []), key=lambda row: int(row["engines"]))
-
-
-def kept() -> Results:
-    """The figures of earlier runs."""
-    return read_results(SIMULATION) if SIMULATION.exists() else {}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--trace", type=Path, help="without it a trace is generated")
     parser.add_argument("--fleet", action="store_true")
-    parser.add_argument("--engines", type=int, nargs="+", default=(1200, 1600, 2000))
+    parser.add_argument("--engines", type=int, nargs="+", default=(2400, 3000))
     parser.add_argument("--per-s", type=float, default=10_000.0)
     parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("--rack", type=int, metavar="ENGINES")
-    parser.add_argument("--long", action="store_true")
     parser.add_argument("--tables", action="store_true")
     parser.add_argument("--quick", action="store_true")
     chosen = parser.parse_args()
     if chosen.quick:
-        chosen.fleet = chosen.long = True
+        chosen.fleet = True
         chosen.engines, chosen.per_s, chosen.rack = (80,), 100.0, 80
     elif not chosen.trace and (chosen.fleet or chosen.rack):
         parser.error("figures that are kept need the published trace: --trace FILE")
     found = run_all(chosen)
     if found and not chosen.quick:
-        stamp = provenance()
-        write_results(
-            SIMULATION, {"commit": stamp["commit"], "date": stamp["date"]} | old_parts() | found
-        )
+        write_results(SIMULATION, read_results(SIMULATION) | found)
     if chosen.tables:
-        write_tables(kept())
-
-
-def old_parts() -> Results:
-    """The parts of earlier runs, each with its own stamp."""
-    return {name: part for name, part in kept().items() if name not in ("commit", "date")}
+        write_tables(read_results(SIMULATION))
 
 
 def run_all(chosen: argparse.Namespace) -> Results:
-    """The figures of each requested part."""
-    trace = read_trace(chosen.trace) if chosen.trace else generated_trace(2000)
-    stamp, load = provenance(["numpy"]), {"per_s": chosen.per_s, "seconds": chosen.seconds}
+    """The figures of each requested part, with its stamp."""
     found: Results = {}
-    if chosen.fleet or chosen.rack:
-        every = multiplied(trace, chosen.per_s, chosen.seconds)
+    if not chosen.fleet and not chosen.rack:
+        return found
+    trace = read_trace(chosen.trace) if chosen.trace else generated_trace(2000)
+    every = multiplied(trace, chosen.per_s, chosen.seconds)
+    stamp = provenance(["numpy"]) | {"per_s": chosen.per_s, "seconds": chosen.seconds}
     if chosen.fleet:
         rows = [fleet_row(every, Fleet(engines=count), chosen.seconds) for count in chosen.engines]
-        found["fleet"] = stamp | load | {"rows": with_others(rows, load)}
+        found["fleet"] = stamp | {"rows": rows}
     if chosen.rack:
-        fleet = Fleet(engines=chosen.rack)
-        found["rack"] = stamp | load | rack_rows(every, fleet, chosen.seconds)
-    if chosen.long:
-        fleet = Fleet()
-        setting = Setting(
-            GpuCosts.measured(fp8=True), fleet.model, Links.measured(), fleet.pool_bytes
-        )
-        found["long"] = stamp | {"rows": [asdict(row) for row in long_rows(setting)]}
+        found["rack"] = stamp | rack_rows(every, Fleet(engines=chosen.rack), chosen.seconds)
     return found
 
 

@@ -45,34 +45,29 @@ class Line:
 class GpuCosts:
     """A layer's attention on one engine.
 
-    Decode by bytes of KV, prefill by flops, append by bytes, merge by bytes of states; and the
-    seconds that a layer's hand-over between caller and engine adds.
+    Decode by bytes of KV, prefill by flops, append by bytes; and the seconds that a layer's
+    hand-over between caller and engine adds.
     """
 
     decode: Line
     prefill: Line
     append: Line
-    merge: Line
     hand_over_s: float
 
     @classmethod
-    def measured(cls, *, fp8: bool) -> Self:
-        """From bench/results/h200.json and road-h200.json."""
+    def measured(cls) -> Self:
+        """Of fp8 pools, from bench/results/h200.json and road-h200.json."""
         rows = {row["name"]: row for row in read_results(KERNEL_RESULTS)["rows"]}
         road = json.loads(ROAD.read_text(encoding="utf-8"))["rows"]
-        decode = Line.through(points(rows, "decode/", "tbps", but=("fp8", "page1")))
-        if fp8:
-            row = rows[FP8_ROW]
-            amount = row["tbps"] * row["ms"] * 1e9
-            decode = Line(decode.fixed_s, amount / (row["ms"] / 1e3 - decode.fixed_s))
+        fp16 = Line.through(points(rows, "decode/", "tbps", but=("fp8", "page1")))
+        ((amount, seconds),) = points(rows, FP8_ROW, "tbps")
         over = [
             one["graph"]["layer_us"] - one["kernels_us"] for one in road if one["place"] == PLACE
         ]
         return cls(
-            decode,
+            Line(fp16.fixed_s, amount / (seconds - fp16.fixed_s)),
             Line.through(points(rows, "prefill/", "tflops", but=("ragged",))),
             half_fixed(*points(rows, "append/", "tbps")[0]),
-            Line.through(points(rows, "merge/", "tbps")),
             median(over) / 1e6,
         )
 
@@ -117,8 +112,3 @@ class Model:
     def pair_flops(self) -> int:
         """Of one query and one key at one layer, all heads."""
         return 4 * self.num_qo_heads * self.head_dim
-
-    @property
-    def state_bytes(self) -> int:
-        """One row's o in 16 bits and lse, all heads."""
-        return self.num_qo_heads * (2 * self.head_dim + 4)

@@ -3,39 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
-from bench.cluster import CLUSTER_RESULTS
-from bench.cluster import table as cluster_table
-from bench.report.provenance import ROOT, Results, read_results
+from bench.report.provenance import ROOT, Results
 from bench.report.tables import table, with_stamp, wrapped
 from simulation.fleet import Fleet
 from simulation.gpu_costs import GpuCosts, Line
-from simulation.long_sequences import PREFILL_CHUNK, Links
 
 PAGE: Final = ROOT / "docs" / "simulation.md"
-
-
-def long_table(results: Results) -> str:
-    """Sequences over many engines."""
-    rows = [
-        [
-            short(row["tokens"]),
-            str(row["engines"]),
-            f"{row['pool_share']:.1%}",
-            f"{row['decode_ms']:.2f}",
-            f"{row['prefill_s']:,.0f}",
-            f"{row['prefill_in_pieces_s']:,.0f}",
-        ]
-        for row in results["rows"]
-    ]
-    head = ["tokens", "engines", "of each pool", "decode ms a token", "prefill s"]
-    return with_stamp(table([*head, "prefill s, merged in pieces"], rows), results)
-
-
-def short(tokens: int) -> str:
-    return f"{tokens // 2**20}M" if tokens >= 2**20 else f"{tokens // 2**10}k"
 
 
 def fleet_table(results: Results) -> str:
@@ -85,7 +60,7 @@ def rack_table(results: Results) -> str:
 
 def assumptions_table() -> str:
     """Every number that the simulation assumes, and its source."""
-    fleet, links, costs = Fleet(), Links.measured(), GpuCosts.measured(fp8=True)
+    fleet, costs = Fleet(), GpuCosts.measured()
     model = fleet.model
     heads = f"{model.num_qo_heads}/{model.num_kv_heads} heads of {model.head_dim}"
     rows = [
@@ -95,15 +70,10 @@ def assumptions_table() -> str:
         ["decode, a layer", line(costs.decode, "B of KV"), "measured: `decode/*` rows, fp8"],
         ["prefill, a layer", line(costs.prefill, "flop"), "measured: `prefill/*-paged` rows"],
         ["append, a layer", line(costs.append, "B"), "measured: `append/8192`, half of it fixed"],
-        ["merge of states", line(costs.merge, "B"), "measured: `merge/*` rows"],
         ["hand-over of a layer", f"{1e6 * costs.hand_over_s:.1f} µs", "measured: two GPUs"],
         ["prefill beside a step", f"at most {fleet.chunk} tokens", "assumed"],
         ["router and doors", f"{1e3 * fleet.router_s:g} ms a request", "required of the cluster"],
-        [
-            "placing",
-            "the router's own rule; every engine's state is known at once",
-            "as built",
-        ],
+        ["placing", "the router's own rule; every engine's state is known at once", "as built"],
         ["blocks", "512 tokens, cached once they are held", "the trace's"],
         ["answers", "the trace's lengths, one token a step", "the trace's"],
         ["many users", "copies of the trace at its pace, without common blocks", "assumed"],
@@ -113,17 +83,6 @@ def assumptions_table() -> str:
             "assumed",
         ],
         ["lost requests", "restart at once elsewhere, with their whole prompt", "assumed"],
-        [
-            f"link between engines, up to {links.engines_per_host}",
-            f"{1e6 * links.host_s:.1f} µs one way, {links.host_bytes_per_s / 1e9:g} GB/s",
-            "measured with two of one host; the rate is assumed",
-        ],
-        [
-            "link between hosts",
-            f"{1e6 * links.net_s:g} µs one way, {links.net_bytes_per_s / 1e9:g} GB/s an engine",
-            "assumed: 400 Gbit/s",
-        ],
-        ["long prompts", f"in chunks of {PREFILL_CHUNK} tokens", "assumed"],
     ]
     return table(["assumption", "value", "source"], rows)
 
@@ -134,20 +93,11 @@ def line(costs: Line, unit: str) -> str:
     return f"{1e6 * costs.fixed_s:.1f} µs + 1/({rate:.3g} {prefix}{unit}/s)"
 
 
-TABLES: Final[dict[str, Callable[[dict[str, Any]], str]]] = {
-    "long": long_table,
-    "fleet": fleet_table,
-    "rack": rack_table,
-}
-
-
 def write_tables(results: Results) -> None:
     """Put the tables of all results between their marks in docs/simulation.md."""
     text = put(PAGE.read_text(encoding="utf-8"), "assumed", assumptions_table())
-    text = put(text, "cluster", cluster_table(read_results(CLUSTER_RESULTS)))
-    for name, render in TABLES.items():
-        if name in results:
-            text = put(text, name, render({"commit": results["commit"]} | results[name]))
+    text = put(text, "fleet", fleet_table(results["fleet"]))
+    text = put(text, "rack", rack_table(results["rack"]))
     PAGE.write_text(text, encoding="utf-8")
     print(f"wrote {PAGE}")
 

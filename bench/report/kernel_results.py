@@ -1,11 +1,7 @@
-"""The results of the CUDA kernels: the file, rows measured again, and the table.
-
-The date, device and ceilings of the file hold for every row without a `run` of its own.
-"""
+"""The results of the CUDA kernels, and their table."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from bench.report.provenance import RESULTS, Results, workloads
@@ -13,30 +9,10 @@ from bench.report.tables import measured, number, table
 
 KERNEL_RESULTS: Final = RESULTS / "h200.json"
 H100_RESULTS: Final = RESULTS / "h100.json"
-RUN: Final = (
-    *("commit", "date", "machine", "command", "versions"),
-    *("device", "arch", "multiprocessors", "ceilings"),
-)
-"""The fields of a run: stored once for the file, or by a row that another run measured."""
 HEAD: Final = (
     *("workload", "ms", "TB/s", "TFLOP/s", "roofline", "required", "flat ms"),
     *("invariant ms", "of the speed", "FlashInfer 0.7.2 ms", "H100: ms", "roofline"),
 )
-
-
-def run_of(results: Results, row: dict[str, Any]) -> dict[str, Any]:
-    own: dict[str, Any] = row.get("run", {})
-    return {name: results[name] for name in RUN if name in results} | own
-
-
-def replaced(
-    old: Results, run: dict[str, Any], rows: Sequence[dict[str, Any]], cpu: dict[str, Any]
-) -> Results:
-    """`old`, with its rows and CPU times replaced by another run's, by name."""
-    times = {name: one | {"run": run} for name, one in cpu.items()}
-    new = {row["name"]: row | {"run": run} for row in rows}
-    kept = [new.pop(row["name"], row) for row in old["rows"]]
-    return old | {"cpu_us": old["cpu_us"] | times, "rows": [*kept, *new.values()]}
 
 
 def speed_of_invariant(row: dict[str, Any]) -> float | None:
@@ -73,21 +49,8 @@ def kernels_table(results: Results, h100: Results) -> str:
         for batch, times in results["cpu_us"].items()
     ]
     cpu_head = ("CPU of a decode call, µs", "plan, cold", "launch, plan cached")
-    parts = [table(HEAD, cells), table(cpu_head, cpu), *runs(results), stamp(h100)]
+    parts = [table(HEAD, cells), table(cpu_head, cpu), stamp(results), stamp(h100)]
     return "\n\n".join(parts)
-
-
-def runs(results: Results) -> Iterator[str]:
-    """The stamp of the file, then the stamps of other runs with the names of their rows."""
-    yield stamp(results)
-    names: dict[str, list[str]] = {}
-    entries = [(row["name"], row) for row in results["rows"]]
-    entries += [(f"CPU, {batch}", times) for batch, times in results["cpu_us"].items()]
-    for name, entry in entries:
-        if "run" in entry:
-            names.setdefault(stamp(run_of(results, entry)), []).append(name)
-    for line, of_run in names.items():
-        yield f"{', '.join(of_run)}: {line}"
 
 
 def stamp(run: dict[str, Any]) -> str:

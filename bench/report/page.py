@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from bench import cache, cluster, core, gpu_steps, gpu_tiers, model, service, tiers
 from bench.report.kernel_results import H100_RESULTS, KERNEL_RESULTS, kernels_table
@@ -46,11 +46,6 @@ class Section:
         if self.picture:
             parts.append(self.picture)
         return "\n\n".join([*parts, self.render(read_results(self.file))])
-
-
-def of_part(name: str, render: Callable[[Any], str]) -> Callable[[Results], str]:
-    """Renders one part of a file that holds several runs."""
-    return lambda results: render({"commit": results["commit"]} | results[name])
 
 
 def svg(name: str, alt: str) -> str:
@@ -148,11 +143,11 @@ SECTIONS: Final = (
     Section(
         "Thousands of engines, simulated",
         "python -m simulation --trace FILE --fleet",
-        "[docs/simulation.md](../docs/simulation.md) lists the assumptions and has all tables: "
-        "sequences of ten million tokens, a lost rack, and the simulation beside measurements.",
+        "[docs/simulation.md](../docs/simulation.md) lists the assumptions and has the tables of "
+        "a lost rack and of the simulation beside measurements.",
         RESULTS / "simulation.json",
-        of_part("fleet", fleet_table),
-        svg("simulation", "Attention of a token by engines; first tokens while a rack is lost"),
+        lambda results: fleet_table(results["fleet"]),
+        svg("simulation", "Seconds to the first token, while a rack is lost"),
     ),
     Section(
         "The core",

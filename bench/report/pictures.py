@@ -17,7 +17,6 @@ from bench.report.kernel_results import KERNEL_RESULTS
 from bench.report.provenance import RESULTS, Results, read_results, workloads
 from bench.report.serving_results import SERVING_RESULTS
 from bench.tiers import TIERS_RESULTS
-from simulation.tables import short
 
 BLUE: Final = "#3b6ea5"
 RED: Final = "#c44536"
@@ -37,19 +36,13 @@ PLACES: Final = {
 }
 ROAD_RESULTS: Final = RESULTS / "road-h200.json"
 PICTURES: Final = RESULTS / "pictures"
-DARK: Final = dict.fromkeys(
-    ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#d0d7de"
-) | dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "#0d1117")
-"""Colours for dark pages."""
 
 
 @contextmanager
-def picture(
-    path: Path, size: tuple[float, float], panels: int = 1, *, dark: bool = False
-) -> Iterator[Sequence[Any]]:
+def picture(path: Path, size: tuple[float, float], panels: int = 1) -> Iterator[Sequence[Any]]:
     """Axes side by side, `size` in inches together; saved as SVG with reproducible bytes."""
     style: dict[Any, Any] = {"svg.hashsalt": "attnd", "svg.fonttype": "none", "font.size": 8}
-    with plt.rc_context(style | (DARK if dark else {})):
+    with plt.rc_context(style):
         figure, axes = plt.subplots(1, panels, figsize=size, layout="constrained", squeeze=False)
         yield axes[0]
         for one in axes[0]:
@@ -166,40 +159,21 @@ def draw_serving(results: Results, path: Path) -> None:
         left.legend(frameon=False, title="system prompts", fontsize=7)
 
 
-def draw_simulation(results: Results, path: Path, dark: bool) -> None:
-    """Decode of long sequences over engines, and first tokens as a rack fails."""
-    with picture(path, (7.2, 2.8), 2, dark=dark) as (left, right):
-        lengths = list(dict.fromkeys(row["tokens"] for row in results["long"]["rows"]))
-        for at, tokens in enumerate(lengths):
-            rows = [row for row in results["long"]["rows"] if row["tokens"] == tokens]
-            engines = [row["engines"] for row in rows]
-            colour = plt.get_cmap("viridis")(0.15 + 0.7 * at / max(1, len(lengths) - 1))
-            values = [row["decode_ms"] for row in rows]
-            left.plot(engines, values, ".-", color=colour, label=short(tokens))
-        left.set(xscale="log", yscale="log", xlabel="engines", ylabel="attention of a token, ms")
-        counts = sorted({row["engines"] for row in results["long"]["rows"]})
-        left.set_xticks(counts, [str(count) for count in counts])
-        left.legend(frameon=False, title="tokens", fontsize=7)
-        left.set_title("one sequence over many engines", loc="left", fontsize=9)
-        if "rack" in results:
-            draw_rack(results["rack"], right)
-        for axes in (left, right):
-            axes.minorticks_off()
-
-
-def draw_rack(rack: Results, axes: Any) -> None:
+def draw_rack(rack: Results, path: Path) -> None:
     """Seconds to the first token, by the second in which requests started."""
-    at, seconds = rack["lost"]["at"], rack["seconds"]
+    lost, seconds = rack["lost"], rack["seconds"]
+    at = lost["at"]
     rows = [row for row in rack["rows"] if at - 10 <= row["second"] < seconds - 1]
     begun = [row["second"] for row in rows]
-    for name, colour in (("p99", RED), ("p50", BLUE)):
-        values = [row[f"first_token_{name}_s"] for row in rows]
-        axes.plot(begun, values, ".-", color=colour, label=name)
-    axes.axvline(at, color=GREY, linestyle="--")
-    axes.set(yscale="log", xlabel="request begun at, s", ylabel="first token after, s")
-    axes.legend(frameon=False, fontsize=7)
-    lost = rack["lost"]
-    axes.set_title(f"{lost['engines']} of {lost['of']:,} engines lost", loc="left", fontsize=9)
+    with picture(path, (4.2, 2.4)) as (axes,):
+        for name, colour in (("p99", RED), ("p50", BLUE)):
+            values = [row[f"first_token_{name}_s"] for row in rows]
+            axes.plot(begun, values, ".-", color=colour, label=name)
+        axes.axvline(at, color=GREY, linestyle="--")
+        axes.set(yscale="log", xlabel="request begun at, s", ylabel="first token after, s")
+        axes.minorticks_off()
+        axes.legend(frameon=False, fontsize=7)
+        axes.set_title(f"{lost['engines']} of {lost['of']:,} engines lost", loc="left", fontsize=9)
 
 
 def draw_all() -> None:
@@ -210,6 +184,4 @@ def draw_all() -> None:
     draw_tiers(read_results(TIERS_RESULTS), PICTURES / "tiers-cpu.svg")
     for name in ("serving-cpu", "serving-cuda"):
         draw_serving(read_results(SERVING_RESULTS.with_stem(name)), PICTURES / f"{name}.svg")
-    simulated = read_results(RESULTS / "simulation.json")
-    for dark, name in ((False, "simulation.svg"), (True, "simulation-dark.svg")):
-        draw_simulation(simulated, PICTURES / name, dark)
+    draw_rack(read_results(RESULTS / "simulation.json")["rack"], PICTURES / "simulation.svg")

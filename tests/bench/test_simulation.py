@@ -12,8 +12,7 @@ from bench.cases.trace import BLOCK_TOKENS, generated_trace, multiplied, num_dis
 from service.cluster.placement.cost import Load, choose
 from simulation.block_pool import BlockPool
 from simulation.fleet import Fleet, Simulation
-from simulation.gpu_costs import GpuCosts, Line, Model
-from simulation.long_sequences import Links, Setting, long_rows
+from simulation.gpu_costs import GpuCosts, Line
 from simulation.placement import PAGES, Placing
 
 TRACE = generated_trace(300, seed=1)
@@ -21,7 +20,6 @@ GPU = GpuCosts(
     decode=Line(5e-6, 4e12),
     prefill=Line(9e-5, 6e14),
     append=Line(9e-6, 4e12),
-    merge=Line(1e-6, 4e12),
     hand_over_s=3e-5,
 )
 FLEET = Fleet(engines=8, engines_per_rack=2, back_s=5.0)
@@ -83,12 +81,3 @@ def test_requests_of_a_lost_rack_restart_and_are_all_answered() -> None:
     assert len(disturbed.outcomes) == len(calm.outcomes) == len(every)
     worst = [max(one.first_s for one in run.outcomes) for run in (calm, disturbed)]
     assert worst[0] <= worst[1]
-
-
-def test_a_long_sequence_is_faster_over_more_engines_of_a_host() -> None:
-    rows = long_rows(Setting(GPU, Model(), Links.measured(), 120e9))
-    assert all(row.pool_share <= 1.0 for row in rows)
-    assert min(row.engines for row in rows if row.tokens == 10 * 2**20) >= 6
-    million = {row.engines: row for row in rows if row.tokens == 2**20}
-    assert million[8].decode_ms < million[4].decode_ms < million[1].decode_ms
-    assert all(row.prefill_in_pieces_s <= row.prefill_s for row in rows)
