@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,6 @@ from bench.report.provenance import RESULTS, Results, command_line, provenance, 
 from bench.report.tables import table as markdown
 from bench.report.tables import with_stamp
 from config.sections import CacheSettings
-from service.core.errors import OutOfPages
 from service.core.prefix.keys import Prefix
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec
@@ -55,7 +54,6 @@ class PoolRow:
     hit_rate: float
     lru_hit_rate: float
     hits_checked: int
-    too_long: int
     begin_us: float
     append_us: float
     commit_us: float
@@ -108,6 +106,19 @@ def exact_lru(requests: Requests, per_block: int, capacity: int) -> float:
     return hits / total
 
 
+class Moves(Protocol):
+    """Tiers behind a replay's pool."""
+
+    def load(self, prefix: Prefix) -> None:
+        """Load what the tiers have of a prompt."""
+
+    def extend(self, tokens: int) -> None:
+        """Append tokens to the request; pages that are evicted may have to be copied first."""
+
+    def finish(self) -> None:
+        """Wait for the copies of committed pages."""
+
+
 class Replay:
     """Replays requests on a tree of `num_pages`; `held[p]` is the content of page p."""
 
@@ -115,9 +126,10 @@ class Replay:
         self.tree = PrefixTree(num_pages, page_size, 1)
         self.page_size = page_size
         self.held = np.full(num_pages, -1, np.int64)
+        self.moves: Moves | None = None
         self.spent: dict[str, float] = dict.fromkeys(("begin", "append", "commit", "free"), 0.0)
         self.pages: dict[str, int] = dict.fromkeys(self.spent, 0)
-        self.hits = self.total = self.too_long = 0
+        self.hits = self.total = 0
 
     def timed(self, phase: str, pages: int, call: Callable[[], Any]) -> None:
         begun = time.process_time()
@@ -126,9 +138,11 @@ class Replay:
         self.pages[phase] += pages
 
     def request(self, pages: Blocks) -> None:
-        """One prompt, from match to delete."""
-        tree, ids = self.tree, token_ids(pages, self.page_size)
+        """One prompt, from match to delete: appended as far as pages suffice."""
+        tree, ids, moves = self.tree, token_ids(pages, self.page_size), self.moves
         whole = Prefix(ids)
+        if moves is not None:
+            moves.load(whole)
         self.timed("begin", pages.size, lambda: tree.create([NewSpec("r", prefix=whole)]))
         leaf = tree.books.leaf("r")
         cached = int(tree.books.num_pages[leaf.index])
@@ -136,26 +150,21 @@ class Replay:
             raise RuntimeError("a hit with another page's content: this is a bug")
         self.hits += cached
         self.total += pages.size
-        stop = self.append(leaf.table, cached, pages)
+        room = tree.allocator.num_free + tree.budget.namespace("default").cached
+        stop = min(pages.size, cached + room)
+        tokens = (stop - cached) * self.page_size
+        extend = self.extend if moves is None else moves.extend
+        self.timed("append", stop - cached, lambda: extend(tokens))
+        leaf = tree.books.leaf("r")
+        self.held[leaf.table[cached:stop]] = pages[cached:stop]
         some = Prefix(ids[: stop * self.page_size])
         self.timed("commit", stop - cached, lambda: tree.commits.commit("r", some))
         self.timed("free", stop, lambda: tree.free(["r"]))
+        if moves is not None:
+            moves.finish()
 
-    def append(self, table: Any, cached: int, pages: Blocks) -> int:
-        """Appends the rest of the prompt, as far as pages suffice; returns its number of pages."""
-        tree, stop = self.tree, pages.size
-        room = tree.allocator.num_free + tree.budget.namespace("default").cached
-        if stop - cached > room:
-            self.too_long += 1
-            stop = cached + room
-        count = np.array([(stop - cached) * self.page_size], np.int32)
-        try:
-            self.timed("append", stop - cached, lambda: tree.extend(0, ["r"], count))
-        except OutOfPages as error:
-            raise RuntimeError(f"{room} pages were available: this is a bug") from error
-        leaf = tree.books.leaf("r")
-        self.held[leaf.table[cached:stop]] = pages[cached:stop]
-        return stop
+    def extend(self, tokens: int) -> None:
+        self.tree.extend(0, ["r"], np.array([tokens], np.int32))
 
 
 def replay(requests: Requests, share: float, page_size: int) -> PoolRow:
@@ -174,7 +183,6 @@ def replay(requests: Requests, share: float, page_size: int) -> PoolRow:
         round(run.hits / run.total, 4),
         round(exact_lru(requests, per_block, num_pages), 4),
         run.hits,
-        run.too_long,
         *(round(us[phase], 3) for phase in ("begin", "append", "commit", "free")),
     )
 

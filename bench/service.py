@@ -25,8 +25,8 @@ from attnd import Client
 
 from bench.cases.loads import Decode, Heads, fill
 from bench.driver.calls import Run, Sample
+from bench.driver.processes import start_figures
 from bench.driver.servers import Server, attnd, echo, road_echo
-from bench.driver.startup import start_figures
 from bench.driver.ways import Kind, Target
 from bench.driver.worker import Worker
 from bench.report.provenance import RESULTS, Results, command_line, provenance, publish
@@ -316,7 +316,7 @@ def main() -> None:
     results = provenance(PACKAGES) | {
         "kv_len": KV_LEN,
         "connections": CONNECTIONS,
-        "start": start_figures(chosen.before, 1 if chosen.quick else 3),
+        "start": start_figures(1 if chosen.quick else 3),
         "rows": measure(cases, effort, chosen.before),
     }
     publish(results, table(results), RESULTS / "service-cpu.json", chosen)

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench import gpu_tiers
-from bench.cache import Blocks, Requests, endless, exact_lru, pages_of, token_ids
+from bench.cache import Replay, Requests, endless, exact_lru, pages_of
 from bench.cases.trace import BLOCK_TOKENS, generated_trace, read_trace
 from bench.report.provenance import (
     RESULTS,
@@ -37,8 +37,6 @@ from kernels import make_backend
 from kernels.backend import EndOfCopies, Int32, PagePlaces, PoolGeometry
 from service.core.pool.budget import NO_LIMIT, EvictionPaused
 from service.core.prefix.keys import Prefix
-from service.core.tree import PrefixTree
-from service.core.values import NewSpec
 from service.engine.tiers.loading import Loading
 from service.engine.tiers.loads import ALL_TIERS, LoadLimits, Origin
 from service.engine.tiers.page_records import layout_of
@@ -61,10 +59,10 @@ UInt8 = NDArray[np.uint8]
 class Numbers:
     """Copies of pages whose content is a number: `held[p]` is that of page p."""
 
-    def __init__(self, num_pages: int) -> None:
-        self.held = np.full(num_pages, -1, np.int64)
-
     calls = 1
+
+    def __init__(self, held: NDArray[np.int64]) -> None:
+        self.held = held
 
     def is_prepared(self, places: PagePlaces) -> bool:
         return True
@@ -89,53 +87,19 @@ class Numbers:
         return lambda: [b""] * len(pages)
 
 
-class TieredReplay:
-    """Replays requests on a tree with tiers; moves are finished before the next request."""
+class TierMoves:
+    """Tiers behind a replay's pool: `host_pages` of host memory, and a disk at `disk`."""
 
-    def __init__(self, num_pages: int, host_pages: int, disk: Path | None, page_size: int) -> None:
-        self.tree = PrefixTree(num_pages, page_size, 1)
-        self.page_size = page_size
-        self.content = Numbers(num_pages)
-        layout = RecordLayout(19 + 4 * page_size, 8, bytes(16))
-        self.loading: Loading | None = None
-        if host_pages:
-            args = (self.tree, self.content, layout, host_pages, lambda: None, Metrics())
-            tiers = Tiers(*args)
-            if disk is not None:
-                store = RecordStore(disk, 2**40, layout, evicted=tiers.disk_evicted)
-                tiers.use_disk(store)
-            self.loading = Loading(tiers, lambda: None)
-        self.hits = self.total = 0
+    def __init__(self, run: Replay, host_pages: int, disk: Path | None) -> None:
+        self.tree = run.tree
+        layout = RecordLayout(19 + 4 * run.page_size, 8, bytes(16))
+        tiers = Tiers(run.tree, Numbers(run.held), layout, host_pages, lambda: None, Metrics())
+        if disk is not None:
+            tiers.use_disk(RecordStore(disk, 2**40, layout, evicted=tiers.disk_evicted))
+        self.loading = Loading(tiers, lambda: None)
         self.found = Origin()
 
-    def close(self) -> None:
-        if self.loading is not None:
-            self.loading.close(writes_pool=False)
-
-    def request(self, pages: Blocks) -> None:
-        """One prompt, from its loads to its end."""
-        tree, ids = self.tree, token_ids(pages, self.page_size)
-        if self.loading is not None:
-            self.load(Prefix(ids))
-        tree.create([NewSpec("r", prefix=Prefix(ids))])
-        leaf = tree.books.leaf("r")
-        cached = int(tree.books.num_pages[leaf.index])
-        if (self.content.held[leaf.table[:cached]] != pages[:cached]).any():
-            raise RuntimeError("a hit with another page's content: this is a bug")
-        self.hits += cached
-        self.total += pages.size
-        room = tree.allocator.num_free + tree.budget.namespace("default").cached
-        stop = min(pages.size, cached + room)
-        self.extend((stop - cached) * self.page_size)
-        leaf = tree.books.leaf("r")
-        self.content.held[leaf.table[cached:stop]] = pages[cached:stop]
-        tree.commits.commit("r", Prefix(ids[: stop * self.page_size]))
-        tree.free(["r"])
-        while self.loading is not None and self.loading.tiers.is_copying:
-            self.advance()
-
     def load(self, prefix: Prefix) -> None:
-        assert self.loading is not None
         steps = self.loading.load("default", prefix, LIMITS)
         try:
             while True:
@@ -147,7 +111,7 @@ class TieredReplay:
     def extend(self, tokens: int) -> None:
         budget = self.tree.budget
         while True:
-            budget.most_evicted = NO_LIMIT if self.loading is None else MOST_EVICTED
+            budget.most_evicted = MOST_EVICTED
             try:
                 self.tree.extend(0, ["r"], np.array([tokens], np.int32))
                 return
@@ -157,9 +121,12 @@ class TieredReplay:
                 budget.most_evicted = NO_LIMIT
 
     def advance(self) -> None:
-        if self.loading is not None:
-            self.loading.advance()
-            time.sleep(0)
+        self.loading.advance()
+        time.sleep(0)
+
+    def finish(self) -> None:
+        while self.loading.tiers.is_copying:
+            self.advance()
 
 
 def hit_rates(requests: Requests, page_size: int) -> list[dict[str, Any]]:
@@ -174,19 +141,23 @@ def hit_rates(requests: Requests, page_size: int) -> list[dict[str, Any]]:
             ("pool, host", host, None, pool + host),
             ("pool, host, disk", host, Path(folder) / "tier", distinct),
         ):
-            run = TieredReplay(pool, host_pages, disk, page_size)
+            run = Replay(pool, page_size)
+            tiers = TierMoves(run, host_pages, disk) if host_pages else None
+            run.moves = tiers
             began = time.monotonic()
             for blocks in requests:
                 run.request(pages_of(blocks, per_block))
             run.tree.check_integrity()
-            run.close()
+            found = Origin() if tiers is None else tiers.found
+            if tiers is not None:
+                tiers.loading.close(writes_pool=False)
             row = {
                 "tiers": name,
                 "hit_rate": round(run.hits / run.total, 4),
                 "lru_hit_rate": round(exact_lru(requests, per_block, capacity), 4),
                 "hits_checked": run.hits,
-                "from_host": run.found["host"],
-                "from_disk": run.found["disk"],
+                "from_host": found["host"],
+                "from_disk": found["disk"],
                 "seconds": round(time.monotonic() - began, 1),
             }
             print(row, flush=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -20,12 +19,14 @@ from urllib.parse import urlsplit
 
 import numpy as np
 from attnd import Client, NewSequence, Prefix, ServiceError, Session
+from attnd.calls.call import Call, nothing
+from attnd.http.messages import request_of
+from attnd.http.origin import origin_of
+from attnd.retries import Attempt
+from attnd.wire.images import request_image
 from numpy.typing import NDArray
 
 from bench.cases.loads import Heads
-from service.image.json_text import dump_json
-from service.image.reading import REQUEST
-from service.image.writing import image
 from service.operations.table import BY_NAME
 from service.road.caller_end.caller import Answered, RoadCaller
 from service.road.caller_end.slots import Slot
@@ -315,17 +316,13 @@ def run_attack(attack: Attack, door: Door, seconds: float, pipe: Any) -> None:
     pipe.send(AttackOutcome(dict(statuses)))
 
 
-def parts_of(shot: Shot) -> list[Any]:
-    return image(REQUEST, dump_json(dict(shot.fields)), shot.tensors)
-
-
 async def over_road(
     attack: Attack, door: Door, seconds: float, statuses: Counter[str], begin: Callable[[], object]
 ) -> None:
     road = await RoadCaller.connect(door.path, ARENA_BYTES, name="attacker", key=door.key)
     shots: list[tuple[Shot, Slot, int, Slot]] = []
     for shot in attack.burst():
-        body = b"".join(bytes(part) for part in parts_of(shot))
+        body = b"".join(request_image(dict(shot.fields), shot.tensors))
         request = road.take(len(body))
         request.view(len(body))[:] = body
         shots.append((shot, request, len(body), road.take(shot.answer_bytes)))
@@ -375,8 +372,7 @@ async def over_http(
     async def worker() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**27)
         while time.monotonic() < ends:
-            for part in next(shots):
-                writer.write(part)
+            writer.write(next(shots))
             await writer.drain()
             statuses[await answered(reader)] += 1
 
@@ -399,32 +395,21 @@ async def over_http(
 async def listen(door: Door) -> None:
     """Read a stream of events to its end."""
     reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(door.url).port)
-    writer.write(head("GET", "/v1/events", door.key, None))
+    writer.write(head("GET", "/v1/events", door.key, 0))
     while await reader.read(2**16):
         pass
 
 
-def as_http(shot: Shot, door: Door) -> tuple[bytes, ...]:
+def as_http(shot: Shot, door: Door) -> bytes:
     """A request, whole."""
-    operation, fields = BY_NAME[shot.operation], dict(shot.fields)
-    path = operation.path
-    for name in operation.path_names:
-        path = path.replace(f"{{{name}}}", str(fields.pop(name)))
-    if not operation.has_body:
-        return (head(operation.method, path, door.key, None),)
-    if operation.has_tensors:
-        body = b"".join(bytes(part) for part in parts_of(shot))
-        return head(operation.method, path, door.key, len(body)), body
-    body = json.dumps(fields).encode()
-    return head(operation.method, path, door.key, len(body), "application/json"), body
+    call: Call[None] = Call(shot.operation, nothing, fields=dict(shot.fields), arrays=shot.tensors)
+    request = request_of(Attempt(call, "attack", 0.0))
+    return b"".join([origin_of(door.url, None, door.key).head(request), *request.body])
 
 
-def head(
-    method: str, path: str, key: str, length: int | None, kind: str = "application/vnd.safetensors"
-) -> bytes:
+def head(method: str, path: str, key: str, length: int) -> bytes:
     lines = [f"{method} {path} HTTP/1.1", "Host: 127.0.0.1", f"Authorization: Bearer {key}"]
-    if length is not None:
-        lines += [f"Content-Type: {kind}", f"Content-Length: {length}"]
+    lines += ["Content-Type: application/vnd.safetensors", f"Content-Length: {length}"]
     return "\r\n".join([*lines, "", ""]).encode()
 
 

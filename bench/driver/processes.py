@@ -1,20 +1,28 @@
-"""Processor time of a service's processes, and of the rest of the machine beside them."""
+"""A service's processes: their processor time beside the machine's, their memory and start."""
 
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeVar
+from statistics import median
+from typing import Any, Final, TypeVar
 
-from bench.driver.servers import Server
+from bench.driver.servers import Server, attnd
+from bench.report.provenance import ROOT
 
 TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 MAX_OTHERS: Final = 0.05
 """Share of the processors that other processes may use; beyond it a run counts as disturbed."""
 TRIES: Final = 3
+SETTLE_S: Final = 3.0
+"""Seconds between ready and the measurement of memory, in which buffers of the start are freed."""
+ENGINE_IMPORTS: Final = "import service.engine.loop.engine, kernels.cpu"
 Result = TypeVar("Result")
 
 
@@ -83,3 +91,31 @@ def undisturbed(
             return result, usage
         print(f"disturbed: others used {usage.others:.0%} of the machine; again", flush=True)
     raise AssertionError("the last try returns")
+
+
+def start_figures(repeats: int) -> dict[str, Any]:
+    """Seconds until ready with the default pool and of the engine's imports, MiB when idle."""
+    ready_s, imports_s = [], []
+    for _ in range(repeats):
+        with attnd() as server:
+            ready_s.append(server.ready_s)
+            time.sleep(SETTLE_S)
+            every = {"service": [server.pid], **children(server)}
+            processes: list[dict[str, Any]] = [
+                {"name": name, "pss": pss_mib(pid)} for name, pids in every.items() for pid in pids
+            ]
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-c", ENGINE_IMPORTS], cwd=ROOT, check=True)
+        imports_s.append(time.perf_counter() - began)
+    return {
+        "processes": processes,
+        "pss_mib": round(sum(process["pss"] for process in processes), 1),
+        "ready_s": round(median(ready_s), 3),
+        "imports_s": round(median(imports_s), 3),
+    }
+
+
+def pss_mib(pid: int) -> float:
+    """Memory of a process, with its share of pages that others have too."""
+    found = re.search(r"^Pss:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.M)
+    return int(found[1]) / 1024 if found else 0.0
