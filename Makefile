@@ -110,7 +110,7 @@ bench: $(VENV)/.dev  ## Measure core and service without a GPU
 
 bench-stale:  ## Changes of the kernels since each results file was measured
 	@for file in bench/results/*.json; do echo "$$file"; git diff --stat --stat-width=100 \
-	  "$$(sed -n '/"commit"/{s/.*: "\(.*\)",/\1/p;q}' $$file)" -- kernels | tail -n 1; done
+	  "$$(sed -n 's/^ "commit": "\(.*\)",$$/\1/p' $$file)" -- kernels | tail -n 1; done
 
 map: $(VENV)/.dev  ## Write docs/files.md, the map of the code, and client/METHODS.md
 	$(BIN)/python docs/map.py
@@ -124,7 +124,7 @@ mutants: $(VENV)/.dev  ## Test the tests: mutants of core, handlers, routing, pl
 	OMP_NUM_THREADS=1 nice -n 15 $(BIN)/python -m tests.mutants $(ARGS)
 
 fleet: $(VENV)/.dev  ## Simulate thousands of engines, TRACE=FILE
-	$(BIN)/python -m simulation $(if $(TRACE),--trace $(TRACE) --tables,--quick) $(ARGS)
+	$(BIN)/python -m simulation $(if $(TRACE),--trace $(TRACE),--quick) $(ARGS)
 
 lock: $(BIN)/python  ## Write deploy/locked: the image's packages with their hashes
 	$(call INSTALL,uv)

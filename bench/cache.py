@@ -14,18 +14,17 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.cases.trace import BLOCK_TOKENS, generated_trace, read_trace
+from bench.cases.trace import BLOCK_TOKENS, generated_trace, read_trace, token_ids
+from bench.core import WARM_UP, nothing, timed
 from bench.report.provenance import RESULTS, Results, command_line, provenance, publish
-from bench.report.tables import table as markdown
-from bench.report.tables import with_stamp
+from bench.report.tables import markdown, with_stamp
 from config.sections import CacheSettings
 from service.core.prefix.keys import Prefix
 from service.core.tree import PrefixTree
@@ -45,30 +44,9 @@ Blocks = NDArray[np.int64]
 Requests = Sequence[Blocks]
 
 
-@dataclass(frozen=True, slots=True)
-class PoolRow:
-    """One pool size: hit rates, checked hits, and microseconds of CPU a page."""
-
-    share: float
-    num_pages: int
-    hit_rate: float
-    lru_hit_rate: float
-    hits_checked: int
-    begin_us: float
-    append_us: float
-    commit_us: float
-    free_us: float
-
-
 def pages_of(blocks: Blocks, per_block: int) -> Blocks:
     """A number for each page of a prompt; equal numbers mean equal prompts up to there."""
     return (blocks[:, np.newaxis] * per_block + np.arange(per_block)).ravel()
-
-
-def token_ids(pages: Blocks, page_size: int) -> NDArray[np.uint32]:
-    """Token ids that are unique to these pages."""
-    ids = (pages[:, np.newaxis] * page_size + np.arange(page_size)) % (1 << 32)
-    return ids.astype(np.uint32).ravel()
 
 
 def endless(requests: Requests) -> float:
@@ -167,8 +145,9 @@ class Replay:
         self.tree.extend(0, ["r"], np.array([tokens], np.int32))
 
 
-def replay(requests: Requests, share: float, page_size: int) -> PoolRow:
-    """The whole trace on a pool that holds `share` of its distinct pages."""
+def replay(requests: Requests, share: float, page_size: int) -> dict[str, float]:
+    """The whole trace on a pool that holds `share` of its distinct pages: hit rates, checked hits,
+    and microseconds of CPU a page."""
     per_block = BLOCK_TOKENS // page_size
     distinct = len({one for blocks in requests for one in blocks.tolist()}) * per_block
     num_pages = max(1, int(share * distinct))
@@ -176,26 +155,15 @@ def replay(requests: Requests, share: float, page_size: int) -> PoolRow:
     for blocks in requests:
         run.request(pages_of(blocks, per_block))
     run.tree.check_integrity()
-    us = {phase: 1e6 * run.spent[phase] / max(1, run.pages[phase]) for phase in run.spent}
-    return PoolRow(
-        share,
-        num_pages,
-        round(run.hits / run.total, 4),
-        round(exact_lru(requests, per_block, num_pages), 4),
-        run.hits,
-        *(round(us[phase], 3) for phase in ("begin", "append", "commit", "free")),
-    )
-
-
-def microseconds(call: Callable[[], object], restore: Callable[[], object], repeats: int) -> float:
-    """The median microseconds of a call; `restore` undoes its effect after each."""
-    spent = []
-    for _ in range(repeats):
-        begun = time.perf_counter()
-        call()
-        spent.append(1e6 * (time.perf_counter() - begun))
-        restore()
-    return round(median(spent), 1)
+    us = {f"{one}_us": round(1e6 * run.spent[one] / max(1, run.pages[one]), 3) for one in run.spent}
+    return {
+        "share": share,
+        "num_pages": num_pages,
+        "hit_rate": round(run.hits / run.total, 4),
+        "lru_hit_rate": round(exact_lru(requests, per_block, num_pages), 4),
+        "hits_checked": run.hits,
+        **us,
+    }
 
 
 def long_prompt(page_size: int = TIMED_PAGE_SIZE) -> dict[str, float]:
@@ -210,11 +178,9 @@ def long_prompt(page_size: int = TIMED_PAGE_SIZE) -> dict[str, float]:
     times = {}
     for name, prefix in (("token_ids", Prefix(ids)), ("page_keys", Prefix(None, keys))):
         create = [NewSpec("r", prefix=prefix)]
-        times[f"match and create, 100k tokens by {name}"] = microseconds(
-            lambda create=create: tree.create(create),  # type: ignore[misc]
-            lambda: tree.free(["r"]),
-            REPEATS,
-        )
+        call = partial(tree.create, create), partial(tree.free, ["r"])
+        row = timed(f"match and create, 100k tokens by {name}", call, REPEATS)
+        times[row.name] = row.median_us
     return times
 
 
@@ -230,18 +196,19 @@ def many_pages(num_cached: int, page_size: int = TIMED_PAGE_SIZE) -> dict[str, f
         ids = rng.integers(0, 1 << 32, NODE_PAGES * page_size, dtype=np.uint32)
         tree.commits.commit("r", Prefix(ids))
         tree.free(["r"])
-    names = [f"r{i}" for i in range(REPEATS)]
+    names = [f"r{i}" for i in range(REPEATS + WARM_UP)]
     tree.create([NewSpec(name) for name in names])
-    tree.extend(0, names, np.full(REPEATS, page_size, np.int32))
+    tree.extend(0, names, np.full(len(names), page_size, np.int32))
     prompts = [rng.integers(0, 1 << 32, page_size, dtype=np.uint32) for _ in names]
     todo = iter(zip(names, map(Prefix, prompts), strict=True))
-    committed = microseconds(lambda: tree.commits.commit(*next(todo)), lambda: None, REPEATS)
-    evicted = microseconds(lambda: tree.cache.evict("default", 1), lambda: None, REPEATS)
     cached = "a million" if num_cached == 10**6 else f"{num_cached:,}"
-    return {
-        f"commit of one page beside {cached}": committed,
-        f"evict of one page of {cached}": evicted,
-    }
+    commit = (lambda: tree.commits.commit(*next(todo))), nothing
+    evict = (lambda: tree.cache.evict("default", 1)), nothing
+    rows = [
+        timed(f"commit of one page beside {cached}", commit, REPEATS),
+        timed(f"evict of one page of {cached}", evict, REPEATS),
+    ]
+    return {row.name: row.median_us for row in rows}
 
 
 def table(results: Results) -> str:
@@ -280,8 +247,8 @@ def main() -> None:
     rows = []
     for share in chosen.sizes:
         row = replay(requests, share, chosen.page_size)
-        print(f"{share:6.1%} {row.num_pages:8d} pages: {row}", flush=True)
-        rows.append(asdict(row))
+        print(row, flush=True)
+        rows.append(row)
     cached = 20_000 if chosen.quick else CACHED_PAGES
     results = provenance(["numpy"]) | {
         "trace": chosen.trace.name if chosen.trace else "a generated trace",

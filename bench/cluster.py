@@ -6,8 +6,7 @@ FILE has the format of Mooncake's published traces; without it, requests are gen
 engines can follow, a block of 512 tokens becomes a page of 16, a prompt is cut to its first 64
 blocks, and a request decodes four tokens. The last requests of the trace are replayed, on pools
 that hold a share of their distinct pages. Every service has one door, every engine one thread, and
-all run all the time; measurements take turns, and the table has the median of the rounds. A
-measurement is repeated while other processes disturb it.
+all run all the time; measurements take turns, and the table has the median of the rounds.
 """
 
 from __future__ import annotations
@@ -32,12 +31,10 @@ from bench.cases.trace import (
     shortened,
     split,
 )
-from bench.driver.processes import TRIES, undisturbed
 from bench.driver.replay import POOL, ReplayResult, replay
 from bench.driver.servers import Server, attnd
 from bench.report.provenance import RESULTS, Results, command_line, provenance, publish
-from bench.report.tables import table as markdown
-from bench.report.tables import with_stamp
+from bench.report.tables import markdown, with_stamp
 
 CLUSTER_RESULTS: Final = RESULTS / "cluster-cpu.json"
 LONGEST: Final = 64
@@ -70,13 +67,9 @@ def options(num_pages: int) -> list[str]:
     return [*words, "--log.level", "warning", "--server.deadline-s", "300"]
 
 
-def url(server: Server) -> str:
-    return f"http://127.0.0.1:{server.port}"
-
-
 async def small_calls(server: Server) -> float:
     """`get_sequence` calls a second by CALLERS tasks of one client."""
-    client = AsyncClient(url(server))
+    client = AsyncClient(server.url)
     name = (await client.create_sequence()).id
     left = iter(range(SMALL_CALLS))
 
@@ -99,34 +92,27 @@ class Setup:
     name: str
     servers: Sequence[Server]
     workers: int
-    tries: int = TRIES
-    rounds: list[dict[str, Any]] = field(default_factory=list)
+    rounds: list[dict[str, float]] = field(default_factory=list)
 
     def replay(self, requests: Sequence[TraceRequest]) -> ReplayResult:
         """The requests on empty caches, split perfectly over the servers."""
         for server in self.servers:
-            with Client(url(server)) as client:
+            with Client(server.url) as client:
                 client.clear()
         shares = split(requests, len(self.servers))
-        targets = [(url(one), share) for one, share in zip(self.servers, shares, strict=True)]
+        targets = [(one.url, share) for one, share in zip(self.servers, shares, strict=True)]
         return asyncio.run(replay(targets, self.workers))
 
     def measure(self, requests: Sequence[TraceRequest]) -> None:
         """One round."""
-        result, usage = undisturbed(self.servers, lambda: self.replay(requests), self.tries)
-        rate, small = undisturbed(
-            self.servers, lambda: asyncio.run(small_calls(self.servers[0])), self.tries
-        )
-        figures: dict[str, Any] = result.summary()
-        figures |= {"small_per_s": round(rate, 1), "others": max(usage.others, small.others)}
-        figures["cpu_s"] = [round(seconds, 2) for seconds in usage.cpu_s]
+        figures = self.replay(requests).summary()
+        figures["small_per_s"] = round(asyncio.run(small_calls(self.servers[0])), 1)
         self.rounds.append(figures)
         print(self.name, figures, flush=True)
 
     def row(self) -> dict[str, Any]:
         """Medians of the rounds; `spread` is their range as a share of the median."""
-        names = [name for name in self.rounds[0] if name not in ("others", "cpu_s")]
-        every = {name: [figures[name] for figures in self.rounds] for name in names}
+        every = {name: [figures[name] for figures in self.rounds] for name in self.rounds[0]}
         row: dict[str, Any] = {name: median(values) for name, values in every.items()}
         row["spread"] = {
             name: round((max(values) - min(values)) / max(1e-9, row[name]), 3)
@@ -136,7 +122,7 @@ class Setup:
 
 
 @contextmanager
-def started(engines: int, num_pages: int, tries: int) -> Iterator[list[Setup]]:
+def started(engines: int, num_pages: int) -> Iterator[list[Setup]]:
     """One service with all pages, a service for each engine, and a cluster of them."""
     with ExitStack() as stack:
 
@@ -144,13 +130,12 @@ def started(engines: int, num_pages: int, tries: int) -> Iterator[list[Setup]]:
             return stack.enter_context(attnd(*options(pages), *more))
 
         yield [
-            Setup("one", [start(engines * num_pages)], engines * WORKERS, tries),
-            Setup("separate", [start(num_pages) for _ in range(engines)], WORKERS, tries),
+            Setup("one", [start(engines * num_pages)], engines * WORKERS),
+            Setup("separate", [start(num_pages) for _ in range(engines)], WORKERS),
             Setup(
                 "cluster",
                 [start(num_pages, "--cluster.engines", str(engines))],
                 engines * WORKERS,
-                tries,
             ),
         ]
 
@@ -159,7 +144,7 @@ def in_turn(servers: Sequence[Server]) -> list[float]:
     """The median milliseconds of a small call to each server; calls alternate."""
     spent: list[list[float]] = [[] for _ in servers]
     with ExitStack() as stack:
-        clients = [stack.enter_context(Client(url(server))) for server in servers]
+        clients = [stack.enter_context(Client(server.url)) for server in servers]
         names = [client.create_sequence().id for client in clients]
         for _ in range(IN_TURN):
             for client, name, times in zip(clients, names, spent, strict=True):
@@ -205,7 +190,7 @@ def measure(
     for _ in range(rounds):
         for setup in setups:
             setup.measure(requests)
-        calls.append(undisturbed(pair, lambda: in_turn(pair), cluster.tries)[0])
+        calls.append(in_turn(pair))
     return calls
 
 
@@ -216,11 +201,10 @@ def table(results: Results) -> str:
             NAMES[row["name"]],
             *(f"{row[figure]:g} ± {row['spread'][figure] / 2:.0%}" for figure in FIGURES),
             f"{row['small_per_s']:,.0f}",
-            f"at most {max(figures['others'] for figures in row['rounds']):.1%}",
         ]
         for row in results["rows"]
     ]
-    head = ["replayed on", *FIGURES.values(), "small calls a second", "used by others"]
+    head = ["replayed on", *FIGURES.values(), "small calls a second"]
     alone, through = results["call_ms"]
     throughput, hit_rate, rate = (
         results[name]
@@ -260,7 +244,7 @@ def main() -> None:
     earlier, requests = replayed[: -chosen.requests], replayed[-chosen.requests :]
     each = pages_for(requests, chosen.share, chosen.engines)
     stamp = provenance(["attnd", "numpy", "torch"])
-    with started(chosen.engines, each, 1 if chosen.quick else TRIES) as setups:
+    with started(chosen.engines, each) as setups:
         calls = measure(setups, requests, earlier[-WARM_UP:], chosen.rounds)
     rows = [setup.row() for setup in setups]
     sizes = {"engines": chosen.engines, "requests": len(requests), "pages_each": each}

@@ -17,8 +17,7 @@ from typing import Final
 import numpy as np
 
 from bench.report.provenance import RESULTS, Results, command_line, provenance, publish
-from bench.report.tables import table as markdown
-from bench.report.tables import with_stamp
+from bench.report.tables import markdown, with_stamp
 from service.core.plans.plan import CascadeMode, make_plan
 from service.core.pool.allocator import PageAllocator
 from service.core.tree import PrefixTree
@@ -27,6 +26,7 @@ from service.core.values import Extension, Int32, NewSpec
 CORE_RESULTS: Final = RESULTS / "core.json"
 PAGE_SIZE: Final = 16
 BATCH: Final = 256
+WARM_UP: Final = 3
 NUM_PAGES: Final = 1 << 18
 IDS: Final = [f"sequence-{i}" for i in range(BATCH)]
 ONE_EACH: Final[Int32] = np.ones(BATCH, dtype=np.int32)
@@ -53,12 +53,12 @@ def timed(name: str, case: Case, repeats: int, per: int = 1) -> Timing:
     """Times `repeats` calls, each of which repeats its work `per` times."""
     call, restore = case
     seconds = []
-    for _ in range(repeats + 3):
+    for _ in range(repeats + WARM_UP):
         begun = time.perf_counter()
         call()
         seconds.append((time.perf_counter() - begun) * 1e6 / per)
         restore()
-    kept = seconds[3:]
+    kept = seconds[WARM_UP:]
     return Timing(name, round(statistics.median(kept), 3), round(min(kept), 3))
 
 

@@ -35,8 +35,7 @@ from bench.driver.servers import Server, attnd
 from bench.driver.ways import Kind, Target
 from bench.driver.worker import Worker
 from bench.report.provenance import RESULTS, ROOT, Results, device_name, provenance, publish
-from bench.report.tables import table as markdown
-from bench.report.tables import with_stamp
+from bench.report.tables import markdown, with_stamp
 
 HEADS: Final = Heads(num_qo=32, num_kv=8, dim=128)
 LAYERS: Final = 32
@@ -133,9 +132,8 @@ def open_side(
     pages = batch * (kv_len // PAGE_SIZE + 1)
     options = (*HEADS.pool(LAYERS), "--pool.num-pages", str(pages))
     server = stack.enter_context(attnd(*options, root=root, kind="cuda"))
-    url = f"http://127.0.0.1:{server.port}"
     if prefix:  # another version's road may differ
-        with Client(url, timeout=120.0) as client:
+        with Client(server.url, timeout=120.0) as client:
             names = fill(client, batch, HEADS, kv_len, LAYERS)
     else:
         with Session(server.socket, timeout=120.0, arena_bytes=FILL_ARENA) as session:
@@ -146,7 +144,7 @@ def open_side(
         driver = package if kind in ("client", "session", "session_in_place") else worker
         driver.open(prefix + kind, Target(kind, server.port, server.socket), load)
         ways[prefix + kind] = driver
-    return Side(stack.enter_context(Client(url)), load, ways)
+    return Side(stack.enter_context(Client(server.url)), load, ways)
 
 
 def measure_shape(sides: Sequence[Side], worker: Worker, repeats: int) -> dict[str, Any]:
@@ -259,7 +257,7 @@ def placed_row(place: str, caller: int, batch: int, kv_len: int) -> tuple[dict[s
     with attnd(*options, kind="cuda") as server:
         steps = torch_steps(server, caller, batch, kv_len)
         http_us = median_us(Target("client", server.port, server.socket), load, 4 * LAYERS)
-        with Client(f"http://127.0.0.1:{server.port}") as client:
+        with Client(server.url) as client:
             device = client.info().device
     row = {"place": place, "batch": batch, "kv_len": kv_len, "kernels_us": round(kernels_us, 2)}
     return row | steps | {"http_us": round(http_us, 1)}, device

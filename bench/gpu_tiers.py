@@ -27,8 +27,7 @@ from bench.driver.servers import Server, attnd
 from bench.driver.ways import Target
 from bench.driver.worker import Worker
 from bench.report.provenance import Results, provenance
-from bench.report.tables import table as markdown
-from bench.report.tables import with_stamp
+from bench.report.tables import markdown, with_stamp
 from kernels import make_backend
 from kernels.backend import Backend, Int32, PagePlaces, PoolGeometry
 from service.core.prefix import keys
@@ -273,7 +272,7 @@ def loads(server: Server, prompts: Sequence[Prefix]) -> Iterator[list[int]]:
     has_ended, loaded = Event(), [0]
 
     def run() -> None:
-        with Client(f"http://127.0.0.1:{server.port}") as client:
+        with Client(server.url) as client:
             while not has_ended.is_set():
                 for named in prompts:
                     loaded[0] += client.prefetch(named).cached["host"] // PAGE

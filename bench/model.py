@@ -26,8 +26,7 @@ from bench.report.provenance import (
     provenance,
     publish,
 )
-from bench.report.tables import table as markdown
-from bench.report.tables import with_stamp
+from bench.report.tables import markdown, with_stamp
 
 RUNS: Final = {
     "mps": ("mps", 0, "eager,sdpa,static"),

@@ -22,13 +22,13 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import numpy as np
-from attnd import Client, NewSequence, ServiceError, Session
+from attnd import NewSequence, ServiceError
 
-from bench.cases.attacks import ATTACKS, HEADS, Attack, AttackOutcome, Door, run_attack
+from bench.cases.attacks import ATTACKS, HEADS, Attack, Door, connected, run_attack
 from bench.driver.processes import children, spent_s
 from bench.driver.servers import Server, attnd
 from bench.report.provenance import ROOT, command_line, provenance, write_results
-from bench.report.tables import table, with_stamp
+from bench.report.tables import markdown, with_stamp
 from service.keys import line_of, new_key
 from service.tenants import SCOPES
 
@@ -61,7 +61,7 @@ class Service:
 
     def door(self, way: str, key: str) -> Door:
         path = self.server.socket if way == "session" else ""
-        return Door(way, f"http://127.0.0.1:{self.server.port}", path, key)
+        return Door(way, self.server.url, path, key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def main() -> None:
         print(*row.cells(), sep=", ", flush=True)
         rows.append(row)
     results = provenance(("attnd", "uvicorn", "torch", "numpy"))
-    print(f"\n{with_stamp(table(HEAD, [row.cells() for row in rows]), results)}")
+    print(f"\n{with_stamp(markdown(HEAD, [row.cells() for row in rows]), results)}")
     if chosen.out:
         write_results(chosen.out, results | {"rows": [asdict(row) for row in rows]})
 
@@ -164,9 +164,9 @@ def beside(service: Service, way: str, attack: Attack, seconds: float) -> Waits:
         if attack.stops_engine:
             os.kill(other, signal.SIGSTOP)
         outcomes.send("begin")
-        outcome: AttackOutcome = AttackOutcome({"killed": 1})
+        statuses = {"killed": 1}
         if outcomes.poll(seconds + OVERDUE_S):
-            outcome = outcomes.recv()
+            statuses = outcomes.recv()
         else:
             attacking.kill()
         time.sleep(AHEAD_S)
@@ -186,7 +186,7 @@ def beside(service: Service, way: str, attack: Attack, seconds: float) -> Waits:
         round(max(measured) * 1e3, 2),
         len(measured),
         failed,
-        str(outcome),
+        ", ".join(f"{count} x {status}" for status, count in sorted(statuses.items())) or "nothing",
     )
 
 
@@ -213,8 +213,11 @@ def attack_for(name: str, door: Door, seconds: float, pipe: Any) -> None:
 
 
 def decode_for(door: Door, pipe: Any) -> None:
-    """The victim's process: decodes one row until the pipe says stop, then sends their seconds."""
-    with caller(door) as client:
+    """The victim's process: decodes one row until the pipe says stop, then sends their seconds.
+
+    Without retries, so that a refused call counts as failed.
+    """
+    with connected(door, timeout=OVERDUE_S, retries=0) as client:
         names = victim_sequences(client)
         q = np.ones((1, HEADS.num_qo, HEADS.dim), np.float16)
         for name in names:
@@ -241,13 +244,6 @@ def victim_sequences(client: Any) -> list[str]:
     for layer in range(2):
         client.append(layer, [made[0].id], rows, rows, append_indptr=[0, 64])
     return [one.id for one in made]
-
-
-def caller(door: Door) -> Any:
-    """The victim's client, without retries, so that a refused call counts as failed."""
-    if door.way == "session":
-        return Session(door.path, api_key=door.key, retries=0, timeout=OVERDUE_S)
-    return Client(door.url, api_key=door.key, retries=0, timeout=OVERDUE_S)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     python -m bench.service --backend cuda [--before DIR]     # decode steps: bench/gpu_steps.py
 
 One case is `batch` sequences that decode a q of `size` bytes. In every repeat all ways take turns,
-each beside a bare echo of its kind, on one connection and on several. The cost of a way is its
+beside a bare HTTP echo, on one connection and on several. The cost of a way is its
 median beyond the backend's own time (plan, copy in, kernel, copy out), which each answer reports.
 `--before DIR` runs the service and client of another checkout in the same turns.
 """
@@ -26,12 +26,11 @@ from attnd import Client
 from bench.cases.loads import Decode, Heads, fill
 from bench.driver.calls import Run, Sample
 from bench.driver.processes import start_figures
-from bench.driver.servers import Server, attnd, echo, road_echo
+from bench.driver.servers import Server, attnd, echo
 from bench.driver.ways import Kind, Target
 from bench.driver.worker import Worker
 from bench.report.provenance import RESULTS, Results, command_line, provenance, publish
-from bench.report.tables import table as markdown
-from bench.report.tables import with_stamp
+from bench.report.tables import markdown, with_stamp
 
 KV_LEN: Final = 64
 BATCHES: Final = (1, 16, 64)
@@ -50,15 +49,13 @@ COSTS: Final = {
     "session_in_place": "Session, in place",
     "session": "Session",
     "road": "frames",
-    "road_echo": "echo of frames",
     "client": "Client",
     "http": "raw HTTP",
     "http_echo": "bare ASGI echo",
     "oip_http": "OIP over HTTP",
-    "oip_regions": "the same, in regions",
     "oip_grpc": "OIP over gRPC",
 }
-"""Names of ways in the tables; `oip_regions` was a way up to version 0.2."""
+"""Names of ways in the tables."""
 RATES: Final = ("session", "client", "http")
 
 
@@ -75,6 +72,9 @@ class DecodeCase:
         row = self.size // self.batch // 2
         num_kv, dim = (8, 128) if row % 1024 == 0 else (1, 64)
         return Heads(row // dim, num_kv, dim)
+
+    def pool(self) -> tuple[str, ...]:
+        return self.heads.pool()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +105,10 @@ def measure(
     """A row for each case, in the given order; cases with the same pool share a service."""
     rows: dict[DecodeCase, dict[str, Any]] = {}
     with ExitStack() as shared:
-        echoes = {
-            "http_echo": shared.enter_context(echo()),
-            "road_echo": shared.enter_context(road_echo()),
-        }
+        bare = shared.enter_context(echo())
         worker = shared.enter_context(Worker())
         older = None if before is None else shared.enter_context(Worker(before))
-        for pool, group in groupby(sorted(cases, key=pool_of), pool_of):
+        for pool, group in groupby(sorted(cases, key=DecodeCase.pool), DecodeCase.pool):
             with ExitStack() as stack:
                 sides = {"": (stack.enter_context(attnd(*pool, grpc=True)), worker)}
                 if before is not None and older is not None:
@@ -123,7 +120,9 @@ def measure(
                         for prefix, (server, package) in sides.items():
                             load = filled_load(case, server, filled)
                             turns |= turns_of(prefix, server, worker, package, load)
-                        turns |= echo_turns(echoes, worker, turns["http"].load)
+                        size = load.requests()[0].answer_bytes
+                        bare_target = Target("http", bare.port, path=f"/{size}")
+                        turns["http_echo"] = Turn(worker, bare_target, load)
                         rows[case] = measure_case(
                             case, dict(sorted(turns.items(), key=pair)), effort
                         )
@@ -136,13 +135,9 @@ def pair(turn: tuple[str, Turn]) -> str:
     return turn[0].removeprefix("before_")
 
 
-def pool_of(case: DecodeCase) -> tuple[str, ...]:
-    return case.heads.pool()
-
-
 def filled_load(case: DecodeCase, server: Server, stack: ExitStack) -> Decode:
     """A case's sequences, which are deleted as `stack` is left, and the decodes of them."""
-    client = stack.enter_context(Client(f"http://127.0.0.1:{server.port}"))
+    client = stack.enter_context(Client(server.url))
     names = fill(client, case.batch, case.heads, KV_LEN)
     for name in names:
         stack.callback(client.delete_sequence, name)
@@ -159,15 +154,6 @@ def turns_of(
         driver = package if kind in PACKAGE_KINDS else worker
         turns[prefix + kind] = Turn(driver, Target(kind, port, server.socket), load)
     return turns
-
-
-def echo_turns(echoes: Mapping[str, Server], worker: Worker, load: Decode) -> dict[str, Turn]:
-    size = load.requests()[0].answer_bytes
-    http, frames = echoes["http_echo"], echoes["road_echo"]
-    return {
-        "http_echo": Turn(worker, Target("http", http.port, path=f"/{size}"), load),
-        "road_echo": Turn(worker, Target("road", socket=frames.socket), load),
-    }
 
 
 def measure_case(case: DecodeCase, turns: Mapping[str, Turn], effort: Effort) -> dict[str, Any]:

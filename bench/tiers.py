@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,8 +30,7 @@ from bench.report.provenance import (
     provenance,
     publish,
 )
-from bench.report.tables import table as markdown
-from bench.report.tables import with_stamp
+from bench.report.tables import markdown, with_stamp
 from kernels import make_backend
 from kernels.backend import EndOfCopies, Int32, PagePlaces, PoolGeometry
 from service.core.pool.budget import NO_LIMIT, EvictionPaused
@@ -165,15 +163,6 @@ def hit_rates(requests: Requests, page_size: int) -> list[dict[str, Any]]:
     return rows
 
 
-@contextmanager
-def opened(path: Path, layout: RecordLayout, count: int) -> Iterator[RecordStore]:
-    store = RecordStore(path, count * layout.block_bytes, layout)
-    try:
-        yield store
-    finally:
-        store.close()
-
-
 def moves(folder: Path) -> dict[str, float]:
     """GB/s of pages to host memory, to the disk, and back, by one thread, with their digests."""
     geometry = PoolGeometry(32, MOVED, 16, 8, 128)
@@ -198,7 +187,8 @@ def moves(folder: Path) -> dict[str, float]:
     for key, block in zip(keys, memory, strict=True):
         layout.seal(block.data, key, "a", b"", layout.payload_bytes)
     timed("digests", began)
-    with opened(folder / "moves", layout, MOVED) as store:
+    size = MOVED * layout.block_bytes
+    with closing(RecordStore(folder / "moves", size, layout)) as store:
         began = time.perf_counter()
         for first in range(0, MOVED, 16):
             some = zip(keys[first : first + 16], memory[first : first + 16], strict=True)
@@ -223,12 +213,13 @@ def start(folder: Path) -> float:
     """Seconds to open a store of `RECORDS` records."""
     layout = RecordLayout(0, 8, bytes(16))
     block = memoryview(bytearray(layout.block_bytes))
-    with opened(folder / "start", layout, RECORDS) as store:
+    place = folder / "start", RECORDS * layout.block_bytes, layout
+    with closing(RecordStore(*place)) as store:
         for first in range(0, RECORDS, 1000):
             numbers = range(first, first + 1000)
             store.put([NewRecord(n.to_bytes(16, "little"), "a", 35, b"", block) for n in numbers])
     began = time.perf_counter()
-    with opened(folder / "start", layout, RECORDS):
+    with closing(RecordStore(*place)):
         return round(time.perf_counter() - began, 3)
 
 

@@ -62,7 +62,3 @@ class BlockPool:
             if held[block] == 0:
                 del held[block]
                 cached[block] = None
-
-    def every(self) -> list[int]:
-        """All blocks that can be matched."""
-        return [*self._held, *self._cached]

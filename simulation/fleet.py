@@ -1,14 +1,13 @@
 """Many GPU engines behind a router.
 
-Requests are placed by prefix and load, prefilled in pieces between decode steps, and restarted
-when their rack fails.
+Requests are placed by prefix and load, and prefilled in pieces between decode steps.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Final
 
@@ -16,7 +15,6 @@ from bench.cases.trace import BLOCK_TOKENS, TraceRequest
 from bench.driver.replay import PAGE
 from service.cluster.placement.cost import Pace
 from simulation.block_pool import BlockPool
-from simulation.clock import Clock
 from simulation.gpu_costs import GpuCosts, Model
 from simulation.placement import Placing
 
@@ -28,17 +26,15 @@ class Fleet:
     """The assumptions on a fleet, each a line in docs/simulation.md.
 
     `model_s`: the model's own time of a step, on other GPUs. `chunk`: most tokens prefilled beside
-    a step. `back_s`: seconds until a lost engine returns, empty.
+    a step.
     """
 
     engines: int = 1000
-    engines_per_rack: int = 64
     pool_bytes: float = 120e9
     model: Model = FP8
     model_s: float = 0.012
     chunk: int = 4096
     router_s: float = 0.001
-    back_s: float = 60.0
 
     @property
     def blocks(self) -> int:
@@ -58,7 +54,7 @@ class Fleet:
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A request in progress, with its times so far."""
+    """A request: its moments in seconds, and how many of its prompt's tokens were cached."""
 
     request: TraceRequest
     begun: float
@@ -66,30 +62,26 @@ class Running:
     cached: int = 0
     done: int = 0
     first: float = 0.0
-    placed: float = 0.0
+    ended: float = 0.0
 
+    @property
+    def first_s(self) -> float:
+        return self.first - self.begun
 
-@dataclass(slots=True)
-class Outcome:
-    """A finished request: start, seconds to the first token and in all, tokens, cached tokens."""
-
-    begun: float
-    first_s: float
-    whole_s: float
-    tokens: int
-    cached: int
+    @property
+    def answer_s(self) -> float:
+        """Seconds of the tokens after the first one."""
+        return self.ended - self.first
 
 
 @dataclass(slots=True)
 class FleetRun:
     """The outcome of a run.
 
-    `lost`: start times of requests whose engine failed. `busy_s`: the sum of all engines' steps.
-    `steps_s`: steps of every sixteenth engine.
+    `busy_s`: the sum of all engines' steps. `steps_s`: steps of every sixteenth engine.
     """
 
-    outcomes: list[Outcome] = field(default_factory=list)
-    lost: list[float] = field(default_factory=list)
+    outcomes: list[Running] = field(default_factory=list)
     steps_s: list[float] = field(default_factory=list)
     busy_s: float = 0.0
     refused: int = 0
@@ -107,13 +99,7 @@ class Engine:
         self.ending: list[tuple[int, int, Running]] = []
         self.context = 0
         self.step = 0
-        self.epoch = 0
         self.is_stepping = False
-        self.is_lost = False
-
-    def every(self) -> list[Running]:
-        """All its requests: waiting, in prefill and in decode."""
-        return [*self.waiting, *self.prefilling, *(one for _, _, one in self.ending)]
 
     def admit(self, now: float) -> None:
         """Admit waiting requests, as far as pages suffice."""
@@ -127,9 +113,9 @@ class Engine:
                 break
             self.waiting.popleft()
             one.cached = one.done = min(cached * BLOCK_TOKENS, one.request.tokens - 1)
-            self.placing.took(self.number, blocks, evicted, self.pool.num_held, now - one.placed)
+            self.placing.took(self.number, blocks, evicted, self.pool.num_held, now - one.begun)
             self.prefilling.append(one)
-        self.placing.waits(self.number, now - self.waiting[0].placed if self.waiting else 0.0)
+        self.placing.waits(self.number, now - self.waiting[0].begun if self.waiting else 0.0)
 
     def step_s(self) -> float:
         """Seconds of the next step: the model, and attention of decodes and of a prefill piece."""
@@ -173,6 +159,29 @@ class Engine:
             heappush(self.ending, (self.step + one.request.output, id(one), one))
 
 
+class Clock:
+    """Runs actions in order of time; actions of the same time in the order of their scheduling."""
+
+    __slots__ = ("_due", "_number", "now")
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._number = 0
+
+    def at(self, when: float, act: Callable[[], None]) -> None:
+        self._number += 1
+        heappush(self._due, (when, self._number, act))
+
+    def after(self, seconds: float, act: Callable[[], None]) -> None:
+        self.at(self.now + seconds, act)
+
+    def run(self) -> None:
+        while self._due:
+            self.now, _, act = heappop(self._due)
+            act()
+
+
 class Simulation:
     """Requests over a fleet."""
 
@@ -185,11 +194,9 @@ class Simulation:
         ]
         self.result = FleetRun()
 
-    def run(self, requests: Sequence[TraceRequest], lose_rack_at: float | None = None) -> FleetRun:
-        """All requests, in order of time; a rack fails at `lose_rack_at`."""
+    def run(self, requests: Sequence[TraceRequest]) -> FleetRun:
+        """All requests, in order of time."""
         self.schedule(iter(requests))
-        if lose_rack_at is not None:
-            self.clock.at(lose_rack_at, self.lose_rack)
         self.clock.run()
         return self.result
 
@@ -203,9 +210,9 @@ class Simulation:
         self.arrive(request)
         self.schedule(requests)
 
-    def arrive(self, request: TraceRequest, begun: float | None = None) -> None:
+    def arrive(self, request: TraceRequest) -> None:
         now = self.clock.now
-        one = Running(request, now if begun is None else begun, placed=now)
+        one = Running(request, now)
         if len(request.blocks) + 1 > self.fleet.blocks:
             self.result.refused += 1
             return
@@ -213,9 +220,6 @@ class Simulation:
         self.clock.after(self.fleet.router_s, lambda: self.receive(engine, one))
 
     def receive(self, engine: Engine, one: Running) -> None:
-        if engine.is_lost:
-            self.arrive(one.request, one.begun)
-            return
         engine.waiting.append(one)
         if not engine.is_stepping:
             self.begin_step(engine)
@@ -225,39 +229,16 @@ class Simulation:
         engine.is_stepping = bool(engine.prefilling or engine.ending)
         if not engine.is_stepping:
             return
-        step_s, epoch = engine.step_s(), engine.epoch
+        step_s = engine.step_s()
         self.result.busy_s += step_s
         if engine.number % 16 == 0:
             self.result.steps_s.append(step_s)
-        self.clock.after(step_s, lambda: self.end_step(engine, epoch))
+        self.clock.after(step_s, lambda: self.end_step(engine))
 
-    def end_step(self, engine: Engine, epoch: int) -> None:
-        if epoch == engine.epoch:
-            engine.end_step(self.clock.now, self.over)
-            self.begin_step(engine)
+    def end_step(self, engine: Engine) -> None:
+        engine.end_step(self.clock.now, self.over)
+        self.begin_step(engine)
 
     def over(self, one: Running) -> None:
-        now, request = self.clock.now, one.request
-        self.result.outcomes.append(
-            Outcome(one.begun, one.first - one.begun, now - one.begun, request.tokens, one.cached)
-        )
-
-    def lose_rack(self) -> None:
-        """The first rack fails: its requests restart elsewhere, its engines return empty."""
-        for engine in self.engines[: self.fleet.engines_per_rack]:
-            running = engine.every()
-            self.result.lost += [one.begun for one in running]
-            self.engines[engine.number] = fresh = Engine(
-                engine.number, self.fleet, engine.costs, self.placing
-            )
-            engine.is_lost = fresh.is_lost = True
-            engine.epoch += 1
-            self.placing.lose(engine.number, engine.pool.every())
-            for one in running:
-                self.arrive(replace(one.request, at=self.clock.now), one.begun)
-        self.clock.after(self.fleet.back_s, self.come_back)
-
-    def come_back(self) -> None:
-        for engine in self.engines[: self.fleet.engines_per_rack]:
-            engine.is_lost = False
-            self.placing.come_back(engine.number)
+        one.ended = self.clock.now
+        self.result.outcomes.append(one)

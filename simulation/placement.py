@@ -30,7 +30,6 @@ class Placing:
         self._promised = np.zeros(engines)
         self._queue_s = np.zeros(engines)
         self._until = np.zeros(engines)
-        self._lost = np.zeros(engines)
         self._holder: dict[int, int] = {}
 
     def place(self, blocks: Sequence[int], now: float) -> int:
@@ -44,7 +43,6 @@ class Placing:
         wait_s = np.maximum(self._until - now, self._queue_s)
         prompt = Prompt(PAGES * needed, PAGES * matched)
         cost = prompt.cost_s(PAGES * there, wait_s, PAGES * held, self._pace)
-        cost += self._lost
         fitting = fits(held, needed - there, np.full(held.size, float(self._blocks)))
         if fitting.any():
             cost[~fitting] += NOWHERE / 2
@@ -88,14 +86,3 @@ class Placing:
     def waits(self, engine: int, seconds: float) -> None:
         """Record how long an engine's first waiting prompt has waited."""
         self._queue_s[engine] = seconds
-
-    def lose(self, engine: int, blocks: Sequence[int]) -> None:
-        self._lost[engine] = NOWHERE
-        for known in (self._held, self._promised, self._queue_s, self._until):
-            known[engine] = 0.0
-        for block in blocks:
-            if self._holder.get(block) == engine:
-                del self._holder[block]
-
-    def come_back(self, engine: int) -> None:
-        self._lost[engine] = 0.0

@@ -65,6 +65,13 @@ class Shot:
     answer_bytes: int = 2**16
 
 
+def connected(door: Door, **options: Any) -> Any:
+    """A `Session` or `Client` of the door."""
+    if door.way == "session":
+        return Session(door.path, api_key=door.key, **options)
+    return Client(door.url, api_key=door.key, **options)
+
+
 Burst = Callable[[], Iterable[Shot]]
 Prepare = Callable[[Any], object]
 
@@ -96,17 +103,6 @@ class Attack:
     def runs(self, service: str, way: str) -> bool:
         """Whether the attack applies to a service and a way."""
         return way in self.ways and not (self.stops_engine and service == "one engine")
-
-
-@dataclass(frozen=True, slots=True)
-class AttackOutcome:
-    """The attacker's calls by status; "-" counts calls without an answer."""
-
-    statuses: Mapping[str, int]
-
-    def __str__(self) -> str:
-        counts = (f"{count} x {status}" for status, count in sorted(self.statuses.items()))
-        return ", ".join(counts) or "nothing"
 
 
 # Preparations: each creates sequences `s0`, `s1`, ... by a client.
@@ -294,12 +290,9 @@ ATTACKS: Final = (
 
 
 def run_attack(attack: Attack, door: Door, seconds: float, pipe: Any) -> None:
-    """Prepare, wait for the pipe, send bursts for `seconds`, then send the outcome."""
-    if door.way == "session":
-        client: Any = Session(door.path, api_key=door.key, timeout=SETUP_S)
-    else:
-        client = Client(door.url, api_key=door.key, timeout=SETUP_S)
-    with client:
+    """Prepare, wait for the pipe, send bursts for `seconds`, then send the number of calls by
+    status; "-" counts calls without an answer."""
+    with connected(door, timeout=SETUP_S) as client:
         with suppress(ServiceError):
             client.delete_sequences(prefix="")
             client.clear()
@@ -313,7 +306,7 @@ def run_attack(attack: Attack, door: Door, seconds: float, pipe: Any) -> None:
 
     shoot = over_road if door.way == "session" else over_http
     asyncio.run(shoot(attack, door, seconds, statuses, begin))
-    pipe.send(AttackOutcome(dict(statuses)))
+    pipe.send(dict(statuses))
 
 
 async def over_road(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 from attnd import NewSequence
@@ -14,9 +13,6 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 Half = NDArray[np.float16]
 
-PATHS: Final = {
-    "decode": "/v1/decode",
-}
 ALIGNMENT: Final = 64
 FILL_BYTES: Final = 64 * 2**20
 """K and V of one append that fills sequences."""
@@ -31,10 +27,6 @@ class Request:
     tensors: Mapping[str, Half]
 
     @property
-    def path(self) -> str:
-        return PATHS[self.operation]
-
-    @property
     def answer_bytes(self) -> int:
         """Bytes of the answer's o and lse."""
         q = self.tensors["q"]
@@ -42,21 +34,10 @@ class Request:
 
     def image(self) -> bytes:
         """The safetensors body, its header padded so that the tensors are aligned in it."""
-        table: dict[str, Any] = {"__metadata__": {"request": json.dumps(dict(self.fields))}}
-        end = 0
-        for name, tensor in self.tensors.items():
-            begin, end = end, end + tensor.nbytes
-            table[name] = {"dtype": "F16", "shape": tensor.shape, "data_offsets": (begin, end)}
-        text = json.dumps(table).encode()
-        size = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT - 8
-        parts = [tensor.tobytes() for tensor in self.tensors.values()]
-        return b"".join([size.to_bytes(8, "little"), text.ljust(size), *parts])
+        from attnd.wire.images import flat, request_header  # older clients lack them
 
-
-class Load(Protocol):
-    """Requests to send in turn. A load is pickled for the process that sends it."""
-
-    def requests(self) -> list[Request]: ...
+        header = request_header(dict(self.fields), list(self.tensors.items()), ALIGNMENT)
+        return b"".join([header, *map(flat, self.tensors.values())])
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +56,7 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """One query row for each of `names`; with `appends`, its k and v are appended first.
+    """A load: one query row for each of `names`; with `appends`, its k and v are appended first.
 
     `count` different requests, in turn over `num_layers` layers, of sequences of `kv_len` tokens.
     """
@@ -116,8 +97,10 @@ def fill(
     token_bytes = 4 * heads.num_kv * heads.dim
     group = max(1, min(batch, FILL_BYTES // (kv_len * token_bytes)))
     shape = (group * kv_len, heads.num_kv, heads.dim)
-    empty: Callable[..., Array] = getattr(client, "empty", new)
-    k, v = (empty(name, shape, np.float16) for name in "kv")
+    if hasattr(client, "empty"):
+        k, v = (client.empty(name, shape, np.float16) for name in "kv")
+    else:
+        k, v = (np.empty(shape, np.float16) for _ in "kv")
     k[...], v[...] = random(shape), random(shape)
     for layer in range(num_layers):
         for first in range(0, batch, group):
@@ -126,7 +109,3 @@ def fill(
             indptr = [kv_len * row for row in range(len(part) + 1)]
             client.append(layer, part, k[:rows], v[:rows], append_indptr=indptr)
     return names
-
-
-def new(_name: str, shape: tuple[int, ...], dtype: type[np.float16]) -> Half:
-    return np.empty(shape, dtype)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 BLOCK_TOKENS: Final = 512
 
@@ -63,6 +64,12 @@ def generated_trace(
         tokens = len(blocks) * BLOCK_TOKENS - int(rng.integers(BLOCK_TOKENS))
         made.append(TraceRequest(at, blocks, tokens, 1 + int(rng.geometric(1 / 150))))
     return made
+
+
+def token_ids(pages: NDArray[np.int64], page_size: int) -> NDArray[np.uint32]:
+    """Token ids that are unique to these pages."""
+    ids = (pages[:, np.newaxis] * page_size + np.arange(page_size)) % (1 << 32)
+    return ids.astype(np.uint32).ravel()
 
 
 def shortened(requests: Iterable[TraceRequest], longest: int) -> list[TraceRequest]:

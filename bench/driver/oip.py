@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-from bench.cases.loads import Load, Request
+from bench.cases.loads import Decode, Request
 from bench.driver.calls import Call, Sample
 from bench.driver.raw import TIMEOUT_S, backend_seconds
 
@@ -63,7 +63,7 @@ def grpc_message(request: Request) -> bytes:
 class GrpcWay:
     """Messages over a channel of grpcio; answers stay bytes."""
 
-    def __init__(self, port: int, load: Load) -> None:
+    def __init__(self, port: int, load: Decode) -> None:
         self._port = port
         self._messages = [grpc_message(request) for request in load.requests()]
         self.num_requests = len(self._messages)

@@ -16,7 +16,7 @@ import numpy as np
 from attnd import AsyncClient, Prefix
 from numpy.typing import NDArray
 
-from bench.cases.trace import TraceRequest
+from bench.cases.trace import TraceRequest, token_ids
 
 KV_HEADS: Final = 2
 QO_HEADS: Final = 8
@@ -25,8 +25,6 @@ PAGE: Final = 16
 """Tokens of a page. A block of the trace becomes a page."""
 DECODES: Final = 4
 """Tokens that every request decodes."""
-CALLS: Final = 4 + DECODES
-"""Calls of a request: create, prefill, commit, the decodes and delete."""
 POOL: Final = {
     "num-layers": 1,
     "num-kv-heads": KV_HEADS,
@@ -50,17 +48,10 @@ class ReplayResult:
         p50, p99 = np.percentile(self.request_s, (50, 99)).tolist()
         return {
             "requests_per_s": round(len(self.request_s) / self.wall_s, 2),
-            "calls_per_s": round(CALLS * len(self.request_s) / self.wall_s, 1),
             "p50_ms": round(1e3 * p50, 2),
             "p99_ms": round(1e3 * p99, 2),
             "hit_rate": round(self.cached / max(1, self.tokens), 4),
         }
-
-
-def token_ids(blocks: Sequence[int]) -> NDArray[np.uint32]:
-    """Token ids of a prompt, a page for each block, unique to these blocks."""
-    numbers = np.array(blocks, np.int64)[:, np.newaxis] * PAGE + np.arange(PAGE)
-    return (numbers % (1 << 32)).astype(np.uint32).ravel()
 
 
 class Replayer:
@@ -75,7 +66,7 @@ class Replayer:
 
     async def replay(self, request: TraceRequest) -> None:
         """One request, from create to delete. The service names the sequence."""
-        client, prefix = self._client, Prefix(token_ids(request.blocks))
+        client, prefix = self._client, Prefix(token_ids(np.array(request.blocks), PAGE))
         length = len(request.blocks) * PAGE
         begun = time.perf_counter()
         made = await client.create_sequence(prefix=prefix)

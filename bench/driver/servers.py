@@ -1,6 +1,6 @@
 """Servers under measurement, each a process on a free port.
 
-A server may be the service of another checkout. Its `socket` is empty if it has no sessions.
+A server may be the service of another checkout.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ class Server:
     socket: str = ""
     grpc_port: int = 0
 
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
 
 @contextmanager
 def attnd(
@@ -51,10 +55,8 @@ def attnd(
     port = free_port()
     arguments = ["-m", "service", "--server.port", str(port), "--backend.kind", kind, *options]
     with TemporaryDirectory(prefix="attnd-bench-") as directory:
-        socket_path = ""
-        if (root / "service" / "road").exists():
-            socket_path = str(Path(directory, "engine.sock"))
-            arguments += ["--server.socket", socket_path]
+        socket_path = str(Path(directory, "engine.sock"))
+        arguments += ["--server.socket", socket_path]
         grpc_port = 0
         if grpc:
             grpc_port = free_port()
@@ -67,29 +69,10 @@ def attnd(
 def echo() -> Iterator[Server]:
     """The bare HTTP echo on uvicorn, with the service's event loop and parser."""
     port = free_port()
-    uvicorn = ("-m", "uvicorn", "bench.driver.echoes:app", "--port", str(port))
+    uvicorn = ("-m", "uvicorn", "bench.driver.echo:app", "--port", str(port))
     quiet = ("--log-level", "warning", "--no-access-log", "--lifespan", "off")
     with running((*uvicorn, "--loop", "uvloop", "--http", "httptools", *quiet), port) as server:
         yield server
-
-
-@contextmanager
-def road_echo() -> Iterator[Server]:
-    """The bare echo of the road's frames."""
-    with TemporaryDirectory(prefix="attnd-bench-") as directory:
-        path = Path(directory, "echo.sock")
-        started = time.perf_counter()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "bench.driver.echoes", str(path)], cwd=ROOT
-        )
-        try:
-            while not path.exists():
-                if process.poll() is not None:
-                    raise RuntimeError(f"{process.args!r} ended with {process.returncode}")
-                time.sleep(0.02)
-            yield Server(0, process.pid, time.perf_counter() - started, str(path))
-        finally:
-            stop(process)
 
 
 @contextmanager

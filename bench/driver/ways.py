@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from bench.cases.loads import Load, Request
+from bench.cases.loads import Decode, Request
 from bench.driver import oip
 from bench.driver.calls import BACKEND_STAGES, Call, Sample, Way
 from bench.driver.raw import FrameConnection, HttpConnection, http_request
@@ -45,7 +45,7 @@ class Target:
 class RawWay:
     """Bytes that are prepared once, over plain sockets."""
 
-    def __init__(self, target: Target, load: Load) -> None:
+    def __init__(self, target: Target, load: Decode) -> None:
         requests = load.requests()
         self.num_requests = len(requests)
         self._target = target
@@ -54,7 +54,7 @@ class RawWay:
         if target.kind == "oip_http":
             self._requests = [oip.http_request(request) for request in requests]
         elif target.kind == "http":
-            path = target.path or requests[0].path
+            path = target.path or f"/v1/{self._operation}"
             self._requests = [http_request(path, request.image()) for request in requests]
         else:
             self._requests = [request.image() for request in requests]
@@ -75,7 +75,7 @@ class RawWay:
 class PackageWay:
     """Decodes by `attnd.Client` or `attnd.Session` of the version that this process imports."""
 
-    def __init__(self, target: Target, load: Load) -> None:
+    def __init__(self, target: Target, load: Decode) -> None:
         self._target = target
         self._requests = load.requests()
         self.num_requests = len(self._requests)
@@ -118,7 +118,7 @@ def backend_of(timings: Any) -> float:
     return float(sum(stages.get(name, 0.0) for name in BACKEND_STAGES))
 
 
-def make_way(target: Target, load: Load) -> Way:
+def make_way(target: Target, load: Decode) -> Way:
     """The way of a target's kind."""
     if target.kind in ("http", "road", "oip_http"):
         return RawWay(target, load)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.cases.loads import Load
+from bench.cases.loads import Decode
 from bench.driver import calls
 from bench.driver.calls import Run, Way
 from bench.driver.ways import Target, make_way
@@ -38,33 +38,25 @@ class Worker:
             stdout=subprocess.PIPE,
         )
 
-    def open(self, name: str, target: Target, load: Load) -> None:
+    def open(self, name: str, target: Target, load: Decode) -> None:
         """Prepare a way under a name; a way of the same name is closed."""
-        self.begin("open", name, target, load)
-        self.end()
+        self._execute("open", name, target, load)
 
     def loop(self, name: str, count: int, limit_s: float) -> Run:
-        self.begin("loop", name, count, limit_s)
-        run: Run = self.end()
+        run: Run = self._execute("loop", name, count, limit_s)
         return run
 
     def crowd(self, name: str, connections: int, limit_s: float) -> float:
         """Requests a second of several connections."""
-        self.begin("crowd", name, connections, limit_s)
-        per_second: float = self.end()
+        per_second: float = self._execute("crowd", name, connections, limit_s)
         return per_second
 
-    def begin(self, *command: Any) -> None:
-        """Send a command; `end` must be called before the next one."""
-        if self.process.stdin is None:
-            raise RuntimeError("a worker without its pipe: this is a bug")
+    def _execute(self, *command: Any) -> Any:
+        """The result of a command; RuntimeError with the worker's traceback if it failed."""
+        if self.process.stdin is None or self.process.stdout is None:
+            raise RuntimeError("a worker without its pipes: this is a bug")
         pickle.dump(command, self.process.stdin)
         self.process.stdin.flush()
-
-    def end(self) -> Any:
-        """The result of the last command; RuntimeError with the worker's traceback if it failed."""
-        if self.process.stdout is None:
-            raise RuntimeError("a worker without its pipe: this is a bug")
         failed, result = pickle.load(self.process.stdout)
         if failed:
             raise RuntimeError(f"in a worker: {result}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from bench.report.provenance import RESULTS, Results, workloads
-from bench.report.tables import measured, number, table
+from bench.report.tables import markdown, measured, number
 
 KERNEL_RESULTS: Final = RESULTS / "h200.json"
 H100_RESULTS: Final = RESULTS / "h100.json"
@@ -13,11 +13,6 @@ HEAD: Final = (
     *("workload", "ms", "TB/s", "TFLOP/s", "roofline", "required", "flat ms"),
     *("invariant ms", "of the speed", "FlashInfer 0.7.2 ms", "H100: ms", "roofline"),
 )
-
-
-def speed_of_invariant(row: dict[str, Any]) -> float | None:
-    """With `engine.numerics: invariant`, as a part of the speed without."""
-    return row["ms"] / row["invariant_ms"] if "invariant_ms" in row else None
 
 
 def kernels_table(results: Results, h100: Results) -> str:
@@ -38,7 +33,7 @@ def kernels_table(results: Results, h100: Results) -> str:
                 number(workload.get("at_least"), ""),
                 number(row.get("flat_ms"), ".4f"),
                 number(row.get("invariant_ms"), ".4f"),
-                number(speed_of_invariant(row), ".2f"),
+                number(row["ms"] / row["invariant_ms"] if "invariant_ms" in row else None, ".2f"),
                 number(workload.get("flashinfer_ms"), ".4f"),
                 number(other.get("ms"), ".4f"),
                 number(other.get("roofline"), ".3f"),
@@ -49,7 +44,7 @@ def kernels_table(results: Results, h100: Results) -> str:
         for batch, times in results["cpu_us"].items()
     ]
     cpu_head = ("CPU of a decode call, µs", "plan, cold", "launch, plan cached")
-    parts = [table(HEAD, cells), table(cpu_head, cpu), stamp(results), stamp(h100)]
+    parts = [markdown(HEAD, cells), markdown(cpu_head, cpu), stamp(results), stamp(h100)]
     return "\n\n".join(parts)
 
 

@@ -57,7 +57,7 @@ SECTIONS: Final = (
         "Ways into the service",
         "python -m bench.service",
         "Milliseconds of a decode on the CPU backend beyond the backend's own time, by each way "
-        'in, and of a bare echo of the same kind. "In place": arrays from `session.empty`. '
+        'in, and of a bare HTTP echo. "In place": arrays from `session.empty`. '
         '"Before": the single-process service that this one replaced. The machine had eight idle '
         "cores; on two cores shared by caller, door and engine, times are 1.5 to 2 times as long.",
         RESULTS / "service-cpu.json",
@@ -77,7 +77,6 @@ SECTIONS: Final = (
         "The same step by `attnd.torch.TorchSession`, by the place of the calling process.",
         RESULTS / "road-h200.json",
         gpu_steps.placed_table,
-        svg("road-h200", "A layer's time by the caller's place, beside the kernels alone and HTTP"),
     ),
     Section(
         "A transformers model",
@@ -112,7 +111,6 @@ SECTIONS: Final = (
         "Token hit rate by pool size, and the CPU time of each operation.",
         RESULTS / "cache-cpu.json",
         cache.table,
-        svg("cache-cpu", "Hit rate by pool size, beside exact LRU and an unbounded cache"),
     ),
     Section(
         "Tiers on a published trace",
@@ -121,7 +119,6 @@ SECTIONS: Final = (
         "of 2 MiB pages on the CPU, by one thread.",
         RESULTS / "tiers-cpu.json",
         tiers.table,
-        svg("tiers-cpu", "Share of tokens found with and without tiers, beside exact LRU"),
     ),
     Section(
         "Tiers on a GPU",
@@ -142,12 +139,11 @@ SECTIONS: Final = (
     ),
     Section(
         "Thousands of engines, simulated",
-        "python -m simulation --trace FILE --fleet",
-        "[docs/simulation.md](../docs/simulation.md) lists the assumptions and has the tables of "
-        "a lost rack and of the simulation beside measurements.",
+        "python -m simulation --trace FILE",
+        "[docs/simulation.md](../docs/simulation.md) lists the assumptions, and compares the "
+        "simulation with measurements.",
         RESULTS / "simulation.json",
-        lambda results: fleet_table(results["fleet"]),
-        svg("simulation", "Seconds to the first token, while a rack is lost"),
+        fleet_table,
     ),
     Section(
         "The core",

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from bench.report.provenance import RESULTS, Results
-from bench.report.tables import table as markdown
-from bench.report.tables import with_stamp
+from bench.report.tables import markdown, with_stamp
 
 SERVING_RESULTS: Final = RESULTS / "serving-cpu.json"
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 WIDTH: Final = 100
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table; every row has as many cells as `head`."""
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
