@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from math import prod
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,10 +27,12 @@ def tensor_call(
     recover: Callable[[ServiceError], Settled[T] | Call[T] | None] = no_recovery,
 ) -> Call[T]:
     """A call with these fields, and the given arrays, without None."""
-    given = {name: array for name, array in arrays.items() if array is not None}
-    for name, array in given.items():
-        if type(array) is not np.ndarray:
-            check_array(name, array)
+    given: dict[str, Array] = {}
+    for name, array in arrays.items():
+        if array is not None:
+            if type(array) is not np.ndarray:
+                check_array(name, array)
+            given[name] = array
     fields = plain_fields(fields)
     return Call(operation, parse, repeatable, fields, given, answer_bytes, (), recover)
 
@@ -44,7 +45,8 @@ def attend(
     The answer has `states` pairs of an o like q and its lse. Sinks are among the `fields`. A call
     whose lost attempt appended k and v is recovered by a call for the attention alone.
     """
-    arrays = {**arrays, "sinks": fields.pop("sinks", arrays.get("sinks"))}
+    if "sinks" in fields:
+        arrays["sinks"] = fields.pop("sinks")
     appends = operation != "ragged_prefill" and arrays.get("k") is not None
     known = bool(fields.get("offsets"))
 
@@ -68,7 +70,7 @@ def attend(
 def state_bytes(o: Array, name: str = "q") -> int:
     """Bytes of a state whose o is like this array, lse included."""
     check_array(name, o)
-    return o.nbytes + 4 * prod(o.shape[:-1])
+    return o.nbytes + 4 * (o.size // o.shape[-1] if o.size else 0)
 
 
 def attention_of(reply: Reply) -> AttentionResult:

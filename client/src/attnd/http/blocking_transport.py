@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from queue import Empty, SimpleQueue
+from struct import Struct
 from typing import Final, Protocol
 
 from attnd.errors import ConnectionFailed, ReplyLost, TimedOut
@@ -20,6 +21,7 @@ from attnd.retries import remaining
 
 Part = bytes | memoryview
 
+TIMEVAL: Final = Struct("ll")
 MAX_PARTS: Final = 16
 """Buffers in one system call."""
 
@@ -112,8 +114,9 @@ class Connection:
         self._cut_short = False
         self._tls = origin.context is not None
         self._socket = connect(origin, ends)
-        if not self._tls:  # asked when it is ready, which costs less than a timeout set each time
-            self._socket.setblocking(False)
+        self._patience_s = 0.0
+        if not self._tls:  # the system's own timeout: Python's would cost a call of it each time
+            self._socket.setblocking(True)
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
 
@@ -139,7 +142,7 @@ class Connection:
                 return True
             while True:
                 try:
-                    count = self._socket.sendmsg(parts[:MAX_PARTS])
+                    count = self._socket.sendmsg(parts[:MAX_PARTS], (), socket.MSG_DONTWAIT)
                 except BlockingIOError:
                     count = 0
                 sent += count
@@ -173,20 +176,18 @@ class Connection:
 
     def read(self, ends: float) -> Response:
         """The whole answer."""
-        reader, is_waiting = self._reader, True
+        reader = self._reader
         try:
             while True:
                 left = remaining(ends)
                 if self._tls:
                     self._socket.settimeout(left)
-                elif is_waiting and not self._poll.poll(left * 1e3):
-                    raise TimeoutError("nothing came")
+                elif not left / 2 <= self._patience_s <= left:
+                    self._set_patience(0.75 * left)
                 try:
                     count = self._socket.recv_into(reader.buffer())
-                except BlockingIOError:
-                    is_waiting = True
+                except BlockingIOError:  # the patience is over
                     continue
-                is_waiting = False  # the rest has often come
                 response = reader.received(count) if count else reader.ended()
                 if response is not None:
                     return response
@@ -199,6 +200,13 @@ class Connection:
         except BaseException:
             self.close()
             raise
+
+    def _set_patience(self, seconds: float) -> None:
+        """Seconds after which a read gives up: less than the call's timeout, set again rarely."""
+        self._patience_s = seconds
+        whole = int(seconds)
+        packed = TIMEVAL.pack(whole, max(1, int(1e6 * (seconds - whole))))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, packed)
 
     def close(self) -> None:
         self._socket.close()

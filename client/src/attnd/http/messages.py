@@ -107,7 +107,7 @@ def reply_of(response: Response, request_id: str, call: Call[T]) -> Reply:
     """Decode a response; raises the `ServiceError` it carries, or `ProtocolError`."""
     headers = response.headers
     timings = Timings(server_timing, headers.get("server-timing", ""))
-    retry_after_s = seconds(headers.get("retry-after"))
+    retry_after_s = seconds(headers["retry-after"]) if "retry-after" in headers else None
     meta = Meta(headers.get("x-request-id", request_id), timings, retry_after_s)
     media_type = plain_media_type(headers.get("content-type", ""))
     fields: Any = {}
@@ -161,9 +161,9 @@ def server_timing(header: str) -> dict[str, float]:
     return timings
 
 
-def seconds(text: str | None) -> float | None:
+def seconds(text: str) -> float | None:
     """A number in a header; None for other text, such as the date form of Retry-After."""
     try:
-        return None if text is None else float(text)
+        return float(text)
     except ValueError:
         return None

@@ -89,7 +89,7 @@ class ResponseReader:
         if self._have == len(self._scratch):
             self._scratch = self._scratch + bytes(self._have)
             self._view = memoryview(self._scratch)
-        return self._view[self._have :]
+        return self._view[self._have :] if self._have else self._view
 
     def received(self, count: int) -> Response | None:
         """`count` bytes came into `buffer()`; raises `ProtocolError` when they are not HTTP."""
