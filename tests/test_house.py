@@ -16,7 +16,7 @@ FILES: Final = [name for name in TRACKED if (ROOT / name).is_file()]
 MAX_FILES: Final = 16
 MAX_COLUMNS: Final = 100
 DECISIONS: Final = "docs/decisions"
-LONG_PAGES: Final = {"bench/RESULTS.md", "docs/simulation.md"}
+LONG_PAGES: Final = {"bench/RESULTS.md"}
 """Pages with generated tables."""
 README_LINES: Final = 200
 PLAIN: Final = (

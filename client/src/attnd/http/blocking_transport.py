@@ -114,7 +114,7 @@ class Connection:
         self._cut_short = False
         self._tls = origin.context is not None
         self._socket = connect(origin, ends)
-        self._patience_s = 0.0
+        self._read_timeout_s = 0.0
         if not self._tls:  # the system's own timeout: Python's would cost a call of it each time
             self._socket.setblocking(True)
         self._poll = select.poll()
@@ -182,11 +182,11 @@ class Connection:
                 left = remaining(ends)
                 if self._tls:
                     self._socket.settimeout(left)
-                elif not left / 2 <= self._patience_s <= left:
-                    self._set_patience(0.75 * left)
+                elif not left / 2 <= self._read_timeout_s <= left:
+                    self._set_read_timeout(0.75 * left)
                 try:
                     count = self._socket.recv_into(reader.buffer())
-                except BlockingIOError:  # the patience is over
+                except BlockingIOError:  # nothing came in that time
                     continue
                 response = reader.received(count) if count else reader.ended()
                 if response is not None:
@@ -201,9 +201,9 @@ class Connection:
             self.close()
             raise
 
-    def _set_patience(self, seconds: float) -> None:
+    def _set_read_timeout(self, seconds: float) -> None:
         """Seconds after which a read gives up: less than the call's timeout, set again rarely."""
-        self._patience_s = seconds
+        self._read_timeout_s = seconds
         whole = int(seconds)
         packed = TIMEVAL.pack(whole, max(1, int(1e6 * (seconds - whole))))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, packed)
