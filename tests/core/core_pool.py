@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from service.core.integrity import Sharing
 from service.core.plans.plan import CascadePlan
 from service.core.plans.ragged import token_slots
 from service.core.tree import PrefixTree
@@ -32,14 +33,15 @@ def slots_of(tree: PrefixTree, name: str, layer: int = 0) -> Int32:
     return token_slots([leaves[0].table], np.zeros_like(lengths), lengths, tree.page_size)
 
 
-def sharing_ratio(tree: PrefixTree) -> float:
-    """Tokens seen by the sequences of the default namespace / tokens stored."""
+def sharing(tree: PrefixTree) -> Sharing:
+    """What the sequences of the default namespace share."""
     steps = tree.sharing_steps("default")
     while True:
         try:
             next(steps)
         except StopIteration as end:
-            return float(end.value.ratio)
+            found: Sharing = end.value
+            return found
 
 
 class TokenPool:

@@ -64,10 +64,10 @@ def test_only_pages_full_at_every_layer_can_be_committed(tree: PrefixTree) -> No
     tree.create([NewSpec("a")])
     tree.extend(0, ["a"], np.array([8], np.int32))
     tree.extend(1, ["a"], np.array([7], np.int32))
-    with pytest.raises(InvalidRequest, match="at most 7"):
-        tree.commits.commit("a", Prefix(ids(1, 2)))
-    with pytest.raises(InvalidRequest, match="at most 1"):
-        tree.commits.commit("a", own(1, 2))
+    for names, field, most in ((Prefix(ids(1, 2)), "token_ids", 7), (own(1, 2), "page_keys", 1)):
+        with pytest.raises(InvalidRequest, match=f"at most {most}") as refused:
+            tree.commits.commit("a", names)
+        assert refused.value.field == field
     assert tree.commits.commit("a", Prefix(ids(1, 2)[:7])) == 1
     assert found(tree, 1, 2) == 1
 
@@ -81,17 +81,22 @@ def test_keys_are_chained_as_the_page_says(tree: PrefixTree) -> None:
     assert tree.cache.match("default", keys).num_pages == 2, "by the service's own keys"
 
 
-def test_pages_committed_by_key_are_not_believed_to_have_ids(tree: PrefixTree) -> None:
-    keep(tree, 5)
-    key = tree.cache.named.keys[tree.cache.match("default", Prefix(ids(5))).table()].copy()
+@pytest.mark.parametrize("before", [(), (4,)], ids=["the first page", "a later page"])
+def test_pages_committed_by_key_are_not_believed_to_have_ids(
+    tree: PrefixTree, before: tuple[int, ...]
+) -> None:
+    pages = (*before, 5)
+    keep(tree, *pages)
+    keys = tree.cache.named.keys[tree.cache.match("default", Prefix(ids(*pages))).table()].copy()
     other = PrefixTree(8, PAGE, 2)
     for name in ("a", "b"):
         other.create([NewSpec(name)])
-        grow(other, name, PAGE)
-    other.commits.commit("a", Prefix(None, key))
-    assert found(other, 5) == 0
+        grow(other, name, len(pages) * PAGE)
+        other.commits.commit(name, Prefix(ids(*before)))
+    other.commits.commit("a", Prefix(None, keys))
+    assert found(other, *pages) == len(before)
     with pytest.raises(KeyMismatch, match="with other token ids, or with none"):
-        other.commits.commit("b", Prefix(ids(5)))
+        other.commits.commit("b", Prefix(ids(*pages)))
     other.check_integrity()
 
 
@@ -403,8 +408,9 @@ def test_forks_that_name_shared_pages_differently_are_all_rejected(
     tree.create([NewSpec("b", "a", shared * PAGE)])
     grow(tree, "b", (2 - shared) * PAGE)
     for names in ([ids(1, 2), ids(9, 3)], [ids(9, 3), ids(1, 2)]):
-        with pytest.raises(KeyMismatch):
+        with pytest.raises(KeyMismatch) as refused:
             tree.commits.commit_all(["a", "b"], [Prefix(one) for one in names])
+        assert (refused.value.page, refused.value.sequence) == (0, "b")
         assert (found(tree, 1), found(tree, 9)) == (0, 0)
     assert tree.commits.commit_all(["a", "b"], [Prefix(ids(1, 2)), Prefix(ids(1))]) == [2, 1]
     tree.check_integrity()

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from core_pool import TokenPool, int32, sharing_ratio, slots_of
+from core_pool import TokenPool, int32, sharing, slots_of
 
 from service.core.errors import (
     IntegrityError,
@@ -173,7 +173,7 @@ def test_forks_at_the_same_length_hang_under_one_node(pool) -> None:
         pool.fork(name, "a")
     assert pool.tree.links.count == 1
     assert pool.tree.allocator.held().sum() == 2
-    assert sharing_ratio(pool.tree) == 4.0
+    assert sharing(pool.tree).ratio == 4.0
 
 
 def test_a_parent_made_in_the_same_call_is_copied_from_the_original_page(pool) -> None:
@@ -268,8 +268,9 @@ def test_nodes_with_one_child_left_merge_into_it(pool) -> None:
         pool.tree.free([name])
         pool.tree.check_integrity()
         assert pool.tree.links.count == left, f"after freeing {name}"
+        assert sharing(pool.tree).num_unnamed == left
         assert pool.read("a") == list(range(16))
-    assert sharing_ratio(pool.tree) == 1.0
+    assert sharing(pool.tree).ratio == 1.0
 
 
 def test_a_family_can_be_freed_in_one_call(pool) -> None:

@@ -136,7 +136,7 @@ class Creation:
                 self.homes.append(self.placer.place_shards(one.num_ranks, self.excluded))
             elif one.parent is None:
                 placed = yield from self.placer.place_sequence(
-                    self.call.tenant.namespace, one.id, one.prefix, self.excluded, one.prompt
+                    self.call.tenant.namespace, one.prefix, self.excluded, one.prompt
                 )
                 self.homes.append(placed.engine)
                 waits += [placed.wait] if placed.wait is not None else []

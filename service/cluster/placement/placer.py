@@ -119,18 +119,11 @@ class Placer:
     def place_sequence(
         self,
         namespace: str,
-        name: str | None,
         prefix: Prefix | None,
         excluded: Collection[str],
         prompt: InflightPrompt,
     ) -> Pieces[Placement]:
-        """In pieces: the engine for a sequence without a parent. A name that is known to exist goes
-        to its engine, which rejects it. Raises NotReady."""
-        if name is not None:
-            tag = self.locator.tags.tag((namespace, name)) or ""
-            known = self.members.by_tag.get(tag)
-            if known is not None and tag not in excluded:
-                return Placement(known)
+        """In pieces: the engine for a sequence without a parent. Raises NotReady."""
         needed = 1
         if prefix is not None:
             needed = max(prefix.num_pages(self.members.info.page_size), 1)

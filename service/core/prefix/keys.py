@@ -80,8 +80,6 @@ class Prefix:
 
     def keys_from(self, page: int, key: bytes, stop: int, page_size: int) -> bytes:
         """The keys of pages `page:stop`, concatenated; `key` is the first of them."""
-        if page + 1 == stop:
-            return key
         if self.page_keys is not None:
             return self.page_keys[page - self.skipped : stop - self.skipped].tobytes()
         if self.computed and page >= self.computed_from:

@@ -49,6 +49,8 @@ def test_expected_pages_are_awaited_from_the_prompt_that_brings_them() -> None:
     known.add("a", stored(2, 3))
     assert known.awaited("a", KEYS[:6]) == (4, second)
     assert known.awaited("a", []) == (0, None)
+    assert known.awaited("a", [*KEYS[:2], KEYS[7]]) == (2, None), "evicted since it was matched"
+    assert list(known.expected) == [key.hex() for key in KEYS[4:6]], "what is there is not expected"
 
 
 def matched(known: Prefixes, keys: Any, now: float = 0.0) -> Any:
@@ -91,7 +93,8 @@ def test_pages_in_lower_tiers_count_and_are_counted_apart() -> None:
     assert matched(known, KEYS) == ({"a": 4, "b": 5}, {"b": 4})
     assert known.awaited("b", KEYS[:5]) == (5, None)
     assert logged(known) == [("stored", [0, 1, 2, 3])], "the cluster's events are of the pools"
-    known.add("b", removed(1, 2) | {"medium": "CPU"})
+    for _ in range(2):
+        known.add("b", removed(1, 2) | {"medium": "CPU"})
     assert matched(known, KEYS) == ({"a": 4, "b": 5}, {"b": 4}), "they are on disk, too"
     known.add("b", removed(2) | {"medium": "DISK"})
     assert matched(known, KEYS) == ({"a": 4, "b": 2}, {"b": 1})
@@ -208,6 +211,7 @@ def test_the_cluster_stores_with_the_first_engine_and_removes_with_the_last() ->
     known.add("b", stored(1) | {"type": "cleared"})
     known.forget("a", "default")
     assert logged(known) == [("stored", [0, 1]), ("removed", [0]), ("removed", [1])]
+    assert {one["namespace"] for one in known.log.events} == {"default"}
 
 
 def test_numbers_of_another_door_are_too_old() -> None:

@@ -143,6 +143,7 @@ def test_engines_are_added_for_want_of_pages_or_time_and_taken_away_with_room_to
 def test_pages_in_lower_tiers_are_cheaper_than_computing_and_dearer_than_the_pool() -> None:
     loads = {"a": IDLE, "b": IDLE}
     assert choose(loads, {"a": 20, "b": 20}, 40, {"a": 20}) == "b"
+    assert choose(loads, {"a": 20, "b": 20}, 40, {"a": 1}) == "b"
     assert choose(loads, {"a": 20}, 40, {"a": 20}) == "a"
     assert choose(loads, {"a": 20, "b": 12}, 40, {"a": 20}) == "a", "8 are computed there"
     full = replace(IDLE, free=0, cached=60, held=940)

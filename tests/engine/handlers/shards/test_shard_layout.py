@@ -72,6 +72,10 @@ def test_a_fork_of_a_shard_is_no_longer_than_the_whole_sequence(
         return
     with pytest.raises(InvalidRequest, match="0 to 9, the length of the whole parent"):
         as_shards(tree, [NewSpec("b", "a", length)], [0])
+    shard = Shard(ShardLayout(0, 2), int32(0))
+    with pytest.raises(InvalidRequest, match="shard of its parent") as refused:
+        as_shards(tree, [NewSpec("b", "a", shard=shard)], [0])
+    assert (refused.value.field, refused.value.value) == ("shard", "b")
 
 
 def test_the_generation_of_a_shard_changes_with_the_whole_sequence(tree: PrefixTree) -> None:

@@ -1,0 +1,309 @@
+"""New sequences and imports, where engines refuse, fail, move sequences or fall silent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.cluster.placement import creation
+from service.cluster.placement.cost import Load
+from service.errors import (
+    InvalidRequest,
+    NotReady,
+    OutOfPages,
+    Overloaded,
+    SequenceMoving,
+    UnknownSequence,
+)
+from tests.cluster.fake_engines import FakeCluster, fake_cluster
+from tests.cluster.harness import PAGE
+
+LOST = NotReady("the session ended")
+FULL = OutOfPages(1, 0, 1000, {})
+REFUSED = InvalidRequest("sequences", "one", "is refused")
+
+
+async def create(cluster: FakeCluster, *new: dict[str, Any], **arrays: Any) -> Any:
+    """Status, and the ids or the problem."""
+    answer = await cluster.call("create_sequences", {"sequences": list(new)}, **arrays)
+    made = answer.fields.get("sequences")
+    if answer.status != 201:
+        return answer.status, answer.fields
+    return answer.status, [one["id"] for one in made]
+
+
+async def parents(cluster: FakeCluster) -> list[dict[str, Any]]:
+    """Forks of a parent at each engine: a call whose parts go to all of them."""
+    for name, link in cluster.links.items():
+        link.ids.add(f"of-{name}")
+    return [{"id": f"new-{name}", "parent": f"of-{name}"} for name in cluster.links]
+
+
+def left(cluster: FakeCluster) -> list[str]:
+    """The new sequences that engines have."""
+    every = [one for link in cluster.links.values() for one in link.ids]
+    return sorted(one for one in every if not one.startswith("of-"))
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(LOST, 503), (FULL, 507), (REFUSED, 422), (UnknownSequence(["x"]), 404)]
+)
+async def test_a_call_for_several_engines_makes_all_or_none(error: Exception, status: int) -> None:
+    async with fake_cluster("abc") as cluster:
+        new = await parents(cluster)
+        assert await create(cluster, *new) == (201, ["new-a", "new-b", "new-c"])
+        assert [cluster.home(f"new-{name}") for name in "abc"] == ["a", "b", "c"]
+        assert [
+            link.calls("create_sequences")[0]["sequences"][0]["id"]
+            for link in cluster.links.values()
+        ] == ["new-a", "new-b", "new-c"]
+        again = [one | {"id": f"again-{one['id']}"} for one in new]
+        cluster.links["b"].do_next("create_sequences", error)
+        failed, problem = await create(cluster, *again)
+        assert (failed, "done" in problem) == (status, False)
+        assert left(cluster) == ["new-a", "new-b", "new-c"]
+
+
+@pytest.mark.parametrize("error", [LOST, FULL, Overloaded("busy", retry_after_s=1.0)])
+async def test_another_engine_makes_what_one_has_no_room_or_no_session_for(
+    error: Exception,
+) -> None:
+    async with fake_cluster("ab") as cluster:
+        for link in cluster.links.values():
+            link.do_next("create_sequences", error)
+        status, _ = await create(cluster, {})
+        assert status == {LOST: 503, FULL: 507}.get(error, 429), "each is tried once"
+        assert [len(link.served) for link in cluster.links.values()] == [1, 1]
+        cluster.links["a"].do_next("create_sequences", error)
+        assert await create(cluster, {"id": "one"}, {"id": "two"}) == (201, ["one", "two"])
+        assert not cluster.links["a"].ids and cluster.home("one") == "b"
+        assert len(cluster.links["a"].calls("gather")) == 2, "ids are looked for before and after"
+
+
+async def test_what_is_tried_at_another_engine_is_made_once() -> None:
+    async with fake_cluster("ab") as cluster:
+        for link in cluster.links.values():
+            link.do_next("create_sequences", FULL)
+        cluster.links["b"].scheduled.clear()
+        status, ids = await create(cluster, *[{} for _ in range(6)])
+        assert status == 201 and len(set(ids)) == 6
+        assert cluster.links["b"].ids == set(ids), "those that a had made there are made again"
+        assert all(one.endswith(".bbbbbbbb") for one in ids)
+
+
+@pytest.mark.parametrize(
+    ("fate", "status", "done"),
+    [
+        ([], 422, None),
+        ([SequenceMoving(["new-a"]), SequenceMoving(["new-a"])], 422, None),
+        ([UnknownSequence(["new-a"])], 422, ["new-a"]),
+        ([SequenceMoving(["new-a"]), UnknownSequence(["new-a"])], 422, ["new-a"]),
+        ([LOST], 504, None),
+        ([InvalidRequest("id", "new-a", "is refused")], 504, None),
+    ],
+)
+async def test_a_failed_call_says_what_it_could_not_undo(
+    fate: list[Exception], status: int, done: list[str] | None
+) -> None:
+    async with fake_cluster("ab") as cluster:
+        new = await parents(cluster)
+        cluster.links["b"].do_next("create_sequences", REFUSED)
+        cluster.links["a"].do_next("delete_sequence", *fate)
+        failed, problem = await create(cluster, *new)
+        assert (failed, problem.get("done")) == (status, done)
+        assert cluster.links["b"].calls("create_sequences") == [{"sequences": new[1:]}], "once"
+        if status == 504:
+            assert "new-a was made" in problem["detail"] and "may have" in problem["detail"]
+        elif done is None:
+            assert left(cluster) == []
+
+
+async def test_what_a_dead_engine_had_made_needs_no_undoing() -> None:
+    async with fake_cluster("ab") as cluster:
+        new = await parents(cluster)
+
+        async def die() -> None:
+            cluster.lose("a", is_dead=True)
+            raise LOST
+
+        cluster.links["b"].do_next("create_sequences", REFUSED)
+        cluster.links["a"].do_next("delete_sequence", die)
+        status, problem = await create(cluster, *new)
+        assert (status, problem.get("done")) == (422, None)
+
+
+async def test_a_chosen_id_is_refused_before_anything_is_made() -> None:
+    async with fake_cluster("abc") as cluster:
+        cluster.links["b"].ids = {"here"}
+        status, problem = await create(cluster, {"id": "new"}, {"id": "here"}, {})
+        assert (status, problem["code"], problem["sequences"]) == (409, "sequence_exists", ["here"])
+        assert not any(link.calls("create_sequences") for link in cluster.links.values())
+        cluster.engine_of("c").is_silent = True
+        status, problem = await create(cluster, {"id": "new"})
+        assert (status, problem["code"]) == (503, "not_ready"), "it may have the id"
+        assert (await create(cluster, {}))[0] == 201, "without an id nobody is asked"
+
+
+@pytest.mark.parametrize("with_another", [False, True])
+async def test_an_id_that_another_door_makes_meanwhile_is_made_by_neither(
+    with_another: bool,
+) -> None:
+    async with fake_cluster("ab") as cluster:
+        cluster.only_on("a")
+
+        async def rival() -> None:
+            cluster.links["b"].ids.add("same")
+
+        cluster.links["a"].do_next("create_sequences", rival)
+        new = [{"id": "same"}, {"id": "mine"}, {}] if with_another else [{"id": "same"}]
+        status, problem = await create(cluster, *new)
+        assert (status, problem["sequences"], problem.get("done")) == (409, ["same"], None)
+        assert cluster.ids_at() == {"a": set(), "b": {"same"}}
+        cluster.router.locator.tags.known.clear()
+        await cluster.ok("get_sequence", {"id": "same"})
+
+
+async def test_a_new_sequence_that_a_drain_moves_meanwhile_is_found_where_it_is() -> None:
+    async with fake_cluster("ab") as cluster:
+        cluster.only_on("a")
+
+        async def move() -> None:
+            link = cluster.links["a"]
+            if "new" in link.ids:
+                link.ids.remove("new")
+                cluster.links["b"].ids.add("new")
+
+        cluster.links["b"].do_next("gather", move, move)  # before it is made, and afterwards
+        assert await create(cluster, {"id": "new"}) == (201, ["new"])
+        assert cluster.ids_at() == {"a": set(), "b": {"new"}}
+        assert cluster.home("new") == "b"
+
+
+async def test_while_an_engine_drains_ids_are_looked_for_twice() -> None:
+    async with fake_cluster("abc") as cluster:
+        cluster.engine_of("b").is_draining = True
+        cluster.links["a"].do_next("create_sequences", FULL)
+
+        async def move() -> None:  # from c, which is asked last, to b, which was asked before
+            cluster.links["b"].ids.add("same")
+
+        async def nothing() -> None:
+            pass
+
+        cluster.engine_of("a").load = Load(free=10)
+        cluster.links["c"].do_next("gather", nothing)
+        cluster.links["b"].do_next("gather", nothing, nothing)
+        cluster.links["a"].do_next("gather", nothing, move)
+        status, problem = await create(cluster, {"id": "same"})
+        assert (status, problem["code"]) == (409, "sequence_exists")
+        assert cluster.ids_at() == {"a": set(), "b": {"same"}, "c": set()}
+
+
+async def test_forks_follow_a_parent_that_has_moved() -> None:
+    async with fake_cluster("ab") as cluster:
+        new = await parents(cluster)
+        assert (await create(cluster, *new))[0] == 201
+        cluster.links["b"].ids, cluster.links["a"].ids = {"of-a", "new-b"}, {"of-b", "new-a"}
+        more = [{"id": "x", "parent": "of-a"}, {"id": "y", "parent": "x"}, {"parent": "of-b"}]
+        status, ids = await create(cluster, *more)
+        assert (status, ids[:2]) == (201, ["x", "y"])
+        assert {"x", "y"} < cluster.links["b"].ids and ids[2] in cluster.links["a"].ids
+        assert [cluster.home(one) for one in ids] == ["b", "b", "a"]
+
+
+async def test_a_fork_of_a_parent_that_comes_later_in_the_call_is_an_engines_to_refuse() -> None:
+    async with fake_cluster("ab") as cluster:
+        for link in cluster.links.values():
+            link.do_next("create_sequences", REFUSED, REFUSED)
+        for new in ([{"parent": "later"}, {"id": "later"}], [{"id": "own", "parent": "own"}]):
+            status, problem = await create(cluster, *new)
+            assert (status, problem["rule"]) == (422, "is refused")
+
+
+@pytest.mark.parametrize(("is_dead", "status"), [(True, 410), (False, 503)])
+async def test_a_fork_of_a_parent_that_is_lost_with_its_engine(is_dead: bool, status: int) -> None:
+    async with fake_cluster("ab") as cluster:
+        new = await parents(cluster)
+        await cluster.ok("get_sequence", {"id": "of-a"})
+
+        async def end() -> None:
+            cluster.lose("a", is_dead=is_dead)
+            raise LOST
+
+        cluster.links["a"].do_next("create_sequences", end)
+        failed, problem = await create(cluster, new[0], {})
+        assert failed == status
+        if is_dead:
+            assert (problem["code"], problem["sequences"]) == ("lost_sequence", ["of-a"])
+        assert not cluster.links["b"].ids - {"of-b"}
+
+
+async def test_shards_go_to_the_engines_with_the_most_room() -> None:
+    async with fake_cluster("abcd") as cluster:
+        for name, free in zip("abcd", (10, 30, 20, 40), strict=True):
+            cluster.engine_of(name).load = Load(free=free)
+        placer = cluster.router.placer
+        assert placer.place_shards(2, ()).tag == f"{8 * 'd'}-{8 * 'b'}"
+        assert placer.place_shards(2, {8 * "d"}).tag == f"{8 * 'b'}-{8 * 'c'}"
+        assert [cluster.engine_of(one).promised for one in "abcd"] == [0, 2, 1, 1]
+        cluster.only_on("a", "b", "c")
+        with pytest.raises(NotReady, match="3 of 4 engines"):
+            placer.place_shards(4, ())
+        status, problem = await create(cluster, {"ranks": 5})
+        assert (status, problem["field"]) == (422, "ranks")
+        assert problem["rule"] == "at most 4, the number of engines"
+
+
+async def test_tensors_of_a_call_are_divided_among_its_engines() -> None:
+    ids = np.arange(11 * PAGE, dtype=np.uint32)
+    counts = (2 * PAGE, 0, 4 * PAGE, 5 * PAGE)
+    async with fake_cluster("ab") as cluster:
+        known = cluster.router.members.prefixes_of("default")
+        sums = np.concatenate([[0], np.cumsum(counts)])
+        from service.cluster.placement.prefixes import chained_keys, prefix_of
+        from service.operations.schema.page_names import PageNames
+
+        for index, tag in ((0, 8 * "b"), (2, 8 * "b"), (3, 8 * "a")):
+            part = ids[sums[index] : sums[index + 1]]
+            prefix = prefix_of(PageNames(cache_salt=""), {"token_ids": part})
+            assert prefix is not None
+            for key in chained_keys(prefix, "default", PAGE):
+                known.engines_with[key.hex()] = frozenset({tag})
+        new = [{"prefix": {}}, {"id": "x", "parent": "of-b"}, {"prefix": {}}, {"prefix": {}}]
+        cluster.links["b"].ids.add("of-b")
+        fields = {"sequences": new, "prefix_indptr": sums.tolist()}
+        answer = await cluster.ok("create_sequences", fields, token_ids=ids)
+        homes = [cluster.home(one["id"]) for one in answer.fields["sequences"]]
+        assert homes == ["b", "b", "b", "a"]
+        for name, indptr, expected in (
+            ("b", [0, 2 * PAGE, 2 * PAGE, 6 * PAGE], ids[: 6 * PAGE]),
+            ("a", None, ids[6 * PAGE :]),
+        ):
+            (served,) = [one for one in cluster.links[name].served if one[0] == "create_sequences"]
+            assert served[1].get("prefix_indptr") == indptr
+            np.testing.assert_array_equal(served[2]["token_ids"], expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "value"),
+    [
+        ({"shard": {"rank": 0, "ranks": 2}}, "sequences.1.shard", '{"rank": 0, "ranks": 2}'),
+        ({"held": {"page_key": "0" * 32}}, "sequences.1.held", "page_key"),
+    ],
+)
+async def test_fields_for_one_engine_are_refused(given: Any, field: str, value: str) -> None:
+    async with fake_cluster("ab") as cluster:
+        status, problem = await create(cluster, {}, given)
+        assert (status, problem["field"]) == (422, field)
+        assert "instead" in problem["rule"]
+
+
+async def test_the_limit_of_new_sequences_is_inclusive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(creation, "MAX_NEW", 3)
+    async with fake_cluster("a") as cluster:
+        assert (await create(cluster, {}, {}, {}))[0] == 201
+        status, problem = await create(cluster, {}, {}, {}, {})
+        assert (status, problem["value"]) == (422, "4 items")
+        assert "at most 3" in problem["rule"]
