@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
+import pytest
 from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service
 
@@ -30,14 +32,19 @@ OPTIONS: Final = (
 )
 
 
-def missing() -> list[str]:
-    """The programs that are not installed."""
-    return [name for name in PROGRAMS if shutil.which(name) is None]
+def require() -> None:
+    """Skips the test where a program is not installed; in CI that is an error."""
+    if names := [name for name in PROGRAMS if shutil.which(name) is None]:
+        reply = f"{' and '.join(names)} not installed: apt-get install chromium chromium-driver"
+        if os.environ.get("CI"):
+            pytest.fail(reply)
+        pytest.skip(reply)
 
 
 @contextmanager
 def browser() -> Iterator[Chrome]:
     """A browser of its own, without a profile; its logs have requests and the console."""
+    require()
     options = ChromeOptions()
     options.binary_location = shutil.which("chromium") or "chromium"
     for option in OPTIONS:

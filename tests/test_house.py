@@ -15,7 +15,6 @@ TRACKED: Final = subprocess.run(
 FILES: Final = [name for name in TRACKED if (ROOT / name).is_file()]
 MAX_FILES: Final = 16
 MAX_COLUMNS: Final = 100
-DECISIONS: Final = "docs/decisions"
 LONG_PAGES: Final = {"bench/RESULTS.md"}
 """Pages with generated tables."""
 README_LINES: Final = 200

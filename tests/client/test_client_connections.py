@@ -343,7 +343,11 @@ def echo_name(peer: Peer) -> None:
         peer.send(answer_of({**SEQUENCE, "id": name}))
 
 
-def test_threads_may_share_a_client() -> None:
+@pytest.mark.parametrize("most", [100, 2], ids=["as many as it likes", "two connections"])
+def test_threads_share_a_client_and_wait_for_a_connection_beyond_the_most(
+    monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr(blocking, "MAX_CONNECTIONS", most)
     names = [f"s{i}" for i in range(200)]
     with (
         ScriptedServer(echo_name) as server,
@@ -351,7 +355,7 @@ def test_threads_may_share_a_client() -> None:
         ThreadPoolExecutor(8) as threads,
     ):
         assert [found.id for found in threads.map(client.get_sequence, names)] == names
-        assert len(server.peers) <= 8
+        assert len(server.peers) <= min(8, most)
 
 
 def test_tasks_may_share_a_client_and_no_more_than_the_limit_are_under_way() -> None:
@@ -365,18 +369,6 @@ def test_tasks_may_share_a_client_and_no_more_than_the_limit_are_under_way() -> 
     with ScriptedServer(echo_name) as server:
         assert asyncio.run(run(server.url)) == names
         assert len(server.peers) <= 100
-
-
-def test_more_threads_than_connections_wait_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocking, "MAX_CONNECTIONS", 2)
-    names = [f"s{i}" for i in range(50)]
-    with (
-        ScriptedServer(echo_name) as server,
-        Client(server.url) as client,
-        ThreadPoolExecutor(8) as threads,
-    ):
-        assert [found.id for found in threads.map(client.get_sequence, names)] == names
-        assert len(server.peers) <= 2
 
 
 def test_a_cancelled_call_takes_its_connection_with_it() -> None:

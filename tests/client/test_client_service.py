@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +29,7 @@ from numpy.typing import NDArray
 
 from tests.client.client_stub import Awaited
 from tests.client.conftest import Served
+from tests.harness.processes import run
 
 Array = NDArray[Any]
 LAYERS, KV_HEADS, QUERY_HEADS, HEAD_DIM = 2, 2, 8, 64
@@ -306,14 +306,9 @@ def test_the_client_needs_nothing_that_a_service_is_made_of() -> None:
     program = (
         f"import attnd, sys; attnd.Client; print([name for name in {heavy} if name in sys.modules])"
     )
-    reply = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(attnd.__file__).parents[1],
-    )
-    assert reply.stdout.strip() == "[]", reply.stdout
+    client = Path(attnd.__file__).parents[1]
+    reply = run(sys.executable, "-W", "error", "-c", program, check=True, cwd=client)
+    assert reply.stdout == "[]\n"
 
 
 def test_the_names_of_the_client_are_listed_before_the_first_use_of_one() -> None:

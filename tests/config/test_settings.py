@@ -11,7 +11,14 @@ import yaml
 from config.cluster import ClusterSettings
 from config.sections import PATHS, AuthSettings, CacheSettings
 from config.server import ServerSettings
-from config.settings import DEFAULTS, SECTIONS, Settings, SettingsError, load_settings
+from config.settings import (
+    DEFAULTS,
+    SECTIONS,
+    Settings,
+    SettingsError,
+    load_settings,
+    set_environment,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -179,21 +186,6 @@ def test_a_file_that_is_not_there_is_named() -> None:
         load_settings(["--config", "/absent.yaml"])
 
 
-def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        load_settings(["--help"])
-    reply = capsys.readouterr().out
-    assert caught.value.code == 0
-    for option in (
-        "--pool.memory-fraction",
-        "--server.socket",
-        "--engine.slice-ms",
-        "--config",
-        "--version",
-    ):
-        assert option in reply, option
-
-
 def names_a_file(name: str) -> bool:
     return (
         name in ("uds", "socket", "disk_path") or name.endswith("_file") or name.startswith("tls_")
@@ -217,3 +209,15 @@ def test_every_setting_that_names_a_file_can_be_made_absolute(
     assert settings.auth.keys_file == str(tmp_path / "keys")
     assert settings.cluster.secret_file == "/run/secret"
     assert settings.server == load_settings(given).server, "settings that are not given stay absent"
+
+
+def test_idle_threads_sleep_unless_the_environment_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for reply, left in ((None, "passive"), ("active", "active")):
+        monkeypatch.setenv("OMP_WAIT_POLICY", "")  # so that it is put back afterwards
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+        if reply is not None:
+            monkeypatch.setenv("OMP_WAIT_POLICY", reply)
+        set_environment("torch")
+        assert os.environ["OMP_WAIT_POLICY"] == left, f"from {reply}"

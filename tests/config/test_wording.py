@@ -204,11 +204,12 @@ def test_a_misspelled_variable_comes_with_the_one_that_was_meant(
 
 
 def test_help_names_every_setting_and_no_type_of_python(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as ended:
         load_settings(["--help"])
+    assert ended.value.code == 0
     text = capsys.readouterr().out
     assert "tuple" not in text and "Annotated" not in text and "Optional" not in text
-    assert "--server.socket-uids int,..." in text
+    assert "--server.socket-uids int,..." in text and "--config" in text and "--version" in text
     for name, section in SECTIONS.items():
         for key in section.model_fields:
             assert f"--{name}.{key.replace('_', '-')}" in text

@@ -32,6 +32,7 @@ from pooled import (  # noqa: E402
     normal,
     positions,
     stored,
+    with_sinks,
 )
 
 from kernels import BackendKind, make_backend  # noqa: E402
@@ -223,13 +224,6 @@ class Small:
         self.move()
         for members, head_dim in ((2, self.geometry.head_dim), (5, 24)):
             self.merge(7, members, head_dim, into=members == 2)
-
-
-def with_sinks(state: oracle.State, sinks: Array | None) -> oracle.State:
-    o, lse = state
-    if sinks is None:
-        return state
-    return oracle.merge([state, (np.zeros(o.shape), np.broadcast_to(sinks, lse.shape))])
 
 
 def run(kind: BackendKind, pools: Pools = POOLS, numerics: Numerics = "fast") -> set[str]:

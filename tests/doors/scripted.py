@@ -262,6 +262,11 @@ def decode_body(rows: int = 1, width: int = 8) -> bytes:
     return write_image({"layer": 0, "sequences": ["a"]}, {"q": q})
 
 
+def post(client: httpx.Client, path: str, body: bytes, **headers: str) -> httpx.Response:
+    given = {name.replace("_", "-"): value for name, value in headers.items()}
+    return client.post(path, content=body, headers={"content-type": SAFETENSORS, **given})
+
+
 def request(path: str, body: bytes = b"", method: str = "POST", **headers: str) -> bytes:
     """One HTTP/1.1 request as bytes."""
     lines = {"host": "localhost", "content-type": SAFETENSORS, "content-length": str(len(body))}

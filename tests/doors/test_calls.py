@@ -19,6 +19,7 @@ from scripted import (
     Heard,
     Running,
     decode_body,
+    post,
     replies,
     request,
     serving,
@@ -28,11 +29,6 @@ from scripted import (
 from service.errors import AnswerTooLarge, AttndError, LengthMismatch, Overloaded
 
 BINARY = {"content-type": SAFETENSORS}
-
-
-def post(client: httpx.Client, path: str, body: bytes, **headers: str) -> httpx.Response:
-    given = {name.replace("_", "-"): value for name, value in headers.items()}
-    return client.post(path, content=body, headers={**BINARY, **given})
 
 
 @pytest.mark.parametrize("rows", [1, 1000, 100_000])

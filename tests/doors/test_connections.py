@@ -12,10 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 from scripted import (
-    SAFETENSORS,
     Running,
     decode_body,
     only,
+    post,
     receive_all,
     replies,
     request,
@@ -214,8 +214,7 @@ def test_a_body_declared_too_large_is_refused_before_it_is_sent(quiet: Running) 
 
 def test_a_client_that_sends_a_whole_refused_body_still_gets_to_read_why(quiet: Running) -> None:
     with quiet.client() as client:
-        headers = {"content-type": SAFETENSORS}
-        response = client.post("/v1/decode", content=bytes(20 * 2**20), headers=headers)
+        response = post(client, "/v1/decode", bytes(20 * 2**20))
         assert (response.status_code, response.json()["code"]) == (413, "body_too_large")
         assert client.get("/health/live").status_code == 200
 
@@ -432,9 +431,7 @@ def test_it_serves_a_unix_socket(tmp_path: Path) -> None:
     with serving(tmp_path, uds=path) as running:
         transport = httpx.HTTPTransport(uds=str(path))
         with httpx.Client(transport=transport, base_url="http://attnd") as client:
-            headers = {"content-type": SAFETENSORS}
-            response = client.post("/v1/decode", content=BODY, headers=headers)
-            assert response.status_code == 200
+            assert post(client, "/v1/decode", BODY).status_code == 200
         running.engine.close_gate()
         with socket.socket(socket.AF_UNIX) as peer:
             peer.connect(str(path))

@@ -12,10 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 from scripted import (
-    SAFETENSORS,
     WAIT_S,
     Running,
     decode_body,
+    post,
     receive_all,
     replies,
     request,
@@ -64,9 +64,7 @@ def test_before_the_engine_answers_the_door_is_live_and_not_ready(tmp_path: Path
                         response = client.get(route)
                         assert (response.status_code, response.json()["code"]) == (503, "not_ready")
                         assert "starting" in response.json()["detail"]
-                    headers = {"content-type": SAFETENSORS}
-                    response = client.post("/v1/decode", content=BODY, headers=headers)
-                    assert response.status_code == 503
+                    assert post(client, "/v1/decode", BODY).status_code == 503
             finally:
                 assert server.loop is not None
                 server.loop.call_soon_threadsafe(server.drain)
@@ -136,8 +134,7 @@ def test_without_an_engine_every_request_gets_503_at_once(running: Running) -> N
         (reply,) = replies(receive_all(peer))
         assert (reply.status, reply.problem["code"]) == (503, "not_ready")
         began = time.monotonic()
-        headers = {"content-type": SAFETENSORS}
-        response = client.post("/v1/decode", content=decode_body(100_000), headers=headers)
+        response = post(client, "/v1/decode", decode_body(100_000))
         assert (response.status_code, response.json()["code"]) == (503, "not_ready")
         assert client.get("/health/ready").status_code == 503
         assert client.get("/health/live").status_code == 200

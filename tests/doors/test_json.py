@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 import pytest
 from images import write_image
-from scripted import JSON, SAFETENSORS, Running, decode_body, request, serving, wait_for
+from scripted import JSON, SAFETENSORS, Running, decode_body, post, request, serving, wait_for
 
 COUNT = 100_000
 
@@ -74,8 +74,7 @@ def test_what_changes_the_pool_is_not_called_for_an_answer_that_json_may_not_hol
     limit = 200_000
     with serving(tmp_path, "--server.max-json-bytes", str(limit)) as running:
         with running.client() as client:
-            headers = {"content-type": SAFETENSORS, "accept": JSON}
-            response = client.post("/v1/decode", content=decode_body(10_000), headers=headers)
+            response = post(client, "/v1/decode", decode_body(10_000), accept=JSON)
             assert response.json()["code"] == "answer_too_large"
         (heard,) = running.engine.heard
         assert heard.capacity * 2 < limit, "the engine could see that it does not fit"

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from scripted import Running, decode_body, request, wait_for
+from scripted import Running, decode_body, post, request, wait_for
 
 from service.logs import ConsoleLines
 from service.operations.table import OPERATIONS
@@ -58,8 +58,7 @@ def test_every_answer_has_its_headers_in_the_document(client: httpx.Client) -> N
 
 def test_requests_are_counted_by_operation_and_code(door: Running, client: httpx.Client) -> None:
     before = [door.counted("ok", "decode"), door.counted("not_found", "unknown")]
-    headers = {"content-type": "application/vnd.safetensors"}
-    client.post("/v1/decode", content=decode_body(), headers=headers)
+    post(client, "/v1/decode", decode_body())
     client.get("/nothing")
     reply = client.get("/metrics").text
     assert "attnd_request_duration_seconds_bucket" in reply

@@ -28,6 +28,7 @@ from scripted import (
 
 from config.settings import load_settings
 from service.processes.handover import Child, Shared, start
+from tests.harness.processes import python
 
 GOOD = request("/v1/decode", decode_body())
 READY = request("/health/ready", method="GET", content_length="", connection="close")
@@ -113,11 +114,4 @@ def test_it_imports_nothing_of_the_engine() -> None:
         "'service.core', 'kernels'))}\n"
         "print(sorted(names & {'torch', 'cupy', 'yaml', 'pydantic_settings'}), sorted(inner))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=Path(__file__).resolve().parents[2],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == "[] []\n"
+    assert python(program) == "[] []\n"

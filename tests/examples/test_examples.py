@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.harness import processes
 
 pytestmark = pytest.mark.long
 
@@ -17,15 +18,9 @@ EXAMPLES = ROOT / "examples"
 
 
 def run(*command: str, **environment: str) -> str:
-    """The output of a command from examples/; fails with the output unless its status is 0."""
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    """The output of a command; fails with the output unless its status is 0."""
+    offline = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
+    done = processes.run(*command, env=offline, timeout=280)
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.processes import ROOT, SERVICE, running
+from tests.harness.processes import ROOT, SERVICE, run, running
 from tests.harness.waiting import wait_for
 
 COMPILER = shutil.which("cc")
@@ -36,10 +36,6 @@ def engine_socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         assert service.stop() == 0
 
 
-def run(program: Path, socket: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([program, socket], capture_output=True, text=True, timeout=60)
-
-
 def test_it_appends_decodes_and_finds_the_numbers_right(program: Path, engine_socket: Path) -> None:
     for _ in range(2):  # the second run shows that the first one left nothing in the way
         done = run(program, engine_socket)
@@ -55,7 +51,7 @@ def test_the_command_of_the_examples_page_runs(tmp_path: Path, engine_socket: Pa
     command = found[1].replace("/tmp/attnd-$(id -u)/8080.sock", str(engine_socket))
     assert command != found[1], "it names the engine's socket"
     command = command.replace("/tmp/road", str(tmp_path / "road"))
-    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = run("sh", "-c", command, timeout=60)
     assert done.returncode == 0, done.stderr
 
 

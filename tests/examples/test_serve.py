@@ -28,8 +28,8 @@ from selenium.webdriver.common.by import By
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from examples.local_service import serve_tcp
-from tests.browser import browser, missing, prefers
-from tests.harness.processes import children
+from tests.browser import browser, prefers
+from tests.harness.processes import children, run
 from tests.harness.waiting import wait_for
 
 pytestmark = pytest.mark.long
@@ -362,11 +362,6 @@ def test_a_path_that_is_none_and_text_that_is_none_get_openais_error(server: Ser
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Chrome]:
-    if names := missing():
-        reply = f"{' and '.join(names)} not installed: apt-get install chromium chromium-driver"
-        if os.environ.get("CI"):
-            pytest.fail(reply)
-        pytest.skip(reply)
     with browser() as driver:
         yield driver
 
@@ -572,8 +567,8 @@ def test_what_cannot_start_says_why_in_one_line(server: Server, folder: Path) ->
         ([*free, "--attnd", str(folder / "none")], "no engine at"),
         ([*free, "--attnd", "http://example.com"], "is another host"),
     ):
-        command = [sys.executable, "-m", "examples.serve", "--model", str(folder), *options]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        command = [sys.executable, "-m", "examples.serve", "--model", folder, *options]
+        done = run(*command)
         assert done.returncode != 0
         assert says in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
 
@@ -595,6 +590,5 @@ def test_a_running_attnd_serves_by_url_and_socket_but_not_another_geometry(
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     PreTrainedTokenizerFast.from_pretrained(folder).save_pretrained(tmp_path)
     command = [sys.executable, "-m", "examples.serve", "--port", str(free_port())]
-    command += ["--model", str(tmp_path), "--attnd", server.attnd]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = run(*command, "--model", tmp_path, "--attnd", server.attnd)
     assert done.returncode == 1 and "the service's pool is 2 layers" in done.stderr

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from examples.serve.progress import stage
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.harness.processes import python
 
 
 def test_help_describes_every_option_without_loading_torch() -> None:
@@ -20,11 +16,10 @@ def test_help_describes_every_option_without_loading_torch() -> None:
         "try: runpy.run_module('examples.serve', run_name='__main__')\n"
         "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
     )
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.stdout.splitlines()[-1] == "0 False", done.stderr
+    output = python(program)
+    assert output.splitlines()[-1] == "0 False"
     for option in ("--port", "--model", "--attnd", "--live", "--pool-tokens", "--max-running"):
-        assert option in done.stdout
+        assert option in output
 
 
 def test_a_stage_that_takes_long_says_so_every_two_seconds(

@@ -109,6 +109,17 @@ def running(
             assert not process.reader.is_alive(), "a process was left behind: stderr is still open"
 
 
+def run(*command: str | Path, **how: Any) -> subprocess.CompletedProcess[str]:
+    """Runs a command from the repository's root to its end; `how` goes to `subprocess.run`."""
+    given = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": START_S} | how
+    return subprocess.run(list(map(str, command)), **given)
+
+
+def python(program: str, *arguments: str, **how: Any) -> str:
+    """What a Python program prints, which must succeed."""
+    return run(sys.executable, "-c", program, *arguments, check=True, **how).stdout
+
+
 def children(pid: int) -> list[int]:
     return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 import httpx
@@ -19,7 +20,6 @@ from kernels.backend import NUMPY_DTYPES
 KIND: Final = os.environ.get("TEST_BACKEND", "cpu")
 POOL_DTYPE: Final = "fp32" if KIND == "cpu" else "fp16"
 WIRE_DTYPE: Final = np.dtype(NUMPY_DTYPES[POOL_DTYPE])
-WIRE_NAME: Final = {"fp32": "F32", "fp16": "F16"}[POOL_DTYPE]
 O_TOLERANCE: Final = {"fp32": 1e-5, "fp16": 1e-3}[POOL_DTYPE]
 LSE_TOLERANCE: Final = 1e-3
 LAYERS, KV_HEADS, QO_HEADS, HEAD_DIM, PAGE_SIZE, PAGES = 2, 2, 4, 64, 4, 64
@@ -130,6 +130,27 @@ def store(client: httpx.Client, ids: list[int]) -> None:
     fill(client, np.random.default_rng(0), "a", len(ids))
     assert client.post("/v1/sequences/a/commit", json={"token_ids": ids}).is_success
     assert client.delete("/v1/sequences/a").is_success
+
+
+@contextmanager
+def streaming(client: httpx.Client, path: str, **how: Any) -> Iterator[Iterator[dict[str, str]]]:
+    """The events of a stream, each by the names of its fields."""
+    with client.stream("GET", path, **how) as response:
+        assert response.status_code == 200, response.read()
+        assert response.headers["content-type"] == "text/event-stream"
+        yield read_events(response.iter_lines())
+
+
+def read_events(lines: Iterator[str]) -> Iterator[dict[str, str]]:
+    found: dict[str, str] = {}
+    for line in lines:
+        if line:
+            name, _, value = line.partition(": ")
+            found[name] = value
+        else:
+            if "data" in found:
+                yield found
+            found = {}
 
 
 def endless_prefill(n: int = 300_000) -> tuple[dict[str, Any], dict[str, Any]]:

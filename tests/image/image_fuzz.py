@@ -1,62 +1,30 @@
 """Images of hostile callers: right requests of every operation, broken in their bytes or fields.
 
 `broken_image` makes one from a seed, free of any engine, so that it can be sent to a real one;
-`judge` checks the promises of the reader and the operations' rules. By command:
-
-    python -m tests.image.image_fuzz --cases 1000000 --seed 7
+`judge` checks the promises of the reader and the operations' rules.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import random
 import struct
-import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from service.engine.handlers.exports import header_digest
 from service.errors import AttndError, InvalidRequest, MalformedBody
 from service.image.json_body import image_of_json
 from service.image.reading import place, split
-from service.operations.schema.info import InfoAnswer, LimitsAnswer
 from service.operations.schema.spec import Prepared, prepare
 from service.operations.table import BY_NAME, OPERATIONS
 from service.operations.transfer import Header
+from tests.operations.declared import INFO as DECLARED
 
-INFO: Final = InfoAnswer(
-    version="0",
-    instance_id="fuzz",
-    backend="cpu",
-    device="cpu",
-    num_layers=2,
-    num_pages=64,
-    page_size=4,
-    num_kv_heads=1,
-    head_dim=2,
-    layout="NHD",
-    dtype="fp32",
-    k_scale=1.0,
-    v_scale=1.0,
-    tensor_dtypes=["F32", "F16", "BF16"],
-    unsupported=[],
-    limits=LimitsAnswer(
-        max_body_bytes=2**28,
-        max_json_body_bytes=2**23,
-        max_answer_bytes=2**28,
-        max_sequences=65536,
-        queue_depth=256,
-        deadline_s=30.0,
-    ),
-)
+INFO: Final = DECLARED.model_copy(update={"num_kv_heads": 1, "head_dim": 2})
 """The geometry that the operations' examples are for."""
 
 EXPORTED: Final = Header(
@@ -280,17 +248,3 @@ def run(cases: int, seed: int) -> Counter[str]:
         except Exception as error:
             raise AssertionError(f"seed {number}: {case}") from error
     return outcomes
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", type=int, default=1_000_000)
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**40))
-    options = parser.parse_args()
-    started = time.monotonic()
-    outcomes = run(options.cases, options.seed)
-    print(f"seed {options.seed}: {options.cases} in {time.monotonic() - started:.0f} s: {outcomes}")
-
-
-if __name__ == "__main__":
-    main()

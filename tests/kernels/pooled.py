@@ -155,6 +155,13 @@ def expected(
     return np.concatenate([o for o, _ in states]), np.concatenate([lse for _, lse in states])
 
 
+def with_sinks(state: oracle.State, sinks: Array | None) -> oracle.State:
+    o, lse = state
+    if sinks is None:
+        return state
+    return oracle.merge([state, (np.zeros(o.shape), np.broadcast_to(sinks, lse.shape))])
+
+
 @dataclass(frozen=True, slots=True)
 class Bars:
     """Maximum errors of o and lse against the oracle with the operands `as_computed`."""

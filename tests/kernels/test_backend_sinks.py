@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import oracle
 import pytest
-from pooled import Pooled, as_computed, bars, check, expected, indptr, normal, refusals
+from pooled import Pooled, as_computed, bars, check, expected, indptr, normal, refusals, with_sinks
 from test_backend_cascade import cascade_plan, grow
 
 from kernels.backend import Attend, AttentionState, PoolGeometry, RaggedAttend, Scoring
@@ -23,11 +22,6 @@ def some_sinks(rng) -> np.ndarray:
     sinks = rng.normal(1.0, 3.0, HEADS).astype(np.float32)
     sinks[2] = -np.inf
     return sinks
-
-
-def with_sinks(state: oracle.State, sinks) -> oracle.State:
-    o, lse = state
-    return oracle.merge([state, (np.zeros(o.shape), np.broadcast_to(sinks, lse.shape))])
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,7 +28,7 @@ from transformers import (
 )
 
 from tests.client.running_service import connect
-from tests.harness.processes import ROOT
+from tests.harness.processes import python
 
 pytestmark = pytest.mark.long
 
@@ -279,14 +277,7 @@ def test_sequences_of_a_process_that_ends_are_deleted(session: Session, socket: 
         "generated(model, prompts(4, 5), cache)\n"
         "print(session.pool().sequences)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, socket],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == "2\n", done.stderr
+    assert python(program, socket) == "2\n"
     assert session.pool().sequences == 0
 
 

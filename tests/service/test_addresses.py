@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import stat
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,7 @@ import pytest
 from config.server import ServerSettings
 from service.addresses import Addresses, bind_addresses
 from service.road.engine_end.listening import CannotListen
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.harness.processes import SERVICE, run
 
 
 class Bound:
@@ -157,13 +154,7 @@ def test_an_address_that_cannot_be_is_one_line_and_exit_status_1(tmp_path: Path)
     for arguments, named in cases(tmp_path):
         if "--server.socket" not in arguments:
             arguments = [*arguments, "--server.socket", str(tmp_path / "engine.sock")]
-        done = subprocess.run(
-            [sys.executable, "-m", "service", "--server.port", "0", *arguments],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=30,
-        )
+        done = run(*SERVICE, "--server.port", "0", *arguments)
         assert done.returncode == 1, (arguments, done.stderr)
         (line,) = done.stderr.splitlines()
         assert "error main attnd: cannot listen: " in line and named in line, line

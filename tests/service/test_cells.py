@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from service.processes.cells import SIZE, Cells, make_shared
+from tests.harness.processes import python
 
-ROOT = Path(__file__).resolve().parents[2]
 WRITER = """
 import os, sys
 from service.processes.cells import Cells
@@ -26,15 +23,7 @@ print(os.getpid())
 
 def write_elsewhere(fd: int) -> int:
     """Another process counts in that memory; its pid."""
-    done = subprocess.run(
-        [sys.executable, "-c", WRITER, str(fd)],
-        cwd=ROOT,
-        pass_fds=[fd],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return int(done.stdout)
+    return int(python(WRITER, str(fd), pass_fds=[fd]))
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +11,8 @@ from config.sections import AuthSettings
 from service.errors import Forbidden, Unauthorized
 from service.keys import KeysError, line_of, new_key, read_again, read_keys
 from service.tenants import OPEN, tenant_of
+from tests.harness.processes import SERVICE, run
 
-ROOT = Path(__file__).resolve().parents[2]
 DIGEST = hashlib.sha256(b"secret").hexdigest()
 
 
@@ -112,20 +110,12 @@ def test_a_missing_scope_is_reported_with_the_keys_scopes() -> None:
 
 
 def test_the_command_prints_a_key_and_its_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "service", "key", "new", "--namespace", "search"]
-    done = subprocess.run(
-        [*command, "--scope", "admin", "--scope", "read"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command = (*SERVICE, "key", "new", "--namespace")
+    done = run(*command, "search", "--scope", "admin", "--scope", "read", check=True)
     key, line = done.stdout.splitlines()
     assert line == line_of(key, "search", ["read", "admin"])
     assert read_keys(file_of(tmp_path, line)).check(key.encode(), "").tenant.namespace == "search"
-    wrong = subprocess.run(
-        [*command[:-1], "a b"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    wrong = run(*command, "a b")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr.startswith("attnd: namespace 'a b'")
 

@@ -6,17 +6,15 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from service.logs import MAX_WAITING, BackgroundHandler, ConsoleLines, JsonLines
+from tests.harness.processes import run
 
-ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import logging, sys
 from config.settings import LogSettings
@@ -36,13 +34,7 @@ logging.getLogger("uvicorn.error").info("started")
 
 def lines(*arguments: str) -> list[str]:
     """The output of a process with these log settings (the set-up is for a whole process)."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run(sys.executable, "-c", PROGRAM, *arguments, check=True)
     assert done.stdout == ""
     return done.stderr.splitlines()
 

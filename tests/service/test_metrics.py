@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from service.metrics import Metrics
 from service.processes.cells import Cells, make_shared
+from tests.harness.processes import python
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
@@ -254,15 +255,8 @@ def test_every_process_shows_the_sum_of_all_and_dead_ones_keep_their_counters() 
 
 def render_as_sibling(name: str, shared: Mapping[str, int]) -> dict[str, float]:
     """The metrics that the process `name` of the service renders."""
-    done = subprocess.run(
-        [sys.executable, "-c", RENDER, name, *(f"{key}={fd}" for key, fd in shared.items())],
-        cwd=ROOT,
-        pass_fds=list(shared.values()),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return read(done.stdout)
+    pairs = (f"{key}={fd}" for key, fd in shared.items())
+    return read(python(RENDER, name, *pairs, pass_fds=list(shared.values())))
 
 
 def test_another_users_process_under_the_pid_of_a_dead_one_is_not_shown() -> None:

@@ -158,23 +158,20 @@ def test_lanes_made_are_counted_not_lanes_open(device: FakeDevice, living: set[i
     assert len(set(streams)) == 1, "streams are made only once"
 
 
-def test_no_more_lanes_than_queues_whatever_is_asked_for(
-    device: FakeDevice, living: set[int]
+@pytest.mark.parametrize(("num_copy_streams", "most"), [(None, 2), (2, 1)])
+def test_no_more_lanes_than_queues_that_copies_of_pages_leave(
+    device: FakeDevice,
+    living: set[int],
+    monkeypatch: pytest.MonkeyPatch,
+    num_copy_streams: int | None,
+    most: int,
 ) -> None:
+    if num_copy_streams is not None:
+        monkeypatch.setattr(FakeBackend, "num_copy_streams", num_copy_streams)
     lanes = lanes_of(device, most=13, queues=10)
-    for _ in range(2):
+    for _ in range(most):
         opened(lanes, owner(1))
-    with pytest.raises(NoRoom, match="at most 2"):
-        opened(lanes, owner(1))
-
-
-def test_copies_of_pages_take_queues_too(
-    device: FakeDevice, living: set[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(FakeBackend, "num_copy_streams", 2)
-    lanes = lanes_of(device, most=13, queues=10)
-    opened(lanes, owner(1))
-    with pytest.raises(NoRoom, match="at most 1"):
+    with pytest.raises(NoRoom, match=f"at most {most}"):
         opened(lanes, owner(1))
 
 

@@ -465,16 +465,6 @@ async def test_a_part_is_taken_once_however_many_bring_it_at_a_time(
 
 
 @cpu_engine()
-async def test_a_sequences_time_to_live_comes_along(caller: Caller) -> None:
-    await caller.submit(creation({"id": "a", "ttl_s": 900.0}))
-    await grow(caller, "a", LENGTHS, CPU_GEOMETRY)
-    await bring(caller, await export(caller, "a"), "b", idle_s=1.0)
-    assert (await caller.view("b"))["ttl_s"] == 900.0
-    await asyncio.sleep(1.2)
-    assert (await caller.view("b"))["length"] == 23
-
-
-@cpu_engine()
 async def test_imports_in_any_order_with_flaws_leave_complete_sequences(caller: Caller) -> None:
     seed = secrets.randbits(40)
     print(f"seed {seed}")

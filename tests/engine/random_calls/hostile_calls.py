@@ -1,17 +1,12 @@
-"""Hostile callers against a live engine on its socket: what must hold, whatever they do.
-
-python -m tests.engine.random_calls.hostile_calls --cases 1000000 --seed 7
-"""
+"""Hostile callers against a live engine on its socket: what must hold, whatever they do."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import mmap
 import os
 import random
 import re
-import secrets
 import socket
 import subprocess
 import sys
@@ -293,15 +288,3 @@ def run(cases: int, seed: int) -> dict[str, Any]:
     assert leaked <= 0, f"{leaked} descriptors leaked"
     seconds = time.perf_counter() - started
     return {"cases": fuzz.cases, "seconds": round(seconds, 1), **fuzz.outcomes}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", type=int, default=1_000_000)
-    parser.add_argument("--seed", type=int, default=secrets.randbits(40))
-    given = parser.parse_args()
-    print(run(given.cases, given.seed))
-
-
-if __name__ == "__main__":
-    main()

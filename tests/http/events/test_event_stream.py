@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from http_messages import PAGE_SIZE, append, create, rows, store
+from http_messages import PAGE_SIZE, append, create, rows, store, streaming
 from http_secrets import both, keys_file, write_keys
 from http_service import Service, serving
 
@@ -31,23 +31,11 @@ def clear(client: httpx.Client) -> None:
 @contextmanager
 def listening(client: httpx.Client, **how: Any) -> Iterator[Iterator[dict[str, Any]]]:
     """The stream's events as dicts, `kind` their name and `number` their id."""
-    with client.stream("GET", "/v1/events", **how) as response:
-        assert response.status_code == 200, response.read()
-        assert response.headers["content-type"] == "text/event-stream"
-        yield read_events(response.iter_lines())
-
-
-def read_events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
-    found: dict[str, str] = {}
-    for line in lines:
-        if line:
-            name, _, value = line.partition(": ")
-            found[name] = value
-        else:
-            if "data" in found:
-                kind, number = found["event"], int(found["id"])
-                yield json.loads(found["data"]) | {"kind": kind, "number": number}
-            found = {}
+    with streaming(client, "/v1/events", **how) as events:
+        yield (
+            json.loads(one["data"]) | {"kind": one["event"], "number": int(one["id"])}
+            for one in events
+        )
 
 
 def page(client: httpx.Client, after: int) -> dict[str, Any]:

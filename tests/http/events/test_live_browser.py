@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import statistics
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from http_service import Service, serving
 from selenium.webdriver import ActionChains, Chrome, Keys
 from selenium.webdriver.common.by import By
 
-from tests.browser import browser, missing, network, prefers
+from tests.browser import browser, network, prefers
 from tests.harness.waiting import wait_for
 
 pytestmark = pytest.mark.long
@@ -47,11 +46,6 @@ return Array.from({length: attnd.map.states.length}, (_, page) => {
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Chrome]:
-    if names := missing():
-        reply = f"{' and '.join(names)} not installed: apt-get install chromium chromium-driver"
-        if os.environ.get("CI"):
-            pytest.fail(reply)
-        pytest.skip(reply)
     with browser() as driver:
         yield driver
 

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from http_messages import PAGE_SIZE, PAGES, append, check_problem, create, post, rows
+from http_messages import PAGE_SIZE, PAGES, append, check_problem, create, post, rows, streaming
 from http_secrets import bearer, keys_file, write_keys
 from http_service import Service, serving
 
@@ -28,19 +28,8 @@ STREAM = "/live/stream"
 @contextmanager
 def watching(client: httpx.Client, **how: Any) -> Iterator[Iterator[tuple[str, Any]]]:
     """The stream's events: (name, value)."""
-    with client.stream("GET", STREAM, **how) as response:
-        assert response.status_code == 200, response.read()
-        assert response.headers["content-type"] == "text/event-stream"
-        yield events(response.iter_lines())
-
-
-def events(lines: Iterator[str]) -> Iterator[tuple[str, Any]]:
-    name = ""
-    for line in lines:
-        if line.startswith("event: "):
-            name = line.removeprefix("event: ")
-        elif line.startswith("data: "):
-            yield name, json.loads(line.removeprefix("data: "))
+    with streaming(client, STREAM, **how) as events:
+        yield ((one["event"], json.loads(one["data"])) for one in events)
 
 
 def first(stream: Iterator[tuple[str, Any]], name: str, **fields: Any) -> Any:

@@ -1,11 +1,7 @@
-"""Hostile conversations played against sessions: what must hold, whatever a caller sends.
-
-python -m tests.road.random_frames.session_fuzz --cases 1000000 --seed 7 [--tcp]
-"""
+"""Hostile conversations played against sessions: what must hold, whatever a caller sends."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -213,16 +209,3 @@ def run(cases: int, seed: int, is_remote: bool = False) -> dict[str, Any]:
     assert more <= 0, f"{more} descriptors leaked"
     seconds = time.perf_counter() - started
     return {"frames": judge.frames, "seconds": round(seconds, 1), **judge.outcomes}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", type=int, default=1_000_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tcp", action="store_true")
-    given = parser.parse_args()
-    print(run(given.cases, given.seed, given.tcp))
-
-
-if __name__ == "__main__":
-    main()

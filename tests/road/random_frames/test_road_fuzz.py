@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from tests.road.random_frames.frame_fuzz import conversation
 from tests.road.random_frames.session_fuzz import run
 
+CASES = int(os.environ.get("FUZZ_CASES", "25000"))
+
 
 @pytest.mark.parametrize("seed", range(0, 40_000, 10_000))
 def test_sessions_survive_what_callers_send(seed: int) -> None:
-    reply = run(25_000, seed)
+    reply = run(CASES, seed)
     assert reply["answers"] > 10_000 and reply["refused"] > 100, reply
 
 
