@@ -123,7 +123,7 @@ KILLED = """
 import os, signal, time
 from attnd.wire.frames import dump_json
 from attnd.road.connection import Connection
-from attnd.road.stepping import request_arena, wait_arena
+from attnd.road.pending import request_arena, wait_arena
 
 path, count = sys.argv[1], int(sys.argv[2])
 slot = dict(q=4096, k=8192, v=12288, o=16384, lse=20480)

@@ -56,7 +56,7 @@ from functools import partial
 from inspect import get_annotations
 from typing import Any, Final
 
-from attnd.results import Meta
+from attnd.meta import Meta
 from attnd.wire.codes import CODES, code_of
 
 

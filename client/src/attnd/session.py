@@ -20,8 +20,9 @@ from attnd.calls.call import Call, Reply
 from attnd.dependents import Dependents
 from attnd.errors import AttndError, NotFound, NotSupported
 from attnd.http.origin import PORTS
+from attnd.meta import Meta
 from attnd.methods import Calls, blocking, documented
-from attnd.results import Info, Meta
+from attnd.results import Info
 from attnd.retries import Attempt, Retries, driven, execute, options_of, retrying
 from attnd.road.attempts import HEALTH, health, send_attempt
 from attnd.road.connection import Connection

@@ -10,9 +10,19 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from attnd.calls.arguments import Indices, instances, sequence_ids, whole_numbers
-from attnd.calls.call import Call, Reply, Settled, no_recovery
+from attnd.calls.call import (
+    Call,
+    Reply,
+    Settled,
+    attend,
+    landed,
+    lengths_after,
+    mask_tensor,
+    no_recovery,
+    state_bytes,
+    tensor_call,
+)
 from attnd.calls.control import indices
-from attnd.calls.tensors import attend, landed, lengths_after, mask_tensor, state_bytes, tensor_call
 from attnd.errors import ServiceError
 from attnd.results import AppendResult, AttentionResult, GatherResult, MergeResult
 from attnd.wire.states import LseBase

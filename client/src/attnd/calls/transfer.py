@@ -13,7 +13,7 @@ from attnd.calls.arguments import plain_fields, sequence_id
 from attnd.calls.call import Call, Reply, Settled, no_recovery, nothing, reads_into, settled_by
 from attnd.calls.prefix import Prefix
 from attnd.errors import PartMismatch, SequenceExists, ServiceError, UnknownImport
-from attnd.results import NO_META, Meta
+from attnd.meta import NO_META, Meta
 
 Array = NDArray[Any]
 T = TypeVar("T")

@@ -10,10 +10,10 @@ from contextlib import suppress
 from typing import Final, Protocol, cast
 
 from attnd.errors import ConnectionFailed, ProtocolError, ReplyLost, TimedOut
-from attnd.http.blocking_transport import Part
 from attnd.http.messages import Request, Response
 from attnd.http.origin import KEEP_IDLE_S, MAX_CONNECTIONS, Origin, no_connection
 from attnd.http.responses import ResponseReader
+from attnd.wire.dtypes import Part
 
 JOINED_BYTES: Final = 64 * 1024
 """Requests up to this length are written in one piece."""

@@ -18,8 +18,7 @@ from attnd.http.messages import Request, Response
 from attnd.http.origin import KEEP_IDLE_S, MAX_CONNECTIONS, Origin, no_connection
 from attnd.http.responses import ResponseReader
 from attnd.retries import remaining
-
-Part = bytes | memoryview
+from attnd.wire.dtypes import Part
 
 TIMEVAL: Final = Struct("ll")
 MAX_PARTS: Final = 16

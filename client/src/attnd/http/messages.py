@@ -12,10 +12,10 @@ from urllib.parse import quote, urlencode
 
 from attnd.calls.call import Call, Reply
 from attnd.errors import ProtocolError, ServiceError, service_error
-from attnd.results import Meta, Timings
+from attnd.meta import Meta, Timings
 from attnd.retries import Attempt
 from attnd.wire import images, operations
-from attnd.wire.dtypes import Array
+from attnd.wire.dtypes import Array, Part
 from attnd.wire.frames import dump_json
 from attnd.wire.images import Bytes, request_image
 
@@ -43,7 +43,7 @@ MIN_DEADLINE_MS: Final = 1.0
 MAX_DEADLINE_MS: Final = 3_600_000.0
 """Maximum deadline of the service; a longer one is enforced at this end only."""
 
-Body = tuple[bytes | memoryview, ...]
+Body = tuple[Part, ...]
 
 
 @dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a call

@@ -9,13 +9,12 @@ import numpy as np
 
 from attnd.calls.call import Call, Reply
 from attnd.errors import ProtocolError, service_error
-from attnd.results import Meta, Timings
+from attnd.meta import Meta, Timings
 from attnd.retries import Attempt
 from attnd.road.areas import PlacedCall
 from attnd.road.arena import Arena
 from attnd.road.connection import Connection
-from attnd.road.pending import Answer
-from attnd.road.stepping import problem_of
+from attnd.road.pending import Answer, problem_of
 from attnd.wire import frames, images
 
 ANSWER_ROOM: Final = 16 * 1024

@@ -7,7 +7,6 @@ all the others until its own reply is there, then another waiting thread takes o
 from __future__ import annotations
 
 import _thread
-import json
 import os
 import select
 import socket
@@ -25,13 +24,12 @@ from attnd.errors import (
     TimedOut,
     service_error,
 )
-from attnd.results import Meta
+from attnd.meta import Meta
 from attnd.retries import remaining
 from attnd.road.areas import Areas, PlacedCall
 from attnd.road.arena import Slot
-from attnd.road.greeting import greet
-from attnd.road.pending import Answer, Pending, Reply
-from attnd.road.stepping import StepCall
+from attnd.road.greeting import greet, read_object
+from attnd.road.pending import Answer, Pending, Reply, StepCall
 from attnd.wire import frames as f
 
 WATCH_S: Final = 0.05
@@ -91,23 +89,9 @@ class Connection:
             self._last_number = number = self._last_number + 1
             self._calls[number] = pending
             try:
-                self._send(
-                    f.CALL_FRAME.pack(
-                        f.CALL,
-                        0,
-                        f.CALL_PAYLOAD.size,
-                        number,
-                        route,
-                        0,
-                        deadline_us,
-                        place.offset,
-                        place.length,
-                        place.answer.offset,
-                        place.capacity,
-                        request_id,
-                    ),
-                    ends,
-                )
+                head = (f.CALL, 0, f.CALL_PAYLOAD.size, number, route, 0, deadline_us)
+                where = (place.offset, place.length, place.answer.offset, place.capacity)
+                self._send(f.CALL_FRAME.pack(*head, *where, request_id), ends)
             except BaseException:
                 pending.is_abandoned = True
                 if self._calls.pop(number, None) is not None:
@@ -171,7 +155,7 @@ class Connection:
             finally:
                 self._sending.release()
 
-    # Steps: see attnd.road.stepping.
+    # Steps: see attnd.road.pending.
 
     def send_step(self, description: bytes, deadline_us: int, ends: float) -> StepCall:
         """Describe a step, without waiting for a reply."""
@@ -406,14 +390,3 @@ class Connection:
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads
         self._socket.close()
         self.arena.close()
-
-
-def read_object(payload: bytes) -> dict[str, Any]:
-    """The JSON object of a frame; raises ProtocolError."""
-    try:
-        document = json.loads(payload)
-    except ValueError as error:
-        raise ProtocolError(f"a frame of the engine is not JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise ProtocolError(f"a frame of the engine is not a JSON object: {payload[:80]!r}")
-    return document

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from attnd.errors import ConnectionFailed, ProtocolError, service_error
-from attnd.results import Meta
+from attnd.meta import Meta
 from attnd.retries import remaining
 from attnd.road.arena import Arena
 from attnd.wire import frames as f
@@ -87,9 +87,7 @@ def first_frame(
         found = reader.next()
         if found is not None:
             kind, start, size = found
-            content = json.loads(bytes(reader.window[start : start + size]))
-            if not isinstance(content, dict):
-                raise ProtocolError(f"frame {f.NAMES[kind]} of the engine is not a JSON object")
+            content = read_object(bytes(reader.window[start : start + size]))
             if kind == f.REFUSED:
                 raise service_error(content, Meta())
             if kind != f.WELCOME:
@@ -117,3 +115,14 @@ def peer_uid(connected: socket.socket) -> int | None:
         return None
     credentials = connected.getsockopt(socket.SOL_SOCKET, option, CREDENTIALS.size)
     return int(CREDENTIALS.unpack(credentials)[1])
+
+
+def read_object(payload: bytes) -> dict[str, Any]:
+    """The JSON object of a frame; raises ProtocolError."""
+    try:
+        document = json.loads(payload)
+    except ValueError as error:
+        raise ProtocolError(f"a frame of the engine is not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise ProtocolError(f"a frame of the engine is not a JSON object: {payload[:80]!r}")
+    return document

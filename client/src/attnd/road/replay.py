@@ -20,7 +20,7 @@ import numpy as np
 
 from attnd.calls.arguments import whole_numbers
 from attnd.calls.call import Call, Reply, parsed
-from attnd.results import Meta, Timings
+from attnd.meta import Meta, Timings
 from attnd.road.areas import Area, ArraysInPlace, PlacedCall
 from attnd.road.arena import Held
 from attnd.road.attempts import answer_room, by_stage, read_answer

@@ -10,8 +10,7 @@ from typing import Any, Generic
 
 from attnd.errors import AttndError, ServiceError
 from attnd.road.connection import Connection
-from attnd.road.pending import Pending
-from attnd.road.stepping import request_arena, wait_arena
+from attnd.road.pending import Pending, request_arena, wait_arena
 from attnd.steps.layout import A
 from attnd.steps.slots import Arena, Room, Slots
 from attnd.steps.step import Run, Step

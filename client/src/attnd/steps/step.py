@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Self
 
 from attnd.errors import ServiceError
-from attnd.road.stepping import StepCall
+from attnd.road.pending import StepCall
 from attnd.steps.layout import A, OfLayers
 from attnd.steps.slots import Slots
 
