@@ -69,6 +69,8 @@ class FakeLink:
         self.imports: set[str] = set()
         self.served: list[tuple[str, Any, dict[str, Any]]] = []
         """The operation, fields and tensors of each call."""
+        self.replies: dict[str, Any] = {}
+        """Of operations that are not served with the ids alone."""
         self.scheduled: dict[str, list[Any]] = {}
 
     def do_next(self, operation: str, *doing: Any) -> None:
@@ -106,15 +108,12 @@ class FakeLink:
         match name:
             case "create_sequences":
                 return self.create(fields["sequences"])
-            case "gather":
-                self.check(fields["sequences"])
-            case "get_sequence" | "delete_sequence":
-                self.check([fields["id"]])
-                if name == "delete_sequence":
-                    self.ids.remove(fields["id"])
-            case _:
+            case "get_import" | "cancel_import" | "import_sequence":
                 return self.step(name, fields)
-        return {}
+        self.check([*fields.get("sequences", ()), *filter(None, [fields.get("id")])])
+        if name == "delete_sequence":
+            self.ids.remove(fields["id"])
+        return self.replies.get(name, {})
 
     def create(self, new: list[Any]) -> dict[str, Any]:
         made = {one["id"] for one in new}

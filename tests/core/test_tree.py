@@ -303,8 +303,10 @@ def test_undo_puts_lengths_and_pages_back_latest_first(pool) -> None:
     before = everything(pool.tree)
     first = pool.tree.extend(0, ["b", "a"], int32(6, 1))
     second = pool.tree.extend(0, ["a"], int32(9))
+    within = pool.tree.extend(0, ["b"], int32(1))  # no new page
     with pytest.raises(IntegrityError, match="this is a bug"):
         pool.tree.undo(first)
+    pool.tree.undo(within)
     pool.tree.undo(second)
     pool.tree.undo(first)
     pool.tree.check_integrity()

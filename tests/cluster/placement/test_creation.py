@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.cluster.placement import creation
 from service.cluster.placement.cost import Load
 from service.errors import (
     InvalidRequest,
@@ -80,17 +79,6 @@ async def test_another_engine_makes_what_one_has_no_room_or_no_session_for(
         assert await create(cluster, {"id": "one"}, {"id": "two"}) == (201, ["one", "two"])
         assert not cluster.links["a"].ids and cluster.home("one") == "b"
         assert len(cluster.links["a"].calls("gather")) == 2, "ids are looked for before and after"
-
-
-async def test_what_is_tried_at_another_engine_is_made_once() -> None:
-    async with fake_cluster("ab") as cluster:
-        for link in cluster.links.values():
-            link.do_next("create_sequences", FULL)
-        cluster.links["b"].scheduled.clear()
-        status, ids = await create(cluster, *[{} for _ in range(6)])
-        assert status == 201 and len(set(ids)) == 6
-        assert cluster.links["b"].ids == set(ids), "those that a had made there are made again"
-        assert all(one.endswith(".bbbbbbbb") for one in ids)
 
 
 @pytest.mark.parametrize(
@@ -298,12 +286,3 @@ async def test_fields_for_one_engine_are_refused(given: Any, field: str, value: 
         status, problem = await create(cluster, {}, given)
         assert (status, problem["field"]) == (422, field)
         assert "instead" in problem["rule"]
-
-
-async def test_the_limit_of_new_sequences_is_inclusive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(creation, "MAX_NEW", 3)
-    async with fake_cluster("a") as cluster:
-        assert (await create(cluster, {}, {}, {}))[0] == 201
-        status, problem = await create(cluster, {}, {}, {}, {})
-        assert (status, problem["value"]) == (422, "4 items")
-        assert "at most 3" in problem["rule"]

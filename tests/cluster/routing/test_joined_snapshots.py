@@ -41,6 +41,8 @@ def test_pages_follow_each_other_and_trees_hang_below_their_namespaces() -> None
         {"name": "c", "total": 2, "referenced": 2, "pinned": 0, "cached": 0},
     ]
     assert arrays["page_states"].tolist() == [1, 0, 3, 0, 1, 1]
+    alone, _ = join_snapshots(["a"], [red])
+    assert (alone["free"], alone["total"], alone["page_step"]) == (1, 3, 1)
     assert arrays["tree_parents"].tolist() == [-1, -1, 0, 1, 1, 4]
     assert arrays["tree_totals"].tolist() == [2, 3, 2, 1, 2, 1]
     assert arrays["tree_sequences"].tolist() == [1, 2, 1, 0, 2, 1]

@@ -232,6 +232,7 @@ async def test_sequences_of_two_engines_have_no_page_table_together(cluster: Clu
     ids = await cluster.create_apart()
     refused = await cluster.call("page_table", {"sequences": ids})
     assert (refused.status, refused.fields["field"]) == (422, "sequences")
+    assert ids[1] in refused.fields["value"] and ids[0] in refused.fields["rule"]
     alone = [name for name in ids if cluster.home(name) == cluster.home(ids[0])]
     await cluster.ok("page_table", {"sequences": alone})
 

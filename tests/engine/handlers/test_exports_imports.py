@@ -122,6 +122,8 @@ async def test_an_import_is_no_sequence_until_it_is_done(caller: Caller, given: 
     assert (began["state"], began["next_part"], began["num_parts"]) == ("receiving", 0, 5)
     at_first = await caller.pool()
     assert (at_first["imports"], at_first["sequences"], at_first["referenced"]) == (1, 0, 5)
+    namespace = await caller.call("get_namespace", {"name": "default"})
+    assert (namespace.fields["sequences"], namespace.fields["referenced"]) == (0, 5)
     for call in (
         get("b"),
         NewCall("gather", {"layer": 0, "sequences": ["b"]}),

@@ -1,0 +1,119 @@
+"""Calls for sequences, all engines or any engine, where some refuse, fail or lose their session."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.cluster.placement.cost import Load
+from service.errors import InvalidRequest, NotReady, OutOfPages
+from service.road.caller_end.caller import AnswerLost
+from tests.cluster.fake_engines import FakeCluster, fake_cluster
+from tests.cluster.harness import DIM, HEADS, PAGE
+
+REFUSED = InvalidRequest("id", "it", "is refused")
+TRUNCATE: dict[str, Any] = {"id": "here", "length": 0}
+
+
+async def known(cluster: FakeCluster, **homes: str) -> None:
+    for name, engine in homes.items():
+        cluster.links[engine].ids.add(name)
+        await cluster.ok("get_sequence", {"id": name})
+
+
+@pytest.mark.parametrize(
+    ("is_dead", "error", "operation", "expected"),
+    [
+        (None, NotReady("not now"), "truncate", (503, "not_ready")),
+        (True, NotReady("not sent"), "truncate", (410, "lost_sequence")),
+        (True, AnswerLost("sent"), "truncate", (410, "lost_sequence")),
+        (False, NotReady("not sent"), "truncate", (503, "not_ready")),
+        (False, AnswerLost("sent"), "truncate", (504, "deadline_exceeded")),
+        (False, AnswerLost("sent"), "get_sequence", (503, "not_ready")),
+    ],
+)
+async def test_what_a_call_says_whose_session_ends(
+    is_dead: bool | None, error: NotReady, operation: str, expected: tuple[int, str]
+) -> None:
+    async with fake_cluster("ab") as cluster:
+        await known(cluster, here="a", other="b")
+
+        async def end() -> None:
+            if is_dead is not None:
+                cluster.lose("a", is_dead=is_dead)
+            raise error
+
+        cluster.links["a"].do_next(operation, end)
+        fields = TRUNCATE if operation == "truncate" else {"id": "here"}
+        answer = await cluster.call(operation, fields)
+        assert (answer.status, answer.fields["code"]) == expected
+        if is_dead:
+            assert answer.fields["sequences"] == ["here"]
+        await cluster.ok("truncate", TRUNCATE | {"id": "other"})
+
+
+async def test_a_refusal_is_raised_as_the_engine_wrote_it() -> None:
+    async with fake_cluster("ab") as cluster:
+        await known(cluster, here="a")
+        cluster.links["a"].do_next("truncate", REFUSED)
+        answer = await cluster.call("truncate", TRUNCATE)
+        assert (answer.status, answer.fields["rule"]) == (422, "is refused")
+
+
+@pytest.mark.parametrize(
+    ("failing", "error", "status", "tried"),
+    [
+        ("", NotReady("lost"), 200, [1, 0, 0]),
+        ("a", NotReady("lost"), 200, [1, 1, 0]),
+        ("abc", NotReady("lost"), 503, [1, 1, 1]),
+        ("a", REFUSED, 422, [1, 0, 0]),
+    ],
+)
+async def test_a_call_for_any_engine_goes_to_the_next_one_after_a_loss_only(
+    failing: str, error: Exception, status: int, tried: list[int]
+) -> None:
+    async with fake_cluster("abc") as cluster:
+        for name in failing:
+            cluster.links[name].do_next("merge", error)
+        o, lse = np.zeros((2, 1, HEADS, DIM), np.float32), np.zeros((2, 1, HEADS), np.float32)
+        answer = await cluster.call("merge", {}, o=o, lse=lse)
+        assert answer.status == status
+        assert [len(link.calls("merge")) for link in cluster.links.values()] == tried
+
+
+async def test_a_full_engine_is_named_with_those_that_have_room() -> None:
+    async with fake_cluster("abcde") as cluster:
+        await known(cluster, here="a")
+        for name, free in zip("abcde", (9, 5, 4, 9, 9), strict=True):
+            cluster.engine_of(name).load = Load(free=free)
+        cluster.engine_of("d").is_draining = True
+        cluster.links["a"].do_next("truncate", OutOfPages(5, 0, 9, {}))
+        problem = (await cluster.call("truncate", TRUNCATE)).fields
+        assert (problem["engine"], problem["engines_with_room"]) == ("a", ["b", "e"])
+
+
+async def test_pins_of_several_engines_are_listed_once_and_leases_name_their_engine() -> None:
+    def hold(key: str, salt: str = "", lease: str | None = None) -> dict[str, Any]:
+        return {"page_key": key, "cache_salt": salt, "lease": lease}
+
+    async with fake_cluster("ab") as cluster:
+        both, second, third = hold("0"), hold("0", "salt"), hold("1")
+        cluster.links["a"].replies["holds"] = {"holds": [both, third, hold("2", lease="l")]}
+        cluster.links["b"].replies["holds"] = {"holds": [both, second, hold("2", lease="l")]}
+        leases = [hold("2", lease=f"l.{8 * name}") for name in "ab"]
+        found = (await cluster.fields("holds"))["holds"]
+        assert found == [both, third, second, *leases]
+
+
+@pytest.mark.parametrize("ending", ["commit", "delete_sequence", "truncate"])
+async def test_the_wait_for_a_prompt_ends_with_its_commit_or_its_sequence(ending: str) -> None:
+    ids = list(range(PAGE))
+    async with fake_cluster("a") as cluster:
+        new = {"id": "here", "prefix": {"token_ids": ids}}
+        await cluster.ok("create_sequences", {"sequences": [new]})
+        (prompt,) = cluster.router.prompts.by_name.values()
+        more = {"commit": {"token_ids": ids}, "truncate": {"length": 0}}.get(ending, {})
+        await cluster.ok(ending, {"id": "here"} | more)
+        assert prompt.ended.is_set() == (ending != "truncate")
