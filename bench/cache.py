@@ -88,7 +88,7 @@ class Moves(Protocol):
     """Tiers behind a replay's pool."""
 
     def load(self, prefix: Prefix) -> None:
-        """Load what the tiers have of a prompt."""
+        """Load the pages of a prompt that the tiers hold."""
 
     def extend(self, tokens: int) -> None:
         """Append tokens to the request; pages that are evicted may have to be copied first."""
