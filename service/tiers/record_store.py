@@ -50,9 +50,9 @@ class NewRecord:
 class RecordStore:
     """Records on disk, by key.
 
-    `find`, `get`, `read`, `has`, `use`, `count` and `set_limit` can be called from any thread; the
-    others from one thread at a time. After an `OSError` the store no longer writes. `evicted` gets
-    records that gave way to others, in the thread that wrote those.
+    `find`, `get`, `read`, `has`, `use`, `count`, `set_limit` and `records` can be called from any
+    thread; the others from one thread at a time. After an `OSError` only `clear` still writes.
+    `evicted` gets records that gave way to others, in the thread that wrote those.
     """
 
     def __init__(
@@ -140,6 +140,15 @@ class RecordStore:
     def count(self) -> int:
         with self._lock:
             return len(self._shelf)
+
+    def is_deleted(self) -> bool:
+        """Whether the file of the blocks was deleted: its bytes go as it is closed."""
+        return os.fstat(self._data_fd).st_nlink == 0
+
+    def records(self) -> list[Entry]:
+        """Records of this stamp that can be read."""
+        with self._lock:
+            return [entry for entry in self._shelf if entry.is_ready and entry.rank >= 0]
 
     # One thread.
 

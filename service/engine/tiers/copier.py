@@ -319,7 +319,7 @@ class Copier:
             written = tiers.disk.find(copy.entry.key) if tiers.disk is not None else None
             if written is not None and tiers.is_doomed(copy.entry):
                 tiers.drop_from_disk([written])
-            elif is_kept:
+            elif is_kept and tiers.disk is not None:
                 tiers.reports.stored(copy.entry, copy.label, copy.before, "DISK")
             copy.entry.holds -= 1
             tiers.release(copy.entry)

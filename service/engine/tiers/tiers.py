@@ -37,6 +37,8 @@ COPIED_AT_ONCE: Final = 16
 """Maximum pages that one task of a thread moves, ..."""
 BYTES_AT_ONCE: Final = 2**25
 """... and their bytes."""
+REPORTED_AT_ONCE: Final = 1024
+"""Maximum pages gone from the disk whose events are made in a round."""
 
 
 class Tiers:
@@ -58,6 +60,7 @@ class Tiers:
         keeps_host: bool = True,
         writes_commits: bool = False,
     ) -> None:
+        self._wake = wake
         self.tree = tree
         self.copies = copies
         self.layout = layout
@@ -65,6 +68,8 @@ class Tiers:
         self.keeps_host = keeps_host
         self.host = Shelf(host_slots, self._host_evicted)
         self.disk: RecordStore | None = None
+        self._lost_disk: RecordStore | None = None
+        """A disk that failed: its records are only erased."""
         self.disk_bytes: int | None = None
         """Size of the disk tier, also of one that is off; None: there is none."""
         self.misses = Misses()
@@ -81,7 +86,7 @@ class Tiers:
         """Held records of host memory that are removed once they are not held."""
         self._pins: Counter[bytes] = Counter()
         """Pins of each page that stays on disk, by its identity."""
-        self._evicted_from_disk: deque[Entry] = deque()
+        self._gone_from_disk: deque[Entry] = deque()
         self._discarded: list[bytes] | None = None
         """Identities of pages that are being evicted from all tiers; None: from the pool alone."""
         self.copier = Copier(self, wake)
@@ -99,29 +104,34 @@ class Tiers:
 
     def disk_evicted(self, entry: Entry) -> None:
         """In the writer's thread."""
-        self._evicted_from_disk.append(entry)
+        self._gone_from_disk.append(entry)
 
     def lose_disk(self, error: OSError) -> None:
         """Continue without the disk."""
         if self.disk is not None:
             LOG.error("the disk tier is off until the next start: %s", error)
+            self._gone_from_disk.extend(self.disk.records())
+            self._lost_disk = None if self.disk.is_deleted() else self.disk
             self.disk = None
             self.report()
 
     def advance(self) -> None:
         """Take the ends of tasks, and start copies that are due."""
         self.copier.take_done()
-        while self._evicted_from_disk:
-            entry = self._evicted_from_disk.popleft()
+        for _ in range(min(len(self._gone_from_disk), REPORTED_AT_ONCE)):
+            entry = self._gone_from_disk.popleft()
             self.reports.removed([entry], "DISK")
             if not self.host.has(entry.key):
                 self.misses.gone(entry.key)
+        if self._gone_from_disk:
+            self._wake()
         self.copier.start()
 
     def close(self, writes_pool: bool) -> None:
         """Finish copies under way, with `writes_pool` also copy pages that only the pool has."""
-        if self.copier.close(writes_pool) and self.disk is not None:
-            self.disk.close()
+        disk = self.disk or self._lost_disk
+        if self.copier.close(writes_pool) and disk is not None:
+            disk.close()
 
     # What happens in the tree.
 
@@ -288,8 +298,8 @@ class Tiers:
             yield
 
     def clear_disk(self, namespace: str, done: Callable[[OSError | None], None]) -> None:
-        """Delete all records of a namespace from the disk and overwrite them; then `done` is
-        called."""
+        """Delete all records of a namespace from the disk and overwrite them, also from one that
+        failed; then `done` is called."""
 
         def cleared(error: OSError | None = None) -> None:
             self.report()
@@ -329,8 +339,8 @@ class Tiers:
 
         def run() -> Callable[[], None]:
             try:
-                if self.disk is not None:
-                    work(self.disk)
+                if (disk := self.disk or self._lost_disk) is not None:
+                    work(disk)
             except OSError as error:
                 return partial(fail, error)
             return done

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import shutil
 import threading
 import time
 from dataclasses import dataclass, field
@@ -77,6 +78,64 @@ def test_a_disk_that_takes_no_more_is_off_and_host_memory_serves_on(
         assert [one["total_bytes"] for one in info] == [64 * BLOCK, 0]
 
     run(scenario, on_disk(tmp_path, host_bytes=64 * BLOCK))
+
+
+async def pages_on_disk(caller: Caller) -> set[str]:
+    """Keys that events report as stored on the disk, and not as removed."""
+    keys: set[str] = set()
+    for one in (await caller.call("events", {"after": 0})).fields["events"]:
+        if one.get("medium") == "DISK":
+            change = keys.update if one["type"] == "stored" else keys.difference_update
+            change(one["page_keys"])
+    return keys
+
+
+def test_events_take_back_the_pages_of_a_disk_that_is_off(tmp_path: Path) -> None:
+    async def scenario(caller: Caller) -> None:
+        await fill(caller)
+        await settle(caller)
+        assert await pages_on_disk(caller)
+        make_faulty(caller, FaultyFiles(write_error=errno.ENOSPC))
+        await fill(caller, PROMPTS[6:9])
+        await until(lambda: caller.metric('attnd_tier_up{tier="disk"}') == 0)
+        await settle(caller)
+        assert await pages_on_disk(caller) == set()
+
+    run(scenario, on_disk(tmp_path))
+
+
+def test_a_clear_reaches_a_disk_that_is_off(tmp_path: Path) -> None:
+    async def scenario(caller: Caller) -> None:
+        await fill(caller)
+        await settle(caller)
+        files = make_faulty(caller, FaultyFiles(write_error=errno.EIO))
+        await fill(caller, PROMPTS[6:9])
+        await until(lambda: caller.metric('attnd_tier_up{tier="disk"}') == 0)
+        refused = await caller.refused(NewCall("clear"), "internal")
+        assert "not all could be erased" in str(refused)
+        files.write_error = None
+        await caller.call("clear")
+
+    async def next_start(caller: Caller) -> None:
+        assert await check_all(caller) == [0] * 6
+
+    run(scenario, on_disk(tmp_path))
+    (data,) = tmp_path.rglob("*.data")
+    assert not any(data.read_bytes())
+    run(next_start, on_disk(tmp_path))
+
+
+def test_a_disk_whose_directory_was_removed_has_nothing_to_erase(tmp_path: Path) -> None:
+    async def scenario(caller: Caller) -> None:
+        await fill(caller)
+        await settle(caller)
+        shutil.rmtree(tmp_path)
+        await fill(caller, PROMPTS[6:9])
+        await until(lambda: caller.metric('attnd_tier_up{tier="disk"}') == 0)
+        await caller.call("clear")
+        assert await check_all(caller) == [0] * 6
+
+    run(scenario, on_disk(tmp_path))
 
 
 def test_reads_that_fail_are_misses(tmp_path: Path) -> None:
