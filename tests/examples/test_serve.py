@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from examples.local_service import serve_tcp
 from tests.browser import browser, prefers
+from tests.harness import processes
 from tests.harness.processes import children, run
 from tests.harness.waiting import wait_for
 
@@ -83,7 +83,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Server:
-    process: subprocess.Popen[bytes]
+    process: processes.Process
     url: str
     attnd: str
     openai: openai.OpenAI
@@ -110,17 +110,12 @@ def running(folder: Path | None, *options: str) -> Iterator[Server]:
     command = [sys.executable, "-m", "examples.serve"]
     command += [] if folder is None else ["--model", str(folder)]
     command += ["--port", str(port), "--attnd-port", str(attnd), *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment)
     url = f"http://127.0.0.1:{port}"
-    try:
-        wait_for(lambda: is_up(url) or process.poll() is not None, "the server", 280)
-        assert process.poll() is None
+    with processes.running(command, {"HF_HUB_OFFLINE": "1"}) as process:
+        process.wait_for(lambda: is_up(url), "the server")
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
             yield Server(process, url, f"http://127.0.0.1:{attnd}", client)
-    finally:
-        process.terminate()
-        assert process.wait(60) == 0
+        assert process.stop() == 0, process.lines
 
 
 def is_up(url: str) -> bool:
@@ -315,13 +310,11 @@ def test_a_stream_that_its_caller_closes_frees_its_pages(server: Server) -> None
     wait_for(lambda: pages_in_use(server) == 0, "its sequence to be deleted")
 
 
-def test_a_caller_that_disconnects_before_its_reply_frees_its_pages(
-    server: Server, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_caller_that_disconnects_before_its_reply_frees_its_pages(server: Server) -> None:
     with pytest.raises(openai.APITimeoutError):
         server.chat("abandoned too?", max_tokens=600, timeout=0.5)
     wait_for(lambda: pages_in_use(server) == 0, "its sequence to be deleted")
-    assert "Traceback" not in capfd.readouterr().err
+    assert not [line for line in server.process.lines if "Traceback" in line]
 
 
 def test_a_reader_that_reads_nothing_delays_no_other(server: Server, expect: Any) -> None:
@@ -501,7 +494,7 @@ def test_answers_survive_a_killed_engine(folder: Path, expect: Any) -> None:
     with running(folder) as server:
 
         def kill() -> None:
-            for pid in descendants(server.process.pid):
+            for pid in descendants(server.process.child.pid):
                 words = command_line(pid).split(b"\0")
                 if b"--process" in words and words[words.index(b"--process") + 1] == b"engine":
                     os.kill(pid, signal.SIGKILL)
@@ -540,13 +533,13 @@ def descendants(pid: int) -> list[int]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_both_services_and_callers_get_an_error(
-    folder: Path, number: signal.Signals, capfd: pytest.CaptureFixture[str]
+    folder: Path, number: signal.Signals
 ) -> None:
     with running(folder) as server:
         short = server.chat("short?", stream=True, max_tokens=3)
         long = server.chat("long?", stream=True, max_tokens=None)
         next(iter(long))
-        pids = descendants(server.process.pid)
+        pids = descendants(server.process.child.pid)
         server.process.send_signal(number)
         assert [one.choices[0].finish_reason for one in short][-1] == "length"
         with pytest.raises(openai.APIError, match="the server is stopping"):
@@ -554,7 +547,7 @@ def test_a_signal_ends_both_services_and_callers_get_an_error(
         attnd = server.attnd
     assert not is_open(attnd)
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-    assert "Traceback" not in capfd.readouterr().err
+    assert not [line for line in server.process.lines if "Traceback" in line]
 
 
 def test_what_cannot_start_says_why_in_one_line(server: Server, folder: Path) -> None:
