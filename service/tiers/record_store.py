@@ -146,7 +146,7 @@ class RecordStore:
         return os.fstat(self._data_fd).st_nlink == 0
 
     def records(self) -> list[Entry]:
-        """Records of this stamp that can be read."""
+        """Records of this stamp that can be read; at the start, the least recently used first."""
         with self._lock:
             return [entry for entry in self._shelf if entry.is_ready and entry.rank >= 0]
 

@@ -7,10 +7,10 @@ compute those on the way, so that the processor need not read it.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from xxhash import xxh3_128, xxh3_128_digest
+from xxhash import xxh3_128_digest
 
 MAGIC: Final = b"atr2"
 HEADER: Final = struct.Struct("<4sHHQ16s16s16s")
@@ -48,15 +48,14 @@ class RecordLayout:
     payload_bytes: int
     stamp: bytes
     segment_bytes: int = 2**20
+    head_bytes: int = field(init=False)
+    block_bytes: int = field(init=False)
 
-    @property
-    def head_bytes(self) -> int:
+    def __post_init__(self) -> None:
         used = HEADER.size + MAX_NAMESPACE + self.label_bytes
-        return -(-used // ALIGNMENT) * ALIGNMENT
-
-    @property
-    def block_bytes(self) -> int:
-        return self.head_bytes + self.payload_bytes
+        head_bytes = -(-used // ALIGNMENT) * ALIGNMENT
+        object.__setattr__(self, "head_bytes", head_bytes)
+        object.__setattr__(self, "block_bytes", head_bytes + self.payload_bytes)
 
     def seal(
         self,
@@ -112,7 +111,5 @@ class RecordLayout:
             ends = (min(at + self.segment_bytes, self.block_bytes) for at in starts)
             parts = (xxh3_128_digest(block[at:end]) for at, end in zip(starts, ends, strict=True))
             digests = b"".join(parts)
-        digest = xxh3_128(block[: HEADER.size - DIGEST_BYTES])
-        digest.update(block[HEADER.size : self.head_bytes])
-        digest.update(digests)
-        return digest.digest()
+        head = block[: HEADER.size - DIGEST_BYTES], block[HEADER.size : self.head_bytes]
+        return xxh3_128_digest(b"".join((*head, digests)))

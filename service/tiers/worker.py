@@ -63,11 +63,14 @@ class Worker:
         self._tickets.append(ticket)
         self._waiting.put(ticket)
 
-    def take_done(self) -> None:
-        """Run the ends of finished tasks, in the order of the tasks."""
+    def take_done(self) -> bool:
+        """Run the ends of finished tasks, in the order of the tasks; whether there were any."""
+        is_any = False
         while self._tickets and (end := self._tickets[0].end) is not None:
+            is_any = True
             self._tickets.popleft()
             end()
+        return is_any
 
     def close(self, timeout_s: float) -> bool:
         """Finish all tasks; whether that was done in time."""

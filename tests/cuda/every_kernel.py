@@ -53,6 +53,7 @@ from kernels.backend import (  # noqa: E402
     Scoring,
 )
 from kernels.compile import SOURCES  # noqa: E402
+from kernels.digests import host_digests  # noqa: E402
 from kernels.masks import make_mask  # noqa: E402
 
 QO_HEADS, KV_HEADS = 4, 1
@@ -184,11 +185,13 @@ class Small:
         g, copies = self.geometry, self.backend.page_copies
         memory = copies.memory(2, g.num_layers * g.page_bytes)
         first, second = (PagePlaces(memory, np.array([row])) for row in range(2))
-        copies.read(run.pages, first, copies.mark())()
-        copies.write(copy.pages, first, copies.mark())()
-        copies.read(copy.pages, second, copies.mark())()
+        digests = copies.read(run.pages, first, copies.mark())()
+        every = [digests, copies.write(copy.pages, first, copies.mark())()]
+        every.append(copies.read(copy.pages, second, copies.mark())())
         if not np.array_equal(*memory):
             raise AssertionError(f"{g}: a page changed on its way")
+        if any(one != host_digests(first, g) for one in every):
+            raise AssertionError(f"{g}: the digest of a page is wrong")
 
     def merge(self, lists: int, members: int, head_dim: int, into: bool) -> None:
         shape = (lists * members, QO_HEADS, head_dim)

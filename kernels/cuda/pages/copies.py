@@ -1,7 +1,7 @@
 """`PageCopies` of a pool on a device: pages to and from host memory, beside all other work.
 
-Kernels of a few blocks copy, each way on a stream of its own. Others digest what is in the pool:
-pages that are stored, and pages that were loaded, beside the next ones.
+Kernels of a few blocks copy, each way on a stream of its own. Others digest what is in the pool
+then, beside the copies of the next pages.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ THREADS: Final = 512
 LOAD_BLOCKS: Final = 8
 STORE_BLOCKS: Final = 2
 """Blocks that copy: as many as the bus needs. With more, other copies wait longer."""
+SHARED_LOAD_BLOCKS: Final = 12
+"""Blocks that load beside stores: with fewer, stores take more than their half of the bus."""
 MOST_UNITS: Final = 2**31
 """Units of 16 bytes that a launch copies: kernels number them in 32 bits."""
 LEAST_DIGESTED: Final = 241
@@ -50,6 +52,8 @@ class Way:
     stream: Any
     digesting: Any
     lock: Lock = field(default_factory=Lock)
+    digests: dict[int, Any] = field(default_factory=dict)
+    """Pinned memory for digests of copies that nobody has waited for, by its address."""
 
 
 class CudaPageCopies:
@@ -79,8 +83,6 @@ class CudaPageCopies:
         is_short = last * geometry.page_bytes < LEAST_DIGESTED
         self._on_host = is_short or geometry.page_bytes % STRIPE > 0
         """Whether digests are computed on the host."""
-        self._digests: dict[int, Any] = {}
-        """Pinned memory for digests of copies that nobody has waited for, by its address."""
         nothing = np.empty(0, np.int32), np.empty(0, np.int64)
         for way in (self._loads, self._stores):  # a first launch later could wait for steps
             with way.stream:
@@ -125,31 +127,31 @@ class CudaPageCopies:
         most = max(1, min(MOST_PAGES, MOST_UNITS // (self._geometry.payload_bytes // 16)))
         with self._guarded(), way.lock:
             digests = pinned_memory(max(1, len(pages) * size))
-            self._digests[digests.ptr] = digests
+            way.digests[digests.ptr] = digests
             starts = [slice(at, at + most) for at in range(0, len(pages), most)]
             parts = [(pages[one], hosts[one], digests.ptr + one.start * size) for one in starts]
+            shares = way is self._loads and self._stores.digests
+            num_blocks = SHARED_LOAD_BLOCKS if shares else way.blocks
             way.stream.wait_event(after)
             with way.stream:
                 for part in parts:
                     if self._memory.is_pinned:
-                        self.enqueue(way.entry, way.blocks, *part)
+                        self.enqueue(way.entry, num_blocks, *part)
                     else:
                         self._copy_pageable(way, *part[:2])
-            ends = [_end(way.stream)]
             if not self._on_host:
-                way.digesting.wait_event(ends[0] if way is self._loads else after)
+                way.digesting.wait_event(mark(way.stream))
                 with way.digesting:
                     for part in parts:
                         blocks = len(part[0]) * num_segments(self._geometry)
                         self.enqueue("digest_pages", blocks, *part)
-                ends.append(_end(way.digesting))
+            end = _end(way.stream if self._on_host else way.digesting)
 
         def wait() -> list[bytes]:
             with self._guarded():
                 self._use_device()
-                for end in ends:
-                    end.synchronize()
-            del self._digests[digests.ptr]
+                end.synchronize()
+            del way.digests[digests.ptr]
             if self._on_host:
                 return host_digests(places, self._geometry)
             every = bytes(np.ndarray((len(pages) * size,), np.uint8, digests))

@@ -43,15 +43,11 @@ CLOSE_S: Final = 10.0
 
 @dataclass(slots=True, eq=False)
 class PageCopy:
-    """A page on its way to host memory. `is_void`: the page was freed meanwhile.
-
-    `before` is the key of the page before it, where events report it.
-    """
+    """A page on its way to host memory. `is_void`: the page was freed meanwhile."""
 
     page: int
     entry: Entry
     label: bytes
-    before: bytes
     is_void: bool = False
 
 
@@ -85,22 +81,20 @@ class Copier:
         is_queued = record_id in self._to_copy.get(namespace, ())
         return is_queued or self.tiers.host.is_held(record_id)
 
-    def copy_next(self, nodes: Iterable[Node]) -> None:
-        """Start copies of pages that are evicted next and have none."""
-        tiers = self.tiers
+    def copy_next(self, nodes: Iterable[Node]) -> bool:
+        """Start copies of a batch of the pages that are evicted next and have none; whether there
+        were any."""
+        tiers, pages, looked = self.tiers, [], 0
         if self._copier.is_full:
-            return
-        pages, looked = [], 0
+            return False
         for node in nodes:
             for page in node.pages[: -LOOKED_AT - 1 : -1].tolist():
                 looked += 1
                 if page not in self.copying and not tiers.has_copy(tiers.id_of(page)):
                     pages.append(page)
-            if looked >= LOOKED_AT or len(pages) >= TASKS * tiers.copies.calls * tiers.at_once:
+            if looked >= LOOKED_AT or len(pages) >= tiers.at_once:
                 break
-        for first in range(0, len(pages), tiers.at_once):
-            if self._copier.is_full or not self._copy(pages[first : first + tiers.at_once]):
-                break
+        return bool(pages) and self._copy(pages[: tiers.at_once])
 
     def run_on_disk(self, task: Task) -> None:
         """Run a task in the writer's thread."""
@@ -118,20 +112,24 @@ class Copier:
 
     # The engine's round.
 
-    def take_done(self) -> None:
-        """Take the ends of tasks."""
-        self._copier.take_done()
-        self._writer.take_done()
+    def take_done(self) -> bool:
+        """Take the ends of tasks; whether there were any."""
+        has_copied = self._copier.take_done()
+        return self._writer.take_done() or has_copied
 
-    def start(self) -> None:
-        """Start copies that are due."""
+    def start(self) -> bool:
+        """Start copies that are due, a batch of each kind; whether there were any."""
         self.write_down()
-        self._copy_queued()
-        tree = self.tiers.tree
-        if tree.allocator.num_free < AHEAD and tree.allocator.num_changes != self._seen_changes:
-            self._seen_changes = tree.allocator.num_changes
-            if (victim := tree.budget.victim(None)) is not None:
-                self.copy_next(victim.order.upcoming())
+        has_started, allocator = self._copy_queued(), self.tiers.tree.allocator
+        if allocator.num_free < AHEAD and allocator.num_changes != self._seen_changes:
+            victim = self.tiers.tree.budget.victim(None)
+            if victim is not None and self.copy_next(victim.order.upcoming()):
+                has_started = True
+            else:
+                self._seen_changes = allocator.num_changes
+        if has_started:
+            self._wake()
+        return has_started
 
     def close(self, writes_pool: bool) -> bool:
         """Finish copies under way, with `writes_pool` also copy pages that only the pool has, and
@@ -161,32 +159,30 @@ class Copier:
 
     # Pool to host memory.
 
-    def _copy_queued(self) -> None:
-        """Start copies of queued pages, in turns of the namespaces.
+    def _copy_queued(self) -> bool:
+        """Start copies of queued pages of the namespace whose turn it is; whether there were any.
 
         A namespace at its own limit waits until its records are written; without any, it has no
         room for a page at all. Its pages delay no other namespace.
         """
-        has_moved, host = True, self.tiers.host
-        while has_moved:
-            has_moved = False
-            for namespace in tuple(self._to_copy):
-                if self._copier.is_full:
-                    return
-                queue = self._to_copy[namespace]
-                queued = list(islice(queue.items(), self.tiers.at_once))
-                wanted = [page for record_id, page in queued if self._is_wanted(page, record_id)]
-                if wanted and not self._copy(wanted):
-                    if host.is_jammed:
-                        return
-                    if host.own(namespace):
-                        continue
-                has_moved = True
-                del self._to_copy[namespace]
-                for record_id, _ in queued:
-                    del queue[record_id]
-                if queue:
-                    self._to_copy[namespace] = queue
+        host = self.tiers.host
+        for namespace, queue in tuple(self._to_copy.items()):
+            if self._copier.is_full:
+                return False
+            queued = list(islice(queue.items(), self.tiers.at_once))
+            wanted = [page for record_id, page in queued if self._is_wanted(page, record_id)]
+            if wanted and not self._copy(wanted):
+                if host.is_jammed:
+                    return False
+                if host.own(namespace):
+                    continue
+            del self._to_copy[namespace]
+            for record_id, _ in queued:
+                del queue[record_id]
+            if queue:
+                self._to_copy[namespace] = queue
+            return True
+        return False
 
     def _is_wanted(self, page: int, record_id: bytes) -> bool:
         """Whether a queued page has the same identity, and no copy."""
@@ -229,14 +225,13 @@ class Copier:
         if node is None or page in self.copying or tiers.host.has(record_id):
             return None
         name = named(node)
-        tag = PageTag(names.key_of(page), name.keep.priority, name.with_ids).pack()
+        before = self._key_before(page, node, name)
+        tag = PageTag(names.key_of(page), before, name.keep.priority, name.with_ids).pack()
         entry = tiers.host.place(record_id, name.root.namespace.name, IN_POOL, tag)
         if entry is None:
             return None
         ids = names.token_ids[page].tobytes() if name.with_ids else b""
-        is_reported = tiers.reports.history is not None
-        before = self._key_before(page, node, name) if is_reported else b""
-        return PageCopy(page, entry, tag + ids, before)
+        return PageCopy(page, entry, tag + ids)
 
     def _key_before(self, page: int, node: Node, name: Name) -> bytes:
         """The key of the page before one of a node, or of the root."""
@@ -265,7 +260,7 @@ class Copier:
                 continue
             entry.is_ready = True
             if tiers.keeps_host:
-                tiers.reports.stored(entry, copy.label, copy.before, "CPU")
+                tiers.reports.stored(entry, copy.label, "CPU")
             if tiers.disk is None:
                 continue
             if tiers.on_disk(entry.key):
@@ -320,6 +315,6 @@ class Copier:
             if written is not None and tiers.is_doomed(copy.entry):
                 tiers.drop_from_disk([written])
             elif is_kept and tiers.disk is not None:
-                tiers.reports.stored(copy.entry, copy.label, copy.before, "DISK")
+                tiers.reports.stored(copy.entry, copy.label, "DISK")
             copy.entry.holds -= 1
             tiers.release(copy.entry)

@@ -58,7 +58,9 @@ BATCHES: Final = 2
 """Batches of one load for each of the loader's threads: others have their turns between them."""
 EVICTED_AT_ONCE: Final = 1024
 PATIENCE_S: Final = 1e-3
-"""Longest that a piece of the engine's work for tiers waits for the answers of others."""
+"""Beside answers that others wait for, time between two pieces of the engine's work for tiers."""
+FEW: Final = 8
+"""Most pages of a batch then."""
 
 
 class Loading:
@@ -78,7 +80,8 @@ class Loading:
         self.pins = Pins(tiers)
         self.is_awaited: Callable[[], bool] = lambda: False
         """Whether the device is at work for others, whose answers are taken in the next round."""
-        self._advanced = 0.0
+        self._latest = 0.0
+        """When the latest piece of work began."""
         self._wake = wake
         self._restoring: Generator[Slice, Any, None] | None = None
         if tiers.disk is not None:
@@ -91,12 +94,13 @@ class Loading:
 
     def advance(self) -> None:
         """Take the ends of all tasks, and start copies that are due."""
-        if self.is_awaited() and time.monotonic() < self._advanced + PATIENCE_S:
-            self._wake()
+        if not self._is_due():
+            if self._loader.count or self.tiers.is_copying:
+                self._wake()
             return
-        self._advanced = time.monotonic()
-        self._loader.take_done()
-        self.tiers.advance()
+        began, has_worked = time.monotonic(), self._loader.take_done()
+        if self.tiers.advance() or has_worked:
+            self._latest = began
         if self._restoring is not None:
             step = next(self._restoring, None)
             if step is None:
@@ -164,6 +168,7 @@ class Loading:
                 yield from self._load_found(load, found, looking, limits.ends)
             finally:
                 self._finish(load)
+            yield from self._give_way()
             origin.update(record.tier for record in load.records[: load.committed])
             left = None if left is None else left - load.committed
             if load.committed < len(found.records):
@@ -190,8 +195,8 @@ class Loading:
             if can_grow and len(load.records) < len(found.records):
                 can_grow = yield from self._grow(load, found, ends)
                 yield from self._give_way()
-            is_busy = self._feed(load)
-            if len(load.labels) > load.committed and load.in_flight:
+            is_busy = yield from self._feed(load)
+            if len(load.labels) > load.committed:
                 yield from self._give_way()
                 self._commit(load)
                 continue
@@ -203,12 +208,16 @@ class Loading:
             else:
                 return
 
+    def _is_due(self) -> bool:
+        """Whether the next piece of work may begin."""
+        return not self.is_awaited() or time.monotonic() >= self._latest + PATIENCE_S
+
     def _give_way(self) -> Generator[Slice, Any, None]:
-        """Let others have their turns, and answers that are awaited go first, for a moment."""
+        """Let others have their turns until the next piece may begin."""
         yield empty_slice()
-        ends = time.monotonic() + PATIENCE_S
-        while self.is_awaited() and time.monotonic() < ends:
+        while not self._is_due():
             yield waiting()
+        self._latest = time.monotonic()
 
     def _grow(self, load: Load, found: Found, ends: float) -> Generator[Slice, Any, bool]:
         """Take pages for records that were found meanwhile; whether there was room for all."""
@@ -242,8 +251,8 @@ class Loading:
                 self._let_go(records, is_in_pool=False)
         return len(load.records) == len(found.records)
 
-    def _feed(self, load: Load) -> bool:
-        """Begin loads of records; whether any are left or on their way."""
+    def _feed(self, load: Load) -> Generator[Slice, Any, bool]:
+        """Begin loads of records, a batch a piece; whether any are left or on their way."""
         tiers = self.tiers
         while (
             load.asked < len(load.records)
@@ -252,20 +261,21 @@ class Loading:
             and not load.has_failed
         ):
             first, tier = load.asked, load.records[load.asked].tier
-            most = min(first + tiers.at_once, len(load.records))
-            while load.asked < most and load.records[load.asked].tier == tier:
+            most = min(FEW, tiers.at_once) if self.is_awaited() else tiers.at_once
+            stop = min(first + most, len(load.records))
+            while load.asked < stop and load.records[load.asked].tier == tier:
                 load.asked += 1
             records, pages = load.records[first : load.asked], load.pages[first : load.asked]
             began = time.monotonic()
             if tier == "disk":
                 self._loader.add(partial(self._read, load, records, pages, began))
-                load.in_flight += 1
-                continue
-            slots = np.array([one.entry.slot for one in records])
-            places = PagePlaces(tiers.records, slots, tiers.layout.head_bytes)
-            wait = tiers.copies.write(pages, places, load.after)
-            self._loader.add(partial(self._wait, load, records, wait, began))
+            else:
+                slots = np.array([one.entry.slot for one in records])
+                places = PagePlaces(tiers.records, slots, tiers.layout.head_bytes)
+                wait = tiers.copies.write(pages, places, load.after)
+                self._loader.add(partial(self._wait, load, records, wait, began))
             load.in_flight += 1
+            yield from self._give_way()
         return bool(load.in_flight) or (load.asked < len(load.records) and not load.has_failed)
 
     def _wait(

@@ -10,8 +10,9 @@ from kernels.backend import PoolGeometry
 from service.core.prefix.keys import KEY_BYTES
 from service.tiers.records import STAMP_BYTES, RecordLayout
 
-TAG: Final = struct.Struct(f"<{KEY_BYTES}sH?")
-"""A page's key, its priority, and whether its token ids follow in the label."""
+TAG: Final = struct.Struct(f"<{KEY_BYTES}s{KEY_BYTES}sH?")
+"""A page's key, that of the page before it, its priority, and whether its token ids follow in the
+label."""
 
 
 def next_id(before: bytes, key: bytes) -> bytes:
@@ -24,12 +25,13 @@ def next_id(before: bytes, key: bytes) -> bytes:
 
 
 def layout_of(geometry: PoolGeometry, model: str) -> RecordLayout:
-    """Records of a pool's pages. The stamp covers model, shape and formats."""
+    """Records of a pool's pages. The stamp covers model, shape and formats, also of the labels."""
     shape = (
         *(geometry.num_layers, geometry.page_size, geometry.num_kv_heads, geometry.head_dim),
         *(geometry.layout, geometry.dtype, *geometry.scales, geometry.segment_layers),
     )
-    stamp = blake2b(repr((model, shape)).encode(), digest_size=STAMP_BYTES).digest()
+    text = repr((model, TAG.format, shape))
+    stamp = blake2b(text.encode(), digest_size=STAMP_BYTES).digest()
     label_bytes = TAG.size + 4 * geometry.page_size
     segment_bytes = geometry.segment_layers * geometry.page_bytes
     return RecordLayout(label_bytes, geometry.payload_bytes, stamp, segment_bytes)
@@ -39,6 +41,7 @@ class PageTag(NamedTuple):
     """A page's columns in the index of a tier; the first bytes of its label."""
 
     key: bytes
+    before: bytes
     priority: int
     with_ids: bool
 
@@ -48,4 +51,4 @@ class PageTag(NamedTuple):
         return cls._make(TAG.unpack_from(tag))
 
     def pack(self) -> bytes:
-        return TAG.pack(self.key, self.priority, self.with_ids)
+        return TAG.pack(*self)

@@ -48,11 +48,11 @@ class Reports:
             self._metrics.set(number, "tier_records", tier)
             self._metrics.set(float(up[tier]), "tier_up", tier)
 
-    def stored(self, entry: Entry, label: bytes, before: bytes, medium: Medium) -> None:
-        """A page has a record; `before` is the key of the page before it."""
+    def stored(self, entry: Entry, label: bytes, medium: Medium) -> None:
+        """A page has a record of this label, or tag."""
         if self.history is not None:
-            key, ids = PageTag.read(label).key, label[TAG.size :] or None
-            self.history.hear(Stored(entry.namespace, key, before, ids, medium))
+            tag, ids = PageTag.read(label), label[TAG.size :] or None
+            self.history.hear(Stored(entry.namespace, tag.key, tag.before, ids, medium))
 
     def removed(self, entries: Iterable[Entry], medium: Medium) -> None:
         for entry in entries:

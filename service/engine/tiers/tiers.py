@@ -98,8 +98,11 @@ class Tiers:
         return self.copies.memory(count, self.layout.block_bytes)
 
     def use_disk(self, disk: RecordStore) -> None:
-        """Write records to a store made with `evicted=tiers.disk_evicted`, and read from it."""
+        """Write records to a store made with `evicted=tiers.disk_evicted`, and read from it; events
+        report those that it has."""
         self.disk, self.disk_bytes = disk, disk.capacity_bytes
+        for entry in disk.records():
+            self.reports.stored(entry, entry.tag, "DISK")
         self.report()
 
     def disk_evicted(self, entry: Entry) -> None:
@@ -115,9 +118,9 @@ class Tiers:
             self.disk = None
             self.report()
 
-    def advance(self) -> None:
-        """Take the ends of tasks, and start copies that are due."""
-        self.copier.take_done()
+    def advance(self) -> bool:
+        """Take the ends of tasks, and start copies that are due; whether there were any."""
+        has_worked = self.copier.take_done()
         for _ in range(min(len(self._gone_from_disk), REPORTED_AT_ONCE)):
             entry = self._gone_from_disk.popleft()
             self.reports.removed([entry], "DISK")
@@ -125,7 +128,7 @@ class Tiers:
                 self.misses.gone(entry.key)
         if self._gone_from_disk:
             self._wake()
-        self.copier.start()
+        return self.copier.start() or has_worked
 
     def close(self, writes_pool: bool) -> None:
         """Finish copies under way, with `writes_pool` also copy pages that only the pool has."""
@@ -358,7 +361,8 @@ class Tiers:
     def count(self, tier: TierName, way: Way, pages: int, began: float) -> None:
         """Count pages that moved, and update the gauges."""
         self.reports.count(tier, way, pages, began)
-        self.report()
+        if way == "in":
+            self.report()
 
     def report(self) -> None:
         """Update the gauges."""

@@ -1,8 +1,9 @@
-"""New sequences go where their prompt is in host memory."""
+"""New sequences go where their prompt is in host memory, or on disk since before a restart."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,15 @@ LENGTH = 8 * PAGE
 @pytest.fixture(scope="module")
 def engines_with_tiers() -> Iterator[LocalEngines]:
     cache = SETTINGS.cache.model_copy(update={"host_bytes": 4 * 2**20})
+    with local_engines(2, SETTINGS.model_copy(update={"cache": cache})) as engines:
+        yield engines
+
+
+@pytest.fixture(scope="module")
+def engines_with_disks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalEngines]:
+    path: Path = tmp_path_factory.mktemp("tiers")
+    disk = {"disk_path": str(path), "disk_bytes": 4 * 2**20, "model": "m", "write": "commit"}
+    cache = SETTINGS.cache.model_copy(update=disk)
     with local_engines(2, SETTINGS.model_copy(update={"cache": cache})) as engines:
         yield engines
 
@@ -55,3 +65,22 @@ async def test_a_prompt_in_an_engines_host_memory_goes_there_and_is_loaded(
         cluster.only_on(name)
         await cluster.ok("clear")
     cluster.only_on()
+
+
+@pytest.mark.parametrize("cluster", ["engines_with_disks"], indirect=True)
+async def test_a_prompt_on_an_engines_disk_since_before_its_start_goes_there(
+    cluster: Cluster,
+) -> None:
+    ids = [7] * LENGTH
+    cluster.only_on("engine-1")
+    assert (await keep(cluster, ids))["home"] == "engine-1"
+    engines, members = cluster.engines, cluster.router.members
+    engines.kill("engine-1")
+    await cluster.until(lambda: len(members.engines) == 1, "the engine is lost")
+    engines.start("engine-1")
+    await cluster.until(lambda: len(members.engines) == 2, "the engine is back")
+    cluster.only_on()
+    known = members.prefixes["default"]
+    await cluster.until(lambda: len(known.below["DISK"]) == 8, "events of records")
+    found = await keep(cluster, ids)
+    assert (found["home"], found["cached"]["disk"]) == ("engine-1", LENGTH)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -15,9 +15,13 @@ import pytest
 
 from config.sections import CacheSettings
 from kernels import make_backend
+from kernels.backend import PagePlaces
 from service.core.prefix.keys import Prefix, root_key
+from service.core.prefix.nodes import Node
+from service.engine.loop import launches
 from service.engine.loop.engine import Engine
 from service.engine.tiers import lookup
+from service.engine.tiers.copier import PageCopy
 from service.engine.tiers.loads import LoadLimits, Record
 from service.engine.tiers.page_records import layout_of, next_id
 from service.metrics import MISSES
@@ -384,6 +388,52 @@ def test_flipped_bits_are_misses_and_are_counted(tmp_path: Path) -> None:
     run(after, on_disk(tmp_path))
 
 
+PAIRS: Final = 1500
+SIGMAS: Final = 4.5
+"""By which the sign test of `PAIRS` pairs of times is off once in 10^5 runs."""
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_the_time_of_a_reply_tells_nothing_of_another_namespaces_records(
+    tmp_path: Path, tier: str
+) -> None:
+    """Of two prompts in turn, one that another namespace has in a tier and one that nobody has, the
+    one takes longer as often as the other. The namespace that has it sees the difference."""
+    keys = {"key-a": ("a", ["read", "append"]), "key-b": ("b", ["read", "append"])}
+    chance = random.Random(1)
+
+    async def slower(caller: Caller, name: str) -> float:
+        """How often a prompt that is there takes longer, in standard deviations of a fair coin."""
+        count = 0
+        for number in range(PAIRS):
+            prompts = PROMPTS[number % 2], PROMPTS[7 + number % 2]  # of as many digits
+            order, times = chance.sample((0, 1), 2), [0.0, 0.0]
+            for which in order:
+                new = {"id": "x", "prefix": {"token_ids": prompts[which]}}
+                begun = time.perf_counter()
+                if name == "create":
+                    await caller.submit(creation(new))
+                else:
+                    await caller.call(name, {"token_ids": prompts[which]})
+                times[which] = time.perf_counter() - begun
+                if name == "create":
+                    await caller.call("delete_sequence", {"id": "x"})
+            count += times[0] > times[1]
+        return (2 * count - PAIRS) / PAIRS**0.5
+
+    async def scenario(caller: Caller) -> None:
+        await fill(caller)
+        async with caller.another("key-b") as other:
+            for name in ("match_prefix", "prefetch", "create"):
+                found = await slower(other, name)
+                print(f"{name}: {found:.1f} standard deviations")
+                assert abs(found) < SIGMAS, name
+        assert await slower(caller, "match_prefix") > SIGMAS
+
+    run(scenario, on_disk(tmp_path) if tier == "disk" else HOST, keys=keys, key="key-a")
+
+
 def test_the_engine_sleeps_only_while_a_load_waits_for_copies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -405,6 +455,48 @@ def test_the_engine_sleeps_only_while_a_load_waits_for_copies(
         assert len(waits) >= 4
         assert not any(waits)
         assert not engine.scheduler.long_work.num_ready
+
+    run(scenario, HOST)
+
+
+def test_a_turn_starts_a_batch_of_copies_at_most() -> None:
+    """A turn that evicts pages, and a round of the engine: more would take milliseconds."""
+
+    async def scenario(caller: Caller) -> None:
+        loading = caller.engine.store.loading
+        assert loading is not None
+        copier, batches, begun = loading.tiers.copier, list[int](), list[int]()
+        loading.tiers.at_once = 2
+        begin, copy_next = copier._begin, copier.copy_next
+
+        def counted(copies: Sequence[PageCopy], places: PagePlaces) -> None:
+            begun.append(len(copies))
+            begin(copies, places)
+
+        def a_turn(nodes: Iterable[Node]) -> bool:
+            before = len(begun)
+            found = copy_next(nodes)
+            batches.append(len(begun) - before)
+            return found
+
+        copier._begin, copier.copy_next = counted, a_turn  # type: ignore[method-assign]
+        await fill(caller)
+        assert await check_all(caller) == [4 * PAGE] * 6
+        assert max(begun) == 2 and max(batches) == 1
+
+    run(scenario, HOST)
+
+
+def test_after_an_answer_the_next_call_goes_before_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launches, "NEXT_S", 60.0)
+
+    async def scenario(caller: Caller) -> None:
+        await fill(caller, PROMPTS[:1])
+        loading = caller.engine.store.loading
+        assert loading is not None and not caller.engine.scheduler.launches.in_flight
+        assert loading.is_awaited()
+        monkeypatch.setattr(launches, "NEXT_S", 0.0)
+        assert not loading.is_awaited()
 
     run(scenario, HOST)
 
@@ -490,6 +582,38 @@ def test_info_describes_the_tiers(tmp_path: Path) -> None:
         assert host["store_s"] > 0 and host["load_s"] > 0 and disk["store_s"] > 0
 
     run(scenario, on_disk(tmp_path, host_bytes=64 * BLOCK))
+
+
+def test_after_a_restart_events_report_the_records_on_disk(tmp_path: Path) -> None:
+    """So a cluster's placement knows of them."""
+
+    async def stored(caller: Caller) -> dict[str, str]:
+        events = (await caller.call("events", {"after": 0})).fields["events"]
+        return {
+            key: one["parent_key"]
+            for one in events
+            if (one["type"], one.get("medium")) == ("stored", "DISK")
+            for key in one["page_keys"]
+        }
+
+    async def before(caller: Caller) -> dict[str, str]:
+        await fill(caller, PROMPTS[:2])
+        known = await stored(caller)
+        assert len(known) == 8
+        return known
+
+    async def after(caller: Caller) -> None:
+        assert await stored(caller) == known
+
+    cache = on_disk(tmp_path, write="commit")
+    known = run(before, cache)
+    run(after, cache)
+    run(no_disk_events, cache.model_copy(update={"model": "another"}))
+
+
+async def no_disk_events(caller: Caller) -> None:
+    """Records of another model are not reported."""
+    assert (await caller.call("events", {"after": 0})).fields["events"] == []
 
 
 def test_events_name_the_medium(tmp_path: Path) -> None:
