@@ -32,7 +32,7 @@ PACKAGES = {  # the folder that is mutated; its own tests; other tests; its worl
     "handlers": (
         "service/engine/handlers",
         ["tests/engine/handlers"],
-        ["tests/engine/loop", "tests/engine/store"],
+        ["tests/engine/loop", "tests/engine/store", "tests/engine/tiers"],
         "engine",
     ),
     "routing": ("service/cluster/routing", ["tests/cluster/routing"], CLUSTER, "cluster"),

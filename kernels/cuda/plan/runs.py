@@ -108,9 +108,7 @@ class KernelWork:
         return len(self.worker_begin) - 1 == len(self.items)  # no worker is without items
 
 
-def cut(
-    parts: Parts, config: PlannerConfig, num_packed: int, same_pages: bool = False
-) -> list[KernelWork]:
+def cut(parts: Parts, config: PlannerConfig, num_packed: int, same_pages: bool) -> list[KernelWork]:
     """Runs of each part, of a batch of `num_packed` packed rows.
 
     Persistent kernels get their share of the device beside the others. `same_pages`: tiles read the

@@ -54,6 +54,10 @@ def test_windows_begin_at_splits_of_sequences_whose_level_does_not() -> None:
     config = PlannerConfig(4, PAGE, 8, 150, (WIDE,), split_keys=64)
     work = make_work([(0, Plan((level,), np.array([239], np.int32)))], config)
     assert sorted(work.kernels[0].items[:, START].tolist()) == [72, 136, 200]
+    level = replace(flat_level([33], PAGE), kv_start=np.array([40], np.int32))
+    plain = PlannerConfig(4, PAGE, 8, -1, (WIDE,), split_keys=64)
+    work = make_work([(0, Plan((level,), np.array([72], np.int32)))], plain)
+    assert sorted(work.kernels[0].items[:, START].tolist()) == [40, 72], "its last page begins late"
 
 
 def test_all_levels_of_a_cascade_are_cut_at_splits() -> None:

@@ -300,12 +300,16 @@ def test_short_sequences_of_any_length_are_not_cut_when_each_has_a_team() -> Non
     assert work.kernels[0].num_workers == 64
 
 
-def test_narrow_work_beside_wide_work_takes_its_share_of_the_device() -> None:
+@pytest.mark.parametrize("unit", [1.0, 0.5])
+def test_narrow_work_beside_wide_work_takes_its_share_of_the_device(unit: float) -> None:
+    """Whatever unit of time its costs are in."""
+    shapes = tuple(replace(one, key_seconds=unit * one.key_seconds) for one in SHAPES)
     shared = flat_level([4096] * 64, 16)
     top = Level(
         int32(0, 64), int32(0, 256), np.arange(256, dtype=np.int32), int32(16), int32(0), False
     )
-    work = make_work([(0, Plan((top, shared), np.full(64, 8191, np.int32)))], config())
+    plan = Plan((top, shared), np.full(64, 8191, np.int32))
+    work = make_work([(0, plan)], config(shapes=shapes))
     narrow, wide = work.kernels
     cost = 2.0 * 2 * 4096 / (64 * 4096 + 2.0 * 2 * 4096)
     assert narrow.num_workers == round(132 * (1 - cost))
@@ -316,6 +320,9 @@ def test_a_row_that_sees_nothing_gets_an_empty_merge_list() -> None:
     work = make_work([(0, decode_plan([0, 16]))], config())
     assert work.merges.chunks.tolist() == [0]
     assert work.merges.indptr.tolist() == [0, 0]
+    nothing = make_work([(0, Plan((), np.zeros(2, np.int32)))], config())
+    assert nothing.merges.chunks.tolist() == [0, 1] and not nothing.kernels
+    assert (nothing.kv_indices.size, nothing.kv_indices.dtype) == (0, np.int32)
 
 
 def test_causal_prefill_leaves_out_keys_after_each_tile() -> None:
@@ -327,6 +334,12 @@ def test_causal_prefill_leaves_out_keys_after_each_tile() -> None:
     keys = {begin: int(wide[wide[:, 1] == begin, 4].sum()) for begin in (0, 128)}
     assert keys == {0: 128, 128: 256}
     assert (np.diff(wide[:, 4]) <= 0).all(), "the dearest item comes first"
+
+
+def test_a_segment_with_one_visible_key_stays_beside_one_with_none() -> None:
+    level = replace(flat_level([16, 16], 16), kv_start=np.array([0, 100], np.int32), causal=True)
+    work = make_work([(0, Plan((level,), np.array([0, 50], np.int32)))], config())
+    assert work.kernels[0].items[:, 1:5].tolist() == [[0, 4, 0, 1]]
 
 
 def test_whole_tiles_are_final_though_the_dearest_comes_first() -> None:
