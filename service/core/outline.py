@@ -103,7 +103,8 @@ class Rows:
 def outline(tree: PrefixTree, most: int = MOST_PARTS) -> Outline:
     """The largest parts of the tree, at most `most`."""
     books, rows = tree.books, Rows()
-    namespaces = largest_namespaces(tree.budget.namespaces.values())
+    used = [one for one in tree.budget.namespaces.values() if one.used]
+    namespaces = sorted(used, key=lambda one: -one.used)[:MOST_NAMESPACES]
     for namespace in namespaces:
         rows.places[namespace] = len(rows.above)
         rows.add(None, -1, 0, 0.0, 0)
@@ -145,12 +146,6 @@ def summed_up(rows: Rows, namespaces: list[str], most: int) -> Outline:
         np.array(used, np.float64)[order],
         np.array(rows.states, np.uint8)[order],
     )
-
-
-def largest_namespaces(namespaces: Iterable[Namespace]) -> list[Namespace]:
-    """The namespaces with the most pages."""
-    found = sorted((one for one in namespaces if one.used), key=lambda one: -one.used)
-    return found[:MOST_NAMESPACES]
 
 
 def largest_named(named: NamedPages) -> list[tuple[Node, Namespace]]:

@@ -25,11 +25,7 @@ __all__ = [
 
 def in_order(tensors: Iterable[Shaped]) -> tuple[Shaped, ...]:
     """The tensors in the order of an image: wider dtypes first, so that all are aligned."""
-    return tuple(sorted(tensors, key=_width, reverse=True))
-
-
-def _width(tensor: Shaped) -> int:
-    return tensor[1].itemsize
+    return tuple(sorted(tensors, key=lambda one: one[1].itemsize, reverse=True))
 
 
 def num_bytes(tensor: Shaped) -> int:

@@ -134,18 +134,16 @@ class RemoteCounts:
         }
         self._engines.move_to_end(tag)
         if len(self._engines) > MOST_ENGINES:
-            self._fold(*self._engines.popitem(last=False))
+            _, oldest = self._engines.popitem(last=False)
+            for key, block in oldest.items():
+                if not self._is_gauge(key[0]):
+                    add_block(self._folded, key, block)
 
     def lose(self, tag: str) -> None:
         """An engine can no longer be called."""
         blocks = self._engines.get(tag, {})
         for key in [key for key in blocks if self._is_gauge(key[0])]:
             del blocks[key]
-
-    def _fold(self, tag: str, blocks: Mapping[Key, Sequence[float]]) -> None:
-        for key, block in blocks.items():
-            if not self._is_gauge(key[0]):
-                add_block(self._folded, key, block)
 
     def __iter__(self) -> Iterator[Mapping[Key, Sequence[float]]]:
         """The blocks of each engine, and the sums of dropped ones."""

@@ -236,7 +236,7 @@ def serving(
         port = 0 if uds is not None else listener.getsockname()[1]
         running = Running(server, thread, engine, metrics, port)
         try:
-            wait_for(lambda: server.started and running.door.state[0] == "ready", "the door")
+            wait_for(lambda: server.started and running.door.link.state[0] == "ready", "the door")
             yield running
         finally:
             if thread.is_alive():

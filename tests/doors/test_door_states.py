@@ -115,7 +115,7 @@ def test_a_door_reports_its_engines_state(running: Running) -> None:
     with running.client() as client:
         for state, reason in (("draining", "its last work"), ("lost", "no such card")):
             running.engine.push_state(state, reason)
-            wait_for(lambda state=state: running.door.state[0] == state, "the state")
+            wait_for(lambda state=state: running.door.link.state[0] == state, "the state")
             for path in ("/health/ready", "/v1/pool"):
                 response = client.get(path)
                 assert (response.status_code, response.json()["code"]) == (503, "not_ready")

@@ -208,5 +208,5 @@ def serving(*arguments: str) -> Iterator[Service]:
         service.url = f"{scheme}://127.0.0.1:{listener.getsockname()[1]}"
         thread.start()
         ending.callback(service.stop)
-        wait_for(lambda: server.started and service.door.state[0] == "ready", "the start")
+        wait_for(lambda: server.started and service.door.link.state[0] == "ready", "the start")
         yield service

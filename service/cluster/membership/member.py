@@ -70,10 +70,6 @@ class Member:
         """Whether its first session may still come."""
         return not (self.is_met or self.is_dead) and now < self.met_until
 
-    def may_be(self, tag: str) -> bool:
-        """Whether this member without a session may be the engine of a tag."""
-        return self.engine is None and not self.is_dead and self.tag in ("", tag)
-
     def stop_watching(self) -> None:
         """Stops waiting for the process to exit."""
         if self.peer is not None:

@@ -334,8 +334,8 @@ class Members:
 
     def absent(self, tag: str | None = None) -> list[Member]:
         """Members without a session that may be the engine of a tag; None: of any."""
-        every = self.by_name.values()
-        return [one for one in every if one.may_be(one.tag if tag is None else tag)]
+        without = [one for one in self.by_name.values() if one.engine is None and not one.is_dead]
+        return [one for one in without if tag is None or one.tag in ("", tag)]
 
     def is_dead(self, tag: str) -> bool:
         """Whether there is proof that the engine of a tag is dead: all members are others."""

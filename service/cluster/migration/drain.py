@@ -253,7 +253,7 @@ class Drain:
             family.anchors.append(anchor)
             await transfer.commit()
             num_bytes += transfer.num_bytes
-            if transfer.num_wanted <= SHORT_TAIL:
+            if transfer.header["num_parts"] - transfer.next_part <= SHORT_TAIL:
                 break
         return num_bytes
 

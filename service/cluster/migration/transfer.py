@@ -152,11 +152,6 @@ class Transfer:
     shard: dict[str, Any] | None = None
     """The shard of the sequence that is copied; None: all of it."""
 
-    @property
-    def num_wanted(self) -> int:
-        wanted: int = self.header["num_parts"] - self.next_part
-        return wanted
-
     async def run(self) -> None:
         """Copies the wanted parts; sends each while the next one is exported."""
         last = self.header["num_parts"]

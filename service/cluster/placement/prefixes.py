@@ -176,18 +176,13 @@ class EventLog:
     """Events numbered from the microseconds of the start, so that a number from another door, or
     from before a restart, is too old."""
 
-    __slots__ = ("begin", "events", "most", "newest")
-
     def __init__(self, most: int = MAX_EVENTS) -> None:
         self.begin = self.newest = time.time_ns() // 1000
-        self.most = most
-        self.events: deque[Event] = deque()
+        self.events: deque[Event] = deque(maxlen=most)
 
     def add(self, event: Event) -> None:
         self.newest += 1
         self.events.append(event | {"id": self.newest})
-        if len(self.events) > self.most:
-            self.events.popleft()
 
     def page(self, after: int, limit: int) -> Event:
         """Up to `limit` events after a number, the number to continue after, and whether events in

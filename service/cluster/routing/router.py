@@ -78,10 +78,14 @@ class Router:
         self.remembered = lru_cache(maxsize=512)(self.read)
         self.routes: dict[Routing, Callable[[Call, Prepared], Awaitable[RawReply]]] = {
             "together": self.sequences.together,
-            "placed": self.create,
-            "imported": self.import_,
+            "placed": lambda call, prepared: self.retries.run(
+                call, Creation(self.placer, self.sequences, call, prepared)
+            ),
+            "imported": lambda call, prepared: self.retries.run(
+                call, ImportCall(self.placer, self.sequences, call, prepared)
+            ),
             "everywhere": self.broadcast.call,
-            "anywhere": self.any_engine,
+            "anywhere": lambda call, _: self.retries.run(call, AnyEngine(self.members, call)),
             "engine": self.drain,
             "lease": self.broadcast.lease,
         }
@@ -179,19 +183,6 @@ class Router:
 
     def read(self, operation: Operation, header: bytes, room: int) -> Prepared:
         return prepare(operation, header, room, self.members.info)
-
-    async def create(self, call: Call, prepared: Prepared) -> RawReply:
-        """New sequences, at engines that the placer chooses."""
-        creation = Creation(self.placer, self.sequences, call, prepared)
-        return await self.retries.run(call, creation)
-
-    async def import_(self, call: Call, prepared: Prepared) -> RawReply:
-        """A step of an import: at the engine that has it, else where the placer says."""
-        return await self.retries.run(call, ImportCall(self.placer, self.sequences, call, prepared))
-
-    async def any_engine(self, call: Call, prepared: Prepared) -> RawReply:
-        """The reply of the least busy engine; of the next one, if that is lost meanwhile."""
-        return await self.retries.run(call, AnyEngine(self.members, call))
 
     async def drain(self, call: Call, prepared: Prepared) -> RawReply:
         """Starts or stops the draining of a named engine."""

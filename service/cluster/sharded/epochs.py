@@ -167,14 +167,11 @@ def common_state(
     where a rank has another sequence by that name, or its shards are in another order."""
     whole = {"rank": 0, "ranks": 1}
     shards: list[dict[str, Any]] = [view.fields.get("shard", whole) for view in views]
-    if [(shard["rank"], shard["ranks"]) for shard in shards] != order_of(len(views)):
+    in_order = [(rank, len(views)) for rank in range(len(views))]
+    if [(shard["rank"], shard["ranks"]) for shard in shards] != in_order:
         raise ProblemText(dump_json(problem(UnknownSequence([one.id]))))
     states = [(shard["epoch"], shard["lengths"]) for shard in shards]
     return states[0] if all(state == states[0] for state in states) else None
-
-
-def order_of(count: int) -> list[tuple[int, int]]:
-    return [(rank, count) for rank in range(count)]
 
 
 async def claim(ranks: Ranks, one: ShardedSequence) -> None:

@@ -121,9 +121,6 @@ class PrefixCache:
         """End one of the namespace's leases now. Raises `UnknownLease`."""
         self._end(self._lease(namespace, lease_id))
 
-    def has_lease(self, namespace: str, lease_id: str) -> bool:
-        return lease_id in self._budget.look(namespace).leases
-
     def holds(self, namespace: str, most: int) -> list[Hold]:
         """A namespace's hard pins and leases, at most `most` together."""
         held = self._budget.look(namespace)

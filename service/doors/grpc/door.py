@@ -20,6 +20,7 @@ from service.doors.grpc.tensors import (
     read_request,
     write_answer,
 )
+from service.doors.kit.headers import call_id_of
 from service.doors.kit.ledger import CLIENT_CLOSED, Ledger
 from service.doors.kit.link import QUIET_S, Link
 from service.doors.kit.problems import ProblemText, document_of
@@ -171,7 +172,7 @@ class GrpcDoor:
                 length,
                 self.limits.max_answer_bytes,
                 rpc.deadline_us(call.wanted.deadline_us),
-                rpc.call_id,
+                call_id_of(rpc.request_id),
                 rpc.tenant,
             )
         finally:

@@ -13,7 +13,7 @@ import grpc.aio
 from attnd.wire.frames import NO_STAGES
 
 from config.server import ServerSettings
-from service.doors.kit.headers import call_id_of, request_id_of, server_timing, traceparent_of
+from service.doors.kit.headers import request_id_of, server_timing, traceparent_of
 from service.doors.kit.ledger import Ledger
 from service.doors.kit.problems import document_of
 from service.doors.oip.models import error_text
@@ -71,10 +71,6 @@ class Rpc:
         """A value of the metadata; empty if it is missing."""
         value = self.metadata.get(name, "")
         return value.encode("latin-1", "replace") if isinstance(value, str) else bytes(value)
-
-    @property
-    def call_id(self) -> bytes:
-        return call_id_of(self.request_id)
 
     @property
     def trailing(self) -> tuple[tuple[str, str], ...]:

@@ -15,7 +15,7 @@ from service.doors.kit.process import DRAINING, ENGINE_LATER_S, Setup, connect
 from service.doors.kit.tls import HANDSHAKE_S, Tls, make_tls
 from service.doors.kit.tracing import make_tracing
 from service.keys import make_authenticator
-from service.processes.handed_files import ReadFile, from_disk
+from service.processes.handed_files import ReadFile
 
 
 class Credentials:
@@ -46,12 +46,6 @@ def configuration(server: ServerSettings, read: ReadFile) -> Any:
     return grpc.ssl_server_certificate_configuration([(key, chain)], authorities)
 
 
-def make_credentials(server: ServerSettings, read: ReadFile = from_disk) -> Credentials | None:
-    """None without TLS. Raises TlsError."""
-    tls = make_tls(server, read)
-    return None if tls is None else Credentials(server, tls)
-
-
 LOG: Final = logging.getLogger("attnd.grpc")
 MESSAGE_BYTES: Final = 2**20
 """Room for a message beside the bytes of its tensors."""
@@ -67,7 +61,8 @@ class Server:
         self.setup = setup
         self.limits = settings.server
         self.authenticator = make_authenticator(settings.auth, read)
-        self.credentials = make_credentials(settings.server, read)
+        tls = make_tls(settings.server, read)
+        self.credentials = None if tls is None else Credentials(settings.server, tls)
         self.tracing = make_tracing(settings.log.otlp_endpoint, setup.name)
         self.loop: asyncio.AbstractEventLoop | None = None
         self.door: GrpcDoor | None = None

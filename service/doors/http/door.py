@@ -79,10 +79,6 @@ class Door:
         self.sweeping = self.loop.call_soon(self.sweep)
 
     @property
-    def state(self) -> tuple[str, str]:
-        return self.link.state
-
-    @property
     def draining(self) -> str:
         """Why no more requests are accepted; empty while they are."""
         return self.link.draining

@@ -169,7 +169,8 @@ def last_key(store: Store, name: str, num_pages: int) -> str | None:
 def renew_lease(store: Store, request: Request, _: Seconds) -> Fields:
     fields = request.fields
     cache, namespace = store.tree.cache, request.tenant.namespace
-    if fields.page_key is not None and not cache.has_lease(namespace, fields.id):
+    leases = store.tree.budget.look(namespace).leases
+    if fields.page_key is not None and fields.id not in leases:
         key = bytes.fromhex(fields.page_key)
         refuse_holding(store, namespace, key, fields.cache_salt)
         store.limits.refuse_lease(store.tree, namespace)

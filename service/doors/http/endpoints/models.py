@@ -33,6 +33,7 @@ class ModelPages:
 
     def routes(self) -> list[BaseRoute]:
         """A model's paths with and without its version, and all models' paths."""
+        link = self.door.link
         found: list[BaseRoute] = [
             Route(f"{MODEL}/infer", self.infer),
             Route(f"{MODEL}/versions/{{version}}/infer", self.infer),
@@ -40,7 +41,7 @@ class ModelPages:
             page("/v2/health/live", lambda _: {"live": True}, "live", needs_no_key=True),
             page("/v2/health/ready", self.ready, "ready", needs_no_key=True),
             page("/v2/models/stats", lambda one: self.counted(one, MODELS.values())),
-            page("/v2/repository/index", lambda _: models.index(self.door.state), method="POST"),
+            page("/v2/repository/index", lambda _: models.index(link.state), method="POST"),
         ]
         for path in (MODEL, f"{MODEL}/versions/{{version}}"):
             found += [
