@@ -10,7 +10,7 @@ from typing import Any, Final
 from attnd.wire.dtypes import Part
 
 from service.errors import InvalidRequest, MalformedBody
-from service.image.json_pieces import Pieces, is_short, loading
+from service.image.json_pieces import Pieces, is_short
 from service.image.json_tensors import cut_data, read_tensors, write_tensor
 from service.image.json_text import check_counts, dump_json, load_json
 from service.image.reading import (
@@ -20,6 +20,8 @@ from service.image.reading import (
     Layout,
     place,
     read_entry,
+    reading_document,
+    reading_fields,
     split,
 )
 from service.image.writing import RESPONSE, image
@@ -125,26 +127,14 @@ def placing_fields(whole: memoryview, given: Mapping[str, Any]) -> Pieces[list[P
     the engine to check.
     """
     header, start = split(whole)
-    if (count := header.count(b",")) > MAX_VALUES:
-        raise MalformedBody(f"the safetensors header has {count} values: at most {MAX_VALUES}")
-    document = yield from loading(header, "the safetensors header")
-    if not isinstance(document, dict):
-        raise MalformedBody("the safetensors header is not a JSON object")
+    document = yield from reading_document(header)
     metadata = document.setdefault("__metadata__", {})
-    if not isinstance(metadata, dict):
-        raise MalformedBody("__metadata__ is not a JSON object")
-    text = metadata.get(REQUEST, "{}")
-    if not isinstance(text, str):
-        raise MalformedBody(f"__metadata__.{REQUEST} is not a string in the safetensors header")
-    data = text.encode("utf-8", "surrogatepass")
-    fields = yield from loading(data, f"__metadata__.{REQUEST}")
-    if not isinstance(fields, dict):
-        raise MalformedBody(f"__metadata__.{REQUEST} is not a JSON object")
+    fields = yield from reading_fields(metadata, REQUEST)
     if twice := given.keys() & fields.keys():
         name = min(twice)
         raise InvalidRequest(name, fields[name], "is given by the path: leave it out")
     metadata[REQUEST] = dump_fields({**fields, **given})
-    if not is_short(data):
+    if not is_short(header):
         yield
     laid = dump_json(document).encode()
     laid += b" " * (-len(laid) % 8)

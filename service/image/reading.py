@@ -71,11 +71,7 @@ def read_layout(header: bytes, room: int, key: str = REQUEST) -> Layout:
 
 def reading_layout(header: bytes, room: int, key: str = REQUEST) -> Pieces[Layout]:
     """As `read_layout`, in pieces."""
-    if (count := header.count(b",")) > MAX_VALUES:
-        raise MalformedBody(f"the safetensors header has {count} values: at most {MAX_VALUES}")
-    document = yield from loading(header, "the safetensors header")
-    if not isinstance(document, dict):
-        raise MalformedBody("the safetensors header is not a JSON object")
+    document = yield from reading_document(header)
     metadata = document.pop("__metadata__", {})
     if len(document) > MAX_TENSORS:
         raise MalformedBody(f"{len(document)} tensors: at most {MAX_TENSORS}")
@@ -88,6 +84,16 @@ def reading_layout(header: bytes, room: int, key: str = REQUEST) -> Pieces[Layou
     check_cover(spans, room)
     fields = yield from reading_fields(metadata, key)
     return Layout(fields, tuple(entries))
+
+
+def reading_document(header: bytes) -> Pieces[dict[str, Any]]:
+    """The header's JSON object, of which nothing is checked."""
+    if (count := header.count(b",")) > MAX_VALUES:
+        raise MalformedBody(f"the safetensors header has {count} values: at most {MAX_VALUES}")
+    document = yield from loading(header, "the safetensors header")
+    if not isinstance(document, dict):
+        raise MalformedBody("the safetensors header is not a JSON object")
+    return document
 
 
 def place(body: bytes | memoryview, start: int, layout: Layout) -> dict[str, Array]:

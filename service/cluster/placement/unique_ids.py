@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from service.cluster.membership.engine import Call, Home
-from service.cluster.routing.locator import Locator
 from service.cluster.routing.outcomes import Outcome, outcome_of
 from service.cluster.routing.replies import gather_all
 from service.cluster.routing.sequence_calls import SequenceCalls, joint_error
@@ -28,7 +27,6 @@ from service.errors import (
     UnknownSequence,
 )
 from service.operations.sequences import DELETE_SEQUENCE
-from service.tenants import Tenant
 
 UNDO_S: Final = 10.0
 
@@ -40,21 +38,13 @@ class UniqueIds:
     calls: SequenceCalls
     call: Call
 
-    @property
-    def locator(self) -> Locator:
-        return self.calls.locator
-
-    @property
-    def tenant(self) -> Tenant:
-        return self.call.tenant
-
     async def refuse_taken(self, ids: Collection[str]) -> None:
         """Raises SequenceExists where an engine has one of these, NotReady where one that may have
         some does not reply."""
         members = self.calls.members
         members.check_all_respond()
         names = list(ids)
-        if taken := await self.locator.holders(names, self.tenant, members.engines):
+        if taken := await self.calls.locator.holders(names, self.call.tenant, members.engines):
             raise SequenceExists([name for name in names if name in taken])
 
     async def confirm(self, made: Mapping[str, Home], chosen: Collection[str]) -> None:
@@ -79,12 +69,12 @@ class UniqueIds:
         there = await self.elsewhere(made)
         for name, home in made.items():
             if name not in there:
-                self.locator.learn(self.call, [name], home)
+                self.calls.locator.learn(self.call, [name], home)
             elif await self.delete_at(home, name):
                 twice.append(name)
             else:  # a drain has moved it
                 with suppress(UnknownSequence, LostSequence):
-                    await self.locator.find([name], self.tenant)
+                    await self.calls.locator.find([name], self.call.tenant)
         return twice
 
     async def elsewhere(self, made: Mapping[str, Home]) -> set[str]:
@@ -97,7 +87,7 @@ class UniqueIds:
             for engine in engines:
                 others = [one for one, home in made.items() if engine.tag not in tags_of(home.tag)]
                 if others:
-                    looks.append(self.locator.holders(others, self.tenant, [engine]))
+                    looks.append(self.calls.locator.holders(others, self.call.tenant, [engine]))
             for holders in await gather_all(looks):
                 found |= holders.keys()
         return found
@@ -119,7 +109,7 @@ class UniqueIds:
                 await self.calls.retries.wait_for_move(delete, error)
 
     def deletion(self, home: Home) -> Call:
-        call = home.own(DELETE_SEQUENCE, self.calls.members.acting_for(self.tenant), UNDO_S)
+        call = home.own(DELETE_SEQUENCE, self.calls.members.acting_for(self.call.tenant), UNDO_S)
         call.is_poll = True  # a silent engine has the sequence, too
         return call
 

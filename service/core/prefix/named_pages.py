@@ -328,7 +328,7 @@ class NamedPages:
 
     def _forget(self, name: Name) -> None:
         if (node := self.nodes[name.number]) is not None:
-            self.retention.forget(node)
+            self.retention.ends.cancel(node)
         self.nodes[name.number] = None
         name.root.namespace.num_nodes -= 1
         self._free_numbers.append(name.number)

@@ -66,10 +66,6 @@ class RetentionTimers:
         ends = (name.keep.priority_ends, name.keep.soft_ends)
         self.ends.set(node, min((one for one in ends if one > self.now), default=FOREVER))
 
-    def forget(self, node: Node) -> None:
-        """Cancel a node's update: it loses its name."""
-        self.ends.cancel(node)
-
     def _rank_again(self, node: Node, name: Name) -> None:
         self.watch(node, name)
         rank = self.rank(name)

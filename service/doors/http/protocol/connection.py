@@ -80,7 +80,7 @@ class Connection(asyncio.BufferedProtocol):
         self.is_closing = True
         self.deadline = inf
         if self.half_closed is not None:
-            self.half_closed.stop()
+            self.half_closed.timer.cancel()
         if self.exchange is not None:
             self.hang_up(self.exchange)
         self.intake.close()

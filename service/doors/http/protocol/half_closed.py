@@ -41,9 +41,6 @@ class HalfClosed:
             transport.write(probe_of(exchange))
         self.timer = connection.loop.call_later(NEXT_LOOK_S, self.look, connection)
 
-    def stop(self) -> None:
-        self.timer.cancel()
-
 
 def probe_of(exchange: Exchange) -> bytes:
     """Bytes that may be sent to a waiting client now."""
