@@ -207,11 +207,7 @@ def grown(before: Int32, counts: Int32) -> Int32:
 
 
 def extend_layers(
-    tree: PrefixTree,
-    layers: Sequence[int],
-    ids: Ids,
-    counts: Int32,
-    offsets: Int32 | None = None,
+    tree: PrefixTree, layers: Sequence[int], ids: Ids, counts: Int32, offsets: Int32 | None = None
 ) -> Extension:
     """`PrefixTree.extend_layers`, with `counts` and `offsets` [B] of the whole sequences.
 

@@ -16,10 +16,7 @@ from service.operations import (
 )
 from service.operations.schema.spec import Operation
 
-MODULES: Final = (
-    *(attention, events, internal, prefix),
-    *(rows, sequences, status, transfer),
-)
+MODULES: Final = (attention, events, internal, prefix, rows, sequences, status, transfer)
 BY_NUMBER: Final = {
     declared.number: declared
     for module in MODULES

@@ -39,12 +39,7 @@ from service.cluster.routing.replies import gather_all
 from service.cluster.routing.tags import BETWEEN
 from service.doors.kit.problems import ProblemText
 from service.errors import NotReady
-from service.operations.sequences import (
-    CREATE_SEQUENCES,
-    GET_SEQUENCE,
-    LIST_SEQUENCES,
-    MAX_LISTED,
-)
+from service.operations.sequences import CREATE_SEQUENCES, GET_SEQUENCE, LIST_SEQUENCES, MAX_LISTED
 from service.operations.status import DRAIN_ENGINE, ENGINE_NAME, LIST_NAMESPACES
 from service.tenants import OPEN, SCOPES, Tenant, tenant_of
 

@@ -45,10 +45,7 @@ def application(settings: Settings) -> Application:
     secret = secret_of(cluster)
     engine = serve.deployment(
         name="engine",
-        ray_actor_options={
-            "num_cpus": 1,
-            "num_gpus": 1 if settings.backend.kind == "cuda" else 0,
-        },
+        ray_actor_options={"num_cpus": 1, "num_gpus": 1 if settings.backend.kind == "cuda" else 0},
         health_check_period_s=HEALTH_CHECK_S,
         health_check_timeout_s=MAX_SILENT_S,
         graceful_shutdown_timeout_s=cluster.drain_s + settings.server.drain_timeout_s,

@@ -51,10 +51,7 @@ class Router:
     """The upstream of one door, on its event loop."""
 
     def __init__(
-        self,
-        limits: ServerSettings,
-        has_keys: bool = False,
-        metrics: Metrics | None = None,
+        self, limits: ServerSettings, has_keys: bool = False, metrics: Metrics | None = None
     ) -> None:
         """`has_keys`: calls are made for the tenants of their keys. `metrics` records what engines
         report."""

@@ -17,13 +17,7 @@ from service.cluster.routing.batch_split import Piece, has_mask, join, row_sums,
 from service.cluster.routing.fast_path import FastPath, ids_of
 from service.cluster.routing.locator import Locator
 from service.cluster.routing.outcomes import RETRY_PAUSE_S, Outcome, Retries, unknown_ids
-from service.cluster.routing.replies import (
-    gather_all,
-    longest,
-    reply,
-    results_of,
-    with_full_engine,
-)
+from service.cluster.routing.replies import gather_all, longest, reply, results_of, with_full_engine
 from service.cluster.routing.tags import tags_of
 from service.doors.kit.problems import ProblemText, document_of
 from service.errors import (

@@ -192,10 +192,7 @@ def _explicit_batch(
 
 
 def _check_disjoint(
-    tree: PrefixTree,
-    layer: int,
-    levels: Sequence[tuple[Ids, Int32]],
-    batches: Sequence[PlanBatch],
+    tree: PrefixTree, layer: int, levels: Sequence[tuple[Ids, Int32]], batches: Sequence[PlanBatch]
 ) -> None:
     """Raises `InvalidRequest` if a row sees a page at two levels.
 

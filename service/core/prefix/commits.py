@@ -167,13 +167,7 @@ class Commits:
         return root
 
     def _commit_rest(
-        self,
-        leaf: Leaf,
-        root: Root,
-        above: Node | None,
-        prefix: Prefix,
-        stop: int,
-        keep: Retention,
+        self, leaf: Leaf, root: Root, above: Node | None, prefix: Prefix, stop: int, keep: Retention
     ) -> bool:
         """Name the pages after `above`, the last named node, up to `stop`; returns False if forks
         that share them prevent it."""

@@ -162,10 +162,7 @@ def config(model: Model) -> dict[str, Any]:
             configured(one) | {"optional": one["name"] not in required} for one in found["inputs"]
         ],
         "output": [configured(one) for one in found["outputs"]],
-        "parameters": {
-            "datatypes": {"string_value": known},
-            "fields": {"string_value": schema},
-        },
+        "parameters": {"datatypes": {"string_value": known}, "fields": {"string_value": schema}},
     }
 
 

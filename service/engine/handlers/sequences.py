@@ -147,12 +147,7 @@ class SequenceBatch:
             cache = self._store.tree.cache
             prefix = cache.chain(tenant.namespace, key, one.held.cache_salt)
         return NewSpec(
-            self._ids[index],
-            one.parent,
-            one.length,
-            prefix,
-            tenant.namespace,
-            one.ttl_s,
+            self._ids[index], one.parent, one.length, prefix, tenant.namespace, one.ttl_s
         )
 
     def _add_view(self, spec: NewSpec) -> None:

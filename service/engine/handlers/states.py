@@ -21,11 +21,7 @@ from service.engine.handlers.attention import (
 )
 from service.engine.loop.job import Cost, Seconds, Slice, SlicedWork, Slices, SoloLaunch, Work
 from service.engine.loop.request import Request
-from service.engine.loop.slices import (
-    cut_ragged,
-    paced_spans,
-    ragged_keys,
-)
+from service.engine.loop.slices import cut_ragged, paced_spans, ragged_keys
 from service.engine.store.store import Store
 
 LN_2: Final = math.log(2.0)

@@ -25,11 +25,7 @@ from service.engine.handlers.prefix import (
     unpin,
 )
 from service.engine.handlers.rows import append, gather, page_table
-from service.engine.handlers.sequences import (
-    create_sequences,
-    get_sequence,
-    list_sequences,
-)
+from service.engine.handlers.sequences import create_sequences, get_sequence, list_sequences
 from service.engine.handlers.states import merge, ragged_prefill
 from service.engine.handlers.status import (
     engines,

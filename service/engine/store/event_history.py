@@ -159,11 +159,7 @@ def fields(event: Event, page_size: int) -> dict[str, Any]:
                 pages["token_ids"] = np.frombuffer(event.token_ids, np.uint32).tolist()
             return {"type": "stored"} | pages | {"page_size": page_size, "medium": event.medium}
         case Removed():
-            return {
-                "type": "removed",
-                "page_keys": hex_keys(event.keys),
-                "medium": event.medium,
-            }
+            return {"type": "removed", "page_keys": hex_keys(event.keys), "medium": event.medium}
         case Cleared():
             return {"type": "cleared"}
         case Pressure():

@@ -75,11 +75,7 @@ class PlanCache:
         return self._keep(key, make_plan(self._tree, ids, layer, qo_indptr, *how))
 
     def levels(
-        self,
-        levels: Sequence[tuple[Ids, Int32]],
-        layer: int,
-        causal: bool,
-        num_rows: int,
+        self, levels: Sequence[tuple[Ids, Int32]], layer: int, causal: bool, num_rows: int
     ) -> Planned:
         """Levels that a caller spelled out, as (ids, qo_indptr [S+1]) each.
 

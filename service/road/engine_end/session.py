@@ -31,16 +31,7 @@ from service.road.engine_end.calls import (
     read_stepping,
 )
 from service.road.engine_end.door_arena import DoorArena
-from service.road.messages import (
-    Challenge,
-    Grow,
-    Grown,
-    Hello,
-    State,
-    Welcome,
-    message,
-    read,
-)
+from service.road.messages import Challenge, Grow, Grown, Hello, State, Welcome, message, read
 from service.road.messages import refusal as refused
 from service.road.output import Output, Unread
 from service.road.tcp import Incoming

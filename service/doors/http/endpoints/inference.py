@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attnd.wire.dtypes import Part
 
-from service.doors.http.endpoints.operation import (
-    INLINE_BYTES,
-    JOIN_BYTES,
-    LESS_JSON,
-    call_engine,
-)
+from service.doors.http.endpoints.operation import INLINE_BYTES, JOIN_BYTES, LESS_JSON, call_engine
 from service.doors.http.endpoints.responses import (
     EXCHANGE,
     NO_PARAMS,

@@ -7,11 +7,7 @@ from typing import Any, Final
 from fastapi.openapi.utils import get_openapi
 
 from service import __version__
-from service.doors.http.protocol.exchange import (
-    DEADLINE_HEADER,
-    MAX_DEADLINE_MS,
-    MIN_DEADLINE_MS,
-)
+from service.doors.http.protocol.exchange import DEADLINE_HEADER, MAX_DEADLINE_MS, MIN_DEADLINE_MS
 from service.doors.kit.headers import JSON, PROBLEM, SAFETENSORS
 from service.operations.openapi import error_response, operation_object, schemas
 from service.operations.table import OPERATIONS

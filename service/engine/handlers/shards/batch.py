@@ -66,12 +66,7 @@ def window_mask(tree: PrefixTree, ids: Ids, layer: int, qo_indptr: Int32, view: 
 
 
 def own_mask(
-    tree: PrefixTree,
-    ids: Ids,
-    layer: int,
-    qo_indptr: Int32,
-    view: ShardView,
-    given: Array,
+    tree: PrefixTree, ids: Ids, layer: int, qo_indptr: Int32, view: ShardView, given: Array
 ) -> Mask:
     """This engine's columns of a caller's mask over whole sequences, within the window.
 
