@@ -120,6 +120,12 @@ def python(program: str, *arguments: str, **how: Any) -> str:
     return run(sys.executable, "-c", program, *arguments, check=True, **how).stdout
 
 
+def start(program: str, *arguments: str, **how: Any) -> subprocess.Popen[str]:
+    """A Python program, with pipes to its input and from its output."""
+    command, pipe = [sys.executable, "-c", program, *arguments], subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True, **how)
+
+
 def children(pid: int) -> list[int]:
     return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 import os
 import struct
 import subprocess
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from service.metrics import Metrics
 from service.processes.cells import Cells, make_shared
-from tests.harness.processes import python
+from tests.harness.processes import python, start
 
-ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import sys
 from service.metrics import Metrics
@@ -215,14 +212,7 @@ def test_two_services_in_one_process_count_apart() -> None:
 def counting(name: str, shared: Mapping[str, int]) -> subprocess.Popen[str]:
     """A process that has counted as the service's process `name`, and waits."""
     pairs = [f"{process}={fd}" for process, fd in shared.items()]
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, name, *pairs],
-        cwd=ROOT,
-        pass_fds=list(shared.values()),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    process = start(PROGRAM, name, *pairs, pass_fds=list(shared.values()))
     assert process.stdout is not None and process.stdout.readline() == "up\n"
     return process
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from attnd import Session
 from attnd.torch import Slots, Step, TorchSession
 
 from tests.client.running_service import service
-from tests.harness.processes import ROOT
+from tests.harness.processes import start
 
 LAYERS = 3
 HEADS = 4
@@ -110,13 +109,7 @@ def decode_slots(session: TorchSession, batch: int) -> Slots:
 def child(source: str, *arguments: str) -> subprocess.Popen[str]:
     """A caller in a process of its own; it prints a line when it has come to its point."""
     head = "import sys\nsys.path[:0] = ['client/src', '.', 'tests']\n"
-    return subprocess.Popen(
-        [sys.executable, "-c", head + source, *arguments],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    return start(head + source, *arguments)
 
 
 KILLED = """
