@@ -19,9 +19,8 @@ from http_messages import (
     QO_HEADS,
     SAFETENSORS,
     WIRE_DTYPE,
-    append,
     ask,
-    create,
+    fill,
     rows,
     write_body,
 )
@@ -60,8 +59,7 @@ def test_calls_are_answered_over_tls(
     secured: Service, files: Files, rng: np.random.Generator
 ) -> None:
     with httpx.Client(base_url=secured.url, verify=trusting(files), timeout=WAIT_S) as client:
-        create(client, "a")
-        append(client, 0, "a", rows(rng, 3), rows(rng, 3))
+        fill(client, rng, "a", 3)
         reply, tensors = ask(
             client, "/v1/decode", {"layer": 0, "sequences": ["a"]}, {"q": rows(rng, 1, QO_HEADS)}
         )

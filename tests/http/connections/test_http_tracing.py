@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from http_messages import QO_HEADS, append, create, post, rows
+from http_messages import QO_HEADS, fill, post, rows
 from http_service import Service, serving
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -72,8 +72,7 @@ def finished(service: Service, spans: InMemorySpanExporter, count: int) -> list[
 def test_a_sampled_request_is_a_span_with_its_stages(
     service: Service, client: httpx.Client, spans: InMemorySpanExporter, rng: np.random.Generator
 ) -> None:
-    create(client, "a")
-    append(client, 0, "a", rows(rng, 3), rows(rng, 3))
+    fill(client, rng, "a", 3)
     before = time.time_ns()
     q = {"q": rows(rng, 1, QO_HEADS)}
     headers = {"traceparent": SAMPLED, "x-request-id": "step-7"}

@@ -15,7 +15,16 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from http_messages import PAGE_SIZE, PAGES, append, check_problem, create, post, rows, streaming
+from http_messages import (
+    PAGE_SIZE,
+    PAGES,
+    check_problem,
+    create,
+    fill,
+    post,
+    rows,
+    streaming,
+)
 from http_secrets import bearer, keys_file, write_keys
 from http_service import Service, serving
 
@@ -86,8 +95,7 @@ def test_the_stream_begins_with_everything_and_continues_with_what_changes(
         assert not unpacked(first(reply, "pages")).any()
         pool = first(reply, "pool", sequences=0)
         assert (pool["free"], pool["total"]) == (PAGES, PAGES)
-        create(client, "a")
-        append(client, 0, "a", rows(rng, 3 * PAGE_SIZE), rows(rng, 3 * PAGE_SIZE))
+        fill(client, rng, "a", 3 * PAGE_SIZE)
         pages = first(reply, "pages")
         tree = first(reply, "tree")
         pool = first(reply, "pool")
@@ -99,8 +107,7 @@ def test_the_stream_begins_with_everything_and_continues_with_what_changes(
 
 
 def test_load_and_totals_equal_the_metrics(client: httpx.Client, rng: np.random.Generator) -> None:
-    create(client, "a")
-    append(client, 0, "a", rows(rng, 5), rows(rng, 5))
+    fill(client, rng, "a", 5)
     text = client.get("/metrics").text
     appended = re.search(r"^attnd_tokens_appended_total (\S+)$", text, re.MULTILINE)
     assert appended

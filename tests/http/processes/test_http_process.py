@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from http_messages import KIND, QO_HEADS, append, ask, create, post, rows
+from http_messages import KIND, QO_HEADS, append, ask, create, fill, post, rows
 from http_process import listening, process
 from http_service import WAIT_S, wait_for
 
@@ -25,8 +25,7 @@ from tests.harness.processes import START_S, Process
 def test_it_starts_serves_logs_json_and_stops_on_sigterm(rng: np.random.Generator) -> None:
     with listening() as (running, url):
         with httpx.Client(base_url=url, timeout=WAIT_S) as client:
-            create(client, "a")
-            append(client, 0, "a", rows(rng, 3), rows(rng, 3))
+            fill(client, rng, "a", 3)
             q = {"q": rows(rng, 1, QO_HEADS)}
             headers = {"x-request-id": "find-me"}
             fields = {"layer": 0, "sequences": ["a"]}

@@ -17,11 +17,10 @@ import pytest
 from http_messages import (
     QO_HEADS,
     SAFETENSORS,
-    append,
     ask,
     check_problem,
-    create,
     endless_prefill,
+    fill,
     post,
     rows,
 )
@@ -123,8 +122,7 @@ def test_when_a_door_is_killed_it_starts_again_and_no_other_process_notices(
 ) -> None:
     with listening("--server.http-workers", "2") as (running, url):
         clients, doors = clients_of_both_doors(running, url)
-        create(clients[0], "a")
-        append(clients[0], 0, "a", rows(rng, 3), rows(rng, 3))
+        fill(clients[0], rng, "a", 3)
         dead = running.pid("http-0")
         os.kill(dead, signal.SIGKILL)
         fields, q = {"layer": 0, "sequences": ["a"]}, {"q": rows(rng, 1, QO_HEADS)}

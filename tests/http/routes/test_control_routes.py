@@ -15,6 +15,7 @@ from http_messages import (
     ask,
     check_common_headers,
     create,
+    fill,
     post,
     rows,
 )
@@ -58,8 +59,7 @@ def test_health_says_live_and_ready(client: httpx.Client) -> None:
 def test_metrics_count_operations_and_tokens(
     client: httpx.Client, rng: np.random.Generator
 ) -> None:
-    create(client, "a")
-    append(client, 0, "a", rows(rng, 5), rows(rng, 5))
+    fill(client, rng, "a", 5)
     ask(client, "/v1/decode", {"layer": 0, "sequences": ["a"]}, {"q": rows(rng, 1, QO_HEADS)})
     response = client.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain")
@@ -78,8 +78,7 @@ def test_metrics_count_operations_and_tokens(
 def test_server_timing_shows_where_the_time_went(
     client: httpx.Client, rng: np.random.Generator, media: str
 ) -> None:
-    create(client, "a")
-    append(client, 0, "a", rows(rng, 5), rows(rng, 5))
+    fill(client, rng, "a", 5)
     fields = {"layer": 0, "sequences": ["a"]}
     response = post(client, "/v1/decode", fields, {"q": rows(rng, 1, QO_HEADS)}, media)
     check_common_headers(response)

@@ -25,6 +25,7 @@ from http_messages import (
     check_problem,
     create,
     endless_prefill,
+    fill,
     post,
     rows,
     write_body,
@@ -63,16 +64,14 @@ def beside_a_long_prefill(service: Service) -> Iterator[None]:
 def test_small_decodes_have_their_turns_beside_a_long_prefill(
     service: Service, client: httpx.Client, rng: np.random.Generator
 ) -> None:
-    create(client, "a")
-    append(client, 0, "a", rows(rng, 5), rows(rng, 5))
+    fill(client, rng, "a", 5)
     q = {"q": rows(rng, 1, QO_HEADS)}
     _, alone = ask(client, "/v1/decode", A, q)
     with beside_a_long_prefill(service):
         for _ in range(5):
             _, beside = ask(client, "/v1/decode", A, q)
             np.testing.assert_array_equal(beside["o"], alone["o"])
-        create(client, "b")
-        append(client, 0, "b", rows(rng, 5), rows(rng, 5))
+        fill(client, rng, "b", 5)
         assert client.delete("/v1/sequences/b").status_code == 204
 
 
