@@ -30,10 +30,12 @@ class ClaimAnswer(Fields):
 
 class HandOverFields(Fields):
     id: SequenceId
-    state: Literal["leaving", "handed", "gone", "back"]
-    """Next state of the transfer."""
+    state: Literal["leaving", "handed", "gone", "back", "arrived"]
+    """Next state of the transfer. `arrived` changes nothing: a 404 at an engine that has finished
+    no import of `generation` lately."""
     generation: Generation | None = None
-    """With `handed`: generation of the export that the other engine has; a 409 if it differs."""
+    """With `handed`: generation of the export that the other engine has; a 409 with the present one
+    if it differs."""
     shard: ShardFields | None = None
     """With `leaving`, of a part of a sequence: the pages that are here, and leave."""
     epoch: Epoch | None = None
@@ -44,8 +46,8 @@ class HandOverFields(Fields):
 
     def check(self, entries: Entries, info: InfoAnswer) -> None:
         state = self.state
-        if (self.generation is not None) != (state == "handed"):
-            rule = "goes with state = handed, and must be given then"
+        if (self.generation is not None) != (state in ("handed", "arrived")):
+            rule = "goes with state = handed or arrived, and must be given then"
             refuse("generation", self.generation, rule)
         if (self.epoch is not None) != (self.shard is not None):
             refuse("epoch", self.epoch, "goes with shard, and must be given then")

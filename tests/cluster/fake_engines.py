@@ -67,6 +67,8 @@ class FakeLink:
         self.state = "ready", "ready"
         self.ids: set[str] = set()
         self.imports: set[str] = set()
+        self.arrived: set[str] = set()
+        """Generations of finished imports."""
         self.served: list[tuple[str, Any, dict[str, Any]]] = []
         """The operation, fields and tensors of each call."""
         self.replies: dict[str, Any] = {}
@@ -110,6 +112,10 @@ class FakeLink:
                 return self.create(fields["sequences"])
             case "get_import" | "cancel_import" | "import_sequence":
                 return self.step(name, fields)
+            case "hand_over" if fields["state"] == "arrived":
+                if fields["generation"] not in self.arrived:
+                    raise UnknownImport(fields["id"])
+                return {}
         self.check([*fields.get("sequences", ()), *filter(None, [fields.get("id")])])
         if name == "delete_sequence":
             self.ids.remove(fields["id"])

@@ -150,7 +150,7 @@ class ClusterCaller(Program):
             if one.ends < FOREVER and not one.text.startswith(("loss", "undo"))
             for name in one.names
         }
-        for name in sorted(names)[:3]:
+        for name in sorted(names - self.world.abandoned)[:3]:
             await self.send(Op("get_sequence", {"id": name}))
 
     def strike(self) -> None:
@@ -502,7 +502,10 @@ class ClusterWorld(Simulation):
         for space, history in self.histories.items():
             places: dict[str, list[Any]] = {}
             for name, process in self.engines.items():
-                for leaf in process.engine.store.tree.books:
+                store = process.engine.store
+                for leaf in store.tree.books:
+                    if (mark := store.move_marks.marks.get(leaf.id)) and mark.is_handed:
+                        continue  # it answers no calls, until somebody settles it or it expires
                     owner, _, shown = leaf.id.lstrip(HIDDEN).rpartition("/")
                     if (owner or "default") == space:
                         places.setdefault(shown, []).append((name, leaf.shard))

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from service.cluster.membership.engine import Engine, EngineReply
 from service.cluster.membership.members import Members
-from service.cluster.migration.transfer import ASK_S, Family, ask
+from service.cluster.migration.transfer import ASK_S, Family, ask, insist
 from service.cluster.routing.locator import Locator, question, shard_at
 from service.cluster.routing.replies import gather_all, results_of
 from service.cluster.routing.tags import tags_of
@@ -41,12 +41,13 @@ async def roll_back(
     that is unknown the source's mark expires, so that there are never two of it."""
     tenant, target, state = family.tenant, family.target, "back"
     if target is not None:
-        (cancelled,) = await results_of([ask(target, CANCEL_IMPORT, tenant, {"id": sequence})])
+        (cancelled,) = await results_of([insist(target, CANCEL_IMPORT, tenant, {"id": sequence})])
         is_known = isinstance(cancelled, EngineReply)
         if isinstance(cancelled, ProblemText):
-            (there,) = await results_of([ask(target, GET_SEQUENCE, tenant, {"id": sequence})])
-            is_known = isinstance(there, EngineReply | ProblemText)
-            state = "gone" if is_handed and isinstance(there, EngineReply) else "back"
+            arrived = has_arrived(source, [target], sequence, tenant)
+            (there,) = await results_of([arrived]) if is_handed else [False]
+            is_known = isinstance(there, bool)
+            state = "gone" if there is True else "back"
         if is_handed and not is_known and not await is_dead(members, target):
             LOG.warning("%s may be at %s, which does not respond", sequence, target.name)
             return
@@ -81,6 +82,7 @@ async def shard_there(source: Engine, family: Family, sequence: str) -> dict[str
     return {"shard": family.shard, "epoch": view["shard"]["epoch"]}
 
 
+NO_GENERATION: Final = "0" * 32
 NO_DIGEST: Final = "0" * 64
 """For an import that had all pages from the beginning."""
 
@@ -111,8 +113,25 @@ async def settle(members: Members, name: str, tenant: Tenant) -> None:
         if shard is not None:
             ranks[shard["rank"]] = shard["ranks"]
     is_whole = bool(ranks) and len(ranks) == max(ranks.values())
-    state = "gone" if is_whole else "back"
+    is_gone = is_whole or await has_arrived(source, others, name, tenant)
+    state = "gone" if is_gone else "back"
     await question(source, HAND_OVER, tenant, {"id": name, "state": state})
+
+
+async def has_arrived(source: Engine, others: list[Engine], name: str, tenant: Tenant) -> bool:
+    """Whether another engine has had all of a sequence that `source` has handed over: then it was
+    deleted there. Raises NotReady."""
+    asked = {"id": name, "state": "handed", "generation": NO_GENERATION}
+    try:
+        await question(source, HAND_OVER, tenant, asked)
+    except ProblemText as error:
+        asked |= {"state": "arrived", "generation": error.problem.get("generation", NO_GENERATION)}
+    for reply in await results_of([question(one, HAND_OVER, tenant, asked) for one in others]):
+        if isinstance(reply, EngineReply):
+            return True
+        if not isinstance(reply, ProblemText):
+            raise reply
+    return False
 
 
 async def handed_by(engines: list[Engine], name: str, tenant: Tenant) -> Engine | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -32,7 +33,7 @@ from service.cluster.sharded.epochs import (
 )
 from service.core.shards import held
 from service.doors.kit.problems import ProblemText
-from service.errors import AttndError, InvalidRequest, LengthMismatch
+from service.errors import AttndError, DeadlineExceeded, InvalidRequest, LengthMismatch
 from service.operations.schema.fields import check_sinks
 from service.operations.sequences import DELETE_SEQUENCES, GET_SEQUENCE
 
@@ -213,15 +214,19 @@ def fork_length(parent: str | None, lengths: Sequence[int], wanted: int | None) 
 
 
 async def undo_create(ranks: Ranks, call: Call, ids: list[str], replies: Sequence[object]) -> None:
-    """Delete the sequences at the ranks that created them, as others did not."""
+    """Delete the sequences at the ranks that have, or may have, created them, as others did not.
+    Raises DeadlineExceeded where one of these does not reply in time; the deletion goes on."""
     ranks.forget(call, ids)
-    await results_of(
-        [
-            engine.ask(engine.own(DELETE_SEQUENCES, call.tenant, REPAIR_S), {"ids": ids})
-            for engine, reply in zip(ranks.engines, replies, strict=True)
-            if isinstance(reply, EngineReply)
-        ]
-    )
+    undo = ranks.own(DELETE_SEQUENCES, call.tenant, REPAIR_S)
+    undo.is_poll = True  # an engine that has fallen silent since has them, too
+    asking = [
+        engine.ask(undo, {"ids": ids})
+        for engine, reply in zip(ranks.engines, replies, strict=True)
+        if not isinstance(reply, ProblemText)
+    ]
+    for error in await asyncio.shield(results_of(asking)):
+        if isinstance(error, DeadlineExceeded):
+            raise error
 
 
 async def get(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> EngineReply:

@@ -8,7 +8,7 @@ from service.engine.loop.job import Fields, Seconds
 from service.engine.loop.request import Request
 from service.engine.store.moves import Mark
 from service.engine.store.store import Store
-from service.errors import NotReady, SequenceChanged, SequenceMoving
+from service.errors import NotReady, SequenceChanged, SequenceMoving, UnknownImport
 from service.operations.status import ENGINE_NAME, UNKNOWN_ENGINE
 
 DRAINING = "engine is draining and accepts no new sequences"
@@ -33,7 +33,10 @@ def hand_over(store: Store, request: Request, _: Seconds) -> Fields:
     fields, marks, tree = request.fields, store.move_marks, store.tree
     name, mark = fields.id, marks.marks.get(fields.id)
     shown = request.tenant.shown(name)
-    if fields.state == "leaving":
+    if fields.state == "arrived":
+        if (name, fields.generation) not in store.imports.finished:
+            raise UnknownImport(shown)
+    elif fields.state == "leaving":
         if mark is not None:
             raise SequenceMoving([shown], [shown] if mark.is_handed else [])
         tree.books.leaf(name)

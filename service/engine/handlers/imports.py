@@ -183,7 +183,7 @@ def finish(store: Store, request: Request) -> Fields:
     if into.latest is not None and fields.digest != into.latest.hex():
         raise DigestMismatch("digest", fields.digest, into.latest.hex())
     rename(store.tree, into.hidden, fields.id, into.header.ttl_s)
-    store.imports.remove(into)
+    store.imports.finish(into)
     return report(request, into, is_done=True)
 
 

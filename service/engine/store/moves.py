@@ -23,6 +23,9 @@ HIDDEN: Final = "~"
 other names sort before it."""
 
 
+MAX_FINISHED: Final = 4096
+
+
 @dataclass(slots=True, eq=False)
 class UnfinishedImport:
     """An import of `header` that will be called `name`, and is called `hidden` until then.
@@ -57,6 +60,8 @@ class UnfinishedImports:
         self._books = books
         self._by_name: dict[str, UnfinishedImport] = {}
         self._counts: Counter[str] = Counter()
+        self.finished: dict[tuple[str, str], None] = {}
+        """Name and generation of the latest imports that were finished, deleted sequences too."""
 
     def add(self, begun: UnfinishedImport) -> None:
         self._by_name[begun.name] = begun
@@ -75,6 +80,12 @@ class UnfinishedImports:
         if found is None:
             raise UnknownImport(tenant.shown(name))
         return found
+
+    def finish(self, ended: UnfinishedImport) -> None:
+        self.remove(ended)
+        self.finished[ended.name, ended.header.generation] = None
+        if len(self.finished) > MAX_FINISHED:
+            del self.finished[next(iter(self.finished))]
 
     def remove(self, ended: UnfinishedImport) -> None:
         del self._by_name[ended.name]

@@ -7,15 +7,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from service.cluster.migration.ownership import roll_back, settle
+from service.cluster.migration.transfer import Family
 from service.cluster.placement.cost import Load
 from service.errors import (
     InvalidRequest,
     NotReady,
     OutOfPages,
     Overloaded,
+    SequenceChanged,
     SequenceMoving,
     UnknownSequence,
 )
+from service.tenants import OPEN
 from tests.cluster.fake_engines import FakeCluster, fake_cluster
 from tests.cluster.harness import PAGE
 
@@ -286,3 +290,47 @@ async def test_fields_for_one_engine_are_refused(given: Any, field: str, value: 
         status, problem = await create(cluster, {}, given)
         assert (status, problem["field"]) == (422, field)
         assert "instead" in problem["rule"]
+
+
+async def test_a_shard_is_deleted_at_an_engine_that_falls_silent_where_another_refused() -> None:
+    async with fake_cluster("ab") as cluster:
+
+        async def fall_silent() -> None:
+            cluster.engine_of("b").is_silent = True
+
+        cluster.links["a"].do_next("create_sequences", FULL)
+        cluster.links["b"].do_next("create_sequences", fall_silent)
+        status, _ = await create(cluster, {"id": "new", "ranks": 2})
+        assert status == 507
+        deleted = [link.calls("delete_sequences") for link in cluster.links.values()]
+        assert deleted == [[], [{"ids": ["new"]}]]
+
+
+async def test_an_import_is_cancelled_at_an_engine_that_has_fallen_silent_amid_a_move() -> None:
+    async with fake_cluster("ab") as cluster:
+        source, target = cluster.engine_of("a"), cluster.engine_of("b")
+        cluster.links["a"].ids.add("moving")
+        cluster.links["b"].imports.add("moving")
+        target.is_silent = True
+        family = Family(OPEN, ["moving"], target=target)
+        await roll_back(cluster.router.members, source, family, "moving", is_handed=False)
+        assert cluster.links["b"].calls("cancel_import") == [{"id": "moving"}]
+        assert [one["state"] for one in cluster.links["a"].calls("hand_over")] == ["back"]
+
+
+@pytest.mark.parametrize(("arrived", "state"), [(True, "gone"), (False, "back")])
+async def test_a_sequence_that_was_deleted_after_its_move_does_not_come_back(
+    arrived: bool, state: str
+) -> None:
+    """The door that moved it has died before its old engine deleted it."""
+    async with fake_cluster("ab") as cluster:
+        source, target = cluster.links.values()
+        source.ids.add("moved")
+        source.do_next("get_sequence", SequenceMoving(["moved"], ["moved"]))
+        source.do_next("hand_over", SequenceChanged("moved", "5" * 32))
+        if arrived:
+            target.arrived.add("5" * 32)
+        await settle(cluster.router.members, "moved", OPEN)
+        asked = {"id": "moved", "state": "arrived", "generation": "5" * 32}
+        assert target.calls("hand_over") == [asked]
+        assert source.calls("hand_over")[-1] == {"id": "moved", "state": state}

@@ -65,6 +65,20 @@ async def test_a_sequence_that_stays_after_all_has_been_used(caller: Caller) -> 
 
 
 @cpu_engine()
+async def test_an_engine_says_what_has_arrived_also_after_it_was_deleted(caller: Caller) -> None:
+    await caller.create("b")
+    await grow(caller, "b", (23, 23), CPU_GEOMETRY)
+    given = await export(caller, "b")
+    generation = given.header["generation"]
+    assert await hand(caller, "arrived", generation=generation) == "unknown_import"
+    await bring(caller, given, "a")
+    for _ in range(2):
+        assert await hand(caller, "arrived", generation=generation) == "ok"
+        assert await hand(caller, "arrived", generation="0" * 32) == "unknown_import"
+        await caller.call("delete_sequences", {"ids": ["a"]})
+
+
+@cpu_engine()
 async def test_a_bulk_delete_may_skip_what_other_engines_have_to_do_with(caller: Caller) -> None:
     await caller.create("a", "a-2", "b")
     shard = {"rank": 0, "ranks": 2}
