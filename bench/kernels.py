@@ -1,11 +1,13 @@
 """Time of the CUDA kernels on the rows of workloads.json, beside the ceilings of the same GPU.
 
     python -m bench.kernels [--only decode] [--mma-sync] [--invariant] [--sinks] [--out FILE]
+    python -m bench.kernels --random N [--seed S]
 
 A row's floor is max(bytes / read ceiling, flops / matmul ceiling), with both ceilings measured in
 this run; roofline = floor / time. Times are medians of 7 replays of a CUDA graph of 6 or more calls
 over working sets larger than the cache. `--only TEXT` measures the rows with TEXT in their names,
-`--only cpu/` the host's times.
+`--only cpu/` the host's times. `--random` draws N workloads instead, and shows the ten of the least
+roofline among those above 50 us.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import numpy as np
 
 from bench.cases.kernel_calls import KernelCall, build
 from bench.cases.kernel_plans import Row, level_of, row_levels
+from bench.cases.random_rows import random_rows
 from bench.report.provenance import provenance, workloads, write_results
 from kernels.backend import Attend, Plan, PoolGeometry, Scoring
 from kernels.cuda.attention.config import AttentionConfig
@@ -31,6 +34,7 @@ from kernels.cuda.device.launch import device_arch
 from kernels.cuda.wide import variants as wide
 
 REPLAYS: Final = 7
+LONG_MS: Final = 0.05
 REST_S: Final = 0.2
 """Before each measurement: without, power limits the device, and the first of two looks best."""
 HOST_CALLS: Final = 40
@@ -248,11 +252,24 @@ def parse_arguments() -> argparse.Namespace:
         "--invariant", action="store_true", help="each row with engine.numerics: invariant, too"
     )
     parser.add_argument("--sinks", action="store_true", help="each row with sinks, too")
+    parser.add_argument("--random", type=int, metavar="N", help="workloads drawn at random instead")
+    parser.add_argument("--seed", type=int, default=1, help="of --random")
     parser.add_argument("--mma-sync", action="store_true", help="without Hopper's wide kernel")
     arguments = parser.parse_args()
     if arguments.mma_sync and arguments.out:
         parser.error("--mma-sync replaces the kernels that the service runs: no --out with it")
     return arguments
+
+
+def measure_random(run: dict[str, Any], count: int, seed: int) -> None:
+    """Workloads drawn at random; the worst come last, of all that take long enough."""
+    rows = random_rows(count, np.random.default_rng(seed))
+    rows.sort(key=lambda row: (row["head_dim"], row["kv_dtype"], row["page_size"]))
+    results = [(row, measure(row, run, False, False)) for row in rows]
+    long = [(row, result) for row, result in results if result["ms"] > LONG_MS]
+    print(f"{len(results)} workloads, {len(long)} above {LONG_MS} ms; the worst of these:")
+    for row, result in sorted(long, key=lambda one: one[1]["roofline"])[:10]:
+        print(show(row, result))
 
 
 def main() -> None:
@@ -266,6 +283,9 @@ def main() -> None:
         f"matmul {ceilings['matmul_tflops']:.0f} TFLOP/s",
         flush=True,
     )
+    if arguments.random:
+        measure_random(run, arguments.random, arguments.seed)
+        return
     results = []
     for row in workloads():
         if arguments.only not in row["name"]:
