@@ -57,10 +57,10 @@ HIDDEN: Final = "~~"
 BATCHES: Final = 2
 """Batches of one load for each of the loader's threads: others have their turns between them."""
 EVICTED_AT_ONCE: Final = 1024
-PATIENCE_S: Final = 1e-3
+PATIENCE_S: Final = 5e-4
 """Beside answers that others wait for, time between two pieces of the engine's work for tiers."""
-FEW: Final = 8
-"""Most pages of a batch then."""
+HOST_BATCH: Final = 2
+"""Size of a batch from host memory at other times, in those of the others."""
 
 
 class Loading:
@@ -252,7 +252,7 @@ class Loading:
         return len(load.records) == len(found.records)
 
     def _feed(self, load: Load) -> Generator[Slice, Any, bool]:
-        """Begin loads of records, a batch a piece; whether any are left or on their way."""
+        """Begin loads of records; whether any are left or on their way."""
         tiers = self.tiers
         while (
             load.asked < len(load.records)
@@ -261,7 +261,8 @@ class Loading:
             and not load.has_failed
         ):
             first, tier = load.asked, load.records[load.asked].tier
-            most = min(FEW, tiers.at_once) if self.is_awaited() else tiers.at_once
+            is_small = tier == "disk" or self.is_awaited()
+            most = tiers.at_once if is_small else HOST_BATCH * tiers.at_once
             stop = min(first + most, len(load.records))
             while load.asked < stop and load.records[load.asked].tier == tier:
                 load.asked += 1
@@ -275,7 +276,8 @@ class Loading:
                 wait = tiers.copies.write(pages, places, load.after)
                 self._loader.add(partial(self._wait, load, records, wait, began))
             load.in_flight += 1
-            yield from self._give_way()
+            if self.is_awaited():
+                yield from self._give_way()
         return bool(load.in_flight) or (load.asked < len(load.records) and not load.has_failed)
 
     def _wait(
