@@ -12,7 +12,6 @@ from attnd import AsyncClient, NewSequence
 from attnd.calls import attention, control
 from attnd.calls.call import Call, Reply
 from attnd.errors import AttndError, ReplyLost, ServiceError
-from attnd.http import async_transport
 
 from service.cluster.routing.router import Router
 from service.doors.http.door import Door
@@ -31,8 +30,6 @@ CALLS: Final[dict[str, Callable[[Any, Any], Call[Any]]]] = {
         offsets=fields.get("offsets"),
     ),
     "decode": lambda fields, arrays: attention.decode(**fields, **arrays),
-    "gather": lambda fields, _: attention.gather(**fields),
-    "get_sequence": lambda fields, _: control.get_sequence(fields["id"]),
     "delete_sequence": lambda fields, _: control.delete_sequence(fields["id"]),
     "delete_sequences": lambda fields, _: control.delete_sequences(**fields),
     "truncate": lambda fields, _: control.truncate(fields["id"], fields["length"]),
@@ -82,15 +79,6 @@ class SimPoll:
         return end is None or end.ready_at(1) <= self.network.clock.now
 
 
-class SimSelect:
-    """`select` of the client's module."""
-
-    POLLIN = 1
-
-    def __init__(self, network: Network) -> None:
-        self.poll = lambda: SimPoll(network)
-
-
 class HttpLoop(asyncio.SelectorEventLoop):
     """Connects clients to the doors of a world."""
 
@@ -123,7 +111,3 @@ def serve(door: Door, loop: HttpLoop, sock: SimSocket) -> None:
 
 def client_of(host: str, key: str) -> AsyncClient:
     return AsyncClient(f"http://{host}:80", api_key=key or None, timeout=30.0)
-
-
-PATCHED: Final = async_transport
-"""Its `select` looks at descriptors of the system."""

@@ -12,9 +12,11 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Final
 
 from attnd import AsyncClient
+from attnd.http import async_transport
 
 from config.settings import ServerSettings
 from service.cluster.membership import members
@@ -30,7 +32,7 @@ from service.operations.table import BY_NAME
 from service.tenants import OPEN, SCOPES, Tenant, tenant_of
 from tests.images import write_image
 from tests.world.calls import NOT_NOW, NUM_LAYERS, Op, Outcome, Rows, Sequences, Step, check
-from tests.world.clients import PATCHED, HttpLoop, SimSelect, call_with, client_of, http_door, serve
+from tests.world.clients import HttpLoop, SimPoll, call_with, client_of, http_door, serve
 from tests.world.history import FOREVER, Effect, History
 from tests.world.model import Namespace
 from tests.world.network import SimSocket
@@ -318,9 +320,10 @@ class ClusterWorld(Simulation):
         return here
 
     def patches(self) -> Iterable[tuple[Any, str, Any]]:
+        select = SimpleNamespace(POLLIN=1, poll=lambda: SimPoll(self.network))
         poll = (members, "POLL_S", POLL_S)
         by_pair = (Connection, "__hash__", lambda one: hash(one.peer))
-        return [*super().patches(), (PATCHED, "select", SimSelect(self.network)), by_pair, poll]
+        return [*super().patches(), (async_transport, "select", select), by_pair, poll]
 
     def make_loop(self) -> asyncio.SelectorEventLoop:
         loop = HttpLoop(self.selector)
@@ -454,16 +457,8 @@ class ClusterWorld(Simulation):
             check(not found["holds"], "leases or pins are left", found)
             await caller.send(Op("clear", {}))
         await asyncio.sleep(2.0)
-        for name, process in self.engines.items():
-            store = process.engine.store
-            store.tree.check_integrity()
-            left = [leaf.id for leaf in store.tree.books]
-            check(not left, f"{name} has sequences left:", left)
-            check(not store.imports.count(None), f"{name} has imports left")
-            check(not store.move_marks.marks, f"{name} has marks left", store.move_marks.marks)
-            free = store.tree.allocator.num_free
-            check(free == self.geometry.num_pages, f"{name}: pages are missing", free)
-            check(not process.engine.scheduler.is_busy, f"{name} is busy")
+        for process in self.engines.values():
+            process.check_empty()
         for door in self.doors.values():
             door.router.close()
         await asyncio.sleep(1.0)

@@ -28,8 +28,9 @@ FREED: Final = np.nan
 LONGEST_S: Final = 0.05
 READING: Final = ("attend", "gather", "read_stored")
 """Operations whose kernels may fail."""
-SUDDEN: Final = 0.03
-"""Share of looks at late work by which it is done, sooner than it was due."""
+STORED: Final = ("read_stored", "write_stored")
+SUDDEN: Final = (0.01, 0.1, 0.3)
+"""Shares of looks at late work by which it is done, sooner than it was due."""
 
 
 @dataclass(eq=False, slots=True)
@@ -49,7 +50,7 @@ class Work:
         """It may become so between any two looks."""
         device = self.device
         device.check()
-        is_sudden = not self.has_run and device.order.random() < SUDDEN
+        is_sudden = not self.has_run and device.order.random() < device.sudden
         device.run(max(self.due, device.clock.now) if is_sudden else device.clock.now)
         return self.has_run
 
@@ -75,6 +76,7 @@ class WorldDevice(FakeBackend):
         super().__init__(geometry)
         self.clock, self.order, self.fault = clock, order, fault
         self.stream: deque[Work] = deque()
+        self.sudden = order.choice(SUDDEN)
         self.is_armed = self.is_lost = False
         self.num_launched = 0
         self._free_at = 0.0
@@ -149,7 +151,7 @@ class WorldDevice(FakeBackend):
             return
         if self.fault("launch fails", 0.005):
             raise RuntimeError(f"{name}: a fault of the driver")
-        if self.fault("no memory", 0.005):
+        if self.fault("no memory", 0.03 if name in STORED else 0.005):
             raise NoMemory(f"{name}: no memory")
         if name == "attend" and self.fault("unsupported", 0.005):
             raise Unsupported("q", "odd", "not here")

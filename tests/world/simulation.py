@@ -145,6 +145,20 @@ class EngineProcess:
         self.engine.close()
         self._over()
 
+    def check_empty(self) -> None:
+        """Nothing is left of what callers did and gave back."""
+        store = self.engine.store
+        store.tree.check_integrity()
+        left = {
+            "sequences": [leaf.id for leaf in store.tree.books],
+            "missing pages": store.geometry.num_pages - store.tree.allocator.num_free,
+            "imports": store.imports.count(None),
+            "leases": store.tree.cache.num_leases,
+            "marks": store.move_marks.marks,
+            "work": self.engine.scheduler.is_busy,
+        }
+        check(not any(left.values()), "something is left:", left)
+
     def _over(self) -> None:
         self.is_over = True
         self.listener.close()

@@ -239,13 +239,9 @@ class World(Simulation):
                 caller.road.close()
         await asyncio.sleep(2.0)
         engine = self.engine.engine
-        engine.store.tree.check_integrity()
-        check(engine.store.tree.allocator.num_free == self.geometry.num_pages, "pages are missing")
+        self.engine.check_empty()
         check(not engine.store.next_end < self.clock.now, "something expires late")
-        check(not engine.scheduler.is_busy, "the engine is busy")
         check(not engine.callers.sessions, "sessions are left")
-        check(not engine.store.tree.cache.num_leases, "leases are left")
-        check(not engine.store.imports.count(None), "imports are left")
         left = [op.name for op in self.model.outstanding if not op.is_lost]
         check(not left, "calls wait", left)
 
