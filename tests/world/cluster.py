@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import random
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,7 @@ from service.cluster.membership.members_file import MemberEntry
 from service.cluster.routing.router import Router
 from service.doors.http.door import Door
 from service.doors.http.protocol.connection import Connection
+from service.doors.kit import problems
 from service.doors.kit.problems import ProblemText, document_of
 from service.engine.store.moves import HIDDEN
 from service.errors import AttndError
@@ -196,19 +198,23 @@ class ClusterCaller(Program):
         if op.name == "import_sequence" and "header" not in op.fields:
             return []  # one effect from the beginning to the end
         is_read = not (op.made or op.rows or op.name in CHANGING)
-        effects = []
-        for step in op.steps:
-            makes = step.name if op.made else ""
-            effect = self.history.begin(step.text, step.names, step.apply, is_read, makes)
-            effect.step, effect.repeats = step, self._may_act_twice(op)
-            effects.append(effect)
+        # the router deletes until nothing is left; the client sends a lost truncation again
+        repeats = op.name == "delete_sequences" or (op.name == "truncate" and self.world.has_http)
+        effects = [
+            self.history.begin(
+                step.text,
+                step.names,
+                step.apply,
+                is_read=is_read,
+                makes=step.name if op.made else "",
+                repeats=repeats,
+                step=step,
+            )
+            for step in op.steps
+        ]
         if op.name == "import_sequence":
             (self.imports[op.fields["id"]],) = effects
         return effects
-
-    def _may_act_twice(self, op: Op) -> bool:
-        """The router deletes until nothing is left; the client sends a lost truncation again."""
-        return op.name == "delete_sequences" or (op.name == "truncate" and self.world.has_http)
 
     async def _call(self, op: Op) -> Any:
         world, door = self.world, await self.world.door(self.number)
@@ -323,7 +329,12 @@ class ClusterWorld(Simulation):
         select = SimpleNamespace(POLLIN=1, poll=lambda: SimPoll(self.network))
         poll = (members, "POLL_S", POLL_S)
         by_pair = (Connection, "__hash__", lambda one: hash(one.peer))
-        return [*super().patches(), (async_transport, "select", select), by_pair, poll]
+        bugs = [(members.LOG, "exception", self.logged), (problems.LOG, "error", self.logged)]
+        return [*super().patches(), *bugs, (async_transport, "select", select), by_pair, poll]
+
+    def logged(self, *_: Any, exc_info: Any = None, **__: Any) -> None:
+        """Routers and doors log the traceback of a bug, and go on."""
+        self.fail(exc_info or sys.exc_info()[1])
 
     def make_loop(self) -> asyncio.SelectorEventLoop:
         loop = HttpLoop(self.selector)

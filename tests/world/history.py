@@ -84,24 +84,17 @@ class History:
         text: str,
         names: Iterable[str],
         apply: Callable[[Sequences, int], Outcome],
-        is_read: bool = False,
-        makes: str = "",
+        **more: Any,
     ) -> Effect:
-        number = next(self.numbers)
-        effect = Effect(
-            number,
-            text,
-            frozenset(names),
-            lambda held: apply(held, number),
-            is_read,
-            makes,
-            began=self.now(),
-        )
+        """A call begins; `more` are other fields of its effect."""
+        number, every = next(self.numbers), frozenset(names)
+        effect = Effect(number, text, every, lambda held: apply(held, number), **more)
+        effect.began = self.now()
         self.pending[number] = effect
         self._group(effect)
-        if makes:
-            effect.undo = self.begin(f"undo {text}", [makes], partial(unmake, makes, number))
-            effect.undo.undoes = number
+        if name := effect.makes:
+            undo = partial(unmake, name, number)
+            effect.undo = self.begin(f"undo {text}", [name], undo, undoes=number)
         return effect
 
     def answered(self, effect: Effect, is_right: Callable[[Outcome], bool], text: str) -> None:

@@ -7,6 +7,7 @@ import gc
 import hashlib
 import logging
 import random
+import traceback
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
@@ -264,7 +265,7 @@ class Simulation(ABC):
             self.result.error = f"{type(error).__name__}: {error}"
             self.note(f"FAILED {self.result.error}")
             if not isinstance(error, Wrong):
-                logging.getLogger("world").error("", exc_info=error)
+                traceback.print_exception(error)
 
     # Time.
 
@@ -301,10 +302,7 @@ class Simulation(ABC):
         """Run the world by its plan; equal plans give equal results."""
         gc.disable()
         gc.freeze()  # to look through all modules would take as long as the run
-        log = logging.getLogger("attnd")
-        before, log.disabled = log.disabled, True
-        for name in ("engine", "keys", "watchdog", "cluster", "doors"):
-            logging.getLogger(f"attnd.{name}").setLevel(logging.CRITICAL)
+        logging.disable(logging.CRITICAL)
         try:
             with (
                 virtual(self.clock, random.Random(f"{self.plan.seed} entropy")),
@@ -329,7 +327,7 @@ class Simulation(ABC):
             self.loop.close()
             gc.collect()  # what a run leaves behind must not act in the next one
             gc.enable()
-            log.disabled = before
+            logging.disable(logging.NOTSET)
         self.result.faults = Counter(self.faults)
         self.result.digest = self._digest.hexdigest()[:16]
         return self.result
