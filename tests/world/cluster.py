@@ -89,6 +89,13 @@ class DoorProcess:
             self.http.sweeping.cancel()
         self.context.run(self.router.close)
 
+    def start(self, *call: Any) -> asyncio.Task[Any]:
+        """A call that ends with this door."""
+        task = self.world.loop.create_task(self.call(*call), context=self.context)
+        self.calls[task] = None
+        task.add_done_callback(self.calls.pop)
+        return task
+
     async def call(self, name: str, fields: Any, arrays: Any, tenant: Tenant) -> Any:
         """Code ("ok" for none), fields or problem, tensors."""
         router = self.router
@@ -223,13 +230,10 @@ class ClusterCaller(Program):
             client = self.clients.setdefault(door.name, client_of(door.name, key))
             task = world.loop.create_task(call_with(client, op.name, op.fields, op.tensors))
         else:
-            work = door.call(op.name, op.fields, op.tensors, self.tenant)
-            task = world.loop.create_task(work, context=door.context)
-            door.calls[task] = None
+            task = door.start(op.name, op.fields, op.tensors, self.tenant)
         if world.plan.faults and self.order.random() < 0.03 and world.fault("caller cancels", 1.0):
             world.loop.call_later(self.order.choice((0.0, 1e-4, 0.003)), task.cancel)
         done, _ = await asyncio.wait([task], timeout=60.0)
-        door.calls.pop(task, None)
         check(done, f"{op.name}: no answer", op.fields)
         if task.cancelled() or (door.is_dead and not world.has_http):
             task.cancelled() or task.exception()
@@ -413,11 +417,8 @@ class ClusterWorld(Simulation):
         if process.is_dead:
             return "lost"
         fields = {"name": name, "stop": stop}
-        work = process.call("drain_engine", fields, {}, process.router.members.tenant)
-        task = self.loop.create_task(work, context=process.context)
-        process.calls[task] = None
+        task = process.start("drain_engine", fields, {}, process.router.members.tenant)
         await asyncio.wait([task])
-        process.calls.pop(task, None)
         code = "lost" if task.cancelled() else str(task.result()[0])
         self.note(f"  drain {name} by {door}, stop {stop}: {code}")
         if code == "ok" and stop:
