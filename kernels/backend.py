@@ -14,9 +14,10 @@ A visible score of NaN or +inf makes the row's o and lse NaN. Invisible keys nev
 that sees no key is (0, -inf). For rows that see some key, o can be NaN if an invisible V is not
 finite. The same call on the same pool gives the same bits.
 
-With `numerics` "invariant" a row's keys are split every `split_keys` keys of each level, and the
-bits of its state depend only on q, the keys it sees in order, and the scoring; where levels begin
-and end at multiples of `split_keys` they do not depend on the levels either.
+With `numerics` "invariant" a row's keys are split at fixed positions of each level, multiples of
+`split_keys` among them, and the bits of its state depend only on q, the keys it sees in order, and
+the scoring; where levels begin and end at multiples of `split_keys` they do not depend on the
+levels either.
 
 `sinks [num_qo_heads]`, float32 on the host, are logits that enter the softmax's denominator only:
 each row's state merges once, at the end, with `(0, sinks[head])`; -inf changes nothing. The CUDA

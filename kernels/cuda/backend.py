@@ -59,7 +59,7 @@ from kernels.outputs import check_outs
 
 SPLIT_KEYS: Final = 2048
 """Keys of a split where `numerics` is invariant: eight kv heads of 32k keys fill a device, and a
-prefill of 8k keys has few partial states."""
+prefill of 8k keys has few partial states. The first one may be shorter (`fixed_splits`)."""
 MASK_PADDING: Final = 32
 """Readable bytes that kernels may touch past a mask's last bit."""
 

@@ -53,6 +53,9 @@ def _wide_specs(
     usual = [variant for variant in variants if variant is not None]
     others = [made for v in usual for made in (wide.short_variant(v), wide.long_variant(v)) if made]
     if numerics == "invariant":
-        usual += map(wide.few_variant, usual.copy())
-        others = [wide.joining_variant(variant) for variant in usual if not variant.has_mask]
+        several = [variant for variant in usual if not variant.by_token]
+        pairs = [made for v in several if (made := wide.pair_variant(v))]
+        several += map(wide.few_variant, several.copy())
+        others = [wide.joining_variant(variant) for variant in several if not variant.has_mask]
+        usual += several + pairs
     return [variant.spec for variant in (*usual, *others)]

@@ -65,9 +65,10 @@ POOLS: Pools = [
     (80, "fp8_e4m3", "fp16", "NHD", 5),
     (64, "fp8_e5m2", "bf16", "HND", 5),
     (256, "fp16", "fp16", "HND", 1),
+    (128, "fp16", "fp16", "NHD", 5),
 ]
 """head_dim, dtype of the pool, of q, layout, page_size."""
-INVARIANT: Pools = [POOLS[0], (128, "fp8_e4m3", "fp16", "NHD", 16), POOLS[3]]
+INVARIANT: Pools = [POOLS[0], (128, "fp8_e4m3", "fp16", "NHD", 16), POOLS[3], POOLS[5]]
 
 
 class Small:

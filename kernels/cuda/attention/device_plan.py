@@ -44,6 +44,9 @@ from kernels.cuda.wide import variants as wide
 
 SHORT_LAUNCH: Final = 512
 """Keys a warp up to which a launch gains by beginning while its predecessor ends."""
+LATE_ROWS: Final = 64
+"""Rows a unit on average below which units of fixed splits are taken late, because their lengths
+are unlike. Short units of many rows begin too late then: 12 % slower."""
 _write_arrays: Final = writer(
     ATTEND_PARAMS, "items", "worker_begin", "kv_indices", "order", "positions"
 )
@@ -152,7 +155,7 @@ class DevicePlanBuilder:
         """The kernels that such a batch gets."""
         if len(self._sets) == 1:
             return self._usual
-        return self._sets.get(batch_kind(plans, self._usual.planner), self._usual)
+        return self._sets.get(batch_kind(plans, self._usual.planner, self._sets), self._usual)
 
     def _visible_step(
         self, launch: KernelWork, kernel: Kernel, places: _Places, items: int, transfers: Transfers
@@ -230,6 +233,7 @@ class DevicePlanBuilder:
             cap_scale=sm_scale / soft_cap if soft_cap else 0.0,
             window_left=scoring.window_left,
             num_items=launch.num_items,
+            late=self._split_keys > 0 and launch.num_rows < LATE_ROWS * launch.num_items,
             own_units=0 if beside else grid,
             num_kv_heads=kv.num_kv_heads,
             group_size=self._config.group_size,
@@ -239,11 +243,12 @@ class DevicePlanBuilder:
             visible_words=table[1],
             running=self._running,
             split_keys=self._split_keys,
+            first_split=self._usual.planner.splits.first,
             page_size=kv.page_size,
         )
         function = self._library.function(kernel.spec, kernel.entry, kernel.shared_bytes)
         write: Write = write_stored_wide
-        if kv.dtype.startswith("fp8"):
+        if not wide.has_maps(kv.dtype, 0 if kv.contiguous else kv.page_size):
             strides = {name: at for name, at in kv.strides.items() if name != "num_kv_heads"}
             before = packed(STORED_KV, **strides, v_scale=kv.v_scale)
             parameters: tuple[int, ...] = wide.STORED_PARAMETERS

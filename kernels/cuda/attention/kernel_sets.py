@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, Literal
+
+import numpy as np
 
 from kernels.backend import Plan
 from kernels.cuda.attention.config import AttentionShape
@@ -15,11 +17,11 @@ from kernels.cuda.attention.kernels import (
     wide_kernel,
     wide_variant,
 )
-from kernels.cuda.common.extremes import greatest, least
+from kernels.cuda.common.extremes import greatest, least, total
 from kernels.cuda.common.kernel import Kernel
 from kernels.cuda.narrow.variants import few_rows_kernels, parts_of, short_decode_kernels
 from kernels.cuda.plan.runs import KernelWork
-from kernels.cuda.plan.tiles import ROWS, PlannerConfig
+from kernels.cuda.plan.tiles import NO_SPLITS, ROWS, PlannerConfig, Splits
 from kernels.cuda.wide import variants as wide
 
 MOST_SHAPES: Final = 64
@@ -27,12 +29,23 @@ SHORT_DECODE: Final = 128
 """Keys a narrow warp, of a device full of them, up to which a decode is short."""
 FEW_ROWS: Final = 64
 """Packed rows of a segment, at most, in batches of few rows."""
+FIRST_SPLIT: Final = 1024
+FIRST_SPLIT_FP8: Final = 512
+"""Keys of a row's first split, of 16-bit and of fp8 pools."""
+PAIR_KEYS: Final = 3000
+"""Keys of all heads a multiprocessor from which few rows are read by two CTAs each."""
+PAIR_TILES: Final = {128: 1.5, 192: 3.0}
+"""Tiles of many rows for each run of few rows, by the tile's keys, up to which two CTAs each take
+both."""
 SHORT_PREFILL: Final = 512
-LONG_PREFILL: Final = 1024
-"""Keys of the longest sequence of a short prefill; and at least, on average, of a long one."""
+LONG_PREFILL: Final = 128
+"""Keys of the longest sequence of a short prefill; and at least, on average, of one for three
+warpgroups, where there is that kernel."""
 
 
-BatchKind = Literal["usual", "few rows", "short decode", "short prefill", "long prefill"]
+BatchKind = Literal[
+    "usual", "few rows", "short units", "short decode", "short prefill", "long prefill"
+]
 """Class of a batch. Prefills: each sequence has enough rows for the kernel of many rows."""
 
 
@@ -80,18 +93,21 @@ def kernel_sets(
         variant = None
     usual = attend_kernels(*options, config.general, variant)
     if split_keys:
-        if variant is None:
-            return {"usual": _kernel_set(usual[-1:], {}, config, multiprocessors, split_keys)}
+        splits = fixed_splits(split_keys, config, pool_page if config.contiguous else page_size)
+        if variant is None or variant.by_token:
+            return {"usual": _kernel_set(usual[-1:], {}, config, multiprocessors, splits)}
         alike: dict[BatchKind, wide.WideVariant]
         alike = {"usual": variant, "few rows": wide.few_variant(variant)}
+        if (pair := wide.pair_variant(variant)) is not None:
+            alike["short units"] = pair
         return {
             kind: _kernel_set(
                 (wide_kernel(one),),
                 {},
                 config,
                 multiprocessors,
-                split_keys,
-                None if config.masked else wide_kernel(wide.joining_variant(one)),
+                splits,
+                None if config.masked or one.ctas > 1 else wide_kernel(wide.joining_variant(one)),
             )
             for kind, one in alike.items()
         }
@@ -113,12 +129,23 @@ def kernel_sets(
     return made
 
 
+def fixed_splits(split_keys: int, config: AttentionShape, page_size: int) -> Splits:
+    """Where rows are split: at multiples of `split_keys`, whole pages, and once before the first.
+
+    So a short sequence is read by two CTAs, while a long one has a split more. At head_dim 64 one
+    costs more than that gains.
+    """
+    wanted = FIRST_SPLIT_FP8 if config.dtype.startswith("fp8") else FIRST_SPLIT
+    first = page_size * -(-wanted // page_size)
+    return Splits(split_keys, first if config.head_dim > 64 and first < split_keys else 0)
+
+
 def _kernel_set(
     kernels: tuple[Kernel, ...],
     few_rows: dict[tuple[int, bool], Kernel],
     config: AttentionShape,
     multiprocessors: int,
-    split_keys: int = 0,
+    splits: Splits = NO_SPLITS,
     joining: Kernel | None = None,
 ) -> KernelSet:
     device = (config.head_dim, config.dtype, multiprocessors)
@@ -133,20 +160,40 @@ def _kernel_set(
         window_left=config.scoring.window_left,
         shapes=tuple(shapes),
         page_bytes=config.page_bytes,
-        split_keys=split_keys,
+        splits=splits,
         leads=joining is not None,
     )
     return KernelSet(kernels, few_rows, planner, joining)
 
 
-def batch_kind(plans: Sequence[Plan], usual: PlannerConfig) -> BatchKind:
-    """A cheap classification of a batch; `usual` unless another set certainly fits."""
-    if usual.split_keys:
-        levels = [level for plan in plans for level in plan.levels if len(level.kv_start)]
-        most = max(
-            [greatest(level.qo_indptr[1:] - level.qo_indptr[:-1]) for level in levels] or [0]
-        )
-        return "few rows" if most * usual.group_size <= FEW_ROWS else "usual"
+def fixed_kind(plans: Sequence[Plan], usual: PlannerConfig, pairs: bool) -> BatchKind:
+    """The class of a batch whose rows are split at fixed positions; `pairs`: all are there.
+
+    Two CTAs a multiprocessor hide what each of their units waits for. One by itself is sooner done
+    with a unit, and with 128 rows it reads keys of many rows half as often.
+    """
+    levels = [level for plan in plans for level in plan.levels]
+    if not levels:
+        return "usual"
+    rows = np.concatenate([level.qo_indptr[1:] - level.qo_indptr[:-1] for level in levels])
+    pages = np.concatenate([level.kv_indptr[1:] - level.kv_indptr[:-1] for level in levels])
+    few, shape = rows * usual.group_size <= FEW_ROWS, usual.shapes[-1]
+    keys = pages * usual.page_size
+    if few.all():
+        many = total(keys) * usual.num_kv_heads > PAIR_KEYS * shape.workers
+        return "short units" if pairs and many else "few rows"
+    tiles = -(rows * usual.group_size // -shape.rows) * -(keys // -shape.granule)
+    if pairs and total(tiles[~few]) <= PAIR_TILES[shape.granule] * np.count_nonzero(few):
+        return "short units"
+    return "usual"
+
+
+def batch_kind(
+    plans: Sequence[Plan], usual: PlannerConfig, kinds: Collection[BatchKind]
+) -> BatchKind:
+    """A cheap classification of a batch; `usual` unless another of `kinds` certainly fits."""
+    if usual.splits:
+        return fixed_kind(plans, usual, "short units" in kinds)
     rows = sequences = pages = 0
     for plan in plans:
         if len(plan.levels) != 1:
@@ -165,7 +212,7 @@ def batch_kind(plans: Sequence[Plan], usual: PlannerConfig) -> BatchKind:
     fewest = min([least(level.qo_indptr[1:] - level.qo_indptr[:-1]) for level in levels])
     if fewest * usual.group_size <= many:
         return "usual"
-    if keys >= LONG_PREFILL * sequences:
+    if "long prefill" in kinds and keys >= LONG_PREFILL * sequences:
         return "long prefill"
     longest = max([greatest(level.kv_indptr[1:] - level.kv_indptr[:-1]) for level in levels])
     return "short prefill" if longest * usual.page_size <= SHORT_PREFILL else "usual"

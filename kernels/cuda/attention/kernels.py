@@ -101,8 +101,8 @@ def planner_shape(
     reached = (wide_flops if wide else TILE_FLOPS) / SMS / kernel.blocks
     flops = 4 * head_dim * kernel.rows
     many_seconds = flops / reached
-    if wide and kernel.blocks == 1 and kernel.rows == 64:
-        many_seconds = max(many_seconds, token_bytes / WIDE_BYTES)
+    if wide and kernel.rows == 64 and kernel.tile_keys > 64:
+        many_seconds = max(many_seconds, token_bytes * kernel.blocks / WIDE_BYTES)
     warps = kernel.threads // 32 if narrow else 1
     narrow_item = FEW_ROWS_ITEM if few_rows else NARROW_ITEM
     narrow_bytes = FEW_ROWS_BYTES if few_rows else NARROW_BYTES

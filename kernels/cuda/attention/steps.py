@@ -98,7 +98,7 @@ def write_wide(maps: Callable[[int | None], TensorMaps]) -> Write:
 
 
 def write_stored_wide(memory: bytearray, call: CallAddresses) -> None:
-    """Into attend_wide's over an fp8 pool, where it finds K and V by their addresses."""
+    """Into attend_wide's where it finds K and V by their addresses."""
     _write_stored(memory, call.k, call.v)
     _write_stored_wide(memory, *call[1:4], *call[6:])
 

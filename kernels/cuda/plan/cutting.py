@@ -14,6 +14,7 @@ from kernels.cuda.plan.tiles import (
     PAGE,
     START,
     Int,
+    Splits,
     TileShape,
     spread,
 )
@@ -74,23 +75,23 @@ def equal_shares(
     return runs_at(tiles, pieces, *later, granule, page_size), pieces, begin.astype(np.int32)
 
 
-def cut_at_splits(tiles: Int, split_keys: int, page_size: int, lead: int = 0) -> tuple[Int, bool]:
+def cut_at_splits(tiles: Int, at: Splits, page_size: int, lead: int = 0) -> tuple[Int, bool]:
     """Tiles as runs of a split each, in order; the first run of as many as `lead` keys hold.
 
     With the runs, whether one of them is of several splits.
 
-    Splits end at multiples of `split_keys`, with the page of a tile in which they would end.
+    Splits end with the page of a tile in which they would end.
     """
     start, keys = tiles[:, START].astype(np.intp), tiles[:, KEYS].astype(np.intp)
-    first = start // split_keys
-    splits = (start + (keys - 1) // page_size * page_size) // split_keys + 1 - first
-    leads = np.where(keys <= lead, splits, (start + lead) // split_keys - first)
+    first = at.number(start)
+    splits = at.number(start + (keys - 1) // page_size * page_size) + 1 - first
+    leads = np.where(keys <= lead, splits, at.number(start + lead) - first)
     leads = np.clip(leads, 1, splits)
     count = splits + 1 - leads
     tile, inside = spread(count)
     later = inside.nonzero()[0]
     where = tile[later]
-    begins = ((first + leads - 1)[where] + inside[later]) * split_keys - start[where]
+    begins = at.begin((first + leads - 1)[where] + inside[later]) - start[where]
     pages = -(begins // -page_size)
     runs = runs_at(tiles, count, later, pages, page_size, page_size)
     return runs, greatest(leads) > 1

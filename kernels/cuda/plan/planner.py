@@ -69,7 +69,7 @@ def make_work(requests: Sequence[tuple[int, Plan]], config: PlannerConfig) -> Ba
         runs = np.ascontiguousarray(runs[:, :PLAIN_FIELDS])
     for launch in kernels:  # their runs with partial rows, and with an item's fields alone
         launch.items, runs = runs[: len(launch.items)], runs[len(launch.items) :]
-        if config.split_keys:  # only now: merge lists are in the order of runs
+        if config.splits:  # only now: merge lists are in the order of runs
             launch.items = dearest_first(launch.items)
     return BatchWork(
         kernels=kernels,
@@ -120,8 +120,8 @@ def _tiles(
     for layer, plan in requests:
         for depth, level in enumerate(plan.levels):
             mine = level_tiles(layer, plan.positions, level, row, page, config, fields)
-            if depth and config.split_keys:  # only a row's first run may be several splits
-                how = (config.split_keys, config.page_size)
+            if depth and config.splits:  # only a row's first run may be several splits
+                how = (config.splits, config.page_size)
                 mine = [(index, cut_at_splits(tiles, *how)[0]) for index, tiles in mine]
             made += mine
             page += len(level.kv_indices)

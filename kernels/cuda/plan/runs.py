@@ -99,6 +99,10 @@ class KernelWork:
         return len(self.items)
 
     @property
+    def num_rows(self) -> int:
+        return total(self.items[:, ROWS])
+
+    @property
     def num_workers(self) -> int:
         return len(self.worker_begin) - 1
 
@@ -114,7 +118,7 @@ def cut(parts: Parts, config: PlannerConfig, num_packed: int, same_pages: bool) 
     Persistent kernels get their share of the device beside the others. `same_pages`: tiles read the
     pages of others, mostly.
     """
-    if config.split_keys:
+    if config.splits:
         merged = sum(total(tiles[:, ROWS]) for _, tiles in parts) > num_packed
         return [_cut_fixed(i, mine, config, merged) for i, mine in parts]
     if same_pages and len(parts) == 1 and (together := _together(*parts[0], config)):
@@ -134,20 +138,27 @@ def cut(parts: Parts, config: PlannerConfig, num_packed: int, same_pages: bool) 
 def _cut_fixed(index: int, tiles: Int, config: PlannerConfig, merged: bool) -> KernelWork:
     """Runs that end at fixed positions, those of a tile one after another.
 
-    The first of a tile is as long as leaves no worker idle at the end, where it may be.
+    The first of a tile is as long as leaves no worker idle at the end, where it may be. Tiles apart
+    from each other, which share no keys, need not meet in the L2 cache.
     """
     shape, heads, keys = config.shapes[index], config.num_kv_heads, tiles[:, KEYS]
     whole, longest, busy = total(keys), greatest(keys), ENOUGH * shape.workers
     leads = [0]
-    if config.leads and total(tiles[:, ROWS]) >= JOINED_ROWS * len(tiles):
+    apart = longest * busy > whole * heads and len(np.unique(tiles[:, PAGE])) == len(tiles)
+    if config.leads and total(tiles[:, ROWS]) < JOINED_ROWS * len(tiles):
+        where = (config.splits, config.page_size)
+        counts = [len(cut_at_splits(tiles, *where, n)[0]) for n in (0, config.splits.keys)]
+        if counts[1] * heads <= shape.workers < counts[0] * heads:
+            leads = [config.splits.keys]  # all runs begin at once
+    elif config.leads:
         leads = [longest]
         if longest * busy > whole * heads:
             leads += [lead for lead in LEADS if lead < longest]
     made = []
     for lead in leads:
-        runs, joins = cut_at_splits(tiles, config.split_keys, config.page_size, lead)
+        runs, joins = cut_at_splits(tiles, config.splits, config.page_size, lead)
         top = greatest(runs[:, KEYS])
-        uneven = top * len(runs) > UNEVEN * whole and top * busy > whole * heads
+        uneven = (apart or top * len(runs) > UNEVEN * whole) and top * busy > whole * heads
         seconds = _fixed_seconds(runs, uneven, len(runs) > len(tiles) or merged, config, shape)
         made.append((seconds, runs, joins, uneven))
     _, runs, joins, uneven = min(made, key=lambda one: one[0])
@@ -160,7 +171,7 @@ def _fixed_seconds(
 ) -> float:
     """When runs of fixed splits are done, dearest first, and merged if `merged`."""
     start, keys = runs[:, START].astype(np.intp), runs[:, KEYS].astype(np.intp)
-    splits = (start + keys - 1) // config.split_keys - start // config.split_keys + 1
+    splits = config.splits.number(start + keys - 1) - config.splits.number(start) + 1
     granules = -(keys // -shape.granule)
     kinds, counts = np.unique(np.stack((granules, splits)), axis=1, return_counts=True)
     heads = config.num_kv_heads

@@ -66,14 +66,41 @@ class TileShape:
 
 
 @dataclass(frozen=True, slots=True)
+class Splits:
+    """Positions at which every row's keys are split: multiples of `keys`, and `first` before them.
+
+    Both are whole pages. `keys` 0: there are none; `first` 0: only multiples.
+    """
+
+    keys: int
+    first: int = 0
+
+    def __bool__(self) -> bool:
+        return self.keys > 0
+
+    def number(self, position: Any) -> Any:
+        """The split that a position is in, counted from 0."""
+        return position // self.keys + (self.first > 0) * (position >= self.first)
+
+    def begin(self, number: Int) -> Int:
+        """Where a split begins: the opposite of `number`."""
+        if self.first == 0:
+            return number * self.keys
+        return np.where(number == 1, self.first, np.maximum(number - 1, 0) * self.keys)
+
+
+NO_SPLITS: Final = Splits(0)
+
+
+@dataclass(frozen=True, slots=True)
 class PlannerConfig:
     """The planner's inputs besides the plans.
 
     `page_bytes` counts a page's K and V of all heads. `team` forces the size of teams.
     `chunk`: packed rows that always travel together, whichever kernel has them. `takes`: how many
-    rows each shape takes at most; the last one any. `split_keys`: every tile is cut at multiples of
-    so many keys, whole pages, and nowhere else, for the last shape alone; 0: where it pays.
-    `leads`: a row's first run may be several splits, which the kernel joins itself.
+    rows each shape takes at most; the last one any. `splits`: every tile is cut at these, and
+    nowhere else, for the last shape alone; none: where it pays. `leads`: a row's first run may be
+    several splits, which the kernel joins itself.
     """
 
     group_size: int
@@ -83,7 +110,7 @@ class PlannerConfig:
     shapes: tuple[TileShape, ...]
     team: int | None = None
     page_bytes: int = 0
-    split_keys: int = 0
+    splits: Splits = NO_SPLITS
     leads: bool = False
     chunk: int = field(init=False)
     takes: tuple[int, ...] = field(init=False)
@@ -218,8 +245,8 @@ def _clip(tiles: Int, positions: Int32, config: PlannerConfig) -> Int:
     if window >= 0:
         start = tiles[:, START].astype(np.int64)
         first = np.maximum(tiles[:, LEAST] - window, start)
-        if config.split_keys:
-            first -= first % config.split_keys
+        if config.splits:
+            first -= first % config.splits.keys
             first += page_size - 1  # where that is within a page, the split begins with the next
         hidden = np.maximum(first - start, 0) // page_size
         tiles[:, PAGE] += hidden

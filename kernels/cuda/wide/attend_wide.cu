@@ -17,8 +17,8 @@
 // of 8 that divides TILE_KEYS; 0: ragged keys), HAS_MASK, HAS_SOFT_CAP, QUERIES_IN_REGISTERS (the scores'
 // products take Q from there; shared memory only passes it on), CONSUMERS (1, 2, 3 warpgroups that multiply),
 // CTAS (1, 2 on a multiprocessor), MOVERS (warps that move data), STAGED (fp8: tiles as stored, 2 to 4),
-// SPLITS (1: items are split at fixed positions, and the splits' states joined in order; RUNNING_HERE of a running
-// state's vectors stay in shared memory).
+// BY_TOKEN (1: pages of any size, of 16 bits, with PAGE_SIZE 0), SPLITS (1: items are split at fixed positions, and
+// the splits' states joined in order; RUNNING_HERE of a running state's vectors stay in shared memory).
 
 #include "common/overlap.cuh"
 #include "wide/params.cuh"
@@ -32,6 +32,8 @@
 #include "wide/wgmma.cuh"
 #if FP8
 #include "wide/stored.cuh"
+#elif BY_TOKEN
+#include "wide/tokens.cuh"
 #endif
 
 // The tensor cores go round two warpgroups: each waits for its turn, issues, and passes the turn on. One by itself has
@@ -50,11 +52,17 @@ __device__ __forceinline__ void release(uint32 barrier) {
   if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
 }
 
+// Waits for a tile of K or V.
+__device__ __forceinline__ void wait_for_tile(uint32 barrier, uint32 parity) {
+  barrier_wait(barrier, parity);
+  if (kByToken) fence_async_proxy();  // ordinary threads have copied it
+}
+
 // Zeroes V rows `valid` and up of the tile to come: slots past the run's end may hold anything, NaN
 // included, and 0 * NaN is NaN. Each warpgroup does it for itself, so that it waits for no other.
 __device__ __forceinline__ void clear_values(const Shared& shared, const Ring<kStages>& values,
                                              int valid, int consumer) {
-  if (kIsFp8 || valid >= kTileKeys) return;  // tokens past a run's end are converted to zeros
+  if (kIsFp8 || kByToken || valid >= kTileKeys) return;  // tokens past a run's end are zeros already
   barrier_wait(shared.values_full(values.stage()), values.parity());
   clear_rows(shared.values(values.stage()), valid);
   fence_async_proxy();
@@ -116,7 +124,7 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WidePar
   int ends = ends_of(unit.item);
   KeyTile tile;
   tile.enter(unit.item);
-  barrier_wait(shared.keys_full(keys.stage()), keys.parity());
+  wait_for_tile(shared.keys_full(keys.stage()), keys.parity());
   visit_next(tile, shared, keys.stage());
   int valid = unit.item.num_keys - tile.index * kTileKeys;  // keys of the tile whose values come next
   take_turn(consumer);
@@ -146,12 +154,12 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WidePar
       tile.enter(unit.item);
       ends = ends_of(unit.item);
     }
-    barrier_wait(shared.keys_full(keys.stage()), keys.parity());
+    wait_for_tile(shared.keys_full(keys.stage()), keys.parity());
     visit_next(tile, shared, keys.stage());
     clear_values(shared, values, valid, consumer);
     take_turn(consumer);
     issue_scores(s, q, shared.queries(queries.stage()) + my_queries, shared.keys(keys.stage()));
-    barrier_wait(shared.values_full(values.stage()), values.parity());
+    wait_for_tile(shared.values_full(values.stage()), values.parity());
     issue_values(o, p, shared.values(values.stage()));
     valid = switching ? unit.item.num_keys - tile.index * kTileKeys : kTileKeys;
     pass_turn(consumer);
@@ -189,7 +197,7 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WidePar
   // the last unit's last values, alone
   clear_values(shared, values, valid, consumer);
   take_turn(consumer);
-  barrier_wait(shared.values_full(values.stage()), values.parity());
+  wait_for_tile(shared.values_full(values.stage()), values.parity());
   issue_values(o, p, shared.values(values.stage()));
   pass_turn(consumer);
   products_wait<0>();
@@ -199,7 +207,7 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WidePar
   write_unit(finished, o, params, shared);
 }
 
-#if FP8
+#if FP8 || BY_TOKEN
 extern "C" __global__ void __launch_bounds__(kThreads, kCtas)
     attend_wide(const __grid_constant__ StoredKv kv, const __grid_constant__ WideParams params) {
 #else
@@ -221,10 +229,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas)
     stream_stored(shared, params, kv);
 #else
     const int warp = threadIdx.x / 32;
+#if BY_TOKEN
+    if (warp == 0) {
+      stream_tokens<true>(shared, kv, params);
+    } else if (warp == 1) {
+      stream_tokens<false>(shared, kv, params);
+#else
     if (warp == 0) {
       stream_tiles<true>(shared, &key_map, params);
     } else if (warp == 1) {
       stream_tiles<false>(shared, &value_map, params);
+#endif
     } else {
       stream_queries(shared, params);
     }

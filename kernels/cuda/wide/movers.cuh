@@ -17,6 +17,14 @@ __device__ __forceinline__ void wait_to_begin(const WideParams& params) {
   if (params.own_units > 0) wait_for_predecessor();
 }
 
+// Where units are taken late, lets the next one be taken: the last tile of this one's keys is about to be asked for.
+template <bool kOfKeys>
+__device__ __forceinline__ void announce_end(const Shared& shared, const WorkItem& item,
+                                             const TileCursor& cursor, const WideParams& params) {
+  if (kOfKeys && params.late && cursor.next < 0 && !(item.rules & kFollowed) && elect_lane())
+    barrier_arrive(shared.unit_ending());
+}
+
 // One warp streams the K (or V) tiles of every unit, last tile first.
 template <bool kOfKeys>
 __device__ __forceinline__ void stream_tiles(const Shared& shared, const TensorMap* map,
@@ -41,6 +49,7 @@ __device__ __forceinline__ void stream_tiles(const Shared& shared, const TensorM
       const int* ids = params.kv_indices + item.kv_begin + first_page;
       const int mine = lane < num_pages ? ids[lane] : 0;
       wait_to_begin(params);
+      announce_end<kOfKeys>(shared, item, cursor, params);
 #pragma unroll
       for (int first = 0; first < kPagesPerTile; first += kPagesAtOnce) {
         int pages[kPagesAtOnce];
@@ -66,6 +75,7 @@ __device__ __forceinline__ void stream_tiles(const Shared& shared, const TensorM
       }
 #else
       wait_to_begin(params);
+      announce_end<kOfKeys>(shared, item, cursor, params);
       barrier_wait(empty + ring.stage() * 8, ring.parity() ^ 1);
       if (elect_lane()) {
         if (kOfKeys) publish_visit(shared, ring.stage(), cursor);
@@ -93,7 +103,8 @@ __device__ __forceinline__ int first_unit(const WideParams& params) {
 // Leaves in `item` its split after `done` keys, and in `done` where the next one begins; false: it was the last.
 __device__ __forceinline__ bool take_split(WorkItem& item, int& done, const WideParams& params) {
   const int first = item.kv_start + done;
-  const int keys = ceil_div(params.split_keys - first % params.split_keys, params.page_size) * params.page_size;
+  const int begun = first < params.first_split ? params.split_keys - params.first_split + first : first;
+  const int keys = ceil_div(params.split_keys - begun % params.split_keys, params.page_size) * params.page_size;
   const int rest = item.num_keys - done;
   const bool more = keys < rest;
   item.rules |= (done > 0 ? kFollows : 0) | (more ? kFollowed : 0);
@@ -104,16 +115,24 @@ __device__ __forceinline__ bool take_split(WorkItem& item, int& done, const Wide
   return more;
 }
 
-// Publishes unit `number` of the list and returns the number of the next, which is in flight: lane 0 has both.
+constexpr int kNotTaken = -1;
+
+// Publishes unit `number` of the list and returns the number of the next, which is in flight: lane 0 has both. Where
+// units are taken late, the next has no number yet: a CTA with a long unit would keep another from the rest.
 // The list goes through all items for the first
 // `head_block` kv heads, then for the next ones: what is read together then fits the L2 cache. The last
 // CTA to finish puts the counter back to 0 for the next launch. Of fixed splits a unit is one of its item's, after
 // `done` keys; the number stays until the last of them.
 __device__ __forceinline__ int publish_unit(const Shared& shared, const Ring<kUnitSlots>& ring,
-                                            int number, int& done, const WideParams& params) {
+                                            int number, int& done, uint32& taken,
+                                            const WideParams& params) {
   barrier_wait(shared.unit_empty(ring.stage()), ring.parity() ^ 1);
   int next = 0;
   if (threadIdx.x % 32 == 0) {
+    if (number == kNotTaken) {
+      barrier_wait(shared.unit_ending(), taken++ & 1);
+      number = params.own_units + atomicAdd(params.schedule, 1u);
+    }
     Unit& unit = shared.unit(ring.stage());
     if (number < params.num_items * params.num_kv_heads) {
       const int turn = number / (params.num_items * params.head_block);
@@ -125,7 +144,8 @@ __device__ __forceinline__ int publish_unit(const Shared& shared, const Ring<kUn
       unit.head = turn * params.head_block + inner % params.head_block;
       barrier_arrive(shared.unit_full(ring.stage()));
       wait_to_begin(params);  // the counters are the predecessor's, too
-      next = more ? number : params.own_units + atomicAdd(params.schedule, 1u);
+      next = more ? number : kNotTaken;
+      if (!more && (kIsFp8 || !params.late)) next = params.own_units + atomicAdd(params.schedule, 1u);
     } else {
       unit.head = -1;
       barrier_arrive(shared.unit_full(ring.stage()));
@@ -234,13 +254,14 @@ __device__ __forceinline__ void stream_queries(const Shared& shared, const WideP
   constexpr int kRowsPerWarp = kTileRows / kGatherers;
   const int first_row = (threadIdx.x / 32 - 2) * kRowsPerWarp;
   int number = first_row == 0 ? first_unit(params) : 0, done = 0;
+  uint32 taken = 0;
   Ring<kUnitSlots> units;
   Ring<kQueryStages> ring;
   Ring<kRowSlots> slots;
   Unit unit;
   for (;;) {
     if (first_row == 0) {
-      number = publish_unit(shared, units, number, done, params);
+      number = publish_unit(shared, units, number, done, taken, params);
     }
     if (!next_unit(shared, units, unit)) return;
     if (is_same_rows(unit.item)) continue;

@@ -13,13 +13,17 @@
 #define SPLITS 0
 #define RUNNING_HERE 0
 #endif
+#ifndef BY_TOKEN
+#define BY_TOKEN 0
+#endif
 
 using Element = uint16;  // 16 bits of fp16 or bf16, as kBf16 says: only moved, never computed on
 
 constexpr int kTileKeys = TILE_KEYS;
 constexpr int kStages = STAGES;             // tiles of K, and of V
 constexpr int kQueryStages = QUERY_STAGES;  // tiles of Q
-constexpr int kPageSize = PAGE_SIZE;        // 0: ragged keys
+constexpr int kPageSize = PAGE_SIZE;        // 0: ragged keys, or pages of any size
+constexpr bool kByToken = BY_TOKEN != 0;    // the latter, of 16 bits
 constexpr bool kQueriesInRegisters = QUERIES_IN_REGISTERS != 0;
 constexpr bool kHasMask = HAS_MASK != 0;
 constexpr bool kHasSoftCap = HAS_SOFT_CAP != 0;
@@ -45,9 +49,11 @@ constexpr int kTileRows = 64 * kConsumers;
 constexpr int kThreads = 128 * kConsumers + 32 * kMovers;
 // The consumers take the registers that the data movers give up, unless there are enough for all.
 constexpr bool kSharesRegisters = kThreads * kCtas > 256;
-constexpr int kProducerRegisters = kMovers > 4 ? 128 : kIsFp8 ? 72 : kConsumers == 3 ? 32 : 40;
+constexpr bool kCapped = kByToken && kHasSoftCap && kCtas == 2;  // a cap's scores take more registers
+constexpr int kProducerRegisters =
+    kMovers > 4 ? 128 : kIsFp8 ? 72 : kConsumers == 3 || kCapped ? 32 : 40;
 constexpr int kConsumerRegisters =
-    kConsumers == 3 ? 160 : kMovers > 4 ? 240 : kIsFp8 || kCtas == 2 ? 216 : 232;
+    kConsumers == 3 ? 160 : kMovers > 4 ? 240 : kCapped ? 224 : kIsFp8 || kCtas == 2 ? 216 : 232;
 // A CTA begins with as many for each thread as are a multiple of 8, and has no others: more are waited for in vain.
 constexpr int kEntryRegisters = 65536 / (kThreads * kCtas) / 8 * 8;
 static_assert(!kSharesRegisters ||
@@ -124,7 +130,7 @@ struct Shared {
   static constexpr int kUnits =
       kRows + kRowSlots * kTileRows * int(sizeof(UnitRow));
   static constexpr int kBarriers = kUnits + kUnitSlots * 64;
-  static constexpr int kVisits = kBarriers + 8 * (4 * kStages + 2 * kQueryStages + 2 * kUnitSlots);
+  static constexpr int kVisits = kBarriers + 8 * (4 * kStages + 2 * kQueryStages + 2 * kUnitSlots + 1);
 
   __device__ __forceinline__ explicit Shared(uint8* storage)
       : base(storage), address(shared_address(storage)) {}
@@ -176,14 +182,17 @@ struct Shared {
     return barrier(4 * kStages + 2 * kQueryStages + kUnitSlots + slot);
   }
 
-  // K and V tiles: full by the copy engine's bytes, or by one arrival per warp that stored them; empty by one
-  // arrival per warp, whose lanes have
-  // waited for the same products. What threads write and read themselves, queries, their rows and
-  // units: by an arrival of each of those threads.
+  __device__ __forceinline__ uint32 unit_ending() const {
+    return barrier(4 * kStages + 2 * kQueryStages + 2 * kUnitSlots);
+  }
+
+  // K and V tiles: full by the copy engine's bytes, or by one arrival per warp that stored them, or by each copying
+  // lane's and one more; empty by one arrival per warp, whose lanes have waited for the same products. What threads
+  // write and read themselves, queries, their rows and units: by an arrival of each of those threads.
   __device__ __forceinline__ void init_barriers() const {
     for (int stage = 0; stage < kStages; ++stage) {
-      barrier_init(keys_full(stage), kIsFp8 ? 4 : 1);
-      barrier_init(values_full(stage), kIsFp8 ? 4 : 1);
+      barrier_init(keys_full(stage), kIsFp8 ? 4 : kByToken ? 33 : 1);
+      barrier_init(values_full(stage), kIsFp8 ? 4 : kByToken ? 33 : 1);
       barrier_init(keys_empty(stage), 4 * kConsumers);
       barrier_init(values_empty(stage), 4 * kConsumers);
     }
@@ -195,6 +204,7 @@ struct Shared {
       barrier_init(unit_full(slot), 1);
       barrier_init(unit_empty(slot), kThreads);
     }
+    barrier_init(unit_ending(), 1);
     barrier_init_fence();
   }
 };

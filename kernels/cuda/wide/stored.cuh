@@ -99,6 +99,7 @@ struct RowLookup {
   TileCursor cursor;
   int number;     // of the next unit to publish
   int done = 0;   // keys of its item
+  uint32 taken = 0;
   int page;       // of this lane's token of the tile looked up; the id is in flight
   uint32 within;  // its row but for the page; kNoRow: no such token
 
@@ -127,7 +128,7 @@ struct RowLookup {
  private:
   // A unit stays where it was published until its last tile has been converted.
   __device__ __forceinline__ void enter(const Shared& shared, const WideParams& params) {
-    if (threadIdx.x < 32) number = publish_unit(shared, units, number, done, params);
+    if (threadIdx.x < 32) number = publish_unit(shared, units, number, done, taken, params);
     barrier_wait(shared.unit_full(units.stage()), units.parity());
     const Unit& unit = shared.unit(units.stage());
     cursor.tile = -1;  // no further unit

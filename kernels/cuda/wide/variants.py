@@ -30,14 +30,14 @@ PARAMS_AT: Final = 2 * MAP_BYTES
 PARAMETERS: Final = (0, MAP_BYTES, PARAMS_AT)
 """Where the kernel's parameters begin in its launch's memory: both maps, then `WideParams`."""
 STORED_PARAMETERS: Final = (0, STORED_KV.itemsize)
-"""The same for fp8 pools: `StoredKv`, then `WideParams`."""
+"""The same where there are no maps (`has_maps`): `StoredKv`, then `WideParams`."""
 
 
 @dataclass(frozen=True, slots=True)
 class WideVariant:
     """One specialisation of the kernel.
 
-    `page_size` 0: ragged keys or, in fp8 pools (`storage`), pages of any size.
+    `page_size` 0: ragged keys, or pages of any size: in fp8 pools (`storage`), and `by_token`.
     """
 
     head_dim: int
@@ -55,6 +55,7 @@ class WideVariant:
     movers: int = 4
     staged: int = 2
     splits: bool = False
+    by_token: bool = False
 
     @property
     def tile_rows(self) -> int:
@@ -104,7 +105,7 @@ class WideVariant:
         slots = self.query_stages + 1 + self.query_registers
         rows = slots * self.tile_rows * (24 if self.has_mask else 16)
         units = 4 if self.converts else 2
-        barriers = 4 * self.stages + 2 * self.query_stages + 2 * units
+        barriers = 4 * self.stages + 2 * self.query_stages + 2 * units + 1
         visits = 4 * self.stages if self.has_mask else 0
         return tiles + queries + staged + rows + units * 64 + 8 * barriers + visits
 
@@ -125,6 +126,7 @@ class WideVariant:
             STAGED=self.staged,
             HAS_MASK=int(self.has_mask),
             HAS_SOFT_CAP=int(self.has_soft_cap),
+            **({"BY_TOKEN": 1} if self.by_token else {}),
             **({"SPLITS": 1, "RUNNING_HERE": self.running_here} if self.splits else {}),
         )
 
@@ -143,6 +145,8 @@ LONG_KEYS: Final = 96
 """Key tile of `long_variant`; pages of 8 tokens leave its data movers no registers."""
 _LONG_PAGES: Final = (0, 16, 32)
 _PAGE_SIZES: Final = (0, 8, 16, 32, 64)
+_PAIRS: Final = {64: 2, 128: 1}
+"""K/V stages of two CTAs of 64 rows a multiprocessor, by head_dim."""
 # of fp8 pools: more registers for who converts, shared memory for what is to be converted
 _CONVERTING: Final = {64: (128, 2, 2), 128: (128, 2, 1), 192: (64, 2, 1)}
 _CONVERTING_GENERAL: Final = {**_CONVERTING, 128: (96, 2, 2)}
@@ -165,7 +169,12 @@ def supports(
         return False
     if kv_dtype.startswith("fp8"):
         return head_dim in _CONVERTING
-    return q_dtype == kv_dtype and head_dim in _PLAIN and page_size in _PAGE_SIZES
+    return q_dtype == kv_dtype and head_dim in (_PLAIN if has_maps(kv_dtype, page_size) else _PAIRS)
+
+
+def has_maps(storage: DType, page_size: int) -> bool:
+    """Whether the copy engine brings K and V, by tensor maps."""
+    return not storage.startswith("fp8") and page_size in _PAGE_SIZES
 
 
 def variant(
@@ -177,13 +186,15 @@ def variant(
     storage: DType | None = None,
 ) -> WideVariant:
     """The tuned specialisation for supported work; `storage` is `dtype` unless given."""
-    general = has_mask or has_soft_cap
+    general, by_token = has_mask or has_soft_cap, False
     in_registers = head_dim <= (_GENERAL_IN_REGISTERS if general else _PLAIN_IN_REGISTERS)
     sizes = (_GENERAL if general else _PLAIN)[head_dim]
     if storage is not None and storage.startswith("fp8"):
         sizes, page_size = (_CONVERTING_GENERAL if general else _CONVERTING)[head_dim], 0
         in_registers = head_dim <= _CONVERTING_IN_REGISTERS
-    return WideVariant(
+    elif page_size not in _PAGE_SIZES:
+        by_token, page_size = True, 0
+    made = WideVariant(
         head_dim,
         dtype,
         page_size,
@@ -192,19 +203,23 @@ def variant(
         has_soft_cap,
         *sizes,
         query_registers=in_registers,
+        by_token=by_token,
     )
+    return _pair(made) if by_token else made
 
 
 def short_variant(usual: WideVariant) -> WideVariant | None:
     """Of batches of short sequences: two CTAs of 64 rows a multiprocessor. None: there is none."""
-    if usual.head_dim != 128 or not usual.is_plain:
+    if usual.head_dim != 128 or not usual.is_plain or usual.by_token:
         return None
     return replace(usual, tile_keys=64, consumers=1, ctas=2)
 
 
 def long_variant(usual: WideVariant) -> WideVariant | None:
     """Of batches of long sequences: 192 rows a CTA, where weights cost more than products."""
-    if usual.head_dim != 64 or not usual.is_plain or usual.page_size not in _LONG_PAGES:
+    if usual.head_dim != 64 or not usual.is_plain or usual.by_token:
+        return None
+    if usual.page_size not in _LONG_PAGES:
         return None
     return replace(usual, tile_keys=LONG_KEYS, stages=3, consumers=3)
 
@@ -224,6 +239,21 @@ def few_variant(usual: WideVariant) -> WideVariant:
         return replace(made, staged=4, movers=8)
     more = (replace(made, stages=made.stages + n) for n in (2, 1))
     return next((deeper for deeper in more if deeper.shared_bytes <= MOST_SHARED), made)
+
+
+def pair_variant(usual: WideVariant) -> WideVariant | None:
+    """Of 64 rows with the same arithmetic: two CTAs a multiprocessor. None: there is none.
+
+    What a unit costs beside its products falls under the other CTA's.
+    """
+    return _pair(usual) if usual.head_dim in _PAIRS and usual.is_plain else None
+
+
+def _pair(usual: WideVariant) -> WideVariant:
+    """Queries stay in shared memory, as there are 216 registers; a mask and a cap want more."""
+    few = replace(usual, consumers=1, query_stages=1, query_registers=False)
+    ctas = 1 if usual.has_mask and usual.has_soft_cap else 2
+    return replace(few, ctas=ctas, stages=_PAIRS[usual.head_dim])
 
 
 def heads_together(num_kv_heads: int, num_items: int, num_runs: int) -> int:

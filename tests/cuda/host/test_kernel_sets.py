@@ -11,6 +11,7 @@ from kernels.cuda.attention.kernel_sets import BatchKind, batch_kind, kernel_set
 from kernels.cuda.kv.pool import pool_view
 from kernels.cuda.kv.ragged import ragged_view
 from kernels.cuda.merge.variants import merge_launch
+from kernels.cuda.plan.tiles import Splits
 from kernels.cuda.specs import service_specs
 
 MULTIPROCESSORS = 132
@@ -38,9 +39,9 @@ def plan_of(rows: list[int], keys: list[int]) -> Plan:
     return Plan((level,), np.concatenate(last).astype(np.int32))
 
 
-def kind_of(*plans: Plan) -> BatchKind:
-    usual = kernel_sets(config_of().shape, "sm_90a", MULTIPROCESSORS)["usual"]
-    return batch_kind(plans, usual.planner)
+def kind_of(*plans: Plan, head_dim: int = 128) -> BatchKind:
+    sets = kernel_sets(config_of(head_dim=head_dim).shape, "sm_90a", MULTIPROCESSORS)
+    return batch_kind(plans, sets["usual"].planner, sets)
 
 
 @pytest.mark.parametrize(
@@ -53,13 +54,26 @@ def kind_of(*plans: Plan) -> BatchKind:
         ([100, 30, 500], [100, 400, 500], "short prefill"),
         ([100, 30, 500], [100, 30, 520], "usual"),
         ([100, 3, 500], [100, 400, 500], "usual"),
-        ([512, 512], [1000, 1100], "long prefill"),
+        ([512, 512], [1000, 1100], "usual"),
     ],
 )
 def test_a_batch_is_reported_by_its_rows_and_keys(
     rows: list[int], keys: list[int], kind: BatchKind
 ) -> None:
     assert kind_of(plan_of(rows, keys)) == kind
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "kind"),
+    [
+        ([100, 60], [140, 120], "long prefill"),
+        ([512, 1], [1000, 1100], "usual"),
+    ],
+)
+def test_at_head_dim_64_prefills_are_for_three_warpgroups(
+    rows: list[int], keys: list[int], kind: BatchKind
+) -> None:
+    assert kind_of(plan_of(rows, keys), head_dim=64) == kind
 
 
 def test_several_plans_are_one_batch() -> None:
@@ -112,20 +126,56 @@ def test_whatever_a_batch_may_launch_is_compiled_before_a_service_starts(
             assert how.spec in prepared
 
 
-@pytest.mark.parametrize(("rows", "kind"), [([1, 16], "few rows"), ([1, 17], "usual")])
-def test_with_fixed_splits_only_the_most_rows_of_a_sequence_count(
-    rows: list[int], kind: BatchKind
+@pytest.mark.parametrize(
+    ("rows", "keys", "kind"),
+    [
+        ([1, 16], 3000, "few rows"),
+        ([1, 17], 3000, "usual"),
+        ([1] * 100, 3000, "short units"),
+        ([17, *[1] * 16], 3000, "short units"),
+        ([17, *[1] * 15], 3000, "usual"),
+    ],
+)
+def test_with_fixed_splits_a_batch_is_reported_by_what_its_runs_cost(
+    rows: list[int], keys: int, kind: BatchKind
 ) -> None:
     kernels = kernel_sets(config_of().shape, "sm_90a", MULTIPROCESSORS, 2048)
-    plan = plan_of(rows, [3000] * len(rows))
-    assert batch_kind([plan], kernels["usual"].planner) == kind
-    assert kernels[kind].kernels[0].rows == {"few rows": 64, "usual": 128}[kind]
+    planner, plan = kernels["usual"].planner, plan_of(rows, [keys] * len(rows))
+    assert batch_kind([plan], planner, kernels) == kind
+    assert kernels[kind].kernels[0].rows == (128 if kind == "usual" else 64)
+    assert kernels[kind].kernels[0].blocks == (2 if kind == "short units" else 1)
+    fp8 = kernel_sets(config_of("fp8_e4m3").shape, "sm_90a", MULTIPROCESSORS, 2048)
+    assert batch_kind([plan], fp8["usual"].planner, fp8) in fp8
 
 
-@pytest.mark.parametrize(("pool_page", "entry"), [(16, "attend_wide"), (5, "attend_tile")])
-def test_with_fixed_splits_ragged_keys_have_the_kernel_of_the_pool(
-    pool_page: int, entry: str
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "page_size", "first"),
+    [
+        ("fp16", 128, 16, 1024),
+        ("fp8_e4m3", 128, 16, 512),
+        ("fp16", 64, 16, 0),
+        ("bf16", 128, 5, 1025),
+        ("fp16", 128, 4096, 0),
+    ],
+)
+def test_the_first_of_the_fixed_splits_is_short_and_whole_pages(
+    dtype: DType, head_dim: int, page_size: int, first: int
 ) -> None:
-    ragged = config_of().shape._replace(contiguous=True, page_size=1)
+    split_keys = page_size * -(-2048 // page_size)
+    shape = config_of(dtype, head_dim, page_size).shape
+    for contiguous in (False, True):
+        shape = shape._replace(contiguous=contiguous, page_size=1 if contiguous else page_size)
+        sets = kernel_sets(shape, "sm_90a", MULTIPROCESSORS, split_keys, page_size)
+        assert {one.planner.splits for one in sets.values()} == {Splits(split_keys, first)}
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "pool_page", "entry"),
+    [(128, 16, "attend_wide"), (128, 5, "attend_wide"), (192, 5, "attend_tile")],
+)
+def test_with_fixed_splits_ragged_keys_have_the_kernel_of_the_pool(
+    head_dim: int, pool_page: int, entry: str
+) -> None:
+    ragged = config_of(head_dim=head_dim).shape._replace(contiguous=True, page_size=1)
     sets = kernel_sets(ragged, "sm_90a", MULTIPROCESSORS, 2048, pool_page)
     assert {kernel.entry for one in sets.values() for kernel in one.kernels} == {entry}

@@ -27,6 +27,7 @@ from kernels.cuda.plan.tiles import (
     RULES,
     START,
     PlannerConfig,
+    Splits,
     TileShape,
     keep_rules,
 )
@@ -41,7 +42,7 @@ PAGE = 16
 def test_pages_left_of_every_window_are_left_out(window: int, split_keys: int) -> None:
     """With fixed splits, runs begin where the whole sequence's do."""
     length = 1000
-    config = PlannerConfig(4, PAGE, 8, window, (WIDE,), split_keys=split_keys)
+    config = PlannerConfig(4, PAGE, 8, window, (WIDE,), splits=Splits(split_keys))
     items = make_work([(0, decode_plan([length], PAGE))], config).kernels[0].items
     first = max(length - 1 - window, 0) // (split_keys or PAGE) * (split_keys or PAGE)
     assert items[:, START].min() == first
@@ -51,11 +52,11 @@ def test_pages_left_of_every_window_are_left_out(window: int, split_keys: int) -
 def test_windows_begin_at_splits_of_sequences_whose_level_does_not() -> None:
     """A level from token 40 on, in pages of 16, and splits of 64: the next page is at 72."""
     level = replace(flat_level([200], PAGE), kv_start=np.array([40], np.int32))
-    config = PlannerConfig(4, PAGE, 8, 150, (WIDE,), split_keys=64)
+    config = PlannerConfig(4, PAGE, 8, 150, (WIDE,), splits=Splits(64))
     work = make_work([(0, Plan((level,), np.array([239], np.int32)))], config)
     assert sorted(work.kernels[0].items[:, START].tolist()) == [72, 136, 200]
     level = replace(flat_level([33], PAGE), kv_start=np.array([40], np.int32))
-    plain = PlannerConfig(4, PAGE, 8, -1, (WIDE,), split_keys=64)
+    plain = PlannerConfig(4, PAGE, 8, -1, (WIDE,), splits=Splits(64))
     work = make_work([(0, Plan((level,), np.array([72], np.int32)))], plain)
     assert sorted(work.kernels[0].items[:, START].tolist()) == [40, 72], "its last page begins late"
 
@@ -64,7 +65,7 @@ def test_all_levels_of_a_cascade_are_cut_at_splits() -> None:
     shared, own = flat_level([1024], PAGE), flat_level([300, 700], PAGE)
     shared = replace(shared, qo_indptr=np.array([0, 2], np.int32))
     own = replace(own, kv_start=np.array([1024, 1024], np.int32))
-    config = PlannerConfig(4, PAGE, 8, -1, (WIDE,), split_keys=256, leads=True)
+    config = PlannerConfig(4, PAGE, 8, -1, (WIDE,), splits=Splits(256), leads=True)
     plan = Plan((shared, own), np.array([1323, 1723], np.int32))
     items = make_work([(0, plan)], config).kernels[0].items
     later = items[items[:, START] >= 1024]
@@ -115,13 +116,23 @@ def test_equal_tiles_go_whole_to_teams_that_fill_the_device(
     assert (narrow.team, narrow.num_workers, narrow.num_items) == expected
 
 
+@pytest.mark.parametrize(("kv_len", "runs"), [(32_768, 16), (30_000, 16), (40_000, 21)])
+def test_the_first_splits_are_one_run_where_that_lets_all_runs_begin_at_once(
+    kv_len: int, runs: int
+) -> None:
+    """132 workers are 16 runs of eight heads."""
+    config = PlannerConfig(4, PAGE, 8, -1, (WIDE,), splits=Splits(2048, 1024), leads=True)
+    (wide,) = make_work([(0, decode_plan([kv_len], PAGE))], config).kernels
+    assert wide.num_items == runs and wide.joins == (kv_len == 32_768)
+
+
 @pytest.mark.parametrize(
     ("kv_lens", "is_uneven"), [([4096] * 200, False), ([20_000, *[256] * 200], True)]
 )
 def test_the_longest_of_all_heads_come_first_where_runs_are_uneven(
     kv_lens: list[int], is_uneven: bool
 ) -> None:
-    config = PlannerConfig(8, PAGE, 8, -1, (WIDE,), split_keys=256, leads=True)
+    config = PlannerConfig(8, PAGE, 8, -1, (WIDE,), splits=Splits(256), leads=True)
     (wide,) = make_work([(0, decode_plan(kv_lens, PAGE))], config).kernels
     assert wide.all_heads == is_uneven
 

@@ -20,6 +20,7 @@ from kernels.cuda.plan.tiles import (
     HIDE_FUTURE,
     HIDE_WINDOW,
     PlannerConfig,
+    Splits,
     TileShape,
     chunk_rows,
 )
@@ -42,12 +43,15 @@ def config(
     return PlannerConfig(group, page_size, heads, window, shapes, team, page_bytes)
 
 
+@pytest.mark.parametrize("first", [0, 64])
 @pytest.mark.parametrize("leads", [False, True])
-def test_with_fixed_splits_runs_end_there_whatever_else_is_in_the_batch(leads: bool) -> None:
-    fixed = replace(config(group=8, shapes=(WIDE,)), split_keys=256, leads=leads)
+def test_with_fixed_splits_runs_end_there_whatever_else_is_in_the_batch(
+    leads: bool, first: int
+) -> None:
+    fixed = replace(config(group=8, shapes=(WIDE,)), splits=Splits(256, first), leads=leads)
     alone = make_work([(0, decode_plan([5000], 16))], fixed)
     batch = make_work([(0, decode_plan([5000, 700, 30] * 40, 16))], fixed)
-    places = range(0, 5000, 256)
+    places = sorted({first, *range(0, 5000, 256)})
     for work in (alone, batch):
         begins: dict[int, list[int]] = {}
         for item in work.kernels[0].items.tolist():
@@ -57,8 +61,8 @@ def test_with_fixed_splits_runs_end_there_whatever_else_is_in_the_batch(leads: b
             assert not crossed or (leads and item[5] == 0), "only a first run is several splits"
         assert all(min(starts) == 0 for starts in begins.values())
         start_of = {i[7]: i[5] for i in work.kernels[0].items.tolist()}
-        for first, last in pairwise(work.merges.indptr.tolist()):
-            starts = [start_of[member] for member in work.merges.members[first:last].tolist()]
+        for begin, end in pairwise(work.merges.indptr.tolist()):
+            starts = [start_of[member] for member in work.merges.members[begin:end].tolist()]
             assert starts == sorted(starts), "states are merged in order of position"
     many = make_work([(0, decode_plan([5000, 700, 30] * 400, 16))], fixed)
     assert (len(many.kernels[0].items) == 1200) == leads, "whole where there are enough"

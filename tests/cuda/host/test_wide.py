@@ -41,10 +41,18 @@ LONG = [
 ]
 
 
+TOKENS = [
+    wide.variant(d, "fp16", page, has_mask=mask, has_soft_cap=cap)
+    for d in (64, 128)
+    for page, mask, cap in ((1, False, False), (5, True, False), (5, False, True), (5, True, True))
+]
+PAIRS = [wide.pair_variant(variant) for variant in PLAIN]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "variant",
-    [*PLAIN, *OTHERS, *filter(None, [*SHORT, *LONG])],
+    [*PLAIN, *OTHERS, *TOKENS, *filter(None, [*SHORT, *LONG, *PAIRS])],
     ids=lambda variant: str(variant.spec),
 )
 def test_every_specialisation_compiles_without_spills_or_serialised_products(
@@ -77,6 +85,16 @@ def test_variants_of_invariant_numerics_spill_nothing_and_serialise_no_products(
         assert compiled.resources.stack_bytes == 0, compiled.resources
         assert "C75" not in compiled.log, compiled.log
         assert one.blocks * (one.shared_bytes + RESERVED) <= shared_limit("sm_90a")
+
+
+@pytest.mark.parametrize("page", [0, 5, 16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_two_ctas_have_the_arithmetic_of_one(head_dim: int, page: int) -> None:
+    usual = wide.variant(head_dim, "bf16", 16)
+    pair = wide.pair_variant(wide.variant(head_dim, "bf16", page))
+    assert pair is not None and (pair.blocks, pair.tile_rows) == (2, 64)
+    assert pair.tile_keys == usual.tile_keys and pair.by_token == (page == 5)
+    assert 2 * (pair.shared_bytes + RESERVED) <= shared_limit("sm_90a")
 
 
 @pytest.mark.parametrize("variant", [*PLAIN, *OTHERS], ids=lambda variant: str(variant.spec))
@@ -137,13 +155,14 @@ def test_geometries_that_the_kernel_does_not_support_go_to_the_other_kernel() ->
     assert wide.supports("sm_90a", 128, "fp16", "fp16", 16, 0.1)
     assert wide.supports("sm_90a", 64, "bf16", "bf16", 0, 0.1)
     assert wide.supports("sm_90a", 128, "bf16", "fp8_e4m3", 5, 0.1)
+    assert wide.supports("sm_90a", 128, "fp16", "fp16", 5, 0.1)
     refused = [
         ("sm_100", 128, "fp16", "fp16", 16, 0.1),
         ("sm_90a", 80, "fp16", "fp16", 16, 0.1),
         ("sm_90a", 128, "bf16", "fp16", 16, 0.1),
         ("sm_90a", 256, "fp16", "fp8_e4m3", 16, 0.1),
         ("sm_90a", 128, "fp16", "fp8_e4m3", 16, 0.0),
-        ("sm_90a", 128, "fp16", "fp16", 5, 0.1),
+        ("sm_90a", 192, "fp16", "fp16", 5, 0.1),
         ("sm_90a", 128, "fp16", "fp16", 16, 0.0),
         ("sm_90a", 128, "fp16", "fp16", 16, -0.1),
     ]
