@@ -194,10 +194,8 @@ class Drain:
                     with suppress(*ENGINE_ERRORS):
                         await ownership.settle(self.members, sequence, family.tenant)
             except LostSequence as error:
-                since = self.orphans.setdefault(
-                    (family.tenant.namespace, sequence), time.monotonic()
-                )
-                if time.monotonic() < since + ORPHAN_S:
+                now, key = time.monotonic(), (family.tenant.namespace, sequence)
+                if now < self.orphans.setdefault(key, now) + ORPHAN_S:
                     return f"{type(error).__name__}: {error}"
                 with suppress(*ENGINE_ERRORS):
                     shard = await ownership.shard_there(source, family, sequence)
