@@ -37,7 +37,7 @@ from service.core.pool.budget import NO_LIMIT, EvictionPaused
 from service.core.prefix.keys import Prefix
 from service.engine.tiers.loading import Loading
 from service.engine.tiers.loads import ALL_TIERS, LoadLimits, Origin
-from service.engine.tiers.page_records import layout_of
+from service.engine.tiers.page_records import TAG, layout_of
 from service.engine.tiers.tiers import Tiers
 from service.metrics import Metrics
 from service.tiers.record_store import NewRecord, RecordStore
@@ -90,7 +90,7 @@ class TierMoves:
 
     def __init__(self, run: Replay, host_pages: int, disk: Path | None) -> None:
         self.tree = run.tree
-        layout = RecordLayout(19 + 4 * run.page_size, 8, bytes(16))
+        layout = RecordLayout(TAG.size + 4 * run.page_size, 8, bytes(16))
         tiers = Tiers(run.tree, Numbers(run.held), layout, host_pages, lambda: None, Metrics())
         if disk is not None:
             tiers.use_disk(RecordStore(disk, 2**40, layout, evicted=tiers.disk_evicted))
