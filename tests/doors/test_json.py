@@ -6,6 +6,8 @@ import json
 import statistics
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import httpx
@@ -13,6 +15,10 @@ import numpy as np
 import pytest
 from images import write_image
 from scripted import JSON, SAFETENSORS, Running, decode_body, post, request, serving, wait_for
+
+from service.doors.http import long_json
+from service.doors.http.long_json_worker import Order, Result
+from service.keys import line_of, new_key
 
 COUNT = 100_000
 
@@ -108,6 +114,45 @@ def test_long_json_does_not_keep_others_waiting(door: Running) -> None:
             thread.join()
     print(f"{len(times)} calls, median {statistics.median(times) * 1e3:.2f} ms, most {max(times)}")
     assert len(answered) >= 3, "the long ones come to their end"
+
+
+def test_namespaces_take_turns_with_long_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {name: new_key() for name in "ab"}
+    lines = [line_of(key, name, ("read",)) + "\n" for name, key in keys.items()]
+    (tmp_path / "keys").write_text("".join(lines))
+    may_end, begun, round_trip = threading.Event(), list[int](), long_json.round_trip
+
+    def slow(connection: Connection, order: Order) -> Result:
+        if order.conversion == "image_of_json":
+            begun.append(order.length)
+            may_end.wait(10)
+        return round_trip(connection, order)
+
+    monkeypatch.setattr(long_json, "round_trip", slow)
+    monkeypatch.setattr(long_json, "MAX_WAITING", 2)
+
+    def ask(name: str, length: int) -> int:
+        headers = {"content-type": JSON, "authorization": f"Bearer {keys[name]}"}
+        content = b'{"x":"%s"}' % (b"y" * (length - 8))
+        with running.client() as client:
+            return client.post("/v1/gather", content=content, headers=headers).status_code
+
+    options = ("--auth.keys-file", str(tmp_path / "keys"))
+    with serving(tmp_path, *options) as running, ThreadPoolExecutor(4) as threads:
+        lock = running.door.long_json.lock
+        asked = [threads.submit(ask, "a", 70_000)]
+        wait_for(lambda: len(begun) == 1, "the first")
+        for count in (1, 2):
+            asked.append(threads.submit(ask, "a", 70_000 + count))
+            wait_for(lambda count=count: lock.num_waiting("a") == count, "the next")
+        assert ask("a", 70_009) == 429
+        asked.append(threads.submit(ask, "b", 80_000))
+        wait_for(lambda: lock.num_waiting("b") == 1, "the other namespace")
+        may_end.set()
+        assert [one.result() for one in asked] == [200] * 4
+    assert begun == [70_000, 70_001, 80_000, 70_002]
 
 
 def test_a_client_that_leaves_does_not_upset_the_process(

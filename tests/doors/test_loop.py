@@ -17,7 +17,7 @@ import pytest
 from images import write_image
 from scripted import JSON, Heard, Running, decode_body, request, serving, wait_for
 
-from service.doors.kit.pieces import OneByOne
+from service.doors.kit.pieces import FairLock, OneByOne
 from service.doors.kit.timeouts import GRACE_S, Timeouts
 from service.doors.kit.upstream import trim
 from service.errors import AttndError, DeadlineExceeded, UnknownSequence
@@ -41,6 +41,35 @@ async def test_requests_that_arrive_together_do_not_share_a_pass_of_the_loop() -
         await asyncio.sleep(0)
     assert [task.result() for task in tasks] == [3] * 4
     assert len(passes) == 12 and len(set(passes)) == 12
+
+
+async def hold(lock: FairLock, caller: str, number: int, held: list[int]) -> None:
+    async with lock.turn(caller):
+        held.append(number)
+        await asyncio.sleep(0)
+
+
+async def test_callers_take_turns_in_holding_a_lock() -> None:
+    lock, held = FairLock(), list[int]()
+    async with asyncio.timeout(10):
+        await asyncio.gather(*(hold(lock, "aaab"[n], n, held) for n in range(4)))
+    assert (held, lock.is_held) == ([0, 1, 3, 2], False)
+
+
+@pytest.mark.parametrize("passes", range(8))
+@pytest.mark.parametrize("number", range(3))
+async def test_a_task_that_is_cancelled_keeps_no_other_from_a_lock(
+    number: int, passes: int
+) -> None:
+    lock, held = FairLock(), list[int]()
+    tasks = [asyncio.create_task(hold(lock, "a", n, held)) for n in range(3)]
+    for _ in range(passes):
+        await asyncio.sleep(0)
+    tasks[number].cancel()
+    async with asyncio.timeout(10):
+        await asyncio.gather(*tasks, return_exceptions=True)
+    assert {0, 1, 2} - {number} <= set(held)
+    assert not lock.is_held
 
 
 async def test_callers_take_turns_in_long_work_and_each_gets_its_own_result_or_error() -> None:

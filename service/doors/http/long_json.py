@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Final
 
 from service.doors.http.long_json_worker import Order, Result
+from service.doors.kit.pieces import FairLock
 from service.doors.kit.problems import ProblemText
 from service.errors import Internal, Overloaded
 from service.launch import command_of
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 IDLE_S: Final = 60.0
 MAX_WAITING: Final = 64
+"""Bodies of one namespace that wait, replies included; one more request is rejected. A reply never
+is: its operation may have changed the pool."""
 GROWTH: Final = 4
 """Maximum image bytes per JSON character: `0,` may be an F64."""
 SPARE_BYTES: Final = 64 * 2**10
@@ -34,19 +37,27 @@ class LongJson:
 
     def __init__(self, door: Door) -> None:
         self.door = door
-        self.turn = asyncio.Lock()
-        self.waiting = 0
+        self.lock = FairLock()
         self.process: subprocess.Popen[bytes] | None = None
         self.connection: Connection | None = None
         self.ending: asyncio.TimerHandle | None = None
 
     async def image_of(
-        self, conversion: str, body: Slot, length: int, most: int, given: Mapping[str, Any]
+        self,
+        conversion: str,
+        body: Slot,
+        length: int,
+        most: int,
+        given: Mapping[str, Any],
+        namespace: str,
     ) -> tuple[Slot, int, dict[str, Any]]:
         """The image of a request, of about `most` bytes at most, its length, and the form of the
         response. Raises ProblemText, Overloaded."""
+        if (waiting := self.lock.num_waiting(namespace)) >= MAX_WAITING:
+            text = f"{waiting} long JSON bodies are waiting: retry later, or send safetensors"
+            raise Overloaded(text, retry_after_s=1.0)
         room = most + SPARE_BYTES
-        slot, size, form = await self.convert(conversion, body, length, room, given)
+        slot, size, form = await self.convert(conversion, body, length, room, given, namespace)
         if slot is None:
             raise Internal(f"{length} bytes of JSON became an image of {size}: this is a bug")
         return slot, size, form
@@ -58,40 +69,52 @@ class LongJson:
         what else the response needs. It counts in the namespace's share of unread responses.
         Raises ProblemText, Overloaded."""
         limit = self.door.limits.max_json_bytes
-        written, size, found = await self.convert(conversion, image, length, limit, given)
+        written, size, found = await self.convert(
+            conversion, image, length, limit, given, namespace
+        )
         if written is not None:
             self.door.link.arena.answers.count(namespace, written)
         return written, size, found
 
     async def convert(
-        self, conversion: str, source: Slot, length: int, room: int, given: Mapping[str, Any]
+        self,
+        conversion: str,
+        source: Slot,
+        length: int,
+        room: int,
+        given: Mapping[str, Any],
+        namespace: str,
     ) -> tuple[Slot | None, int, dict[str, Any]]:
         """Have the worker convert one body into `room` bytes at most: the slot of the output (None
-        where it is longer), its length, and what else the caller needs to know.
+        where it is longer), its length, and what else the caller needs to know. Namespaces take
+        turns.
 
         The worker converts a cancelled request's body to its end, and writes to its slot till then.
         """
-        if self.waiting >= MAX_WAITING:
-            text = f"{self.waiting} long JSON bodies are waiting: retry later, or send safetensors"
-            raise Overloaded(text, retry_after_s=1.0)
-        work = asyncio.ensure_future(self.wait(conversion, source, length, room, dict(given)))
+        work = asyncio.ensure_future(
+            self.wait(conversion, source, length, room, dict(given), namespace)
+        )
         work.add_done_callback(forget_error)
         return await asyncio.shield(work)
 
     async def wait(
-        self, conversion: str, source: Slot, length: int, room: int, given: dict[str, Any]
+        self,
+        conversion: str,
+        source: Slot,
+        length: int,
+        room: int,
+        given: dict[str, Any],
+        namespace: str,
     ) -> tuple[Slot | None, int, dict[str, Any]]:
         """Wait for the worker, and for its result."""
         source.hold()
-        self.waiting += 1
         try:
-            async with self.turn:
+            async with self.lock.turn(namespace):
                 into = self.door.link.arena.slot(room)
                 result = await self.exchange(
                     Order(conversion, source.offset, length, into.offset, room, given)
                 )
         finally:
-            self.waiting -= 1
             source.free()
         if not result.problem and result.length <= room:
             return into, result.length, result.found
@@ -136,7 +159,7 @@ class LongJson:
         if self.process is not None and self.connection is not None:
             self.process.kill()
             self.process.wait()
-            if not self.turn.locked():  # else a thread waits for the end of the connection
+            if not self.lock.is_held:  # else a thread waits for the end of the connection
                 self.connection.close()
         self.process = self.connection = self.ending = None
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Final, TypeVar
 
@@ -102,6 +103,48 @@ class Turns:
             if queue:
                 queues[caller] = queue
             work()
+
+
+class FairLock:
+    """Held by one task at a time; the callers that wait for it take turns."""
+
+    def __init__(self) -> None:
+        self.is_held = False
+        self._queues: dict[str, deque[asyncio.Future[None]]] = {}
+
+    def num_waiting(self, caller: str) -> int:
+        return len(self._queues.get(caller, ()))
+
+    @asynccontextmanager
+    async def turn(self, caller: str) -> AsyncIterator[None]:
+        """Hold the lock, once it is the caller's turn."""
+        if self.is_held:
+            waiting = asyncio.get_running_loop().create_future()
+            self._queues.setdefault(caller, deque()).append(waiting)
+            try:
+                await waiting
+            except asyncio.CancelledError:
+                if not waiting.cancelled():
+                    self._pass_on()
+                raise
+        self.is_held = True
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Let the next task have the lock."""
+        while self._queues:
+            caller = next(iter(self._queues))
+            queue = self._queues.pop(caller)
+            waiting = queue.popleft()
+            if queue:
+                self._queues[caller] = queue
+            if not waiting.done():
+                waiting.set_result(None)
+                return
+        self.is_held = False
 
 
 class Waiters:

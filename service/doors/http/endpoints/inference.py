@@ -83,7 +83,9 @@ class ModelEndpoint:
         if headers.inference_header or length > self.limits.max_json_bytes:
             json_bytes = self.json_bytes(headers.inference_header, length)
         if json_bytes > INLINE_BYTES:
-            slot, length, wanted = await self.read_long(body, received, length, json_bytes)
+            slot, length, wanted = await self.read_long(
+                exchange, body, received, length, json_bytes
+            )
         else:
             view = received.view(body.lead + length)
             end = body.lead + json_bytes
@@ -127,14 +129,19 @@ class ModelEndpoint:
         return length
 
     async def read_long(
-        self, body: Body, received: Slot, length: int, json_bytes: int
+        self, exchange: Exchange, body: Body, received: Slot, length: int, json_bytes: int
     ) -> tuple[Slot, int, Wanted]:
         """As `Requests.read`, in the worker process; the image gets another slot."""
         begin, end = body.lead, body.lead + json_bytes
         given = {"model": self.model.name, "begin": begin, "end": end}
         most = begin + length + GROWTH * json_bytes
         slot, length, wanted = await self.door.long_json.image_of(
-            "image_of_inference", received, begin + length, most, given
+            "image_of_inference",
+            received,
+            begin + length,
+            most,
+            given,
+            exchange.tenant.namespace,
         )
         body.take_over(slot, self.door)
         return slot, length, wanted_of(wanted)

@@ -153,8 +153,9 @@ class OperationEndpoint:
             limit = min(self.limits.max_json_bytes, self.limits.max_body_bytes)
             text, length = await read_body(door, exchange, limit)
             if text is not None and length > INLINE_BYTES:
+                namespace = exchange.tenant.namespace
                 slot, length, _ = await door.long_json.image_of(
-                    "image_of_json", text, length, GROWTH * length, given
+                    "image_of_json", text, length, GROWTH * length, given, namespace
                 )
                 body.take_over(slot, door)
                 return slot, length
