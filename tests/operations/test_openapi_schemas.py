@@ -101,6 +101,14 @@ def test_parameters_of_the_path_are_not_in_the_body() -> None:
     ]
 
 
+@pytest.mark.parametrize("name", ["commit", "export_sequence", "import_sequence"])
+def test_parameters_of_the_path_are_not_in_a_body_with_tensors(name: str) -> None:
+    document = operation_object(BY_NAME[name])
+    assert [one["name"] for one in document["parameters"]] == ["id"]
+    body = document["requestBody"]["content"][JSON]["schema"]
+    assert "id" not in body["properties"] and "id" not in body["required"]
+
+
 def test_parameters_of_a_query_are_reported_with_their_rules() -> None:
     parameters = operation_object(BY_NAME["list_sequences"])["parameters"]
     after, limit = parameters
