@@ -33,7 +33,13 @@ from service.cluster.sharded.epochs import (
 )
 from service.core.shards import held
 from service.doors.kit.problems import ProblemText
-from service.errors import AttndError, DeadlineExceeded, InvalidRequest, LengthMismatch
+from service.errors import (
+    AttndError,
+    DeadlineExceeded,
+    InvalidRequest,
+    LengthMismatch,
+    NotReady,
+)
 from service.operations.schema.fields import check_sinks
 from service.operations.sequences import DELETE_SEQUENCES, GET_SEQUENCE
 
@@ -279,7 +285,12 @@ async def truncate(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> Engin
         shown = whole_view([part.fields for part in parts])
         return EngineReply(shown, {}, longest(part.stages for part in parts))
 
-    return await retried(ranks, call, [fields["id"]], attempt, to_write=True)
+    try:
+        return await retried(ranks, call, [fields["id"]], attempt, to_write=True)
+    except NotReady as error:
+        if is_cut and any(engine.is_silent for engine in ranks.engines):
+            raise DeadlineExceeded(f"{error}: it may have been applied") from error
+        raise
 
 
 def refuse_field(name: str, fields: Fields) -> None:

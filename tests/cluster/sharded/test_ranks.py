@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from service.cluster.membership import members
+from service.cluster.membership.engine import Engine
 from service.cluster.sharded.ranks import Ranks
 from service.operations.rows import APPEND
 from service.tenants import OPEN
@@ -41,6 +42,31 @@ async def test_results_equal_one_engine_at_every_offset_in_a_page(cluster: Clust
     for name, expected in (("a", 1), ("unknown", 0), ("plain", 1)):
         reply = await cluster.ok("delete_sequences", {"ids": [name]})
         assert reply.fields == {"num_deleted": expected}
+
+
+async def test_a_cut_that_an_engine_falls_silent_in_may_have_been_applied(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book = Book(cluster)
+    await book.create("a", ranks=2)
+    for layer in range(LAYERS):
+        await book.attend(["a"], [2 * PAGE + 1], layer, appends=True, causal=True)
+    members, ask = cluster.router.members, Engine.ask
+
+    async def ask_once(engine: Engine, call: Any, *given: Any) -> Any:
+        reply = await ask(engine, call, *given)
+        engine.is_silent = call.operation.name == "truncate"
+        return reply
+
+    monkeypatch.setattr(Engine, "ask", ask_once)
+    status, code, _ = await cluster.error("truncate", {"id": "a", "length": 1})
+    monkeypatch.undo()
+    for engine in members.engines:
+        engine.is_silent = False
+    assert (status, code) == (504, "deadline_exceeded")
+    await cluster.until(lambda: all(one.is_ready for one in members.engines), "engines reply")
+    assert (await cluster.ok("get_sequence", {"id": "a"})).fields["length"] == 1
+    await cluster.ok("delete_sequence", {"id": "a"})
 
 
 async def test_sinks_enter_once_over_all_ranks(cluster: Cluster) -> None:
