@@ -121,14 +121,12 @@ class Copier:
         """Start copies that are due, a batch of each kind; whether there were any."""
         self.write_down()
         has_started, allocator = self._copy_queued(), self.tiers.tree.allocator
-        if allocator.num_free < AHEAD and allocator.num_changes != self._seen_changes:
-            victim = self.tiers.tree.budget.victim(None)
-            if victim is not None and self.copy_next(victim.order.upcoming()):
-                has_started = True
-            else:
-                self._seen_changes = allocator.num_changes
         if has_started:
             self._wake()
+        if allocator.num_free < AHEAD and allocator.num_changes != self._seen_changes:
+            self._seen_changes = allocator.num_changes
+            victim = self.tiers.tree.budget.victim(None)
+            has_started |= victim is not None and self.copy_next(victim.order.upcoming())
         return has_started
 
     def close(self, writes_pool: bool) -> bool:

@@ -18,13 +18,17 @@ from kernels import make_backend
 from kernels.backend import PagePlaces
 from service.core.prefix.keys import Prefix, root_key
 from service.core.prefix.nodes import Node
+from service.core.sequences.transfer import fill as take_pages
+from service.core.tree import PrefixTree
+from service.core.values import NewSpec
 from service.engine.loop import launches
 from service.engine.loop.engine import Engine
 from service.engine.tiers import lookup
 from service.engine.tiers.copier import PageCopy
 from service.engine.tiers.loads import LoadLimits, Record
 from service.engine.tiers.page_records import layout_of, next_id
-from service.metrics import MISSES
+from service.engine.tiers.tiers import Tiers
+from service.metrics import MISSES, Metrics
 from tests.engine.handlers.test_engine_prefix import PAGE, begin, check, keep
 from tests.engine.harness import (
     Caller,
@@ -485,6 +489,32 @@ def test_a_turn_starts_a_batch_of_copies_at_most() -> None:
         assert max(begun) == 2 and max(batches) == 1
 
     run(scenario, HOST)
+
+
+def test_pages_are_not_copied_for_ever() -> None:
+    """In a full tier a new copy takes the place of another one, whose page then has none again."""
+    backend = make_backend(KIND, GEOMETRY)
+    tree = PrefixTree(GEOMETRY.num_pages, PAGE, GEOMETRY.num_layers)
+    host = (layout_of(GEOMETRY, "m"), 6, lambda: None, Metrics())
+    tiers = Tiers(tree, backend.page_copies, *host)
+    tiers.at_once, begun, begin = 2, list[int](), tiers.copier._begin
+
+    def counted(copies: Sequence[PageCopy], places: PagePlaces) -> None:
+        begun.append(len(copies))
+        begin(copies, places)
+
+    tiers.copier._begin = counted  # type: ignore[method-assign]
+    length = GEOMETRY.num_pages * PAGE
+    tree.create([NewSpec("new")])
+    take_pages(tree, "new", [length] * tree.num_layers)
+    tree.commits.commit("new", Prefix(np.arange(length, dtype=np.uint32)))
+    tree.free(["new"])
+    for _ in range(200):
+        tiers.advance()
+        time.sleep(1e-3)
+    assert 0 < sum(begun) <= GEOMETRY.num_pages
+    tiers.close(writes_pool=False)
+    backend.close()
 
 
 def test_after_an_answer_the_next_call_goes_before_loads(monkeypatch: pytest.MonkeyPatch) -> None:
