@@ -27,30 +27,14 @@ from service.errors import (
 from service.image.json_text import dump_json
 from service.image.reading import REQUEST, place, read_layout, split
 from service.image.writing import PROBLEM, RESPONSE, image
-from service.operations.schema.info import InfoAnswer, LimitsAnswer
+from service.operations.schema.info import InfoAnswer
 from service.operations.schema.spec import Operation
 from service.road.caller_end.caller import Answered
 from service.road.caller_end.slots import Slot
 from tests.cluster.harness import SETTINGS, Cluster
 
-LIMITS: Final = LimitsAnswer(
-    max_body_bytes=2**26,
-    max_json_body_bytes=2**26,
-    max_answer_bytes=2**26,
-    max_sequences=2**16,
-    queue_depth=64,
-    deadline_s=20.0,
-)
-INFO: Final = InfoAnswer(
-    version="0",
-    instance_id="0" * 32,
-    backend="cpu",
-    device="fake",
-    **SETTINGS.pool.model_dump(include=set(InfoAnswer.model_fields)),
-    tensor_dtypes=["fp32"],
-    unsupported=[],
-    limits=LIMITS,
-)
+INFO: Final = InfoAnswer.model_construct(instance_id="", **SETTINGS.pool.model_dump())
+"""What routers and checks of requests read of it."""
 
 
 class FakeLink:

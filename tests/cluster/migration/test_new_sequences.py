@@ -177,22 +177,6 @@ async def test_a_change_whose_session_ended_is_not_to_be_repeated(cluster: Clust
     assert (await cluster.fields("get_sequence", {"id": "here"}))["lengths"][0] in (0, 1)
 
 
-async def test_a_taken_id_is_never_made_again_not_even_for_a_moment(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await cluster.ok("create_sequences", {"sequences": [{"id": "chat"}]})
-    other = "engine-1" if cluster.home("chat") == "engine-0" else "engine-0"
-    cluster.router.locator.tags.known.clear()
-    cluster.only_on(other)
-
-    async def fails(_: Creation) -> None:
-        raise AssertionError("made")
-
-    monkeypatch.setattr(Creation, "make", fails)
-    refused = await cluster.call("create_sequences", {"sequences": [{"id": "chat"}]})
-    assert (refused.status, refused.fields["code"]) == (409, "sequence_exists")
-
-
 @THREE
 async def test_a_fork_is_made_although_its_parent_moves_twice_meanwhile(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch

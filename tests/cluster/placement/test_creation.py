@@ -278,20 +278,6 @@ async def test_tensors_of_a_call_are_divided_among_its_engines() -> None:
             np.testing.assert_array_equal(served[2]["token_ids"], expected)
 
 
-@pytest.mark.parametrize(
-    ("given", "field", "value"),
-    [
-        ({"shard": {"rank": 0, "ranks": 2}}, "sequences.1.shard", '{"rank": 0, "ranks": 2}'),
-        ({"held": {"page_key": "0" * 32}}, "sequences.1.held", "page_key"),
-    ],
-)
-async def test_fields_for_one_engine_are_refused(given: Any, field: str, value: str) -> None:
-    async with fake_cluster("ab") as cluster:
-        status, problem = await create(cluster, {}, given)
-        assert (status, problem["field"]) == (422, field)
-        assert "instead" in problem["rule"]
-
-
 async def test_a_shard_is_deleted_at_an_engine_that_falls_silent_where_another_refused() -> None:
     async with fake_cluster("ab") as cluster:
 

@@ -179,22 +179,6 @@ async def test_a_call_to_all_engines_is_503_where_none_replies(
     assert (answer.status, answer.fields["code"]) == (503, "not_ready")
 
 
-async def test_an_id_exists_once_whichever_router_makes_it(cluster: Cluster) -> None:
-    new = {"sequences": [{"id": f"chat-{n}"} for n in range(5)] + [{}]}
-    await cluster.ok("create_sequences", new)
-    first = cluster.home("chat-0")
-    for forgets in (False, True):
-        if forgets:  # and would place the first on the other engine
-            cluster.router.locator.tags.known.clear()
-            for engine in cluster.router.members.engines:
-                engine.promised = 50 if engine.name == first else 0
-        before = len((await cluster.fields("list_sequences"))["sequences"])
-        refused = await cluster.call("create_sequences", new)
-        assert (refused.status, refused.fields["code"]) == (409, "sequence_exists")
-        listed = (await cluster.fields("list_sequences"))["sequences"]
-        assert len(listed) == before, "those created first are deleted"
-
-
 async def test_prompts_that_begin_alike_go_to_the_same_engine(cluster: Cluster) -> None:
     prompts = [[seed] * (5 * PAGE) for seed in range(4)]
     k = np.zeros((5 * PAGE, HEADS, DIM), FLOAT)
