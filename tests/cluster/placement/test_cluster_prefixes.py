@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from service.cluster.placement import prefixes
-from service.cluster.placement.inflight_prompts import InflightPrompt
+from service.cluster.placement.cost import Load, Pace
+from service.cluster.placement.inflight_prompts import InflightPrompt, Wait
 from service.cluster.placement.prefixes import (
     EXPECTED_PAGES,
     EXPECTED_S,
@@ -23,6 +24,7 @@ from service.cluster.placement.prefixes import (
 from service.core.prefix.keys import Prefix, root_key
 from service.image.json_pieces import Pieces
 from service.operations.schema.page_names import PageNames
+from tests.cluster.fake_engines import fake_cluster
 from tests.cluster.harness import PAGE, Cluster
 
 T = TypeVar("T")
@@ -51,6 +53,19 @@ def test_expected_pages_are_awaited_from_the_prompt_that_brings_them() -> None:
     assert known.awaited("a", []) == (0, None)
     assert known.awaited("a", [*KEYS[:2], KEYS[7]]) == (2, None), "evicted since it was matched"
     assert list(known.expected) == [key.hex() for key in KEYS[4:6]], "what is there is not expected"
+
+
+async def test_a_prompt_waits_twice_as_long_as_its_engine_needs_for_the_pages() -> None:
+    prefix = Prefix(np.arange(4 * PAGE, dtype=np.uint32))
+    async with fake_cluster("a") as cluster:
+        engine = cluster.engine_of("a")
+        engine.load, engine.queue_s = Load(free=100, pace=Pace(page_s=0.1)), 0.5
+        placer, prompts = cluster.router.placer, [InflightPrompt(), InflightPrompt()]
+        first, second = (
+            last_of(placer.place_sequence("default", prefix, (), one)) for one in prompts
+        )
+        assert (first.matched, first.wait) == (0, None)
+        assert (second.matched, second.wait) == (4, Wait(prompts[0], 2 * (0.5 + 4 * 0.1)))
 
 
 def matched(known: Prefixes, keys: Any, now: float = 0.0) -> Any:
@@ -200,6 +215,7 @@ def test_a_lost_engine_has_nothing() -> None:
     known.add("b", stored(0))
     known.forget("a", "default")
     assert matched(known, iter(KEYS))[0] == {"b": 1}
+    assert {one["namespace"] for one in known.log.events} == {"default"}
 
 
 def test_the_cluster_stores_with_the_first_engine_and_removes_with_the_last() -> None:
@@ -208,8 +224,8 @@ def test_the_cluster_stores_with_the_first_engine_and_removes_with_the_last() ->
     known.add("b", stored(0, 1))
     known.add("a", removed(0))
     known.add("b", removed(0))
-    known.add("b", stored(1) | {"type": "cleared"})
     known.forget("a", "default")
+    known.add("b", stored(1) | {"type": "cleared"})
     assert logged(known) == [("stored", [0, 1]), ("removed", [0]), ("removed", [1])]
     assert {one["namespace"] for one in known.log.events} == {"default"}
 
