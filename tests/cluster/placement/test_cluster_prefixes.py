@@ -206,6 +206,9 @@ def test_pages_are_named_by_fields_or_by_tensors() -> None:
         assert prefix is not None
         assert list(prefix.chain(b"", 4)) == KEYS[2::-1]
     assert by_tensor is not None and by_tensor.cache_salt == "s"
+    by_ids = prefix_of(PageNames(token_ids=[5, 6]), {})
+    assert by_ids is not None and by_ids.token_ids is not None
+    assert by_ids.token_ids.tolist() == [5, 6]
     assert prefix_of(None, {}) is None
 
 
