@@ -117,3 +117,49 @@ async def test_the_wait_for_a_prompt_ends_with_its_commit_or_its_sequence(ending
         more = {"commit": {"token_ids": ids}, "truncate": {"length": 0}}.get(ending, {})
         await cluster.ok(ending, {"id": "here"} | more)
         assert prompt.ended.is_set() == (ending != "truncate")
+
+
+async def test_parts_of_a_batch_go_to_their_engines_and_come_back_in_order() -> None:
+    async with fake_cluster("ab") as cluster:
+        await known(cluster, one="b", two="a", three="b")
+        for name, pages in (("a", [2]), ("b", [1, 3])):
+            cluster.links[name].replies["commit_sequences"] = {"num_pages": pages}
+        keys = ["0" * 31 + str(number) for number in range(3)]
+        fields = {
+            "sequences": ["one", "two", "three"],
+            "page_keys": keys,
+            "names_indptr": [0, 1, 2, 3],
+        }
+        answer = await cluster.call("commit_sequences", fields)
+        assert answer.fields.get("num_pages") == [1, 2, 3], answer
+
+
+async def test_sequences_that_engines_skip_are_deleted_one_by_one() -> None:
+    async with fake_cluster("ab") as cluster:
+        await known(cluster, one="a", two="b")
+        for link in cluster.links.values():
+            link.replies["delete_sequences"] = {"num_deleted": 0, "skipped": ["one", "two", "gone"]}
+        answer = await cluster.ok("delete_sequences", {"ids": ["one", "two"]})
+        assert answer.fields == {"num_deleted": 2}
+        assert cluster.ids_at() == {"a": set(), "b": set()}
+        assert not cluster.router.locator.tags.known
+
+
+async def test_an_unknown_sequence_is_looked_for_twice_at_all_engines() -> None:
+    async with fake_cluster("ab") as cluster:
+        answer = await cluster.call("truncate", TRUNCATE)
+        assert (answer.status, answer.fields["sequences"]) == (404, ["here"])
+        assert [len(link.calls("gather")) for link in cluster.links.values()] == [2, 2]
+        refused = await cluster.call("page_table", {"sequences": ["a", "b"]})
+        assert (refused.status, refused.fields["sequences"]) == (404, ["a", "b"])
+
+
+async def test_engines_are_shown_and_drained_by_their_names_in_the_cluster() -> None:
+    async with fake_cluster("ba") as cluster:
+        for link in cluster.links.values():
+            link.replies["engines"] = {"engines": [{"name": "engine", "state": "ready"}]}
+        shown = (await cluster.fields("engines"))["engines"]
+        assert shown == [{"name": name, "state": "ready"} for name in "ab"]
+        stopped = await cluster.fields("drain_engine", {"name": "b", "stop": True})
+        assert stopped["name"] == "b"
+        assert cluster.links["b"].calls("drain_engine") == [{"name": "engine", "stop": True}]
