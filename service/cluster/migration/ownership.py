@@ -44,8 +44,10 @@ async def roll_back(
         (cancelled,) = await results_of([insist(target, CANCEL_IMPORT, tenant, {"id": sequence})])
         is_known = isinstance(cancelled, EngineReply)
         if isinstance(cancelled, ProblemText):
-            arrived = has_arrived(source, [target], sequence, tenant)
-            (there,) = await results_of([arrived]) if is_handed else [False]
+            there: bool | BaseException = False
+            if is_handed:
+                arrived = has_arrived(source, [target], sequence, tenant)
+                (there,) = await results_of([arrived])
             is_known = isinstance(there, bool)
             state = "gone" if there is True else "back"
         if is_handed and not is_known and not await is_dead(members, target):

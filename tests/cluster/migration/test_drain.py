@@ -13,6 +13,7 @@ import pytest
 from service.cluster.migration import drain, ownership, transfer
 from service.cluster.migration.drain import Drain
 from service.cluster.migration.transfer import Family, Transfer
+from service.doors.kit.problems import ProblemText
 from service.operations.rows import APPEND
 from service.operations.sequences import CREATE_SEQUENCES, DELETE_SEQUENCES
 from service.operations.transfer import CANCEL_IMPORT
@@ -572,3 +573,25 @@ async def test_copies_that_an_earlier_drain_has_left_at_both_engines_do_not_keep
         await cluster.end_drain(SOURCE)
         while await cluster.ids():
             await asyncio.sleep(0.1)
+
+
+async def test_a_move_that_failed_before_its_owner_changed_does_not_look_for_it_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An engine without the import refuses to cancel it. A look that nobody awaits is a warning."""
+    looks, states = list[Any](), list[str]()
+
+    async def refuse(*_: Any) -> None:
+        raise ProblemText("{}")
+
+    async def set_state(source: Any, tenant: Any, sequence: str, state: str) -> None:
+        states.append(state)
+
+    monkeypatch.setattr(ownership, "insist", refuse)
+    monkeypatch.setattr(ownership, "set_state", set_state)
+    monkeypatch.setattr(ownership, "has_arrived", lambda *asked: looks.append(asked))
+    engine: Any = object()
+    family = Family(OPEN, ["a"], target=engine)
+    members: Any = None
+    await ownership.roll_back(members, engine, family, "a", is_handed=False)
+    assert states == ["back"] and not looks
