@@ -29,6 +29,8 @@ MAX_WAITING: Final = 64
 is: its operation may have changed the pool."""
 GROWTH: Final = 4
 """Maximum image bytes per JSON character: `0,` may be an F64."""
+JSON_GROWTH: Final = 13
+"""Maximum JSON characters per image byte: a BF16 takes 2 bytes, or 25 characters."""
 SPARE_BYTES: Final = 64 * 2**10
 
 
@@ -68,7 +70,7 @@ class LongJson:
         """The JSON of a reply, None if it is longer than `server.max_json_bytes`, its length, and
         what else the response needs. It counts in the namespace's share of unread responses.
         Raises ProblemText, Overloaded."""
-        limit = self.door.limits.max_json_bytes
+        limit = min(self.door.limits.max_json_bytes, JSON_GROWTH * length)
         written, size, found = await self.convert(
             conversion, image, length, limit, given, namespace
         )

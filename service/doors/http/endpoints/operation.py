@@ -18,7 +18,7 @@ from service.doors.http.endpoints.responses import (
     respond,
     wrong_method,
 )
-from service.doors.http.long_json import GROWTH
+from service.doors.http.long_json import GROWTH, JSON_GROWTH
 from service.doors.http.protocol.exchange import CONTENT_TYPES, Exchange
 from service.doors.kit.headers import JSON, SAFETENSORS, call_id_of
 from service.doors.kit.problems import ProblemText
@@ -44,8 +44,6 @@ JOIN_BYTES: Final = 64 * 2**10
 """Replies up to this length are copied, and leave the arena at once."""
 INLINE_BYTES: Final = 16 * 2**10
 """JSON and images up to this length are converted here, longer ones in the worker process."""
-JSON_GROWTH: Final = 13
-"""Maximum JSON characters per image byte: a BF16 takes 2 bytes, or 25 characters."""
 LESS_JSON: Final = "request less per call, or raise server.max_json_bytes"
 AS_SAFETENSORS: Final = f"send `Accept: {SAFETENSORS}`, {LESS_JSON}"
 
