@@ -337,8 +337,9 @@ class ClusterWorld(Simulation):
         return [*super().patches(), *bugs, (async_transport, "select", select), by_pair, poll]
 
     def logged(self, *_: Any, exc_info: Any = None, **__: Any) -> None:
-        """Routers and doors log the traceback of a bug, and go on."""
-        self.fail(exc_info or sys.exc_info()[1])
+        """Routers and doors log the traceback of a bug, and go on. A killed one has no arena."""
+        if not DOOR.get().is_dead:
+            self.fail(exc_info or sys.exc_info()[1])
 
     def make_loop(self) -> asyncio.SelectorEventLoop:
         loop = HttpLoop(self.selector)
