@@ -21,7 +21,7 @@ __device__ __forceinline__ void wait_to_begin(const WideParams& params) {
 template <bool kOfKeys>
 __device__ __forceinline__ void announce_end(const Shared& shared, const WorkItem& item,
                                              const TileCursor& cursor, const WideParams& params) {
-  if (kOfKeys && params.late && cursor.next < 0 && !(item.rules & kFollowed) && elect_lane())
+  if (kMayBeLate && kOfKeys && params.late && cursor.next < 0 && !(item.rules & kFollowed) && elect_lane())
     barrier_arrive(shared.unit_ending());
 }
 
@@ -129,7 +129,7 @@ __device__ __forceinline__ int publish_unit(const Shared& shared, const Ring<kUn
   barrier_wait(shared.unit_empty(ring.stage()), ring.parity() ^ 1);
   int next = 0;
   if (threadIdx.x % 32 == 0) {
-    if (number == kNotTaken) {
+    if (kMayBeLate && number == kNotTaken) {
       barrier_wait(shared.unit_ending(), taken++ & 1);
       number = params.own_units + atomicAdd(params.schedule, 1u);
     }
@@ -144,8 +144,8 @@ __device__ __forceinline__ int publish_unit(const Shared& shared, const Ring<kUn
       unit.head = turn * params.head_block + inner % params.head_block;
       barrier_arrive(shared.unit_full(ring.stage()));
       wait_to_begin(params);  // the counters are the predecessor's, too
-      next = more ? number : kNotTaken;
-      if (!more && (kIsFp8 || !params.late)) next = params.own_units + atomicAdd(params.schedule, 1u);
+      const bool late = kMayBeLate && params.late;
+      next = more ? number : late ? kNotTaken : params.own_units + atomicAdd(params.schedule, 1u);
     } else {
       unit.head = -1;
       barrier_arrive(shared.unit_full(ring.stage()));

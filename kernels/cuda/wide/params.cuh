@@ -29,16 +29,16 @@ struct WideParams {
   float cap_scale;                    // of a product to what tanh is taken of; 0: no cap
   int window_left;
   int num_items;
-  int late;                           // 1: a unit is taken as late as its loads allow; not of fp8 pools
   int own_units;                      // CTAs whose first unit has their own number: all, or 0
   int num_kv_heads;
   int group_size;
   int head_block;                     // kv heads worked on together; divides num_kv_heads
   int num_pages;                      // pages of one layer: outer map index = layer * num_pages + page
   int visible_words;
-  int split_keys;                     // fixed splits: at multiples of so many keys ...
-  int first_split;                    // ... and once before the first of these; 0: not
+  int split_keys;                     // fixed splits: at multiples of so many keys
   int page_size;                      // 1 for ragged keys
+  int first_split;                    // fixed splits: once before the first of those; 0: not
+  int late;                           // 1: a unit is taken as late as its loads allow, if kMayBeLate
 };
 
 // Where the wide kernel finds K and V of an fp8 pool, or of pages of any size; of others it has tensor maps.

@@ -28,6 +28,7 @@ constexpr bool kQueriesInRegisters = QUERIES_IN_REGISTERS != 0;
 constexpr bool kHasMask = HAS_MASK != 0;
 constexpr bool kHasSoftCap = HAS_SOFT_CAP != 0;
 constexpr int kConsumers = CONSUMERS;  // warpgroups that multiply, of 64 packed rows each
+constexpr bool kMayBeLate = !kIsFp8 && kConsumers < 3;  // units can be taken late: three leave no registers
 constexpr int kCtas = CTAS;            // at a time on a multiprocessor
 constexpr int kMovers = MOVERS;  // warps that do not: 4 or 8
 constexpr int kGatherers = kIsFp8 && CONSUMERS > 1 ? kMovers : 2;  // of these, the ones that bring queries
@@ -204,7 +205,7 @@ struct Shared {
       barrier_init(unit_full(slot), 1);
       barrier_init(unit_empty(slot), kThreads);
     }
-    barrier_init(unit_ending(), 1);
+    if (kMayBeLate) barrier_init(unit_ending(), 1);
     barrier_init_fence();
   }
 };
