@@ -129,7 +129,7 @@ def test_gathered_rows_follow_each_engines_kv_indptr() -> None:
 
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_a_mask_is_cut_by_the_lengths_of_its_sequences(is_packed: bool) -> None:
-    qo, kv = np.array([2, 1, 0, 3]), np.array([5, 3, 9, 7], np.int32)
+    qo, kv = np.array([2, 1, 0, 3]), np.array([5, 3, 9, 9], np.int32)
     indptr = [0, *np.cumsum(qo).tolist()]
     fields = PrefillFields(layer=0, sequences=["a", "b", "c", "d"], qo_indptr=indptr)
     rng = np.random.default_rng(0)
@@ -139,11 +139,12 @@ def test_a_mask_is_cut_by_the_lengths_of_its_sequences(is_packed: bool) -> None:
     name = "packed_mask" if is_packed else "mask"
     if is_packed:
         parts = [np.packbits(part, bitorder="little") for part in parts]
-    arrays = {"q": np.zeros((6, 1, 1)), name: np.concatenate(parts)}
+    arrays = {"q": np.zeros((6, 1, 1)), name: np.concatenate(parts), "sinks": np.array([0.5])}
     pieces = split_batch(dumped(fields), arrays, GROUPS, kv)
     for piece, group in zip(pieces, GROUPS, strict=True):
         np.testing.assert_array_equal(
             piece.arrays[name], np.concatenate([parts[at] for at in group])
         )
+        assert piece.arrays["sinks"].tolist() == [0.5], "each engine needs all of them"
     with pytest.raises(InvalidRequest, match=name):
         split_batch(dumped(fields), arrays, GROUPS, kv + 8)

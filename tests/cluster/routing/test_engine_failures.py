@@ -32,6 +32,8 @@ async def known(cluster: FakeCluster, **homes: str) -> None:
         (False, NotReady("not sent"), "truncate", (503, "not_ready")),
         (False, AnswerLost("sent"), "truncate", (504, "deadline_exceeded")),
         (False, AnswerLost("sent"), "get_sequence", (503, "not_ready")),
+        (False, AnswerLost("sent"), "decode", (503, "not_ready")),
+        (False, AnswerLost("sent"), "decode with k", (504, "deadline_exceeded")),
     ],
 )
 async def test_what_a_call_says_whose_session_ends(
@@ -45,9 +47,14 @@ async def test_what_a_call_says_whose_session_ends(
                 cluster.lose("a", is_dead=is_dead)
             raise error
 
-        cluster.links["a"].do_next(operation, end)
-        fields = TRUNCATE if operation == "truncate" else {"id": "here"}
-        answer = await cluster.call(operation, fields)
+        name, *appends = operation.split(" with ")
+        row = np.zeros((1, HEADS, DIM), np.float32)
+        fields, arrays = (TRUNCATE if name == "truncate" else {"id": "here"}), {}
+        if name == "decode":
+            fields, arrays = {"layer": 0, "sequences": ["here"]}, {"q": row}
+            arrays |= {"k": row, "v": row} if appends else {}
+        cluster.links["a"].do_next(name, end)
+        answer = await cluster.call(name, fields, **arrays)
         assert (answer.status, answer.fields["code"]) == expected
         if is_dead:
             assert answer.fields["sequences"] == ["here"]
