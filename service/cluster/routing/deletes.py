@@ -51,11 +51,13 @@ class Deletes:
         if fields.prefix is not None:
             self.members.check_all_respond()
         while total != wanted and looks < MAX_LOOKS:
+            changes = self.members.changes
             replies = [one.fields for _, one in await ask_all(self.members, call, request)]
             skipped = sorted({name for one in replies for name in one["skipped"]})
             deleted = sum(one["num_deleted"] for one in replies)
             total += deleted + await self.one_by_one(call, skipped)
-            if looks and not (deleted or skipped):
+            has_changed = self.members.changes != changes  # an engine may have come unasked
+            if looks and not (deleted or skipped or has_changed):
                 break
             looks += all(len(one["skipped"]) < MAX_LISTED for one in replies)
         if total != wanted:

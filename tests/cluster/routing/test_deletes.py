@@ -11,7 +11,9 @@ import pytest
 
 from service.cluster.membership import engine as engines_of
 from service.cluster.membership.engine import Call, EngineReply
+from service.cluster.membership.members import Members
 from service.cluster.migration import ownership
+from service.cluster.routing import deletes
 from tests.cluster.checked_calls import Book
 from tests.cluster.harness import PAGE, THREE, Cluster, another_door
 from tests.cluster.migration.test_drain import SOURCE, emptied
@@ -166,3 +168,28 @@ async def test_an_engine_is_drained_while_doors_delete_its_sequences(cluster: Cl
         assert [one["id"] for one in listed] == sorted(names[15:])
         refused = await cluster.call("delete_sequences", {"prefix": "d", "skip": True})
         assert (refused.status, refused.fields["field"]) == (422, "skip")
+
+
+@THREE
+async def test_a_sequence_at_an_engine_that_comes_during_a_look_is_deleted(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The look did not ask that engine, and says nothing about its sequences."""
+    await create_on_source(cluster, Book(cluster), "a", PAGE)
+    looks, ask_all = 0, deletes.ask_all
+
+    async def look(members: Members, *given: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        if looks > 2:
+            return await ask_all(members, *given)
+        (late,) = [one for one in members.engines if one.name == SOURCE]
+        del members.by_tag[late.tag]
+        replies = await ask_all(members, *given)
+        members.by_tag[late.tag] = late
+        members.changes += 1
+        return replies
+
+    monkeypatch.setattr(deletes, "ask_all", look)
+    assert await cluster.fields("delete_sequences", {"ids": ["a"]}) == {"num_deleted": 1}
+    assert looks == 3
