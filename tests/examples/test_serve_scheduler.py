@@ -173,7 +173,7 @@ def test_a_round_that_fails_is_computed_again(bench: Bench, expect: Any, fault: 
 def test_attnd_may_fail_to_start_and_the_scheduler_tries_again(bench: Bench, expect: Any) -> None:
     asked = bench.ask(SHARED)
     failed = RuntimeError("the service failed to start: exit status 1")
-    bench.runner.faults |= {"forward": [ReplyLost("gone")], "reconnect": [failed, failed]}
+    bench.runner.faults |= {"forward": [ReplyLost("lost")], "reconnect": [failed, failed]}
     bench.scheduler.start()
     assert asked.tokens() == expect(SHARED)
 
@@ -291,7 +291,7 @@ def test_the_scheduler_ends_while_attnd_is_away(bench: Bench) -> None:
         raise ConnectionFailed("no engine")
 
     bench.runner._connect = refused
-    bench.runner.faults["forward"] = [ReplyLost("gone")]
+    bench.runner.faults["forward"] = [ReplyLost("lost")]
     asked = bench.ask(SHARED)
     bench.scheduler.start()
     assert away.wait(60)

@@ -82,7 +82,7 @@ class Namespace:
     imports: dict[str, int] = field(default_factory=dict)
     """Pages of unfinished imports."""
 
-    def may_be_gone(self, name: str, now: float) -> bool:
+    def may_have_ended(self, name: str, now: float) -> bool:
         """Whether a 404 is right."""
         if name not in self.sequences:
             return True
@@ -111,7 +111,7 @@ class Model:
         return self.spaces.setdefault(name, Namespace(name))
 
     def clear(self) -> None:
-        """The engine died: all is gone."""
+        """The engine died with all of it."""
         for name, space in self.spaces.items():
             space.__init__(name)  # type: ignore[misc]
         self.outstanding.clear()
@@ -155,7 +155,7 @@ class Model:
         """The rows of its sequences, and those that it makes or deletes."""
         for step in op.steps:
             name, size = step.name, self.geometry.page_size
-            if op.made and name in space.sequences and space.may_be_gone(name, now):
+            if op.made and name in space.sequences and space.may_have_ended(name, now):
                 space.drop(name)
             outcome = step.apply(space.sequences, 0)
             check(outcome[0] == "ok", f"{op.name} was answered, not refused:", outcome, op.fields)
@@ -191,8 +191,8 @@ class Model:
                 return self.is_draining
             case "unknown_sequence":
                 some = problem.get("ids") or ()
-                gone = {name for name in (*names, *some) if space.may_be_gone(name, now)}
-                return bool(gone) and gone.issuperset(some)
+                ended = {name for name in (*names, *some) if space.may_have_ended(name, now)}
+                return bool(ended) and ended.issuperset(some)
             case "sequence_exists":
                 return any(name in space.sequences or name in space.imports for name in op.made)
             case "sequence_moving":
@@ -261,14 +261,14 @@ class Model:
         held: list[Sequence[int]] = [rows for rows, ends, _ in space.leases.values() if now < ends]
         held += [space.keys[key] for key in space.pins]
         for name, one in space.sequences.items():
-            if not space.may_be_gone(name, now):
+            if not space.may_have_ended(name, now):
                 held.append(one.rows[0][: space.lives[name].committed])
         size = self.geometry.page_size
         return max((shared(rows, wanted) // size * size for rows in held), default=0)
 
     def _delete_sequences(self, space: Namespace, op: Op, fields: Any, now: float) -> None:
         names = [name for name in space.sequences if name.startswith(op.fields["prefix"])]
-        certain = [name for name in names if not space.may_be_gone(name, now)]
+        certain = [name for name in names if not space.may_have_ended(name, now)]
         skipped = fields.get("skipped") or ()
         count = fields["num_deleted"] + len(skipped)
         right = len(certain) <= count <= len(names) + len(space.imports)
@@ -278,7 +278,7 @@ class Model:
 
     def _list_sequences(self, space: Namespace, op: Op, fields: Any, now: float) -> None:
         found = {one["id"] for one in fields["sequences"]}
-        certain = {name for name in space.sequences if not space.may_be_gone(name, now)}
+        certain = {name for name in space.sequences if not space.may_have_ended(name, now)}
         check(certain <= found, "sequences are not listed:", certain - found)
         making = {name for one in self.outstanding if one.space is space for name in one.made}
         extra = found - space.sequences.keys() - making
@@ -300,8 +300,8 @@ class Model:
         (name,), state = op.ids, op.fields["state"]
         mark = space.marks.get(name)
         if state == "leaving":
-            gone = mark is None or (not mark.is_handed and mark.is_over(now))
-            check(gone, "left twice:", name)
+            is_over = mark is None or (not mark.is_handed and mark.is_over(now))
+            check(is_over, "left twice:", name)
         else:
             check(mark is not None, f"{state} without leaving:", name)
         if state == "gone":

@@ -115,8 +115,8 @@ async def settle(members: Members, name: str, tenant: Tenant) -> None:
         if shard is not None:
             ranks[shard["rank"]] = shard["ranks"]
     is_whole = bool(ranks) and len(ranks) == max(ranks.values())
-    is_gone = is_whole or await has_arrived(source, others, name, tenant)
-    state = "gone" if is_gone else "back"
+    has_left = is_whole or await has_arrived(source, others, name, tenant)
+    state = "gone" if has_left else "back"
     await question(source, HAND_OVER, tenant, {"id": name, "state": state})
 
 

@@ -131,4 +131,4 @@ class UniqueIds:
 
         deleting = [delete(name, home) for name, home in made.items()]
         deleted = await asyncio.shield(gather_all(deleting))
-        return [name for name, gone in zip(made, deleted, strict=True) if not gone]
+        return [name for name, is_deleted in zip(made, deleted, strict=True) if not is_deleted]

@@ -248,7 +248,7 @@ class Loading:
             pass
         finally:
             if len(load.records) == first:
-                self._let_go(records, is_in_pool=False)
+                self._release(records, is_in_pool=False)
         return len(load.records) == len(found.records)
 
     def _feed(self, load: Load) -> Generator[Slice, Any, bool]:
@@ -336,8 +336,8 @@ class Loading:
             digests = ()
         for record, head, own in zip(records, heads, digests, strict=False):
             if (label := self._verify(record, head, own)) is None:
-                is_gone = record.tier == "disk" and not self.tiers.has_on_disk(record.entry)
-                miss = "evicted" if is_gone else "corrupt"
+                is_evicted = record.tier == "disk" and not self.tiers.has_on_disk(record.entry)
+                miss = "evicted" if is_evicted else "corrupt"
                 break
             labels.append(label)
         if labels:
@@ -383,7 +383,7 @@ class Loading:
         except CoreError as error:
             LOG.debug("loaded pages are not committed: %s", error)
             load.has_failed = True
-        self._let_go(load.records[first : load.committed], is_in_pool=True)
+        self._release(load.records[first : load.committed], is_in_pool=True)
 
     def _finish(self, load: Load) -> None:
         """Commit the pages that are loaded. The others are freed when the loader is done with
@@ -398,9 +398,9 @@ class Loading:
         """Free the hidden sequence: its committed pages stay cached."""
         self._loads.discard(load)
         self._tree.free((load.name,))
-        self._let_go(load.records[load.committed :], is_in_pool=False)
+        self._release(load.records[load.committed :], is_in_pool=False)
 
-    def _let_go(self, records: Sequence[Record], is_in_pool: bool) -> None:
+    def _release(self, records: Sequence[Record], is_in_pool: bool) -> None:
         """Other loads can have these records."""
         for record in records:
             del self._by_id[record.id]

@@ -13,14 +13,14 @@ class Misses:
     """Remembers pages that every tier gave up, and the salts of first pages."""
 
     def __init__(self) -> None:
-        self._gone: dict[bytes, None] = {}
+        self._removed: dict[bytes, None] = {}
         self._roots: dict[tuple[str, bytes], bytes] = {}
 
-    def gone(self, record_id: bytes) -> None:
+    def removed(self, record_id: bytes) -> None:
         """A page left its last tier."""
-        self._gone[record_id] = None
-        if len(self._gone) > MOST:
-            del self._gone[next(iter(self._gone))]
+        self._removed[record_id] = None
+        if len(self._removed) > MOST:
+            del self._removed[next(iter(self._removed))]
 
     def named(self, namespace: str, first: bytes, root: bytes) -> None:
         """A prompt's first page, its token ids or key, was committed below a root."""
@@ -39,7 +39,7 @@ class Misses:
         """Why a page is a miss; `first` is empty unless it is its prompt's first page."""
         if is_foreign:
             return "other_model"
-        if record_id in self._gone:
+        if record_id in self._removed:
             return "evicted"
         is_salted = self._roots.get((namespace, first), root) != root
         return "other_salt" if first and is_salted else "never_stored"

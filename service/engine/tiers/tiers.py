@@ -86,7 +86,7 @@ class Tiers:
         """Held records of host memory that are removed once they are not held."""
         self._pins: Counter[bytes] = Counter()
         """Pins of each page that stays on disk, by its identity."""
-        self._gone_from_disk: deque[Entry] = deque()
+        self._removed_from_disk: deque[Entry] = deque()
         self._discarded: list[bytes] | None = None
         """Identities of pages that are being evicted from all tiers; None: from the pool alone."""
         self.copier = Copier(self, wake)
@@ -107,13 +107,13 @@ class Tiers:
 
     def disk_evicted(self, entry: Entry) -> None:
         """In the writer's thread."""
-        self._gone_from_disk.append(entry)
+        self._removed_from_disk.append(entry)
 
     def lose_disk(self, error: OSError) -> None:
         """Continue without the disk."""
         if self.disk is not None:
             LOG.error("the disk tier is off until the next start: %s", error)
-            self._gone_from_disk.extend(self.disk.records())
+            self._removed_from_disk.extend(self.disk.records())
             self._lost_disk = None if self.disk.is_deleted() else self.disk
             self.disk = None
             self.report()
@@ -121,12 +121,12 @@ class Tiers:
     def advance(self) -> bool:
         """Take the ends of tasks, and start copies that are due; whether there were any."""
         has_worked = self.copier.take_done()
-        for _ in range(min(len(self._gone_from_disk), REPORTED_AT_ONCE)):
-            entry = self._gone_from_disk.popleft()
+        for _ in range(min(len(self._removed_from_disk), REPORTED_AT_ONCE)):
+            entry = self._removed_from_disk.popleft()
             self.reports.removed([entry], "DISK")
             if not self.host.has(entry.key):
-                self.misses.gone(entry.key)
-        if self._gone_from_disk:
+                self.misses.removed(entry.key)
+        if self._removed_from_disk:
             self._wake()
         return self.copier.start() or has_worked
 
@@ -174,7 +174,7 @@ class Tiers:
             if self.disk is not None and (on_disk := self.disk.find(record_id)) is not None:
                 self.disk.use(on_disk, self.disk_rank(record_id, name.keep.priority))
             if in_host is None and on_disk is None:
-                self.misses.gone(record_id)
+                self.misses.removed(record_id)
 
     def num_ready(self, node: Node, size: int, urgency: Urgency) -> int:
         """`Keeper`: pages with copies can be evicted; others are copied first where that can wait.
@@ -379,4 +379,4 @@ class Tiers:
         if self.keeps_host:
             self.reports.removed([entry], "CPU")
             if not self.on_disk(entry.key):
-                self.misses.gone(entry.key)
+                self.misses.removed(entry.key)

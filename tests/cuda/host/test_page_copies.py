@@ -214,7 +214,7 @@ def test_a_lost_device_fails_copies_in_any_thread(monkeypatch: pytest.MonkeyPatc
 
     bench = Bench(monkeypatch, 0)
     memory, after = bench.memory(1), bench.copies.mark()
-    bench.backend._lost = "gone"
+    bench.backend._lost = "lost"
     with pytest.raises(DeviceLost):
         bench.copies.mark()
     with pytest.raises(DeviceLost):

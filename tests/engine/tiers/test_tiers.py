@@ -299,9 +299,9 @@ def test_misses_are_counted_by_reason(tmp_path: Path) -> None:
         assert loading is not None
         tiers = loading.tiers
         await until(lambda: not tiers.is_copying)
-        told = count(caller)
+        before = count(caller)
         await create(caller, "a", PROMPTS[0])
-        assert count(caller)["evicted"] == told.get("evicted", 0) + 1
+        assert count(caller)["evicted"] == before.get("evicted", 0) + 1
 
     async def after(caller: Caller) -> None:
         await create(caller, "a", PROMPTS[9])
@@ -323,7 +323,7 @@ def test_records_of_another_namespace_leave_no_trace(tmp_path: Path) -> None:
         """Slices and lookups so far: what a reply's time depends on."""
         return caller.metric("attnd_slices_total"), len(looked_up)
 
-    async def told(other: Caller, named: dict[str, Any]) -> list[Any]:
+    async def found_by(other: Caller, named: dict[str, Any]) -> list[Any]:
         replies: list[Any] = []
         before = work(other)
         for name, fields in (
@@ -365,7 +365,7 @@ def test_records_of_another_namespace_leave_no_trace(tmp_path: Path) -> None:
                 ("token_ids", PROMPTS[0], PROMPTS[18]),
                 ("page_keys", names[0], names[1]),
             ):
-                assert await told(other, {kind: has}) == await told(other, {kind: none})
+                assert await found_by(other, {kind: has}) == await found_by(other, {kind: none})
         assert not verified
 
     run(scenario, on_disk(tmp_path, host_bytes=64 * BLOCK), keys=keys, key="key-a")
