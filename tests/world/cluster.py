@@ -241,8 +241,15 @@ class ClusterCaller(Program):
         return task.result()
 
     def _may_exist(self, effect: Effect) -> bool:
-        """Whether another call makes it, or shards of an earlier one are not deleted yet."""
-        return self.history.is_contended(effect) or effect.makes in self.world.abandoned
+        """Whether another call makes it, shards of an earlier one are not deleted yet, or a door
+        has died while it moved one of the id: its import lasts for some seconds."""
+        stores = [one.engine.store for one in self.world.engines.values()]
+        name = self.tenant.prefix + effect.makes
+        return (
+            self.history.is_contended(effect)
+            or effect.makes in self.world.abandoned
+            or any(store.imports.find(name) for store in stores)
+        )
 
     def settle(self, effects: Sequence[Effect], answer: Any) -> None:
         """What an answer says of each effect."""
@@ -487,6 +494,9 @@ class ClusterWorld(Simulation):
             while self.left(name) and self.clock.now < ends:
                 await asyncio.sleep(0.5)
             is_full = any(code == "out_of_pages" for _, code in self.result.coverage)
+            others = [one.engine.store for each, one in self.engines.items() if each != name]
+            room = max(store.numbers()["available"] for store in others)
+            is_full |= room < self.engines[name].engine.store.tree.books.num_pages.max()
             check(is_full or not self.left(name), "a drain does not end:", name, self.left(name))
             await self.drain(name, "door-0", stop=True)
 
