@@ -10,6 +10,7 @@ from kernels.compile import compile_spec
 from kernels.cuda.common.kernel import RESERVED, shared_limit
 from kernels.cuda.kv import tensor_maps
 from kernels.cuda.wide import variants as wide
+from tests.cuda.compiled import chosen
 
 HEAD_DIMS = (64, 128, 192, 256)
 PLAIN = [wide.variant(d, "fp16", page) for d in HEAD_DIMS for page in (0, 16)]
@@ -52,7 +53,7 @@ PAIRS = [wide.pair_variant(variant) for variant in PLAIN]
 @pytest.mark.long
 @pytest.mark.parametrize(
     "variant",
-    [*PLAIN, *OTHERS, *TOKENS, *filter(None, [*SHORT, *LONG, *PAIRS])],
+    chosen([*PLAIN, *OTHERS, *TOKENS, *filter(None, [*SHORT, *LONG, *PAIRS])]),
     ids=lambda variant: str(variant.spec),
 )
 def test_every_specialisation_compiles_without_spills_or_serialised_products(
@@ -73,7 +74,7 @@ CAPPED = [wide.variant(d, "fp16", 16, has_soft_cap=True) for d in HEAD_DIMS]
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "variant", [*PLAIN[1::2], *STORED, *CAPPED], ids=lambda variant: str(variant.spec)
+    "variant", chosen([*PLAIN[1::2], *STORED, *CAPPED]), ids=lambda variant: str(variant.spec)
 )
 def test_variants_of_invariant_numerics_spill_nothing_and_serialise_no_products(
     variant: wide.WideVariant,
