@@ -38,7 +38,7 @@ from service.cluster.routing.locator import Locator
 from service.cluster.routing.replies import gather_all
 from service.cluster.routing.tags import BETWEEN
 from service.doors.kit.problems import ProblemText
-from service.errors import LostSequence, NotReady
+from service.errors import NotReady
 from service.operations.sequences import CREATE_SEQUENCES, GET_SEQUENCE, LIST_SEQUENCES, MAX_LISTED
 from service.operations.status import DRAIN_ENGINE, ENGINE_NAME, LIST_NAMESPACES
 from service.tenants import OPEN, SCOPES, Tenant, tenant_of
@@ -54,9 +54,6 @@ SHORT_TAIL: Final = 4
 HANDED_S: Final = 3600.0
 """For how long other doors may settle a transfer whose door died."""
 SWEEP_PAUSE_S: Final = 0.5
-ORPHAN_S: Final = 30.0
-"""A shard is deleted whose other shards no engine has had for so long: one that is being created or
-moved has arrived by then."""
 LOG_EVERY_S: Final = 10.0
 
 
@@ -93,8 +90,6 @@ class Drain:
     locator: Locator
     name: str
     progress: Progress = field(default_factory=Progress)
-    orphans: dict[tuple[str, str], float] = field(default_factory=dict)
-    """Since when shards were found to be the only ones, by namespace and id."""
 
     @property
     def source(self) -> Engine:
@@ -193,15 +188,6 @@ class Drain:
                 if sequence in error.problem.get("handed", ()):  # by a door that may have died
                     with suppress(*ENGINE_ERRORS):
                         await ownership.settle(self.members, sequence, family.tenant)
-            except LostSequence as error:
-                now, key = time.monotonic(), (family.tenant.namespace, sequence)
-                if now < self.orphans.setdefault(key, now) + ORPHAN_S:
-                    return f"{type(error).__name__}: {error}"
-                with suppress(*ENGINE_ERRORS):
-                    shard = await ownership.shard_there(source, family, sequence)
-                    await ownership.set_state(source, family.tenant, sequence, "leaving", **shard)
-                    await ownership.set_state(source, family.tenant, sequence, "gone")
-                return ""
             except ENGINE_ERRORS as error:
                 why = f"{type(error).__name__}: {error}"
             else:

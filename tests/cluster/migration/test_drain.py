@@ -15,7 +15,7 @@ from service.cluster.migration.drain import Drain
 from service.cluster.migration.transfer import Family, Transfer
 from service.doors.kit.problems import ProblemText
 from service.operations.rows import APPEND
-from service.operations.sequences import CREATE_SEQUENCES, DELETE_SEQUENCES
+from service.operations.sequences import CREATE_SEQUENCES
 from service.operations.transfer import CANCEL_IMPORT
 from service.tenants import OPEN
 from tests.cluster.checked_calls import Book
@@ -473,27 +473,6 @@ async def test_a_door_that_dies_while_a_sequence_moves_loses_nothing(
             await again.check("a")
         listed = (await second.fields("list_sequences"))["sequences"]
         assert [one["id"] for one in listed] == ["a"]
-
-
-@THREE
-async def test_a_drain_deletes_a_shard_whose_others_no_engine_has(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A door that died, and was not there when the others went."""
-    monkeypatch.setattr(drain, "ORPHAN_S", 0.5)
-    cluster.only_on(SOURCE, "engine-1")
-    await cluster.ok("create_sequences", {"sequences": [{"id": "a", "ranks": 2}, {"id": "b"}]})
-    cluster.only_on()
-    members, locator = cluster.router.members, cluster.router.locator
-    other = members.by_name["engine-1"].engine
-    assert other is not None
-    await other.ask(other.own(DELETE_SEQUENCES, members.tenant, 5.0), {"ids": ["a"]})
-    locator.tags.known.clear()
-    await cluster.drain(SOURCE)
-    await cluster.drained(SOURCE)
-    await cluster.end_drain(SOURCE)
-    assert (await cluster.call("get_sequence", {"id": "a"})).status in (404, 410)
-    await cluster.ok("get_sequence", {"id": "b"})
 
 
 @THREE
