@@ -103,8 +103,10 @@ class Home(Protocol):
     ) -> EngineReply:
         """Sends other fields and tensors."""
 
-    def own(self, operation: Operation, tenant: Tenant, deadline_s: float) -> Call:
-        """A call of the router's own, for `ask`."""
+    def own(
+        self, operation: Operation, tenant: Tenant, deadline_s: float, *, is_poll: bool = False
+    ) -> Call:
+        """A call of the router's own, for `ask`; `is_poll`: also to an engine that is silent."""
 
     def forget(self, call: Call, ids: Sequence[str]) -> None:
         """Forgets the state of sequences."""
@@ -252,10 +254,12 @@ class Engine:
             raise ProblemText(text)
         return answered, slot
 
-    def own(self, operation: Operation, tenant: Tenant, deadline_s: float) -> Call:
+    def own(
+        self, operation: Operation, tenant: Tenant, deadline_s: float, *, is_poll: bool = False
+    ) -> Call:
         """See `Home`."""
-        most = self.link.limits.max_answer_bytes
-        return Call(operation, NO_IMAGE, most, int(deadline_s * 1e6), NO_REQUEST_ID, tenant)
+        most, us = self.link.limits.max_answer_bytes, int(deadline_s * 1e6)
+        return Call(operation, NO_IMAGE, most, us, NO_REQUEST_ID, tenant, is_poll=is_poll)
 
     def forget(self, call: Call, ids: Sequence[str]) -> None:
         """Nothing is remembered."""

@@ -29,8 +29,7 @@ MIN_EVENTS: Final = 16
 
 async def ask(engine: Engine, name: str, tenant: Tenant, **fields: Any) -> EngineReply:
     """The reply to a question of the router's own, which silent engines get as well."""
-    call = engine.own(BY_NAME[name], tenant, ASK_DEADLINE_S)
-    call.is_poll = True
+    call = engine.own(BY_NAME[name], tenant, ASK_DEADLINE_S, is_poll=True)
     return await engine.ask(call, fields)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from service.cluster.membership.engine import Engine, EngineReply
 from service.cluster.membership.members import Members
-from service.cluster.migration.transfer import ASK_S, Family, ask, insist
+from service.cluster.migration.transfer import ASK_S, Family, ask
 from service.cluster.routing.locator import Locator, question, shard_at
 from service.cluster.routing.replies import gather_all, results_of
 from service.cluster.routing.tags import tags_of
@@ -41,7 +41,8 @@ async def roll_back(
     that is unknown the source's mark expires, so that there are never two of it."""
     tenant, target, state = family.tenant, family.target, "back"
     if target is not None:
-        (cancelled,) = await results_of([insist(target, CANCEL_IMPORT, tenant, {"id": sequence})])
+        cancel = target.own(CANCEL_IMPORT, tenant, ASK_S, is_poll=True)
+        (cancelled,) = await results_of([target.ask(cancel, {"id": sequence})])
         is_known = isinstance(cancelled, EngineReply)
         if isinstance(cancelled, ProblemText):
             there: bool | BaseException = False
@@ -123,11 +124,12 @@ async def settle(members: Members, name: str, tenant: Tenant) -> None:
 async def has_arrived(source: Engine, others: list[Engine], name: str, tenant: Tenant) -> bool:
     """Whether another engine has had all of a sequence that `source` has handed over: then it was
     deleted there. Raises NotReady."""
-    asked = {"id": name, "state": "handed", "generation": NO_GENERATION}
+    generation, asked = NO_GENERATION, {"id": name, "state": "handed"}
     try:
-        await question(source, HAND_OVER, tenant, asked)
-    except ProblemText as error:
-        asked |= {"state": "arrived", "generation": error.problem.get("generation", NO_GENERATION)}
+        await question(source, HAND_OVER, tenant, asked | {"generation": generation})
+    except ProblemText as error:  # it names the present one
+        generation = error.problem.get("generation", generation)
+    asked = {"id": name, "state": "arrived", "generation": generation}
     for reply in await results_of([question(one, HAND_OVER, tenant, asked) for one in others]):
         if isinstance(reply, EngineReply):
             return True

@@ -133,15 +133,6 @@ async def ask(
         return await engine.ask(engine.own(operation, tenant, ASK_S), fields, arrays)
 
 
-async def insist(
-    engine: Engine, operation: Operation, tenant: Tenant, fields: Mapping[str, Any]
-) -> EngineReply:
-    """As `ask`, also of a silent engine: it does it when it resumes. Raises DeadlineExceeded."""
-    call = engine.own(operation, tenant, ASK_S)
-    call.is_poll = True
-    return await engine.ask(call, fields)
-
-
 @dataclass(slots=True)
 class Transfer:
     """An import of a `sequence` that `target` has begun, of the export `header`."""

@@ -109,9 +109,9 @@ class UniqueIds:
                 await self.calls.retries.wait_for_move(delete, error)
 
     def deletion(self, home: Home) -> Call:
-        call = home.own(DELETE_SEQUENCE, self.calls.members.acting_for(self.call.tenant), UNDO_S)
-        call.is_poll = True  # a silent engine has the sequence, too
-        return call
+        tenant = self.calls.members.acting_for(self.call.tenant)
+        # a silent engine has the sequence, too
+        return home.own(DELETE_SEQUENCE, tenant, UNDO_S, is_poll=True)
 
     async def undo(self, made: Mapping[str, Home]) -> list[str]:
         """Deletes sequences of a call that has failed. Returns those that had left their engines:

@@ -75,8 +75,7 @@ async def delete_one(engine: Engine, one: ShardedSequence, call: Call) -> Engine
     """Delete a marked shard, also if the mark has expired."""
     with suppress(ProblemText):
         return await engine.ask(call, {"id": one.id, "state": "gone"})
-    delete = engine.own(DELETE_SEQUENCES, one.tenant, REPAIR_S)
-    delete.is_poll = True
+    delete = engine.own(DELETE_SEQUENCES, one.tenant, REPAIR_S, is_poll=True)
     return await engine.ask(delete, {"ids": [one.id]})
 
 

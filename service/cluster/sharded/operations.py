@@ -223,8 +223,8 @@ async def undo_create(ranks: Ranks, call: Call, ids: list[str], replies: Sequenc
     """Delete the sequences at the ranks that have, or may have, created them, as others did not.
     Raises DeadlineExceeded where one of these does not reply in time; the deletion goes on."""
     ranks.forget(call, ids)
-    undo = ranks.own(DELETE_SEQUENCES, call.tenant, REPAIR_S)
-    undo.is_poll = True  # an engine that has fallen silent since has them, too
+    # an engine that has fallen silent since has them, too
+    undo = ranks.own(DELETE_SEQUENCES, call.tenant, REPAIR_S, is_poll=True)
     asking = [
         engine.ask(undo, {"ids": ids})
         for engine, reply in zip(ranks.engines, replies, strict=True)

@@ -49,8 +49,10 @@ class Ranks:
     def page_size(self) -> int:
         return self.engines[0].info.page_size
 
-    def own(self, operation: Operation, tenant: Tenant, deadline_s: float) -> Call:
-        return self.engines[0].own(operation, tenant, deadline_s)
+    def own(
+        self, operation: Operation, tenant: Tenant, deadline_s: float, *, is_poll: bool = False
+    ) -> Call:
+        return self.engines[0].own(operation, tenant, deadline_s, is_poll=is_poll)
 
     async def call(self, call: Call) -> tuple[Answered, Slot]:
         """The reply, in a slot of the router. Raises the ranks' errors."""

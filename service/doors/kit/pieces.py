@@ -68,6 +68,16 @@ def next_piece(pieces: Pieces[T], result: asyncio.Future[T]) -> bool:
     return result.done()
 
 
+def next_in_turn(queues: dict[str, deque[T]]) -> T:
+    """Take the first item of the caller whose turn it is; the caller's next one comes last."""
+    caller = next(iter(queues))
+    queue = queues.pop(caller)
+    item = queue.popleft()
+    if queue:
+        queues[caller] = queue
+    return item
+
+
 class Turns:
     """Begins the work of many callers, `AT_ONCE` in a pass of the loop; callers take turns."""
 
@@ -97,12 +107,7 @@ class Turns:
             asyncio.get_running_loop().call_soon(self._next_pass)
         while queues and self._left:
             self._left -= 1
-            caller = next(iter(queues))
-            queue = queues.pop(caller)
-            work = queue.popleft()
-            if queue:
-                queues[caller] = queue
-            work()
+            next_in_turn(queues)()
 
 
 class FairLock:
@@ -136,11 +141,7 @@ class FairLock:
     def _pass_on(self) -> None:
         """Let the next task have the lock."""
         while self._queues:
-            caller = next(iter(self._queues))
-            queue = self._queues.pop(caller)
-            waiting = queue.popleft()
-            if queue:
-                self._queues[caller] = queue
+            waiting = next_in_turn(self._queues)
             if not waiting.done():
                 waiting.set_result(None)
                 return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -566,10 +567,9 @@ async def test_a_move_that_failed_before_its_owner_changed_does_not_look_for_it_
     async def set_state(source: Any, tenant: Any, sequence: str, state: str) -> None:
         states.append(state)
 
-    monkeypatch.setattr(ownership, "insist", refuse)
     monkeypatch.setattr(ownership, "set_state", set_state)
     monkeypatch.setattr(ownership, "has_arrived", lambda *asked: looks.append(asked))
-    engine: Any = object()
+    engine: Any = SimpleNamespace(own=lambda *_, **__: None, ask=refuse)
     family = Family(OPEN, ["a"], target=engine)
     members: Any = None
     await ownership.roll_back(members, engine, family, "a", is_handed=False)
