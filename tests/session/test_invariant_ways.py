@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,13 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import torch
 from attnd import Client, NewSequence, Prefix, Session
+from attnd.torch import TimeSliced
 
 from kernels import cuda_devices
 from tests.client.running_service import service
+from tests.session.stepping import Served
 
 LAYERS, HEADS, KV_HEADS, DIM, WIDTH, VOCABULARY = 2, 6, 2, 64, 32, 50
 PAGE = 16
@@ -25,10 +29,11 @@ SHARED = 2100
 
 @dataclass(frozen=True)
 class Ways:
-    """One engine: its HTTP address, and a session with it."""
+    """One engine: its HTTP address, a session with it, and what opens more."""
 
     where: str
     session: Session
+    served: Served
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -43,7 +48,7 @@ def ways(
         given += ("--backend.kind", "cuda", "--pool.dtype", "fp16")
     with service(*given, "--server.port", "0") as where, Session(path) as session:
         assert session.info().numerics == "invariant"
-        yield Ways(where, session)
+        yield Ways(where, session, Served(request.param, path))
         session.delete_sequences(prefix="")
 
 
@@ -106,22 +111,15 @@ def test_a_row_has_the_same_bits_by_every_way_in(ways: Ways) -> None:
     names = [f"f{i}" for i in range(count)]
     session.create_sequences([NewSequence(name, parent="shared") for name in names])
     q, k, v = (normal(rng, count, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    q = q.astype(np.float16).astype(np.float32)  # what slots beside a pool of fp16 can hold
     for layer in range(LAYERS):
         session.append(layer, names, k, v, append_indptr=list(range(count + 1)))
 
     wanted = session.decode(0, names, q)
     found = {"alone": [session.decode(0, [n], q[i : i + 1]) for i, n in enumerate(names)]}
-    slots, steps = session.slots(count, HEADS), []
-    for _ in range(4):  # the later ones are a replay of the first: on CUDA, of its graph
-        with session.step(names, slots, append=False) as step:
-            for layer in step.layers:
-                step.q(layer)[:] = q
-                o = step.attend(layer).copy()
-                if layer == 0:
-                    steps.append((o, step.lse(layer).copy()))
-        step.wait()
-    for state in steps:
-        assert [part.tobytes() for part in state] == [wanted.o.tobytes(), wanted.lse.tobytes()]
+    for o, lse in stepped(ways.served, names, q):
+        assert o.tobytes() == wanted.o.astype(o.dtype).tobytes()
+        assert lse.tobytes() == wanted.lse.tobytes()
     with Client(ways.where) as client:
         found["http"] = [client.decode(0, names, q, cascade=how) for how in ("never", "always")]
     for way, states in found.items():
@@ -132,6 +130,25 @@ def test_a_row_has_the_same_bits_by_every_way_in(ways: Ways) -> None:
     o, lse = inferred(ways, names, q)
     assert (o.tobytes(), lse.tobytes()) == (wanted.o.tobytes(), wanted.lse.tobytes())
     session.delete_sequences(prefix="")
+
+
+def stepped(served: Served, names: Sequence[str], q: np.ndarray) -> list[list[np.ndarray]]:
+    """o and lse of layer 0 in four steps; the later ones replay the first: on CUDA, its graph."""
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TimeSliced)  # one GPU for engine and test, without MPS
+        with served.session() as session:
+            slots = session.slots(len(q), HEADS)
+            for _ in range(4):
+                with session.step(names, slots, append=False) as step:
+                    for layer in step.layers:
+                        step.q(layer).copy_(torch.from_numpy(q))
+                        parts = (step.attend(layer), step.lse(layer))
+                        if layer == 0:
+                            kept = [part.clone() for part in parts]
+                step.wait()
+                found.append([part.cpu().numpy() for part in kept])
+    return found
 
 
 def inferred(ways: Ways, names: Sequence[str], q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
