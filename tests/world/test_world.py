@@ -20,8 +20,11 @@ def world(*args: str) -> tuple[int, str]:
     return ran.returncode, ran.stdout + ran.stderr
 
 
-def test_the_service_agrees_with_the_model() -> None:
-    status, output = world("--seeds", "40", "--budget-s", "40")
+@pytest.mark.parametrize(
+    ("first", "seconds"), [(0, 10), pytest.param(10, 60, marks=pytest.mark.long)]
+)
+def test_the_service_agrees_with_the_model(first: int, seconds: int) -> None:
+    status, output = world("--first", str(first), "--budget-s", str(seconds))
     assert status == 0, output
 
 
