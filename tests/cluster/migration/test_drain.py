@@ -155,6 +155,7 @@ async def test_an_engine_is_drained_while_callers_at_another_door_continue(
 
 
 @THREE
+@pytest.mark.long
 async def test_shared_and_committed_pages_stay_shared_and_committed(cluster: Cluster) -> None:
     cluster.only_on(SOURCE)
     book = Book(cluster)
@@ -536,6 +537,7 @@ async def test_copies_expire_soon_after_their_door_has_died(
     await book.check("a")
 
 
+@pytest.mark.long
 async def test_copies_that_an_earlier_drain_has_left_at_both_engines_do_not_keep_it_from_ending(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

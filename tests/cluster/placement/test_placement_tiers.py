@@ -68,6 +68,7 @@ async def test_a_prompt_in_an_engines_host_memory_goes_there_and_is_loaded(
 
 
 @pytest.mark.parametrize("cluster", ["engines_with_disks"], indirect=True)
+@pytest.mark.long
 async def test_a_prompt_on_an_engines_disk_since_before_its_start_goes_there(
     cluster: Cluster,
 ) -> None:
