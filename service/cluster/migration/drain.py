@@ -230,15 +230,20 @@ class Drain:
         for _ in range(MAX_ANCHORS):
             view = (await ask(source, GET_SEQUENCE, tenant, {"id": sequence})).fields
             size = source.info.page_size
-            length = int(view["length"]) // size * size
+            length, layout = int(view["length"]), None
+            if family.shard is not None:
+                from service.core.shards import ShardLayout
+
+                layout = ShardLayout(**family.shard)
+                held = await ownership.held_by_all(self.members, family, sequence, layout)
+                length = min(length, held)
+            length = length // size * size
             if not length:
                 break
             anchor = f"moving.{secrets.token_hex(8)}"
             new = {"id": anchor, "parent": sequence, "length": length, "ttl_s": ANCHOR_TTL_S}
-            if family.shard is not None:  # in tokens of all ranks
-                from service.core.shards import ShardLayout
-
-                new["length"] = ShardLayout(**family.shard).whole_for(length // size, size)
+            if layout is not None:  # in tokens of all ranks
+                new["length"] = layout.whole_for(length // size, size)
                 new["epoch"] = view["shard"]["epoch"]
             family.all_anchors.append(anchor)
             await ask(source, CREATE_SEQUENCES, tenant, {"sequences": [new]})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from service.cluster.membership.engine import Engine, EngineReply
 from service.cluster.membership.members import Members
@@ -22,6 +22,9 @@ from service.operations.internal import HAND_OVER
 from service.operations.sequences import GET_SEQUENCE
 from service.operations.transfer import CANCEL_IMPORT, GET_IMPORT, IMPORT
 from service.tenants import Tenant
+
+if TYPE_CHECKING:
+    from service.core.shards import ShardLayout
 
 LOG: Final = logging.getLogger("attnd.cluster")
 
@@ -83,6 +86,21 @@ async def shard_there(source: Engine, family: Family, sequence: str) -> dict[str
         return {}
     view = (await ask(source, GET_SEQUENCE, family.tenant, {"id": sequence})).fields
     return {"shard": family.shard, "epoch": view["shard"]["epoch"]}
+
+
+async def held_by_all(
+    members: Members, family: Family, sequence: str, layout: ShardLayout
+) -> int:
+    """The number of tokens in a shard of those that all ranks have: the next claim cuts back what
+    only some have, which a fork must not share. Raises NotReady where a shard has moved."""
+    engines = [members.by_tag[tag] for tag in family.tags if tag in members.by_tag]
+    looks = [ask(one, GET_SEQUENCE, family.tenant, {"id": sequence}) for one in engines]
+    views = [view.fields for view in await gather_all(looks)]
+    shards = [view["shard"] for view in views if "shard" in view]
+    if len(shards) < layout.ranks:
+        raise NotReady("another shard of it is moving")
+    known = min(min(shard["lengths"]) for shard in shards)
+    return layout.held(known, engines[0].info.page_size)
 
 
 NO_GENERATION: Final = "0" * 32

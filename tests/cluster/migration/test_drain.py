@@ -14,6 +14,7 @@ import pytest
 from service.cluster.migration import drain, ownership, transfer
 from service.cluster.migration.drain import Drain
 from service.cluster.migration.transfer import Family, Transfer
+from service.cluster.sharded.ranks import Ranks
 from service.doors.kit.problems import ProblemText
 from service.operations.rows import APPEND
 from service.operations.sequences import CREATE_SEQUENCES
@@ -576,3 +577,31 @@ async def test_a_move_that_failed_before_its_owner_changed_does_not_look_for_it_
     members: Any = None
     await ownership.roll_back(members, engine, family, "a", is_handed=False)
     assert states == ["back"] and not looks
+
+
+@THREE
+async def test_an_append_that_only_some_ranks_have_is_cut_back_while_a_drain_copies_its_shard(
+    cluster: Cluster,
+) -> None:
+    """The copies that a drain makes first share pages with the shard, which cannot be cut there."""
+    book = Book(cluster)
+    cluster.only_on(SOURCE, "engine-1")
+    await book.create("a", ranks=2)
+    cluster.only_on()
+    members, locator = cluster.router.members, cluster.router.locator
+    home = members.home(locator.tags.tag(("default", "a")) or "")
+    assert isinstance(home, Ranks)
+    epoch = {"offsets": [0], "epochs": [home.books["default", "a"].epoch]}
+    length, source = 5 * PAGE, home.engines[0]
+    k = np.zeros((length, HEADS, DIM), FLOAT)
+    fields: dict[str, Any] = {"sequences": ["a"], "append_indptr": [0, length]} | epoch
+    for layer in range(LAYERS):  # a door dies after one of the engines has appended at the last
+        for engine in home.engines[: 1 if layer == LAYERS - 1 else 2]:
+            call = engine.own(APPEND, OPEN, 10.0)
+            await engine.ask(call, fields | {"layer": layer}, {"k": k, "v": k})
+    shard = {"rank": 0, "ranks": 2}
+    family = Family(OPEN, ["a"], shard=shard, tags=[one.tag for one in home.engines])
+    await Drain(members, locator, source.name).copy_anchors(source, family, "a")
+    async with another_door(cluster) as second:
+        view = await second.fields("get_sequence", {"id": "a"})
+        assert view["lengths"] == [length] * (LAYERS - 1) + [0]
