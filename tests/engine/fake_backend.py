@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from kernels.backend import (
+    LEFT_OUT,
     NUMPY_DTYPES,
     Attend,
     AttentionState,
@@ -117,8 +118,9 @@ class FakeBackend:
 
     def append(self, layer: int, k: Any, v: Any, slots: Int32) -> Pending[None]:
         self._called("append")
-        self.pool[layer, 0, slots] = k
-        self.pool[layer, 1, slots] = v
+        stored = slots != LEFT_OUT
+        self.pool[layer, 0, slots[stored]] = k[stored]
+        self.pool[layer, 1, slots[stored]] = v[stored]
         return Done(None) if self.steps is None else Later(None, self._gate())
 
     def copy_rows(self, src_pages: Int32, dst_pages: Int32, num_rows: Int32) -> None:

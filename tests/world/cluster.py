@@ -476,12 +476,11 @@ class ClusterWorld(Simulation):
             check(code == "ok", "holds", found)
             check(not found["holds"], "leases or pins are left", found)
             await caller.send(Op("clear", {}))
+        for door in self.doors.values():
+            door.router.close()  # also its polls
         await asyncio.sleep(2.0)
         for process in self.engines.values():
             process.check_empty()
-        for door in self.doors.values():
-            door.router.close()
-        await asyncio.sleep(1.0)
 
     async def drained(self) -> None:
         """Every drain ends: an engine is emptied where others have room, and takes part again."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kernels.backend import DType, Layout
+from kernels.backend import LEFT_OUT, DType, Layout
 from kernels.errors import NoMemory
 from service.engine.store.store import StoreLost
 from tests.engine.fake_backend import GEOMETRY, FakeBackend
@@ -296,6 +296,13 @@ async def test_a_cut_of_many_without_room_for_all_cuts_none(caller: Caller) -> N
     assert_same(await stored(caller, *"abc"), before)
     await caller.call("delete_sequence", {"id": "rest"})
     await caller.submit(call)
+
+
+def test_rows_that_are_left_out_are_written_nowhere_in_a_fake_pool_either() -> None:
+    backend = FakeBackend()
+    backend.append(0, rows(1, 2), rows(2, 2), np.array([LEFT_OUT, 3], np.int32))
+    assert not np.isnan(backend.pool[0, :, 3]).any()
+    assert np.isnan(backend.pool[0, :, -1]).all()
 
 
 @fake_engine(ends=StoreLost)
