@@ -88,9 +88,7 @@ async def shard_there(source: Engine, family: Family, sequence: str) -> dict[str
     return {"shard": family.shard, "epoch": view["shard"]["epoch"]}
 
 
-async def held_by_all(
-    members: Members, family: Family, sequence: str, layout: ShardLayout
-) -> int:
+async def held_by_all(members: Members, family: Family, sequence: str, layout: ShardLayout) -> int:
     """The number of tokens in a shard of those that all ranks have: the next claim cuts back what
     only some have, which a fork must not share. Raises NotReady where a shard has moved."""
     engines = [members.by_tag[tag] for tag in family.tags if tag in members.by_tag]
