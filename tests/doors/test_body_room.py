@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from scripted import Running, decode_body, only, receive_all, request, serving, 
 
 from service.doors.http.protocol import read_budget
 from service.doors.http.protocol.bodies import FIRST_BYTES, BodyShares
+from service.doors.http.protocol.chunks import LINES_AT_ONCE, Chunks
 from service.errors import Overloaded
 
 MIB = 2**20
@@ -76,6 +78,36 @@ def test_a_pass_of_the_loop_receives_a_limited_number_of_bytes(
     assert max(passes) <= 2**18 + 4 * 2**16, (
         "a read before the limit, and one of each of the others"
     )
+
+
+def test_a_pass_of_the_loop_reads_a_limited_number_of_chunks(
+    small: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes, has_ended = [0], Event()
+    on_line = Chunks.on_line
+
+    def count_passes() -> None:
+        passes.append(0)
+        if not has_ended.is_set():
+            small.door.loop.call_soon(count_passes)
+
+    def counted(chunks: Chunks, line: bytes) -> None:
+        passes[-1] += 1
+        on_line(chunks, line)
+
+    monkeypatch.setattr(Chunks, "on_line", counted)
+    small.on_loop(count_passes)
+    body = decode_body(rows=500)
+    headers = {"content_length": "", "transfer_encoding": "chunked", "connection": "close"}
+    chunked = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+    small.engine.heard.clear()
+    with ThreadPoolExecutor(4) as pool:
+        for reply in pool.map(small.say, [request("/v1/decode", chunked, **headers)] * 4):
+            assert only(reply).status == 200, only(reply).body
+    has_ended.set()
+    assert [heard.image for heard in small.engine.heard] == [body] * 4
+    assert sum(passes) == 4 * (2 * len(body) + 2)
+    assert max(passes) <= 4 * 2 * LINES_AT_ONCE, "bytes that waited, and bytes that just came"
 
 
 @pytest.mark.parametrize("pieces", [1, 7, 1000])

@@ -166,7 +166,7 @@ class Body:
 
     def feed(self, data: memoryview) -> int:
         """Copy the body's part of `data`; returns its length. The rest is left when the body is
-        complete, or stalls. A broken body consumes everything."""
+        complete, or stalls, or after many short chunks. A broken body consumes everything."""
         if self.chunks is not None:
             try:
                 return self.feed_chunks(self.chunks, data)

@@ -11,6 +11,9 @@ MAX_LINE_BYTES: Final = 1024
 """Longest line with a chunk's size and its extensions, which are ignored."""
 DIGITS: Final = frozenset(b"0123456789abcdefABCDEF")
 MAX_DIGITS: Final = 15
+LINES_AT_ONCE: Final = 64
+"""Lines of one body that are read in a pass of the loop: each takes as long as some kilobytes of
+data, and a client can send chunks of one byte."""
 
 
 class Chunks:
@@ -29,11 +32,11 @@ class Chunks:
     def read(self, data: memoryview) -> Iterator[tuple[int, int]]:
         """Stretches `(begin, end)` of `data` that are the body's; at the end see `done`.
 
-        The last pair is empty, and its begin is the number of bytes used. Raises MalformedBody and
-        HeadersTooLarge.
+        The last pair is empty, and its begin is the number of bytes used: not all where the body
+        ends, or after `LINES_AT_ONCE` lines. Raises MalformedBody and HeadersTooLarge.
         """
-        at, end = 0, len(data)
-        while at < end and not self.done:
+        at, end, lines = 0, len(data), 0
+        while at < end and not self.done and lines < LINES_AT_ONCE:
             if self.left > 2:
                 stop = min(end, at + self.left - 2)
                 self.left -= stop - at
@@ -41,6 +44,7 @@ class Chunks:
                 at = stop
             else:
                 at = self.read_line(data, at)
+                lines += 1
         yield at, at
 
     def read_line(self, data: memoryview, at: int) -> int:

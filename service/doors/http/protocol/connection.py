@@ -56,6 +56,8 @@ class Connection(asyncio.BufferedProtocol):
         self.deadline = inf
         self.unsent = 0
         """Bytes of responses that the client had not read at the last check."""
+        self.next_slice: asyncio.Handle | None = None
+        """Resumes a body of many short chunks in the next pass of the loop."""
         self.writing: asyncio.Future[None] | None = None
         """Set while a stream waits for its reader."""
         self.peer = self.address = ""
@@ -157,6 +159,8 @@ class Connection(asyncio.BufferedProtocol):
             self.is_paused = not self.transport.is_closing()
             if self.is_paused:
                 self.transport.pause_reading()
+        if intake.is_sliced and self.next_slice is None:
+            self.next_slice = self.loop.call_soon(self.resume)
 
     def begin(self, head: Head, request_id: bytes, body: Body) -> None:
         """A request's head is here: reserve room for its body, and start its task in its turn."""
@@ -215,11 +219,14 @@ class Connection(asyncio.BufferedProtocol):
         if exchange.expects_continue and not body.received and not self.transport.is_closing():
             self.transport.write(CONTINUE)
         exchange.expects_continue = False
-        if self.is_paused or self.intake.ahead:
+        if (self.is_paused or self.intake.ahead) and self.next_slice is None:
             self.resume()
 
     def resume(self) -> None:
         """Read again, beginning with the bytes that came ahead."""
+        if self.next_slice is not None:
+            self.next_slice.cancel()
+            self.next_slice = None
         try:
             self.intake.resume()
         except AttndError as error:

@@ -50,8 +50,15 @@ class Intake:
         return self.parser is not None or (body is not None and not body.complete)
 
     @property
+    def is_sliced(self) -> bool:
+        """Whether bytes of an open body wait for the next pass of the loop."""
+        return bool(self.ahead) and self.body is not None and self.body.is_open
+
+    @property
     def is_blocked(self) -> bool:
         """Whether no more bytes can be used now."""
+        if self.is_sliced:
+            return True
         body = self.body
         if body is not None and not body.complete and not body.is_open:
             return True
@@ -73,6 +80,9 @@ class Intake:
                 begin = self.read_head(data, begin, end)
             elif body.is_open:
                 begin += body.feed(memoryview(data)[begin:end])
+                if body.chunks is not None and body.is_open:
+                    self.ahead += bytes(memoryview(data)[begin:end])
+                    break
             else:
                 self.ahead += bytes(memoryview(data)[begin:end])
                 break
