@@ -195,8 +195,10 @@ class Scheduler:
         logprobs = () if logprob is None or is_end else (logprob,)
         answer.request.emit(Delta(answer.index, text, 1, logprobs, finish))
         if finish:
-            self._commit(answer)
-            self._release([answer])
+            try:
+                self._commit(answer)
+            finally:  # no answer that is over keeps a sequence
+                self._release([answer])
 
     def _commit(self, answer: Answer) -> None:
         """Cache the stored pages: the next turn of a chat begins with it."""

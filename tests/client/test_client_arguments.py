@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from attnd import AsyncClient, Client, Prefix, Session
+from scripted_server import WHOLE, ScriptedServer, answering
 
 from tests.client.client_stub import (
     QUICK,
@@ -23,11 +24,14 @@ from tests.client.client_stub import (
     answer,
     ask,
     attended,
+    client_of,
+    problem,
     tensor_answer,
 )
 
 Q = np.ones((2, 4, 8), np.float32)
 K = np.ones((2, 2, 8), np.float32)
+LEASE = attnd.Lease("a", 1.0)
 
 
 ATTENDED = attended(2, lengths=[1, 1])
@@ -133,6 +137,13 @@ REFUSED: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("prefill", (0, ["a", "b"], Q, [0, 1, 2]), {"mask": [True]}, r"mask is \[True\]"),
     ("merge", (Q.tolist(), Q), {}, r"np.asarray\(o"),
     ("decode", (0, ["a", "b"], Q), {"sm_scale": object()}, "sm_scale is <object"),
+    ("renew_lease", (LEASE,), {}, r"lease is Lease\(.* must be an id"),
+    ("release_lease", (LEASE,), {}, r"lease is Lease\(.* must be an id"),
+    ("get_namespace", (None,), {}, "name is None .* must be an id"),
+    ("set_namespace", (None,), {}, "name is None .* must be an id"),
+    ("drain_engine", (0,), {}, "name is 0 .* must be an id"),
+    ("pin", (None,), {"hard": True}, "32 digits in hex"),
+    ("unpin", (1.5,), {}, "32 digits in hex"),
 ]
 
 
@@ -144,6 +155,42 @@ def test_what_would_mean_something_else_is_refused_with_a_remedy(
     with pytest.raises((TypeError, ValueError), match=says):
         ask(kind, script, name, *args, **kwargs)
     assert not script.requests
+
+
+def test_a_page_key_of_numpy_is_sent_in_hex(kind: Kind) -> None:
+    script = Script(answer({"num_pages": 1}))
+    assert ask(kind, script, "pin", np.arange(16, dtype=np.uint8), hard=True) == 1
+    assert script.fields()["page_key"] == bytes(range(16)).hex()
+
+
+def test_the_service_refuses_arrays_without_dimensions(kind: Kind) -> None:
+    script, nothing = Script(problem(422, "invalid_request")), np.array(1.0, np.float32)
+    for name, args in (("decode", (0, ["a"], nothing)), ("merge", (nothing, 0.0))):
+        with pytest.raises(attnd.InvalidRequest):
+            ask(kind, script, name, *args)
+
+
+@pytest.mark.parametrize("made", [Client, AsyncClient, Session])
+def test_timeouts_and_retries_of_a_client_are_checked_when_it_is_made(made: Any) -> None:
+    for options, says in (
+        ({"timeout": None}, "timeout is None: it must be seconds"),
+        ({"timeout": "3"}, "timeout is '3'"),
+        ({"timeout": 0}, "timeout is 0"),
+        ({"timeout": math.nan}, "timeout is nan"),
+        ({"retries": None}, "retries is None: .* or attnd.Retries"),
+        ({"retries": 1.5}, "retries is 1.5"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=says):
+            made(**options)
+
+
+@pytest.mark.parametrize("timeout", [math.inf, 1e9, np.float32(30)])
+def test_timeouts_can_be_long_or_numpys(kind: Kind, timeout: Any) -> None:
+    with (
+        ScriptedServer(answering(WHOLE)) as server,
+        client_of(kind, server.url, timeout=timeout, retries=np.int64(1)) as client,
+    ):
+        assert client.get_sequence("a").id == "a"
 
 
 def test_a_wrong_argument_of_a_repeated_call_is_refused_too() -> None:

@@ -392,6 +392,31 @@ def test_a_cancelled_call_takes_its_connection_with_it() -> None:
         assert len(server.peers) == 2
 
 
+def test_a_call_that_is_cancelled_as_its_turn_comes_leaves_the_turn_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wake = awaiting.LoopTransport._wake_one
+
+    async def run() -> str:
+        async with AsyncClient(server.url, timeout=2.0, retries=0) as client:
+            first, second, third = (
+                asyncio.create_task(client.get_sequence(name)) for name in ("a", "b", "c")
+            )
+
+            def wake_and_cancel(transport: awaiting.LoopTransport) -> None:
+                wake(transport)
+                second.cancel()
+
+            monkeypatch.setattr(awaiting.LoopTransport, "_wake_one", wake_and_cancel)
+            await first
+            found: str = (await third).id
+            return found
+
+    monkeypatch.setattr(awaiting, "MAX_CONNECTIONS", 1)
+    with ScriptedServer(echo_name) as server:
+        assert asyncio.run(run()) == "c"
+
+
 def test_an_async_client_may_be_used_by_one_loop_after_another() -> None:
     with ScriptedServer(answering(WHOLE)) as server:
         client = AsyncClient(server.url)

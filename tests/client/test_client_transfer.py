@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,32 @@ def test_an_interrupted_export_and_import_go_on_where_they_were(
     target.import_("a", path, progress=lambda part, _: done.append(part))
     assert done[-(under_way.num_parts - under_way.next_part) :][0] == under_way.next_part + 1
     np.testing.assert_array_equal(held(target, "a"), held(source, "a"))
+
+
+def test_a_cancelled_export_ends_as_cancelled_when_its_thread_has_written(
+    source: Client, here: Served, tmp_path: Path
+) -> None:
+    grow(source, "a")
+    written, go_on = threading.Event(), threading.Event()
+
+    def progress(done: int, of: int) -> None:
+        written.set()
+        assert go_on.wait(10)
+
+    async def run() -> None:
+        async with AsyncClient(uds=here.uds) as client:
+            file = tmp_path / "one"
+            task = asyncio.create_task(client.export("a", file, progress=progress))
+            await asyncio.to_thread(written.wait, 10)
+            for _ in range(2):
+                task.cancel()
+                await asyncio.sleep(0.01)
+            assert not task.done()
+            go_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(run())
 
 
 def test_an_export_of_an_earlier_generation_is_overwritten(source: Client, tmp_path: Path) -> None:

@@ -189,6 +189,34 @@ def test_an_answer_that_attnd_dies_under_while_it_is_preempted_is_not_lost(
     assert bench.scheduler.preemptions > 0
 
 
+def test_a_caller_may_leave_while_attnd_is_away_since_the_end_of_its_answer(
+    bench: Bench, expect: Any
+) -> None:
+    """The last commit of an answer fails; its caller has all of it, and cancels the rest."""
+    commit, connect, away = bench.runner.commit, bench.runner._connect, threading.Event()
+    committed = list[int]()
+
+    def fails_at_the_end(*given: Any) -> int:
+        committed.append(len(given[1]))
+        if len(committed) == 2:
+            raise ReplyLost("lost")
+        return commit(*given)
+
+    def refused() -> TorchSession:
+        if not away.is_set():
+            bench.scheduler.cancel(asked.request)
+            away.set()
+            raise ConnectionFailed("no engine")
+        return connect()
+
+    bench.runner.commit, bench.runner._connect = fails_at_the_end, refused  # type: ignore
+    asked = bench.ask(SHARED)
+    bench.scheduler.start()
+    assert asked.tokens() == expect(SHARED)
+    assert away.wait(60)
+    assert bench.ask(SHARED[:40]).tokens() == expect(SHARED[:40])
+
+
 def test_the_smallest_top_p_leaves_the_most_likely_token(bench: Bench, expect: Any) -> None:
     asked = bench.ask(SHARED, temperature=1.0, top_p=1e-300)
     bench.scheduler.start()

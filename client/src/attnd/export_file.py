@@ -37,7 +37,11 @@ class InterruptedExport(ExportFileError):
 
     def __init__(self, begin: int, what: str) -> None:
         super().__init__(f"the export ends early, at byte {begin}: {what}")
-        self.begin = begin
+        self.begin, self._what = begin, what
+
+    def __reduce__(self) -> tuple[type[InterruptedExport], tuple[int, str]]:
+        """Pickled: a process pool returns it to its caller."""
+        return type(self), (self.begin, self._what)
 
 
 def write_header(file: BinaryIO, header: ExportHeader) -> None:

@@ -14,12 +14,14 @@ Calls that are sent again, within `Retries.attempts`:
 from __future__ import annotations
 
 import asyncio
+import numbers
 import os
 import random
 import time
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Final, Generic, TypeVar, cast
 
 from attnd.calls.call import Call, Reply, Settled, parsed
 from attnd.calls.prefix import salt
@@ -35,6 +37,9 @@ from attnd.errors import (
 )
 
 T = TypeVar("T")
+
+MAX_TIMEOUT_S: Final = 1e6
+"""Of an attempt: the system's own waits take no more than some weeks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +146,9 @@ async def driven_async(
 
     try:
         while True:
-            step, is_over = await asyncio.to_thread(advance) if in_thread else advance()
+            step, is_over = (
+                await uninterrupted(asyncio.to_thread(advance)) if in_thread else advance()
+            )
             if is_over:
                 return cast(T, step)
             try:
@@ -152,6 +159,17 @@ async def driven_async(
     finally:
         steps.close()
         given = None
+
+
+async def uninterrupted(work: Coroutine[Any, Any, T]) -> T:
+    """Await the work of a thread; where this is cancelled, its end too."""
+    running = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(running)
+    finally:
+        while not running.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait((running,))
 
 
 def first_attempt(call: Call[T], options: CallOptions) -> Attempt[T]:
@@ -272,5 +290,11 @@ async def execute_async(
 
 
 def options_of(timeout: float, retries: int | Retries) -> CallOptions:
-    """The options that a client's arguments ask for."""
-    return CallOptions(timeout, retries=Retries(retries) if isinstance(retries, int) else retries)
+    """The options that a client's arguments ask for; raises ValueError and TypeError."""
+    if not isinstance(timeout, numbers.Real) or not timeout > 0:
+        raise ValueError(f"timeout is {timeout!r}: it must be seconds, more than 0")
+    if isinstance(retries, numbers.Integral):
+        retries = Retries(int(retries))
+    if not isinstance(retries, Retries):
+        raise TypeError(f"retries is {retries!r}: it must be a number of them, or attnd.Retries")
+    return CallOptions(min(float(timeout), MAX_TIMEOUT_S), retries=retries)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 
 import pytest
-from attnd import Retries, errors
+from attnd import InterruptedExport, Retries, errors
 
 from service import errors as service
 from service.errors import KINDS as SERVICE_KINDS
@@ -89,6 +89,12 @@ def test_an_error_leaves_a_process_pool_with_its_numbers(
     again = pickle.loads(pickle.dumps(found))
     assert (type(again), str(again), again.meta) == (type(found), str(found), found.meta)
     assert {name: getattr(again, name) for name in members} == members
+
+
+def test_an_interrupted_export_leaves_a_process_pool_too() -> None:
+    found = InterruptedExport(17, "9 bytes expected")
+    again = pickle.loads(pickle.dumps(found))
+    assert (type(again), str(again), again.begin) == (InterruptedExport, str(found), 17)
 
 
 def test_the_request_id_and_the_timings_are_on_errors_too() -> None:

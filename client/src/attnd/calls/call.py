@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
+from math import prod
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -176,7 +177,7 @@ def attend(
 def state_bytes(o: Array, name: str = "q") -> int:
     """Bytes of a state whose o is like this array, lse included."""
     check_array(name, o)
-    return o.nbytes + 4 * (o.size // o.shape[-1] if o.size else 0)
+    return o.nbytes + 4 * prod(o.shape[:-1])
 
 
 def attention_of(reply: Reply) -> AttentionResult:

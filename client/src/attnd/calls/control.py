@@ -211,7 +211,7 @@ def drain_engine(name: str, *, stop: bool = False) -> Call[int]:
     """Drain an engine of a cluster: it accepts no new sequences, and the others take over its own.
     `stop` ends the drain. Returns at once with the number of sequences left; `engines` shows the
     progress."""
-    fields = {"name": name, "stop": stop}
+    fields = {"name": sequence_id(name, "name"), "stop": stop}
     return Call("drain_engine", reads_number("sequences"), fields=fields)
 
 

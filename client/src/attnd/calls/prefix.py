@@ -225,13 +225,14 @@ def indptr_of(parts: Sequence[Sized]) -> list[int]:
 
 def renew_lease(lease: str, lease_s: float = DEFAULT_LEASE_S) -> Call[Lease]:
     """Extend a lease to `lease_s` seconds from now; raises `UnknownLease`."""
-    fields = {"id": lease, "lease_s": float(lease_s)}
+    fields = {"id": sequence_id(lease, "lease"), "lease_s": float(lease_s)}
     return Call("renew_lease", reads_into(Lease), fields=fields)
 
 
 def release_lease(lease: str) -> Call[None]:
     """End a lease; raises `UnknownLease`."""
-    return Call("release_lease", nothing, fields={"id": lease}, recover=settled_by(UnknownLease))
+    fields = {"id": sequence_id(lease, "lease")}
+    return Call("release_lease", nothing, fields=fields, recover=settled_by(UnknownLease))
 
 
 def pin(
@@ -258,7 +259,7 @@ def unpin(page_key: str | bytes, *, cache_salt: str = "") -> Call[None]:
 
 
 def page_fields(key: str | bytes, cache_salt: str) -> dict[str, Any]:
-    named = {"page_key": key if isinstance(key, str) else key.hex()}
+    named = {"page_key": key if isinstance(key, str) else key_array([key]).tobytes().hex()}
     return {**named, "cache_salt": cache_salt} if cache_salt else named
 
 
@@ -280,7 +281,8 @@ def clear() -> Call[int]:
 
 def get_namespace(name: str) -> Call[Namespace]:
     """The quota of a namespace, and its pages by state."""
-    return Call("get_namespace", reads_into(Namespace), fields={"name": name})
+    fields = {"name": sequence_id(name, "name")}
+    return Call("get_namespace", reads_into(Namespace), fields=fields)
 
 
 def set_namespace(
@@ -294,7 +296,7 @@ def set_namespace(
     """Set a namespace's quota: `max_pages` of the pool, `reserved_pages` that other namespaces
     cannot use, and bytes in the tiers below the pool (None: no limit). Needs the scope `admin`."""
     fields = {
-        "name": name,
+        "name": sequence_id(name, "name"),
         "max_pages": None if max_pages is None else whole_number(max_pages, "max_pages"),
         "reserved_pages": whole_number(reserved_pages, "reserved_pages"),
         **plain_fields({"max_host_bytes": max_host_bytes, "max_disk_bytes": max_disk_bytes}),

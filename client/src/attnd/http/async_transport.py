@@ -59,7 +59,12 @@ class LoopTransport:
         self._waiting.append(turn)
         try:
             async with asyncio.timeout(timeout_s):
-                await turn
+                try:
+                    await turn
+                except asyncio.CancelledError:
+                    if not turn.cancelled():  # woken at the same time: another call goes on
+                        self._wake_one()
+                    raise
         except TimeoutError as error:
             raise ConnectionFailed(
                 f"{MAX_CONNECTIONS} calls are in flight, and none ended in time"
