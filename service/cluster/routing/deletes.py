@@ -17,11 +17,9 @@ from service.cluster.membership.engine import Call, RawReply
 from service.cluster.membership.members import Members
 from service.cluster.routing.broadcast import ask_all
 from service.cluster.routing.locator import ASK_DEADLINE_S
-from service.cluster.routing.outcomes import Outcome, outcome_of
 from service.cluster.routing.replies import reply, results_of
 from service.cluster.routing.sequence_calls import SequenceCalls, joint_error
-from service.doors.kit.problems import ProblemText
-from service.errors import AttndError, InvalidRequest, LostSequence, UnknownSequence
+from service.errors import InvalidRequest, LostSequence, UnknownSequence
 from service.operations.schema.spec import Prepared
 from service.operations.sequences import DELETE_SEQUENCE, DELETE_SEQUENCES, MAX_LISTED
 
@@ -95,9 +93,5 @@ class Deletes:
             ]
             await results_of(deleting)
             return False
-        except (ProblemText, AttndError) as error:
-            if outcome_of(error) is not Outcome.UNKNOWN:
-                raise
-            return False  # the next look finds its new engine
         self.calls.locator.forget(call, [name])
         return True

@@ -129,7 +129,7 @@ def test_gathered_rows_follow_each_engines_kv_indptr() -> None:
 
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_a_mask_is_cut_by_the_lengths_of_its_sequences(is_packed: bool) -> None:
-    qo, kv = np.array([2, 1, 0, 3]), np.array([5, 3, 9, 9], np.int32)
+    qo, kv = np.array([2, 1, 0, 3]), np.array([9, 7, 9, 9], np.int32)
     indptr = [0, *np.cumsum(qo).tolist()]
     fields = PrefillFields(layer=0, sequences=["a", "b", "c", "d"], qo_indptr=indptr)
     rng = np.random.default_rng(0)

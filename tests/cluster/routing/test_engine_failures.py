@@ -161,6 +161,37 @@ async def test_an_unknown_sequence_is_looked_for_twice_at_all_engines() -> None:
         assert (refused.status, refused.fields["sequences"]) == (404, ["a", "b"])
 
 
+async def test_a_sequence_of_a_dead_engine_is_lost_and_one_that_no_engine_had_is_unknown() -> None:
+    async with fake_cluster("ab") as cluster:
+        await known(cluster, here="a")
+        cluster.lose("a", is_dead=True)
+        status, code, answer = await cluster.error("truncate", TRUNCATE)
+        assert (status, code, answer.fields["sequences"]) == (410, "lost_sequence", ["here"])
+        assert (await cluster.call("truncate", TRUNCATE | {"id": "never"})).status == 404
+
+
+@pytest.mark.parametrize("name", ["truncate", "delete_sequences"])
+async def test_what_is_left_of_a_sharded_sequence_is_deleted_when_a_shard_is_lost(
+    name: str,
+) -> None:
+    async with fake_cluster("abc") as cluster:
+        link = cluster.links["a"]
+        link.ids.add("here")
+        link.replies["get_sequence"] = {"shard": {"rank": 0, "ranks": 2}}
+        for one in cluster.links.values():
+            one.replies["delete_sequences"] = {"num_deleted": 0, "skipped": ["here"]}
+        cluster.router.locator.tags.learn(("default", "here"), f"{8 * 'a'}-{8 * 'b'}")
+        cluster.lose("b", is_dead=True)
+        if name == "truncate":
+            assert (await cluster.call(name, TRUNCATE)).status == 410
+        else:
+            assert await cluster.fields(name, {"ids": ["here"]}) == {"num_deleted": 0}
+        rest = {"ids": ["here"]}
+        await cluster.until(lambda: rest in link.calls("delete_sequences"), "the shard goes")
+        asked_as_well = rest in cluster.links["c"].calls("delete_sequences")
+        assert asked_as_well == (name == "delete_sequences")
+
+
 async def test_engines_are_shown_and_drained_by_their_names_in_the_cluster() -> None:
     async with fake_cluster("ba") as cluster:
         for link in cluster.links.values():

@@ -178,6 +178,18 @@ async def test_an_append_at_many_layers_that_fails_at_one_changes_none(
     assert (await caller.submit(call)).fields == {"lengths": [3]}
 
 
+@fake_engine(slice_ms=1e-6)
+async def test_a_long_append_at_few_layers_is_written_in_slices(
+    caller: Caller, backend: FakeBackend
+) -> None:
+    await caller.create("a")
+    k = np.ones((GEOMETRY.num_layers, 60, GEOMETRY.num_kv_heads, GEOMETRY.head_dim), np.float32)
+    fields = {"layers": [*range(len(k))], "sequences": ["a"], "append_indptr": [0, 60]}
+    del backend.calls[:]
+    assert (await caller.call("append", fields, k=k, v=k)).fields == {"lengths": [60]}
+    assert backend.calls.count("append") > len(k)
+
+
 @pools
 def test_tokens_kept_behind_a_cut_move_up_and_forks_stay_intact(
     dtype: DType, layout: Layout, slice_ms: float

@@ -6,8 +6,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from config.sections import CacheSettings
 from service.core.prefix.named_pages import Change, Cleared, Removed, Stored
 from service.engine.store.event_history import PAGES_AN_EVENT, EventHistory
+from tests.engine.harness import Caller, NewCall, fake_engine
 
 PAGE = 4
 
@@ -70,3 +72,9 @@ def test_without_a_history_there_are_no_events() -> None:
     kept = history(most=0)
     kept.press(True, {"a": 1})
     assert kept.is_high and not kept.is_kept and kept.page("a", 0, 9)[0] == []
+
+
+@fake_engine(cache=CacheSettings(events_history=0))
+async def test_events_are_refused_where_there_is_no_history(caller: Caller) -> None:
+    call = NewCall("events", {"after": 0})
+    await caller.refused(call, "invalid_request", field="cache.events_history")

@@ -151,6 +151,12 @@ def test_a_shard_refuses_unsupported_operations_and_wrong_offsets() -> None:
                 "invalid_request",
             ),
             ("export_sequence", {"id": "a"}, {}, "invalid_request"),
+            (
+                "export_sequence",
+                {"id": "a", "shard": {"rank": 0, "ranks": 3}},
+                {},
+                "invalid_request",
+            ),
             ("commit", {"id": "a", "token_ids": list(range(5))}, {}, "invalid_request"),
             (
                 "create_sequences",
@@ -172,6 +178,11 @@ def test_a_shard_refuses_unsupported_operations_and_wrong_offsets() -> None:
             assert error.value.code == code, (name, call, error.value.problem)
         again = await caller.view("a")
         assert again == reply
+        exported = (await caller.call("export_sequence", {"id": "a", "shard": shard})).fields
+        assert (exported["header"]["lengths"], exported["whole"]) == ([5, 0], [12, 0])
+        one_layer = {"id": "a", "layer": 0, "length": 7, "epoch": 1}  # the other layer is empty
+        cut = (await caller.call("truncate", one_layer)).fields
+        assert (cut["lengths"], cut["shard"]["lengths"]) == ([2, 0], [7, 0])
 
     on_ranks("cpu", 1, scenario)
 
