@@ -109,8 +109,10 @@ class Sums:
                     f"namespace {one.name} has {found} pages used, cached and pinned, its books "
                     f"say {(one.used, one.cached, one.pinned)}"
                 )
-        if self._cached.total() != pages.num_cached:
-            raise IntegrityError(f"{pages.num_cached} pages are cached, by their books")
+        counted = self._cached.total(), self._pinned.total()
+        if counted != (pages.num_cached, pages.num_pinned):
+            books = f"{pages.num_cached} and {pages.num_pinned}"
+            raise IntegrityError(f"{counted} pages are cached and pinned, the books say {books}")
         if any(self._used.values()):
             raise IntegrityError(f"pages of unknown namespaces: {dict(self._used)}")
         if int(np.count_nonzero(pages.node_of >= 0)) != pages.num_pages:

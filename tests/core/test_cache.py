@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hashlib import blake2b
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from service.core.prefix.named_pages import Change, Cleared, Removed, Stored
 from service.core.prefix.nodes import Retention
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec
+from service.engine.store.event_history import EventHistory
+from service.engine.store.store import Store
 
 PAGE = 4
 
@@ -444,3 +447,50 @@ def test_computed_keys_equal_the_keys_of_the_committed_pages(tree: PrefixTree) -
         while True:
             next(steps)
     assert (end.value.value.computed, end.value.value.computed_from) == (b"".join(keys[1:]), 1)
+
+
+def test_a_page_is_found_without_a_look_at_pages_of_similar_keys(
+    tree: PrefixTree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun(tree, "a", *range(8))
+    similar = [bytes(8) + bytes([number]) * 8 for number in range(8)]
+    tree.commits.commit("a", Prefix(None, as_keys(b"".join(similar))))
+    looked_at: list[Any] = []
+
+    class Watched(list[Any]):
+        def __getitem__(self, number: Any) -> Any:
+            looked_at.append(number)
+            return super().__getitem__(number)
+
+    monkeypatch.setattr(tree.cache.named, "nodes", Watched(tree.cache.named.nodes))
+    assert tree.cache.pin("default", similar[5], "", None) == 6
+    assert len(looked_at) == 1
+    with pytest.raises(UnknownPage):
+        tree.cache.pin("default", bytes(8) + b"8" * 8, "", None)
+
+
+def test_what_is_left_for_each_namespace_is_found_in_one_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tree, count = PrefixTree(64, PAGE, 1), 16
+    for number in range(count):
+        keep(tree, 1, namespace=f"n{number}")
+        tree.create([NewSpec(f"s{number}", namespace=f"n{number}")])
+        tree.budget.set_quota(f"n{number}", (None, 4)[number % 2], number % 3)
+    budget = tree.budget
+    every = [(name, budget.namespaces[name]) for name in budget.namespaces]
+    wanted = {name: (max(0, budget.available(one)), budget.obtainable(one)) for name, one in every}
+    looks: list[str] = []
+    spare_of = budget._spare
+
+    def counted(victim: Any, taker: Any) -> int:
+        looks.append(victim.name)
+        return spare_of(victim, taker)
+
+    monkeypatch.setattr(budget, "_spare", counted)
+    store = SimpleNamespace(tree=tree, history=EventHistory(PAGE, 100), _watermark=0)
+    Store.emit_pressure_event(store, {"referenced": 1, "pinned": 0})  # type: ignore[arg-type]
+    assert len(looks) <= 2 * count
+    for name, left in wanted.items():
+        (event,) = store.history.page(name, 0, 10)[0]
+        assert (event["free"], event["available"]) == left

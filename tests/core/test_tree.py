@@ -526,3 +526,13 @@ def test_an_extension_that_others_share_is_not_undone(change) -> None:
     with pytest.raises(IntegrityError, match="cannot roll back"):
         pool.tree.undo(extension)
     pool.tree.check_integrity()
+
+
+def test_a_sequence_in_use_does_not_expire_however_short_its_life(pool) -> None:
+    pool.create(NewSpec("a", ttl_s=1e-12), NewSpec("b", ttl_s=1e-12))
+    books = pool.tree.books
+    pool.tree.tick(1e6)  # a float near 1e6 has no place for 1e-12
+    assert books.expired(lambda name: name == "a") == ["b"]
+    assert books.expiry.next_due > books.now
+    pool.tree.tick(1e6 + 1)
+    assert books.expired(lambda _: False) == ["a"]

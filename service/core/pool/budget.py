@@ -37,6 +37,8 @@ class Budget:
         self.namespaces: dict[str, Namespace] = {}
         self.num_evicted = 0
         self.keeper: Keeper | None = None
+        self._reserving: list[Namespace] = []
+        """The namespaces with reserved pages."""
         self.most_evicted = NO_LIMIT
         """Maximum pages that one `take` evicts; then it raises `EvictionPaused`, without a change
         beyond the evictions."""
@@ -72,6 +74,7 @@ class Budget:
             raise InvalidRequest("reserved_pages", reserved_pages, rule)
         namespace = self.namespace(name)
         namespace.max_pages, namespace.reserved_pages = max_pages, reserved_pages
+        self._reserving = [one for one in self.namespaces.values() if one.reserved_pages]
         return namespace
 
     def take(self, owner: Namespace, count: int) -> Int32:
@@ -92,20 +95,34 @@ class Budget:
 
     def available(self, owner: Namespace) -> int:
         """Pages the namespace can allocate without evictions; can be negative."""
-        free = self.allocator.num_free
-        if len(self.namespaces) > 1 or owner.name not in self.namespaces:
-            free -= sum(one.unfilled for one in self.namespaces.values() if one is not owner)
+        free = self.allocator.num_free - self._kept_from(owner)
         return free if owner.max_pages is None else min(free, owner.max_pages - owner.used)
 
-    def obtainable(self, owner: Namespace) -> int:
-        """Pages the namespace can allocate within its quota, evictions included."""
-        others = [one for one in self.namespaces.values() if one is not owner]
-        kept = sum(one.unfilled for one in others)
-        spare = sum(self._spare(one, owner) for one in others)
-        most = self.allocator.num_free - kept + owner.cached + spare
+    def obtainable(self, owner: Namespace, spare: int | None = None) -> int:
+        """Pages the namespace can allocate within its quota, evictions included. `spare`: the sum
+        of `spare` over all namespaces."""
+        spare = self.spare if spare is None else spare
+        others = spare - self._spare(owner, None) + owner.cached
+        most = self.allocator.num_free - self._kept_from(owner) + others
         if owner.max_pages is not None:
             most = min(most, owner.max_pages - owner.used + owner.cached)
         return max(0, most)
+
+    @property
+    def spare(self) -> int:
+        """Cached pages of all namespaces that can be evicted for another namespace."""
+        return sum(self._spare(one, None) for one in self.namespaces.values())
+
+    def left(self) -> dict[str, tuple[int, int]]:
+        """For each namespace, the pages that are `available`, at least 0, and `obtainable`."""
+        spare, every = self.spare, self.namespaces.items()
+        return {
+            name: (max(0, self.available(one)), self.obtainable(one, spare)) for name, one in every
+        }
+
+    def _kept_from(self, owner: Namespace) -> int:
+        """Free pages that are reserved for other namespaces."""
+        return sum(one.unfilled for one in self._reserving if one is not owner)
 
     def evict(self, namespace: Namespace, count: int, urgency: Urgency = "now") -> int:
         """Evict up to `count` of a namespace's pages; returns how many."""

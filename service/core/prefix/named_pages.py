@@ -94,7 +94,7 @@ class NamedPages:
         self.listener: Listener | None = None
         self.watcher: Watcher | None = None
         self.retention = RetentionTimers()
-        self.num_pages = self.num_cached = self.num_changes = 0
+        self.num_pages = self.num_cached = self.num_pinned = self.num_changes = 0
         self.page_size = page_size
         self._free_numbers: list[int] = []
 
@@ -268,6 +268,7 @@ class NamedPages:
             self.num_cached += pages
         elif name.state == PINNED:
             namespace.pinned += pages
+            self.num_pinned += pages
 
     # Lookup.
 
@@ -296,12 +297,11 @@ class NamedPages:
 
     def find(self, root: Root, key: bytes) -> tuple[Node, int] | None:
         """The node that has the page of `key`, and the page's index in it; scans every page."""
-        words = np.frombuffer(key, dtype=np.uint64)
-        for page in np.flatnonzero(self.keys[:, 0] == words[0]).tolist():
-            number = int(self.node_of[page])
-            node = self.nodes[number] if number >= 0 else None
-            same = self.keys[page].tobytes() == key
-            if same and node is not None and named(node).root is root:
+        first, last = np.frombuffer(key, dtype=np.uint64)
+        same = (self.keys[:, 0] == first) & (self.keys[:, 1] == last) & (self.node_of >= 0)
+        for page in np.flatnonzero(same).tolist():
+            node = self.nodes[self.node_of.item(page)]
+            if node is not None and named(node).root is root:
                 return node, int(np.flatnonzero(node.pages == page)[0])
         return None
 

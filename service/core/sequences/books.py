@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -270,9 +271,11 @@ class SequenceBooks:
         """
         ids: list[str] = []
         for leaf in self.expiry.take_due(self.now, most):
+            least = self.now
             if is_held(leaf.id):
                 self.used[leaf.index] = self.now
-            ends = float(self.used[leaf.index] + self.ttl_s[leaf.index])
+                least = math.nextafter(self.now, math.inf)  # a tiny `ttl_s` adds nothing to `now`
+            ends = max(float(self.used[leaf.index] + self.ttl_s[leaf.index]), least)
             if ends <= self.now:
                 ids.append(leaf.id)
             else:

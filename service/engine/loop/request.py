@@ -202,7 +202,10 @@ class RequestReader:
         else:
             self._known.move_to_end(key)
         tensors = yield from placing(image, start, prepared.layout)
-        if pinned:
-            tensors = {name: array.view(PinnedArray) for name, array in tensors.items()}
+        if pinned:  # copies of unaligned tensors are not, and own their bytes
+            tensors = {
+                name: array if array.base is None else array.view(PinnedArray)
+                for name, array in tensors.items()
+            }
         answer = AnswerPlace(call.answer, self._limit, pinned)
         return Request(operation, prepared.fields, tensors, answer, tenant, prepared.known)

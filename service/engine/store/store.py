@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kernels.backend import Backend, DeviceLost, Int32, Pending, Tensor
 from service.core.errors import IntegrityError
-from service.core.pool.namespaces import Namespace
 from service.core.sequences.books import Batch
 from service.core.tree import PrefixTree
 from service.core.values import Extension
@@ -206,20 +205,18 @@ class Store:
     def numbers(self, namespace: str | None = None) -> dict[str, int]:
         """Pages by their state, sequences, leases and imports: of the whole pool (None), or of the
         part that a namespace sees. `available`: pages that it can get, evictions included."""
-        budget, imports = self.tree.budget, self.imports.count(namespace)
-        free, available = budget.allocator.num_free, 0
-        chosen: Iterable[Namespace] = budget.namespaces.values()
-        if namespace is not None:
-            own = budget.look(namespace)
-            chosen, free = (own,), max(0, budget.available(own))
-            available = budget.obtainable(own)
-        used = cached = pinned = leases = sequences = 0
-        for one in chosen:
-            used += one.used
-            cached += one.cached
-            pinned += one.pinned
-            leases += len(one.leases)
-            sequences += len(one.leaves)
+        tree, imports = self.tree, self.imports.count(namespace)
+        if namespace is None:
+            allocator, named = tree.allocator, tree.cache.named
+            free, available = allocator.num_free, 0
+            used = allocator.num_pages - free
+            cached, pinned = named.num_cached, named.num_pinned
+            leases, sequences = tree.cache.num_leases, tree.num_sequences
+        else:
+            own = tree.budget.look(namespace)
+            free, available = max(0, tree.budget.available(own)), tree.budget.obtainable(own)
+            used, cached, pinned = own.used, own.cached, own.pinned
+            leases, sequences = own.num_leases, own.num_sequences
         return {
             "free": free,
             "available": available,
@@ -240,12 +237,7 @@ class Store:
         watermark, or fall below; `numbers` are the whole pool's."""
         is_high = numbers["referenced"] + numbers["pinned"] > self._watermark
         if is_high != self.history.is_high:
-            budget = self.tree.budget
-            left = {
-                name: (max(0, budget.available(held)), budget.obtainable(held))
-                for name, held in budget.namespaces.items()
-            }
-            self.history.press(is_high, left)
+            self.history.press(is_high, self.tree.budget.left())
 
 
 def write_cost(rows: tuple[Tensor, Tensor]) -> Cost:

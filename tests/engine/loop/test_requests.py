@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import time
 import weakref
@@ -25,7 +26,18 @@ from service.metrics import Metrics
 from service.operations.schema.spec import validate
 from service.operations.table import BY_NAME
 from tests.engine.fake_backend import FakeBackend
-from tests.engine.harness import Caller, admit, append, decode, fake_engine, run_round
+from tests.engine.harness import (
+    Caller,
+    admit,
+    append,
+    decode,
+    engine_test,
+    fake_engine,
+    gather,
+    rows,
+    run_round,
+)
+from tests.images import entry, pack
 
 
 @fake_engine()
@@ -64,6 +76,34 @@ async def test_tensors_of_a_remembered_header_are_checked_each_time(caller: Call
     await caller.submit(append("a", 1))
     assert await caller.code(masked) == "invalid_request"
     assert await caller.code(masked.but(mask=mask)) == "ok"
+
+
+class Registered(FakeBackend):
+    """A backend that reaches all arenas by DMA."""
+
+    def register(self, address: int, size: int) -> bool:
+        return True
+
+
+@engine_test(Registered)
+async def test_unaligned_tensors_of_a_repeated_call_in_a_pinned_arena_are_read_again(
+    caller: Caller,
+) -> None:
+    await caller.create("a")
+    assert caller.road.pinned_bytes
+    fields = json.dumps({"layer": 0, "sequences": ["a"]})
+    shapes = {"k": entry([1, 2, 8], 0, 64), "v": entry([1, 2, 8], 64, 128)}
+    header = json.dumps({"__metadata__": {"request": fields}} | shapes).encode()
+    header += b" " * (1 - len(header) % 4)
+    request, answer = caller.road.take(4096), caller.road.take(4096)
+    sent = [rows(seed, 1) for seed in range(3)]
+    for one in sent:
+        image = pack(header, one.tobytes() + one.tobytes())
+        request.view(len(image))[:] = image
+        reply = await caller.road.call(BY_NAME["append"].number, request, len(image), answer)
+        assert reply.status == 200
+    stored = await caller.submit(gather("a"))
+    assert np.array_equal(stored.tensors["k"], np.concatenate(sent))
 
 
 @pytest.fixture
