@@ -31,8 +31,8 @@ class ClaimAnswer(Fields):
 class HandOverFields(Fields):
     id: SequenceId
     state: Literal["leaving", "handed", "gone", "back", "arrived"]
-    """Next state of the transfer. `arrived` changes nothing: a 404 at an engine that has finished
-    no import of `generation` lately."""
+    """Next state of the transfer, or of a new sequence. `arrived` changes nothing: a 404 at an
+    engine that has finished no import of `generation` lately."""
     generation: Generation | None = None
     """With `handed`: generation of the export that the other engine has; a 409 with the present one
     if it differs."""
@@ -73,7 +73,7 @@ HAND_OVER: Final = Operation(
     summary="Transfer the ownership of a sequence to another engine",
     description="`leaving` first: from then on it can only be exported. `handed` once the other "
     "engine has all of it: from then on it cannot return by timeout. `gone` deletes it here, "
-    "`back` keeps it.",
+    "`back` keeps it; so they do with a new sequence that is to be confirmed.",
     tag="transfer",
     fields=HandOverFields,
     scope="move",

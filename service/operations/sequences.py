@@ -109,13 +109,19 @@ class CreateFields(Fields):
     prefix_indptr: Indptr | None = None
     """int32 [B+1]: sequence b has the ids or keys `prefix_indptr[b]:prefix_indptr[b+1]` of the
     tensor. Optional for one sequence."""
+    confirm_s: Seconds | None = None
+    """Seconds in which `hand-over` must confirm each new sequence with `back`, else it is deleted;
+    `gone` deletes it at once. Until then calls for it are a 503. Absent: nothing to confirm.
+    Requires the scope `move`."""
 
     @cached_property
     def is_for_shards(self) -> bool:
         return any(new.shard is not None or new.epoch is not None for new in self.sequences)
 
     def moved_with(self) -> str:
-        return "shard" if any(new.shard is not None for new in self.sequences) else ""
+        if any(new.shard is not None for new in self.sequences):
+            return "shard"
+        return "" if self.confirm_s is None else "confirm_s"
 
     def check(self, entries: Entries, info: InfoAnswer) -> None:
         """Ids are distinct, only forks have a length, and every prefix names pages."""

@@ -182,9 +182,12 @@ class ImportFields(Fields):
     `move`."""
     idle_s: Annotated[float, Field(gt=0.0, le=MAX_IDLE_S)] = DEFAULT_IDLE_S
     """With `header`: seconds without a request after which the import is cancelled."""
+    confirm_s: Seconds | None = None
+    """At the end of an import: as of a new sequence. Requires the scope `move`."""
 
     def moved_with(self) -> str:
-        return "shard" if self.shard is not None else "base" if self.base is not None else ""
+        given = [one for one in ("shard", "base", "confirm_s") if getattr(self, one) is not None]
+        return given[0] if given else ""
 
     def sizes(self, info: InfoAnswer) -> dict[str, int]:
         return pool_sizes(info)
@@ -203,6 +206,8 @@ class ImportFields(Fields):
             refuse(f"tensors.{min(extra)}", "given", "belongs to another form of an import")
         if self.before is not None and self.part is None:
             refuse("before", self.before, "requires part")
+        if self.confirm_s is not None and (self.header is not None or self.part is not None):
+            refuse("confirm_s", self.confirm_s, "belongs to the end of an import")
         if self.shard is not None and self.header is None:
             refuse("shard", "given", "requires header")
         if self.header is not None:

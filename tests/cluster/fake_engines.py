@@ -101,7 +101,7 @@ class FakeLink:
                     raise UnknownImport(fields["id"])
                 return {}
         self.check([*fields.get("sequences", ()), *filter(None, [fields.get("id")])])
-        if name == "delete_sequence":
+        if name == "delete_sequence" or (name, fields.get("state")) == ("hand_over", "gone"):
             self.ids.remove(fields["id"])
         return self.replies.get(name, {})
 

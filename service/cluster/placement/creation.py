@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -15,7 +15,7 @@ from service.cluster.membership.engine import Call, Engine, EngineReply, Home, R
 from service.cluster.placement.inflight_prompts import InflightPrompt, Wait
 from service.cluster.placement.placer import Placer
 from service.cluster.placement.prefixes import prefix_of
-from service.cluster.placement.unique_ids import UniqueIds
+from service.cluster.placement.unique_ids import CONFIRM, UniqueIds
 from service.cluster.routing.outcomes import (
     NEXT_ENGINE,
     RETRY_PAUSE_S,
@@ -24,7 +24,7 @@ from service.cluster.routing.outcomes import (
     unknown_ids,
 )
 from service.cluster.routing.replies import longest, reply, results_of
-from service.cluster.routing.sequence_calls import SequenceCalls, joint_error
+from service.cluster.routing.sequence_calls import SequenceCalls
 from service.cluster.routing.tags import new_id, tags_of
 from service.core.prefix.keys import Prefix
 from service.doors.kit.problems import ProblemText
@@ -69,6 +69,9 @@ def new_sequences(call: Call, prepared: Prepared) -> list[New]:
     if (count := len(fields.sequences)) > MAX_NEW:
         rule = f"at most {MAX_NEW} per call to a cluster: send more calls"
         raise InvalidRequest("sequences", f"{count} items", rule)
+    if fields.confirm_s is not None:
+        rule = "is for one engine: a cluster confirms by itself"
+        raise InvalidRequest("confirm_s", fields.confirm_s, rule)
     arrays = call.arrays(prepared.layout)
     sums, found = fields.prefix_indptr, []
     for index, one in enumerate(fields.sequences):
@@ -97,6 +100,8 @@ class Creation:
         self.placer, self.members, self.locator = placer, placer.members, placer.locator
         self.prompts = calls.prompts
         self.call = call
+        self.making = replace(call, tenant=self.members.acting_for(call.tenant))
+        """The request to engines: that sequences are to be confirmed is for routers to say."""
         self.unique = UniqueIds(calls, call)
         self.new = new_sequences(call, prepared)
         self.index = {one.id: at for at, one in enumerate(self.new) if one.id is not None}
@@ -155,10 +160,10 @@ class Creation:
             groups.setdefault(home, []).append(at)
         if len(groups) == 1 and isinstance(self.homes[0], Engine):
             return await self.make_on(self.homes[0])
-        asking = [
-            home.ask(self.call, *request_for(home, [self.new[at] for at in some]))
-            for home, some in groups.items()
-        ]
+        asking = []
+        for home, some in groups.items():
+            fields, arrays = request_for(home, [self.new[at] for at in some])
+            asking.append(home.ask(self.making, fields | CONFIRM, arrays))
         results = await results_of(asking)
         views: list[Fields] = [{}] * len(self.new)
         for (home, some), one in zip(groups.items(), results, strict=True):
@@ -171,38 +176,37 @@ class Creation:
                 raise one
         if self.errors:
             made = {view["id"]: self.homes[at] for at, view in enumerate(views) if view}
-            error = next(iter(self.errors.values()))
-            if done := await self.unique.undo(made):
-                self.errors = {}  # a part of it is there: not to be tried again
-                raise joint_error([error], done)
-            raise error
-        await self.keep({view["id"]: home for view, home in zip(views, self.homes, strict=True)})
+            await self.unique.undo(made)
+            raise next(iter(self.errors.values()))
+        made = {view["id"]: home for view, home in zip(views, self.homes, strict=True)}
+        await self.unique.confirm(made, self.index)
+        self.begin_prompts(made)
         stages = longest(one.stages for one in results if isinstance(one, EngineReply))
         return reply(self.members.arena, self.call, {"sequences": views}, stages=stages)
 
     async def make_on(self, engine: Engine) -> RawReply:
-        """As `make`, all on one engine, whose reply is forwarded."""
+        """As `make`, all on one engine, whose reply is forwarded. Only chosen ids are confirmed."""
         fields, arrays = request_for(engine, self.new)
+        more = CONFIRM if self.index else {}
         try:
-            answered, slot = await engine.send(self.call, fields, arrays)
+            answered, slot = await engine.send(self.making, fields | more, arrays)
         except (ProblemText, AttndError) as error:
             self.errors[engine.tag] = error
             raise
+        made: dict[str, Home] = {one["id"]: engine for one in fields["sequences"]}
         try:
-            await self.keep({one["id"]: engine for one in fields["sequences"]})
+            if self.index:
+                await self.unique.confirm(made, self.index)
         except BaseException:
             self.members.arena.give_back(slot)
             raise
+        self.begin_prompts(made)
         return answered, slot
 
-    async def keep(self, made: Mapping[str, Home]) -> None:
-        """Remembers the new sequences; deletes them where another engine has one of the chosen ids.
-        Raises SequenceExists, NotReady."""
-        if self.index:
-            await self.unique.confirm(made, self.index)
+    def begin_prompts(self, made: Mapping[str, Home]) -> None:
+        """Remembers the new sequences, and whose prompts are computed from now on."""
         for one, (name, home) in zip(self.new, made.items(), strict=True):
-            if one.id is None:
-                self.locator.learn(self.call, [name], home)
+            self.locator.learn(self.call, [name], home)
             if one.prefix is not None:
                 self.prompts.begin(self.call.tenant.namespace, name, one.prompt)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, tee
 from typing import Final
 
@@ -15,7 +15,7 @@ from service.cluster.membership.members import Members
 from service.cluster.placement.cost import Load, choose
 from service.cluster.placement.inflight_prompts import InflightPrompt, Wait
 from service.cluster.placement.prefixes import Prefixes, chained_keys, prefix_of
-from service.cluster.placement.unique_ids import UniqueIds
+from service.cluster.placement.unique_ids import CONFIRM, UniqueIds
 from service.cluster.routing.locator import ASK_DEADLINE_S, Locator
 from service.cluster.routing.outcomes import NEXT_ENGINE, Outcome
 from service.cluster.routing.replies import results_of
@@ -180,14 +180,17 @@ class ImportCall:
     async def go_on(self, engine: Engine) -> RawReply:
         """A step of an import. Its end makes a sequence, which may have been made elsewhere since
         the beginning."""
-        answered, slot = await engine.call(self.call)
-        is_import = self.call.operation is IMPORT
-        if is_import and self.fields.header is None and self.fields.part is None:
-            try:
-                await self.unique.confirm({self.fields.id: engine}, [self.fields.id])
-            except BaseException:
-                self.members.arena.give_back(slot)
-                raise
+        fields, is_import = self.fields, self.call.operation is IMPORT
+        if not is_import or fields.header is not None or fields.part is not None:
+            return await engine.call(self.call)
+        ending = replace(self.call, tenant=self.members.acting_for(self.call.tenant))
+        given = fields.model_dump(exclude_unset=True)
+        answered, slot = await engine.send(ending, given | CONFIRM, {})
+        try:
+            await self.unique.confirm({fields.id: engine}, [fields.id])
+        except BaseException:
+            self.members.arena.give_back(slot)
+            raise
         return answered, slot
 
     async def engine_of_import(self) -> Engine | None:

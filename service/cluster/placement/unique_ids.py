@@ -1,34 +1,29 @@
 """Ids that callers choose exist once, whichever doors make them.
 
-A door looks before it makes a sequence and again afterwards, so of two doors that make the same id
-at once at least one sees the other's. Meanwhile a drain may move the new sequence: then its first
-engine does not have it any more, and the one elsewhere is not another's.
+A door looks for an id before it makes the sequence and again afterwards, so of two doors that make
+the same id at once at least one sees the other's. Meanwhile the new sequence answers no calls, and
+no drain moves it: then the door confirms it, or deletes it. Where the door dies, it expires.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from service.cluster.membership.engine import Call, Home
-from service.cluster.routing.outcomes import Outcome, outcome_of
-from service.cluster.routing.replies import gather_all
-from service.cluster.routing.sequence_calls import SequenceCalls, joint_error
+from service.cluster.membership.engine import Call, Engine, EngineReply, Home
+from service.cluster.routing.replies import gather_all, results_of
+from service.cluster.routing.sequence_calls import SequenceCalls
 from service.cluster.routing.tags import tags_of
-from service.doors.kit.problems import ProblemText
-from service.errors import (
-    AttndError,
-    DeadlineExceeded,
-    LostSequence,
-    SequenceExists,
-    UnknownSequence,
-)
-from service.operations.sequences import DELETE_SEQUENCE
+from service.errors import DeadlineExceeded, LostSequence, NotReady, SequenceExists
+from service.operations.internal import HAND_OVER
 
-UNDO_S: Final = 10.0
+CONFIRM_S: Final = 15.0
+"""After which engines delete a new sequence that its door has not confirmed."""
+CONFIRM: Final = {"confirm_s": CONFIRM_S}
+"""The field of a call for new sequences that are to be confirmed."""
+REPLY_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,39 +38,51 @@ class UniqueIds:
         some does not reply."""
         members = self.calls.members
         members.check_all_respond()
-        names = list(ids)
-        if taken := await self.calls.locator.holders(names, self.call.tenant, members.engines):
-            raise SequenceExists([name for name in names if name in taken])
+        if taken := await self.taken(list(ids), members.engines):
+            raise SequenceExists([name for name in ids if name in taken])
 
     async def confirm(self, made: Mapping[str, Home], chosen: Collection[str]) -> None:
-        """Looks for other sequences of the chosen ones of the ids just made, and remembers where
-        all are. Where there are others, or that cannot be known, deletes all that were made and
-        raises SequenceExists, NotReady."""
-        left = dict(made)
+        """Looks for other sequences of the chosen ones of the ids just made; then others may call
+        all of them. Where there are others, or that cannot be known, deletes all that were made and
+        raises SequenceExists, NotReady. Raises DeadlineExceeded where an engine does not reply to
+        the confirmation."""
         try:
-            if twice := await self.twice({name: made[name] for name in chosen}):
-                for name in twice:
-                    del left[name]
-                raise SequenceExists(twice)
+            if twice := await self.elsewhere({name: made[name] for name in chosen}):
+                raise SequenceExists([name for name in made if name in twice])
             self.calls.members.check_reachable()
-        except BaseException as error:
-            if done := await self.undo(left):
-                raise joint_error([error], done) from None
+        except BaseException:
+            await self.undo(made)
             raise
+        confirmed = await asyncio.shield(self.set_state(made, "back"))
+        for error in confirmed:
+            if not isinstance(error, EngineReply):
+                text = f"new sequences were not confirmed within {REPLY_S:g} s"
+                raise DeadlineExceeded(f"{text}: they may have been made") from error
 
-    async def twice(self, made: Mapping[str, Home]) -> list[str]:
-        """The ids of which there were others; their new sequences are deleted."""
-        twice: list[str] = []
-        there = await self.elsewhere(made)
+    async def undo(self, made: Mapping[str, Home]) -> None:
+        """Deletes sequences of a call that has failed; at an engine that does not reply they
+        expire."""
         for name, home in made.items():
-            if name not in there:
-                self.calls.locator.learn(self.call, [name], home)
-            elif await self.delete_at(home, name):
-                twice.append(name)
-            else:  # a drain has moved it
-                with suppress(UnknownSequence, LostSequence):
-                    await self.calls.locator.find([name], self.call.tenant)
-        return twice
+            home.forget(self.call, [name])
+        await asyncio.shield(self.set_state(made, "gone"))
+
+    async def set_state(
+        self, made: Mapping[str, Home], state: str
+    ) -> list[EngineReply | BaseException]:
+        """Has the engines of new sequences keep them (`back`) or delete them (`gone`)."""
+        members = self.calls.members
+        tenant = members.acting_for(self.call.tenant)
+
+        async def ask(tag: str, name: str) -> EngineReply:
+            engine = members.by_tag.get(tag)
+            if engine is None:
+                raise NotReady("the session with its engine has ended")
+            asking = engine.own(HAND_OVER, tenant, REPLY_S, is_poll=True)  # also at a silent one
+            return await engine.ask(asking, {"id": name, "state": state})
+
+        return await results_of(
+            [ask(tag, name) for name, home in made.items() for tag in tags_of(home.tag)]
+        )
 
     async def elsewhere(self, made: Mapping[str, Home]) -> set[str]:
         """The ids that other engines than those of `made` have as well. Looks twice while sequences
@@ -87,48 +94,19 @@ class UniqueIds:
             for engine in engines:
                 others = [one for one, home in made.items() if engine.tag not in tags_of(home.tag)]
                 if others:
-                    looks.append(self.calls.locator.holders(others, self.call.tenant, [engine]))
-            for holders in await gather_all(looks):
-                found |= holders.keys()
+                    looks.append(self.taken(others, [engine]))
+            for names in await gather_all(looks):
+                found |= names
         return found
 
-    async def delete_at(self, home: Home, name: str) -> bool:
-        """Deletes a new sequence at its first engine; False where a drain has moved it away. Raises
-        what engines raise."""
-        delete = self.deletion(home)
-        while True:
-            try:
-                await home.ask(delete, {"id": name})
-                return True
-            except (ProblemText, AttndError) as error:
-                outcome = outcome_of(error)
-                if outcome in (Outcome.UNKNOWN, Outcome.STALE):
-                    return False
-                if outcome is not Outcome.MOVING or not delete.may_retry():
-                    raise
-                await self.calls.retries.wait_for_move(delete, error)
-
-    def deletion(self, home: Home) -> Call:
-        tenant = self.calls.members.acting_for(self.call.tenant)
-        # a silent engine has the sequence, too
-        return home.own(DELETE_SEQUENCE, tenant, UNDO_S, is_poll=True)
-
-    async def undo(self, made: Mapping[str, Home]) -> list[str]:
-        """Deletes sequences of a call that has failed. Returns those that had left their engines:
-        others have used or deleted them, or a drain has moved them. Raises DeadlineExceeded where
-        an engine does not reply in time; the deletion goes on."""
-        members = self.calls.members
-
-        async def delete(name: str, home: Home) -> bool:
-            try:
-                return await self.delete_at(home, name)
-            except (ProblemText, AttndError) as error:
-                await members.wait_for_fate(tags_of(home.tag))
-                if any(map(members.is_dead, tags_of(home.tag))):
-                    return True
-                text = f"{name} was made, and its engine does not reply: it may have been applied"
-                raise DeadlineExceeded(text) from error
-
-        deleting = [delete(name, home) for name, home in made.items()]
-        deleted = await asyncio.shield(gather_all(deleting))
-        return [name for name, is_deleted in zip(made, deleted, strict=True) if not is_deleted]
+    async def taken(self, names: list[str], engines: Iterable[Engine]) -> set[str]:
+        """Those of the ids that some of `engines` have. Raises NotReady where shards are left of a
+        sequence that was lost: they are deleted first."""
+        locator, tenant = self.calls.locator, self.call.tenant
+        holders = await locator.holders(names, tenant, engines)
+        try:
+            looks = [locator.tag_of(name, engine, tenant) for name, engine in holders.items()]
+            tags = await gather_all(looks)
+        except LostSequence as error:
+            raise NotReady(f"shards of a lost sequence are left: {error}: retry later") from error
+        return {name for name, tag in zip(holders, tags, strict=True) if tag is not None}

@@ -79,15 +79,6 @@ async def delete_one(engine: Engine, one: ShardedSequence, call: Call) -> Engine
     return await engine.ask(delete, {"ids": [one.id]})
 
 
-async def delete_created(
-    ranks: Ranks, call: Call, fields: dict[str, Any], _: Mapping[str, Array]
-) -> EngineReply:
-    """Delete sequences that were created a moment ago: at every rank, also where one refuses."""
-    replies = await ranks.broadcast(call, fields)
-    ranks.forget(call, fields["ids"])
-    return ranks.whole(replies)[0]
-
-
 async def delete_shards(engines: Sequence[Engine], tenant: Tenant, name: str) -> None:
     """Have the engines that can be called delete their shards of a sequence; a whole sequence of
     that name stays."""

@@ -16,7 +16,7 @@ from kernels.states import add_sinks, merge_states
 from service.cluster.membership.engine import Call, EngineReply
 from service.cluster.routing.batch_split import row_sums
 from service.cluster.routing.replies import longest, results_of
-from service.cluster.sharded.deletion import delete, delete_created
+from service.cluster.sharded.deletion import delete
 from service.cluster.sharded.epochs import (
     REPAIR_S,
     TRIES,
@@ -40,8 +40,9 @@ from service.errors import (
     LengthMismatch,
     NotReady,
 )
+from service.operations.internal import HAND_OVER
 from service.operations.schema.fields import check_sinks
-from service.operations.sequences import DELETE_SEQUENCES, GET_SEQUENCE
+from service.operations.sequences import GET_SEQUENCE
 
 if TYPE_CHECKING:
     from service.cluster.sharded.ranks import Ranks
@@ -147,6 +148,7 @@ async def create(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> EngineR
     call.tenant.require(call.operation.scope, call.operation.name)
     call = replace(call, tenant=ranks.acting_for(call.tenant))
     new = fields["sequences"]
+    confirming = {"confirm_s": fields["confirm_s"]} if "confirm_s" in fields else {}
     own = {one["id"] for one in new}
     parents = sorted({one["parent"] for one in new if one.get("parent")} - own)
 
@@ -161,7 +163,7 @@ async def create(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> EngineR
         for rank, engine in enumerate(ranks.engines):
             shard = {"rank": rank, "ranks": len(ranks.engines)}
             there = [shard_fields(one, shard, created[one["id"]]) for one in new]
-            asking.append(engine.ask(call, {"sequences": there}))
+            asking.append(engine.ask(call, {"sequences": there} | confirming))
         replies = await results_of(asking)
         if not all(isinstance(reply, EngineReply) for reply in replies):
             await undo_create(ranks, call, [one["id"] for one in new], replies)
@@ -220,19 +222,18 @@ def fork_length(parent: str | None, lengths: Sequence[int], wanted: int | None) 
 
 
 async def undo_create(ranks: Ranks, call: Call, ids: list[str], replies: Sequence[object]) -> None:
-    """Delete the sequences at the ranks that have, or may have, created them, as others did not.
-    Raises DeadlineExceeded where one of these does not reply in time; the deletion goes on."""
+    """Delete the sequences at the ranks that have, or may have, created them, as others did not; at
+    a rank that does not reply they expire, since nobody confirms them."""
     ranks.forget(call, ids)
     # an engine that has fallen silent since has them, too
-    undo = ranks.own(DELETE_SEQUENCES, call.tenant, REPAIR_S, is_poll=True)
+    undo = ranks.own(HAND_OVER, call.tenant, REPAIR_S, is_poll=True)
     asking = [
-        engine.ask(undo, {"ids": ids})
+        engine.ask(undo, {"id": name, "state": "gone"})
         for engine, reply in zip(ranks.engines, replies, strict=True)
         if not isinstance(reply, ProblemText)
+        for name in ids
     ]
-    for error in await asyncio.shield(results_of(asking)):
-        if isinstance(error, DeadlineExceeded):
-            raise error
+    await asyncio.shield(results_of(asking))
 
 
 async def get(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> EngineReply:
@@ -376,5 +377,4 @@ HANDLERS: Final[dict[str, Handler]] = {
     "get_sequence": get,
     "truncate": truncate,
     "delete_sequence": delete,
-    "delete_sequences": delete_created,
 }

@@ -44,7 +44,7 @@ def hand_over(store: Store, request: Request, _: Seconds) -> Fields:
     elif mark is None:
         tree.books.leaf(name)  # an unknown sequence is refused as such, whatever the state
         raise InvalidRequest(
-            "state", fields.state, "not marked for transfer, or the mark has expired"
+            "state", fields.state, "not marked for transfer or as new, or the mark has expired"
         )
     elif fields.generation is not None:
         present = generation(tree, tree.books.leaf(name), store.info.instance_id)
@@ -53,6 +53,5 @@ def hand_over(store: Store, request: Request, _: Seconds) -> Fields:
         marks.put(name, Mark(fields.for_s, is_handed=True))
     else:
         tree.books.leaf(name)  # it counts as used
-        mark.is_handed = fields.state == "gone"
-        marks.end(name)
+        marks.end(name, deletes=fields.state == "gone")
     return {}

@@ -183,6 +183,7 @@ def finish(store: Store, request: Request) -> Fields:
     if into.latest is not None and fields.digest != into.latest.hex():
         raise DigestMismatch("digest", fields.digest, into.latest.hex())
     rename(store.tree, into.hidden, fields.id, into.header.ttl_s)
+    store.move_marks.put_new((fields.id,), fields.confirm_s)
     store.imports.finish(into)
     return report(request, into, is_done=True)
 

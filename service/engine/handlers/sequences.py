@@ -72,6 +72,7 @@ def create_sequences(
         return SlicedWork(loaded, made.undo, made=tuple(fresh), undo_slices=made.undo_slices)
     if len(new) <= MADE_AT_ONCE and made.is_short:
         made.some(0, len(new))
+        store.move_marks.put_new(ids, request.fields.confirm_s)
         return Completed(counts=made.lay())
     # no counts: they are known only at the end
     return SlicedWork(made.slices(), made.undo, made=tuple(fresh), undo_slices=made.undo_slices)
@@ -173,6 +174,7 @@ class SequenceBatch:
         yield from in_slices(self._pieces())
         self.lay()
         yield empty_slice()  # the end of a long answer is a turn of its own
+        self._store.move_marks.put_new(self._ids, self._request.fields.confirm_s)
 
     def _pieces(self) -> Generator[None, None, None]:
         at_once = MADE_AT_ONCE if self.is_short else 1

@@ -1,4 +1,4 @@
-"""Sequences on their way: unfinished imports, and marks of migrating ones."""
+"""Sequences on their way: unfinished imports, and marks of migrating and of new ones."""
 
 from __future__ import annotations
 
@@ -115,10 +115,11 @@ ENDED_AT_ONCE: Final = 64
 @dataclass(slots=True)
 class Mark:
     """Seconds until a mark expires; the sequence then belongs to this engine again, or is deleted
-    here if its ownership was transferred (`is_handed`)."""
+    here if its ownership was transferred (`is_handed`), or if it is new and was not confirmed."""
 
     for_s: float
     is_handed: bool = False
+    is_new: bool = False
 
 
 class MoveMarks:
@@ -148,18 +149,25 @@ class MoveMarks:
         if (mark := self.marks.get(name)) is not None:
             self.ends.set(name, time.monotonic() + mark.for_s)
 
-    def end(self, name: str) -> None:
-        """Remove a mark; a sequence whose ownership was transferred is deleted."""
-        mark = self.marks.pop(name)
+    def put_new(self, names: Iterable[str], for_s: float | None) -> None:
+        """Mark new sequences, to be confirmed within `for_s` seconds; None: they need not be."""
+        if for_s is not None:
+            for name in names:
+                self.put(name, Mark(for_s, is_new=True))
+
+    def end(self, name: str, *, deletes: bool) -> None:
+        """Remove a mark, or delete the sequence with it."""
+        del self.marks[name]
         self.ends.cancel(name)
-        if mark.is_handed and name in self._tree.books:
+        if deletes and name in self._tree.books:
             self._tree.free((name,))
 
     def expire(self, now: float, is_held: Callable[[str], bool]) -> None:
-        """Remove expired marks: the sequence stays, or is deleted if ownership was transferred. The
-        mark of a sequence in use starts again."""
+        """Remove expired marks: the sequence stays, or is deleted, see `Mark`. The mark of a
+        sequence in use starts again."""
         for name in self.ends.take_due(now, ENDED_AT_ONCE):
             if is_held(name):
                 self.prolong(name)
             else:
-                self.end(name)
+                mark = self.marks[name]
+                self.end(name, deletes=mark.is_handed or mark.is_new)

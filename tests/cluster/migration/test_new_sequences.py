@@ -51,23 +51,30 @@ async def holders(door: Cluster, name: str) -> list[str]:
 
 
 @THREE
-async def test_a_sequence_that_a_drain_moves_before_its_door_has_checked_its_id_is_made_once(
+async def test_a_drain_moves_a_new_sequence_once_its_door_has_checked_its_id(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with another_door(cluster) as second:
-        before_the_check(monkeypatch, lambda: move(second, SECOND))
+        moving: list[asyncio.Task[None]] = []
+
+        async def begin_move() -> None:
+            moving.append(asyncio.create_task(move(second, SECOND)))
+            await asyncio.sleep(0.3)
+            assert await holders(cluster, "new") == [SOURCE]
+
+        before_the_check(monkeypatch, begin_move)
         cluster.only_on(SOURCE)
         made = await cluster.call("create_sequences", {"sequences": [{"id": "new"}, {"id": "b"}]})
         cluster.only_on()
         assert made.status == 201, made
+        await moving[0]
         assert await holders(cluster, "new") == await holders(cluster, "b") == [SECOND]
-        assert cluster.home("new") == SECOND
         row = np.zeros((1, HEADS, DIM), FLOAT)
         await cluster.ok("append", {"layer": 0, "sequences": ["new"]}, k=row, v=row)
 
 
 @THREE
-async def test_of_two_equal_ids_of_which_a_drain_moves_one_one_is_left(
+async def test_of_two_equal_ids_that_are_made_at_once_one_is_left(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with another_door(cluster) as second:
@@ -77,7 +84,6 @@ async def test_of_two_equal_ids_of_which_a_drain_moves_one_one_is_left(
             second.only_on(SECOND)
             made = await second.call("create_sequences", {"sequences": [{"id": "same"}]})
             other.append(made.status)
-            await move(second, THIRD)
 
         before_the_check(monkeypatch, rival)
         cluster.only_on(SOURCE)
@@ -89,27 +95,60 @@ async def test_of_two_equal_ids_of_which_a_drain_moves_one_one_is_left(
 
 
 @THREE
-async def test_a_failed_call_lists_the_sequences_it_made_and_a_drain_moved(
+@pytest.mark.parametrize("name", ["append", "delete_sequence"])
+async def test_calls_for_an_id_that_a_door_makes_a_second_time_are_for_the_first(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Also through a door that believes the sequence to be where the second one is made."""
+    row = np.zeros((1, HEADS, DIM), FLOAT)
+    asked: dict[str, Any] = {"layer": 0, "sequences": ["same"]}
+    given = (asked, {"k": row, "v": row}) if name == "append" else ({"id": "same"}, {})
+    async with another_door(cluster) as second:
+        calls: list[asyncio.Task[Any]] = []
+
+        async def call() -> None:
+            (source,) = [one for one in second.router.members.engines if one.name == SOURCE]
+            second.router.locator.tags.learn(("default", "same"), source.tag)
+            calls.append(asyncio.create_task(second.call(name, given[0], **given[1])))
+            await asyncio.sleep(0.2)
+
+        second.only_on(SECOND)
+        await second.ok("create_sequences", {"sequences": [{"id": "same"}]})
+        before_the_check(monkeypatch, call)
+        monkeypatch.setattr(UniqueIds, "refuse_taken", lambda *_: asyncio.sleep(0))
+        cluster.only_on(SOURCE)
+        made = await cluster.call("create_sequences", {"sequences": [{"id": "same"}]})
+        cluster.only_on()
+        assert (made.status, (await calls[0]).status // 100) == (409, 2)
+        left = await cluster.call("get_sequence", {"id": "same"})
+        if name == "append":
+            assert left.fields["lengths"][0] == 1
+        else:
+            assert left.status == 404
+
+
+@THREE
+async def test_a_failed_call_makes_nothing_also_while_a_drain_moves(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster.only_on(SECOND)
     await cluster.ok("create_sequences", {"sequences": [{"id": "parent"}]})
     cluster.only_on(SOURCE)
-    undo, has_moved = UniqueIds.undo, []
+    undo, moving = UniqueIds.undo, list[asyncio.Task[None]]()
 
-    async def late(unique: UniqueIds, made: Any) -> list[str]:
-        if made and not has_moved:
-            has_moved.append(made)
+    async def late(unique: UniqueIds, made: Any) -> None:
+        if made and not moving:
             cluster.only_on()
-            await asyncio.create_task(move(cluster, THIRD))
-        return await undo(unique, made)
+            moving.append(asyncio.create_task(move(cluster, THIRD)))
+            await asyncio.sleep(0.3)
+        await undo(unique, made)
 
     monkeypatch.setattr(UniqueIds, "undo", late)
     new = [{"id": "one"}, {}, {"id": "two", "parent": "parent", "length": 99}]
     refused = await cluster.call("create_sequences", {"sequences": new})
-    assert refused.status == 422 and has_moved
-    assert "one" in refused.fields["done"] and len(refused.fields["done"]) == 2
-    assert sorted(await cluster.ids()) == sorted(["parent", *refused.fields["done"]])
+    assert refused.status == 422 and moving and "done" not in refused.fields
+    await moving[0]
+    assert await cluster.ids() == ["parent"]
 
 
 @THREE
@@ -136,17 +175,21 @@ async def test_an_import_and_a_new_sequence_of_one_id_are_not_both_made(
 
 
 @THREE
-async def test_what_others_made_under_the_same_id_meanwhile_is_not_undone(
+async def test_no_other_call_is_for_a_new_sequence_that_its_door_deletes_again(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    undo = UniqueIds.undo
+    undo, seen = UniqueIds.undo, list[tuple[int, str]]()
 
-    async def late(unique: UniqueIds, made: Any) -> list[str]:
+    async def late(unique: UniqueIds, made: Any) -> None:
         async with another_door(cluster) as second:
-            await second.ok("delete_sequence", {"id": "one"})
-            second.only_on(THIRD)
-            await second.ok("create_sequences", {"sequences": [{"id": "one"}]})
-        return await undo(unique, made)
+            for name, fields in (
+                ("get_sequence", {"id": "one"}),
+                ("delete_sequence", {"id": "one"}),
+                ("create_sequences", {"sequences": [{"id": "one"}]}),
+            ):
+                answer = await second.call(name, fields)
+                seen.append((answer.status, answer.fields["code"]))
+        await undo(unique, made)
 
     cluster.only_on(SECOND)
     await cluster.ok("create_sequences", {"sequences": [{"id": "parent"}]})
@@ -154,9 +197,10 @@ async def test_what_others_made_under_the_same_id_meanwhile_is_not_undone(
     monkeypatch.setattr(UniqueIds, "undo", late)
     new = [{"id": "one"}, {"id": "two", "parent": "parent", "length": 99}]
     refused = await cluster.call("create_sequences", {"sequences": new})
-    cluster.only_on()
     assert refused.status == 422
-    assert await holders(cluster, "one") == [THIRD]
+    moving = (503, "sequence_moving")
+    assert seen[:2] == [moving] * 2 and seen[2] == (409, "sequence_exists")
+    await cluster.ok("create_sequences", {"sequences": [{"id": "one"}]})
 
 
 @THREE

@@ -10,6 +10,7 @@ import pytest
 from service.cluster.migration.ownership import roll_back, settle
 from service.cluster.migration.transfer import Family
 from service.cluster.placement.cost import Load
+from service.cluster.placement.unique_ids import CONFIRM_S
 from service.errors import (
     InvalidRequest,
     NotReady,
@@ -85,31 +86,41 @@ async def test_another_engine_makes_what_one_has_no_room_or_no_session_for(
         assert len(cluster.links["a"].calls("gather")) == 2, "ids are looked for before and after"
 
 
-@pytest.mark.parametrize(
-    ("fate", "status", "done"),
-    [
-        ([], 422, None),
-        ([SequenceMoving(["new-a"]), SequenceMoving(["new-a"])], 422, None),
-        ([UnknownSequence(["new-a"])], 422, ["new-a"]),
-        ([SequenceMoving(["new-a"]), UnknownSequence(["new-a"])], 422, ["new-a"]),
-        ([LOST], 504, None),
-        ([InvalidRequest("id", "new-a", "is refused")], 504, None),
-    ],
-)
-async def test_a_failed_call_says_what_it_could_not_undo(
-    fate: list[Exception], status: int, done: list[str] | None
-) -> None:
+@pytest.mark.parametrize("fate", [[], [LOST], [InvalidRequest("state", "gone", "is refused")]])
+async def test_a_failed_call_deletes_what_it_made_or_lets_it_expire(fate: list[Exception]) -> None:
     async with fake_cluster("ab") as cluster:
         new = await parents(cluster)
         cluster.links["b"].do_next("create_sequences", REFUSED)
-        cluster.links["a"].do_next("delete_sequence", *fate)
+        cluster.links["a"].do_next("hand_over", *fate)
         failed, problem = await create(cluster, *new)
-        assert (failed, problem.get("done")) == (status, done)
-        assert cluster.links["b"].calls("create_sequences") == [{"sequences": new[1:]}], "once"
-        if status == 504:
-            assert "new-a was made" in problem["detail"] and "may have" in problem["detail"]
-        elif done is None:
-            assert left(cluster) == []
+        assert (failed, problem.get("done")) == (422, None)
+        (asked,) = cluster.links["b"].calls("create_sequences")
+        assert asked == {"sequences": new[1:], "confirm_s": CONFIRM_S}
+        assert cluster.links["a"].calls("hand_over") == [{"id": "new-a", "state": "gone"}]
+        assert left(cluster) == (["new-a"] if fate else [])
+
+
+@pytest.mark.parametrize("error", [LOST, InvalidRequest("state", "back", "it has expired")])
+async def test_a_new_sequence_that_is_perhaps_not_confirmed_is_a_504(error: Exception) -> None:
+    async with fake_cluster("ab") as cluster:
+        cluster.only_on("a")
+        cluster.links["a"].do_next("hand_over", error)
+        failed, problem = await create(cluster, {"id": "new"})
+        assert (failed, problem["code"]) == (504, "deadline_exceeded")
+        assert "may have been made" in problem["detail"]
+        assert cluster.links["a"].calls("hand_over") == [{"id": "new", "state": "back"}]
+
+
+async def test_an_id_of_which_shards_are_left_is_not_taken_and_free_once_they_are_deleted() -> None:
+    async with fake_cluster("ab") as cluster:
+        link = cluster.links["a"]
+        link.ids.add("new")
+        link.replies["get_sequence"] = {"shard": {"rank": 0, "ranks": 2, "epoch": 5}}
+        failed, problem = await create(cluster, {"id": "new"})
+        assert (failed, problem["code"]) == (503, "not_ready")
+        assert "shards of a lost sequence" in problem["detail"]
+        link.ids.remove("new")
+        assert (await create(cluster, {"id": "new"}))[0] == 201
 
 
 async def test_what_a_dead_engine_had_made_needs_no_undoing() -> None:
@@ -121,7 +132,7 @@ async def test_what_a_dead_engine_had_made_needs_no_undoing() -> None:
             raise LOST
 
         cluster.links["b"].do_next("create_sequences", REFUSED)
-        cluster.links["a"].do_next("delete_sequence", die)
+        cluster.links["a"].do_next("hand_over", die)
         status, problem = await create(cluster, *new)
         assert (status, problem.get("done")) == (422, None)
 
@@ -155,22 +166,6 @@ async def test_an_id_that_another_door_makes_meanwhile_is_made_by_neither(
         assert cluster.ids_at() == {"a": set(), "b": {"same"}}
         cluster.router.locator.tags.known.clear()
         await cluster.ok("get_sequence", {"id": "same"})
-
-
-async def test_a_new_sequence_that_a_drain_moves_meanwhile_is_found_where_it_is() -> None:
-    async with fake_cluster("ab") as cluster:
-        cluster.only_on("a")
-
-        async def move() -> None:
-            link = cluster.links["a"]
-            if "new" in link.ids:
-                link.ids.remove("new")
-                cluster.links["b"].ids.add("new")
-
-        cluster.links["b"].do_next("gather", move, move)  # before it is made, and afterwards
-        assert await create(cluster, {"id": "new"}) == (201, ["new"])
-        assert cluster.ids_at() == {"a": set(), "b": {"new"}}
-        assert cluster.home("new") == "b"
 
 
 async def test_while_an_engine_drains_ids_are_looked_for_twice() -> None:
@@ -288,8 +283,8 @@ async def test_a_shard_is_deleted_at_an_engine_that_falls_silent_where_another_r
         cluster.links["b"].do_next("create_sequences", fall_silent)
         status, _ = await create(cluster, {"id": "new", "ranks": 2})
         assert status == 507
-        deleted = [link.calls("delete_sequences") for link in cluster.links.values()]
-        assert deleted == [[], [{"ids": ["new"]}]]
+        deleted = [link.calls("hand_over") for link in cluster.links.values()]
+        assert deleted == [[], [{"id": "new", "state": "gone"}]]
 
 
 async def test_an_import_is_cancelled_at_an_engine_that_has_fallen_silent_amid_a_move() -> None:

@@ -64,6 +64,43 @@ async def test_a_sequence_that_stays_after_all_has_been_used(caller: Caller) -> 
     assert caller.engine.store.tree.books.used.max() > used
 
 
+@cpu_engine(slice_ms=1e-6)
+async def test_a_new_sequence_answers_no_call_before_it_is_confirmed(caller: Caller) -> None:
+    await caller.create("b")
+    await grow(caller, "b", (23, 23), CPU_GEOMETRY)
+    given = await export(caller, "b")
+
+    async def create(for_s: float) -> None:
+        new = {"sequences": [{"id": "a", "parent": "b"}], "confirm_s": for_s}
+        await caller.call("create_sequences", new)
+
+    async def take(for_s: float) -> None:
+        begun = (await caller.submit(given.begin("a", share=False))).fields
+        for number in range(begun["num_parts"]):
+            await caller.submit(given.part("a", number))
+        await caller.submit(given.end("a", confirm_s=for_s))
+
+    look = NewCall("get_sequence", {"id": "a"})
+    for make in (create, take):
+        await make(60.0)
+        assert await caller.code(look) == await hand(caller, "leaving") == "sequence_moving"
+        assert await caller.code(NewCall("delete_sequences", {"ids": ["a"]})) == "sequence_moving"
+        assert await hand(caller, "back") == await caller.code(look) == "ok"
+        assert await hand(caller, "gone") == "invalid_request", "it is confirmed"
+        await caller.call("delete_sequence", {"id": "a"})
+        await make(60.0)
+        assert (await hand(caller, "gone"), await caller.code(look)) == ("ok", "unknown_sequence")
+        await make(0.05)
+        await asyncio.sleep(0.3)
+        assert await caller.code(look) == await hand(caller, "back") == "unknown_sequence"
+    many = [{"id": f"n-{number}"} for number in range(40)]  # in slices
+    await caller.call("create_sequences", {"sequences": many, "confirm_s": 0.05})
+    assert await caller.code(NewCall("get_sequence", {"id": "n-39"})) == "sequence_moving"
+    await asyncio.sleep(0.3)
+    assert (await caller.pool())["sequences"] == 1
+    assert not caller.engine.store.move_marks.marks
+
+
 @cpu_engine()
 async def test_an_engine_says_what_has_arrived_also_after_it_was_deleted(caller: Caller) -> None:
     await caller.create("b")

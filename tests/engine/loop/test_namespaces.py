@@ -254,6 +254,8 @@ async def test_moves_of_parts_of_sequences_need_the_scope_move(caller: Caller) -
         import_of(base="a"),
         import_of(shard=SHARD | {"epoch": 1, "lengths": [0] * GEOMETRY.num_layers}),
         creation({"id": "part", "shard": SHARD}),
+        NewCall("create_sequences", {"sequences": [{"id": "new"}], "confirm_s": 0.1}),
+        NewCall("import_sequence", {"id": "b", "digest": "0" * 64, "confirm_s": 0.1}),
         NewCall("claim", {"id": "a", "epoch": 3}),
         NewCall("hand_over", {"id": "a", "state": "leaving"}),
     ):
