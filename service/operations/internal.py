@@ -73,7 +73,7 @@ HAND_OVER: Final = Operation(
     summary="Transfer the ownership of a sequence to another engine",
     description="`leaving` first: from then on it can only be exported. `handed` once the other "
     "engine has all of it: from then on it cannot return by timeout. `gone` deletes it here, "
-    "`back` keeps it; so they do with a new sequence that is to be confirmed.",
+    "`back` keeps it; so they do with a new sequence that waits for its confirmation.",
     tag="transfer",
     fields=HandOverFields,
     scope="move",
