@@ -66,7 +66,7 @@ class Undigested(RecordLayout):
 
     __slots__ = ()
 
-    def _digest(self, block: memoryview, digests: bytes | None) -> bytes:
+    def _digest(self, head: bytes, block: object, digests: bytes | None = None) -> bytes:
         return bytes(16)
 
 

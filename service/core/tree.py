@@ -339,7 +339,7 @@ class PrefixTree:
             for leaf, have, page in zip(leaves, held, pages.tolist(), strict=True):
                 leaf.push_one(have, page)
         else:
-            pieces = np.split(pages, ends[:-1])
+            pieces = [pages] if grown.size == 1 else np.split(pages, ends[:-1])
             for leaf, have, piece in zip(leaves, held, pieces, strict=True):
                 leaf.push(have, piece)
         self.books.num_pages[grown] += missing

@@ -75,41 +75,43 @@ class RecordLayout:
         if not fits or not 0 <= length <= self.payload_bytes or len(key) != KEY_BYTES:
             sizes = f"{len(owner)}, {len(label)}, {len(key)} and {length} bytes"
             raise ValueError(f"namespace, label, key and payload of {sizes} do not fit a record")
-        sizes_of = (len(owner), len(label), length)
-        HEADER.pack_into(block, 0, MAGIC, *sizes_of, key, self.stamp, bytes(DIGEST_BYTES))
-        text = owner + label
-        block[HEADER.size : self.head_bytes] = text.ljust(self.head_bytes - HEADER.size, b"\0")
-        block[self.head_bytes + length :] = bytes(self.payload_bytes - length)
-        block[HEADER.size - DIGEST_BYTES : HEADER.size] = self._digest(block, digests)
+        if length < self.payload_bytes:
+            block[self.head_bytes + length :] = bytes(self.payload_bytes - length)
+        sizes_of, text = (len(owner), len(label), length), owner + label
+        header = HEADER.pack(MAGIC, *sizes_of, key, self.stamp, bytes(DIGEST_BYTES))
+        head = header + text.ljust(self.head_bytes - HEADER.size, b"\0")
+        block[: self.head_bytes] = head
+        block[HEADER.size - DIGEST_BYTES : HEADER.size] = self._digest(head, block, digests)
 
     def check(
-        self, block: memoryview, key: bytes, namespace: str, digests: bytes | None = None
+        self, block: memoryview | bytes, key: bytes, namespace: str, digests: bytes | None = None
     ) -> tuple[bytes, int]:
-        """The label, and the length of the payload, of the record in a block.
+        """The label, and the length of the payload, of the record in a block; with `digests` its
+        head is enough.
 
         Raises `InvalidRecord` unless it is the record of `key` in `namespace`, to the bit.
         """
-        magic, owner_len, label_len, length, found, stamp, digest = HEADER.unpack_from(block)
+        head = bytes(block[: self.head_bytes])
+        magic, owner_len, label_len, length, found, stamp, digest = HEADER.unpack_from(head)
         text = HEADER.size + owner_len
         sizes_fit = text + label_len <= self.head_bytes and length <= self.payload_bytes
         if magic != MAGIC or not sizes_fit:
             raise InvalidRecord("torn")
-        owner = bytes(block[HEADER.size : text])
+        owner = head[HEADER.size : text]
         if found != key or stamp != self.stamp or owner != namespace.encode():
             raise InvalidRecord("foreign")
-        if self._digest(block, digests) != digest:
+        if self._digest(head, block, digests) != digest:
             raise InvalidRecord("corrupt")
-        return bytes(block[text : text + label_len]), length
+        return head[text : text + label_len], length
 
     def payload(self, block: memoryview) -> memoryview:
         """The place of a block's payload."""
         return block[self.head_bytes :]
 
-    def _digest(self, block: memoryview, digests: bytes | None) -> bytes:
+    def _digest(self, head: bytes, block: memoryview | bytes, digests: bytes | None) -> bytes:
         if digests is None:
             starts = range(self.head_bytes, self.block_bytes, self.segment_bytes)
             ends = (min(at + self.segment_bytes, self.block_bytes) for at in starts)
             parts = (xxh3_128_digest(block[at:end]) for at, end in zip(starts, ends, strict=True))
             digests = b"".join(parts)
-        head = block[: HEADER.size - DIGEST_BYTES], block[HEADER.size : self.head_bytes]
-        return xxh3_128_digest(b"".join((*head, digests)))
+        return xxh3_128_digest(head[: HEADER.size - DIGEST_BYTES] + head[HEADER.size :] + digests)

@@ -147,7 +147,8 @@ class Shelf:
         self._free.append(entry.slot)
 
     def _owner(self, namespace: str) -> Owner:
-        return self._owners.setdefault(namespace, Owner())
+        owner = self._owners.get(namespace)
+        return self._owners.setdefault(namespace, Owner()) if owner is None else owner
 
     def _add(self, entry: Entry) -> None:
         owner = self._owner(entry.namespace)

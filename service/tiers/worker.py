@@ -63,14 +63,15 @@ class Worker:
         self._tickets.append(ticket)
         self._waiting.put(ticket)
 
-    def take_done(self) -> bool:
-        """Run the ends of finished tasks, in the order of the tasks; whether there were any."""
-        is_any = False
-        while self._tickets and (end := self._tickets[0].end) is not None:
-            is_any = True
+    def take_done(self, most: int | None = None) -> bool:
+        """Run the ends of finished tasks (up to `most`), in the order of the tasks; whether there
+        were any."""
+        count = 0
+        while count != most and self._tickets and (end := self._tickets[0].end) is not None:
+            count += 1
             self._tickets.popleft()
             end()
-        return is_any
+        return count > 0
 
     def close(self, timeout_s: float) -> bool:
         """Finish all tasks; whether that was done in time."""

@@ -65,15 +65,15 @@ class Prefix:
         ids = self._ids(page, page + 1, page_size)
         return blake2b(before + ids, digest_size=KEY_BYTES).digest()
 
-    def chain(self, key: bytes, page_size: int) -> Iterator[bytes]:
-        """Yield the keys of all pages; `key` precedes the first. No page may be skipped."""
+    def chain(self, key: bytes, page_size: int, first: int = 0) -> Iterator[bytes]:
+        """Yield the keys of the pages from `first` on; `key` precedes them, none may be skipped."""
         pages = self.num_pages(page_size)
         if self.page_keys is not None:
-            every = self.page_keys.tobytes()
+            every = self.page_keys[first - self.skipped :].tobytes()
             for begin in range(0, len(every), KEY_BYTES):
                 yield every[begin : begin + KEY_BYTES]
             return
-        ids, width = self._ids(0, pages, page_size) if pages else b"", 4 * page_size
+        ids, width = self._ids(first, pages, page_size) if pages > first else b"", 4 * page_size
         for begin in range(0, len(ids), width):
             key = blake2b(key + ids[begin : begin + width], digest_size=KEY_BYTES).digest()
             yield key
@@ -96,9 +96,8 @@ class Prefix:
         """A copy with the keys of its pages from `first` on, computed one per step; `key` precedes
         them."""
         chained = []
-        for page in range(first, self.num_pages(page_size)):
-            key = self.key_at(page, key, page_size)
-            chained.append(key)
+        for one in self.chain(key, page_size, first):
+            chained.append(one)
             yield
         return replace(self, computed=b"".join(chained), computed_from=first)
 

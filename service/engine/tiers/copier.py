@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from kernels.backend import DeviceLost, EndOfCopies, PagePlaces
-from service.core.prefix.nodes import Name, Node, named
-from service.engine.tiers.page_records import PageTag
+from service.core.prefix.nodes import Node, named
+from service.engine.tiers.page_records import TAG, PageTag
 from service.tiers.record_store import NewRecord
 from service.tiers.shelf import Entry
 from service.tiers.worker import Task, Worker
@@ -167,7 +167,9 @@ class Copier:
         for namespace, queue in tuple(self._to_copy.items()):
             if self._copier.is_full:
                 return False
-            queued = list(islice(queue.items(), self.tiers.at_once))
+            is_first, tiers = not self._copier.count, self.tiers
+            most = tiers.at_once if is_first else tiers.batch(len(queue))
+            queued = list(islice(queue.items(), most))
             wanted = [page for record_id, page in queued if self._is_wanted(page, record_id)]
             if wanted and not self._copy(wanted):
                 if host.is_jammed:
@@ -223,19 +225,13 @@ class Copier:
         if node is None or page in self.copying or tiers.host.has(record_id):
             return None
         name = named(node)
-        before = self._key_before(page, node, name)
-        tag = PageTag(names.key_of(page), before, name.keep.priority, name.with_ids).pack()
+        keep = name.keep.priority, name.with_ids
+        tag = TAG.pack(names.key_of(page), tiers.key_before(page), *keep)
         entry = tiers.host.place(record_id, name.root.namespace.name, IN_POOL, tag)
         if entry is None:
             return None
         ids = names.token_ids[page].tobytes() if name.with_ids else b""
         return PageCopy(page, entry, tag + ids)
-
-    def _key_before(self, page: int, node: Node, name: Name) -> bytes:
-        """The key of the page before one of a node, or of the root."""
-        if at := int((node.pages == page).argmax()):
-            return self._named_pages.key_of(node.pages.item(at - 1))
-        return name.root.key if node.parent is None else self._named_pages.last_key(node.parent)
 
     def _wait(
         self, copies: Sequence[PageCopy], wait: EndOfCopies, began: float

@@ -59,8 +59,8 @@ BATCHES: Final = 2
 EVICTED_AT_ONCE: Final = 1024
 PATIENCE_S: Final = 5e-4
 """Beside answers that others wait for, time between two pieces of the engine's work for tiers."""
-HOST_BATCH: Final = 2
-"""Size of a batch from host memory at other times, in those of the others."""
+MOST_STEPS: Final = 4
+"""Most steps of the lookup in one piece."""
 
 
 class Loading:
@@ -78,8 +78,6 @@ class Loading:
             self._spare.put(tiers.blocks(tiers.at_once))
         self.lookup = Lookup(tiers, self._by_id)
         self.pins = Pins(tiers)
-        self.is_awaited: Callable[[], bool] = lambda: False
-        """Whether the device is at work for others, whose answers are taken in the next round."""
         self._latest = 0.0
         """When the latest piece of work began."""
         self._wake = wake
@@ -98,7 +96,10 @@ class Loading:
             if self._loader.count or self.tiers.is_copying:
                 self._wake()
             return
-        began, has_worked = time.monotonic(), self._loader.take_done()
+        began = time.monotonic()
+        has_worked = self._loader.take_done(1 if self.tiers.is_awaited() else None)
+        if has_worked and self._loader.count:
+            self._wake()  # other ends are other pieces
         if self.tiers.advance() or has_worked:
             self._latest = began
         if self._restoring is not None:
@@ -157,21 +158,22 @@ class Loading:
             origin["pool"] = found.num_cached - origin["host"] - origin["disk"]
             if time.monotonic() >= limits.ends:
                 return origin
-            if found.is_loading:
+            if found.is_loading and not found.records:
                 yield waiting()
                 continue
-            if not found.records:
+            if found.records:
+                load = self._open(namespace, prefix, found)
+                try:
+                    yield from self._load_found(load, found, looking, limits.ends)
+                finally:
+                    self._finish(load)
+                yield from self._give_way()
+                origin.update(record.tier for record in load.records[: load.committed])
+                left = None if left is None else left - load.committed
+                if load.committed < len(found.records):
+                    return origin
+            if not found.is_loading:
                 self.lookup.count_miss(namespace, prefix, found)
-                return origin
-            load = self._open(namespace, prefix, found)
-            try:
-                yield from self._load_found(load, found, looking, limits.ends)
-            finally:
-                self._finish(load)
-            yield from self._give_way()
-            origin.update(record.tier for record in load.records[: load.committed])
-            left = None if left is None else left - load.committed
-            if load.committed < len(found.records):
                 return origin
 
     def load_all(self, namespace: str, prefix: Prefix) -> Steps:
@@ -179,30 +181,42 @@ class Loading:
         return self.load(namespace, prefix, LoadLimits(ALL_TIERS, None, math.inf))
 
     def _open(self, namespace: str, prefix: Prefix, found: Found) -> Load:
-        """A load without records, whose hidden sequence holds the pages that the pool has."""
+        """A load whose hidden sequence holds the pages that the pool has."""
         name = f"{HIDDEN}{next(self._numbers)}"
         self._tree.create((NewSpec(name, prefix=prefix, namespace=namespace),))
         load = Load(name, namespace, prefix.cache_salt, found.num_cached)
         self._loads.add(load)
+        self._hold(load, found)
         return load
+
+    def _hold(self, load: Load, found: Found) -> None:
+        """Add the records that were found meanwhile: none gives way any more."""
+        for record in found.records[len(load.records) :]:
+            self._by_id[record.id] = load
+            if record.tier == "host":
+                record.entry.holds += 1
+            load.records.append(record)
 
     def _load_found(
         self, load: Load, found: Found, looking: Iterator[None], ends: float
     ) -> Generator[Slice, Any, None]:
-        """Load records while more are looked up, and commit their pages."""
-        can_grow, is_known = True, False
+        """Load records while more are looked up, and commit their pages; a piece of this at once,
+        between which others have their turns."""
+        can_grow, is_known, steps = True, False, 1
         while not load.has_failed and time.monotonic() < ends:
-            if can_grow and len(load.records) < len(found.records):
-                can_grow = yield from self._grow(load, found, ends)
+            if can_grow and len(load.pages) < len(load.records):
                 yield from self._give_way()
-            is_busy = yield from self._feed(load)
+                can_grow = yield from self._grow(load, ends)
+            is_busy = yield from self._feed(load, is_known)
             if len(load.labels) > load.committed:
                 yield from self._give_way()
                 self._commit(load)
-                continue
-            if can_grow and not is_known:
+            elif can_grow and not is_known:
                 yield from self._give_way()
-                is_known = next(looking, looking) is looking  # what is found is held at once
+                steps = 1 if self.tiers.is_awaited() else min(2 * steps, MOST_STEPS)
+                for _ in range(steps):
+                    is_known = is_known or next(looking, looking) is looking
+                self._hold(load, found)
             elif is_busy:
                 yield waiting()
             else:
@@ -210,7 +224,7 @@ class Loading:
 
     def _is_due(self) -> bool:
         """Whether the next piece of work may begin."""
-        return not self.is_awaited() or time.monotonic() >= self._latest + PATIENCE_S
+        return not self.tiers.is_awaited() or time.monotonic() >= self._latest + PATIENCE_S
 
     def _give_way(self) -> Generator[Slice, Any, None]:
         """Let others have their turns until the next piece may begin."""
@@ -219,51 +233,40 @@ class Loading:
             yield waiting()
         self._latest = time.monotonic()
 
-    def _grow(self, load: Load, found: Found, ends: float) -> Generator[Slice, Any, bool]:
-        """Take pages for records that were found meanwhile; whether there was room for all."""
+    def _grow(self, load: Load, ends: float) -> Generator[Slice, Any, bool]:
+        """Take pages for records that have none; whether there was room for all."""
         tree, budget = self._tree, self._tree.budget
-        room = budget.obtainable(budget.namespace(load.namespace))
-        first, wanted = len(load.records), found.records[len(load.records) :]
-        records = wanted[:room]
-        for record in records:
-            self._by_id[record.id] = load
-            if record.tier == "host":
-                record.entry.holds += 1
-        try:
-            while records:
-                budget.most_evicted = EVICTED_AT_ONCE
-                try:
-                    pages = tree.add_pages(load.name, len(records))
-                    load.pages = np.concatenate((load.pages, pages))
-                    load.records += records
-                    load.after = self.tiers.copies.mark()
-                    break
-                except EvictionPaused:
-                    if time.monotonic() >= ends:
-                        break
-                finally:
-                    budget.most_evicted = NO_LIMIT
-                yield waiting()
-        except OutOfPages:
-            pass
-        finally:
-            if len(load.records) == first:
-                self._release(records, is_in_pool=False)
-        return len(load.records) == len(found.records)
+        wanted = len(load.records) - len(load.pages)
+        count = min(wanted, budget.obtainable(budget.namespace(load.namespace)))
+        while count:
+            budget.most_evicted = EVICTED_AT_ONCE
+            try:
+                load.pages = np.concatenate((load.pages, tree.add_pages(load.name, count)))
+                load.after = self.tiers.copies.mark()
+                break
+            except OutOfPages:
+                return False
+            except EvictionPaused:
+                if time.monotonic() >= ends:
+                    return False
+            finally:
+                budget.most_evicted = NO_LIMIT
+            yield waiting()
+        return count == wanted
 
-    def _feed(self, load: Load) -> Generator[Slice, Any, bool]:
-        """Begin loads of records; whether any are left or on their way."""
+    def _feed(self, load: Load, is_known: bool) -> Generator[Slice, Any, bool]:
+        """Begin loads of records, all of which are found where `is_known`; whether any are left or
+        on their way."""
         tiers = self.tiers
         while (
-            load.asked < len(load.records)
+            load.asked < len(load.pages)
             and load.in_flight < BATCHES * tiers.copies.calls
             and not self._loader.is_full
             and not load.has_failed
         ):
             first, tier = load.asked, load.records[load.asked].tier
-            is_small = tier == "disk" or self.is_awaited()
-            most = tiers.at_once if is_small else HOST_BATCH * tiers.at_once
-            stop = min(first + most, len(load.records))
+            most = tiers.batch(len(load.pages) - first, is_known)
+            stop = first + (most if tier == "host" else min(most, tiers.at_once))
             while load.asked < stop and load.records[load.asked].tier == tier:
                 load.asked += 1
             records, pages = load.records[first : load.asked], load.pages[first : load.asked]
@@ -276,16 +279,16 @@ class Loading:
                 wait = tiers.copies.write(pages, places, load.after)
                 self._loader.add(partial(self._wait, load, records, wait, began))
             load.in_flight += 1
-            if self.is_awaited():
+            if tiers.is_awaited():
                 yield from self._give_way()
-        return bool(load.in_flight) or (load.asked < len(load.records) and not load.has_failed)
+        return bool(load.in_flight) or (load.asked < len(load.pages) and not load.has_failed)
 
     def _wait(
         self, load: Load, records: Sequence[Record], wait: EndOfCopies, began: float
     ) -> Callable[[], None]:
         """In a thread of the loader."""
-        digests, blocks = wait(), self.tiers.records
-        heads = [blocks[one.entry.slot].data for one in records]
+        digests, tiers = wait(), self.tiers
+        heads = tiers.records[[one.entry.slot for one in records], : tiers.layout.head_bytes].data
         return partial(self._loaded, load, records, heads, digests, None, began)
 
     def _read(
@@ -297,7 +300,7 @@ class Loading:
             count, miss = self._read_some(load, records, spare)
             places = PagePlaces(spare, np.arange(count), tiers.layout.head_bytes)
             digests = tiers.copies.write(pages[:count], places, load.after)()
-            heads = [memoryview(spare[at, : places.skip].tobytes()) for at in range(count)]
+            heads = spare[:count, : places.skip].copy().data
         finally:
             self._spare.put(spare)
         return partial(self._loaded, load, records, heads, digests, miss, began)
@@ -323,19 +326,21 @@ class Loading:
         self,
         load: Load,
         records: Sequence[Record],
-        heads: Sequence[memoryview],
+        heads: memoryview,
         digests: Sequence[bytes],
         miss: Miss | None,
         began: float,
     ) -> None:
         """Records were written to their pages, whose digests are there now: those of records that
-        are invalid, and later ones, are never committed. `miss`: why the next record was not."""
+        are invalid, and later ones, are never committed. `heads`: uint8 `[n, head_bytes]`. `miss`:
+        why the next record was not."""
         load.in_flight -= 1
         labels: list[bytes] = []
         if load.has_failed:
             digests = ()
-        for record, head, own in zip(records, heads, digests, strict=False):
-            if (label := self._verify(record, head, own)) is None:
+        every, size = bytes(heads), self.tiers.layout.head_bytes
+        for at, (record, own) in enumerate(zip(records, digests, strict=False)):
+            if (label := self._verify(record, every[at * size : (at + 1) * size], own)) is None:
                 is_evicted = record.tier == "disk" and not self.tiers.has_on_disk(record.entry)
                 miss = "evicted" if is_evicted else "corrupt"
                 break
@@ -350,7 +355,7 @@ class Loading:
         if load.is_abandoned and not load.in_flight:
             self._end(load)
 
-    def _verify(self, record: Record, head: memoryview, digests: bytes) -> bytes | None:
+    def _verify(self, record: Record, head: bytes, digests: bytes) -> bytes | None:
         """The label of the record of a head, whose payload has these digests where it was loaded
         to; None where it is not what was stored."""
         layout = self.tiers.layout

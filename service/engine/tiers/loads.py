@@ -16,7 +16,7 @@ from service.core.prefix.keys import Prefix, as_keys
 from service.core.prefix.nodes import DEFAULT_PRIORITY, Retention
 from service.core.values import Int32
 from service.engine.loop.job import NO_COST, WAIT, Slice
-from service.engine.tiers.page_records import TAG, PageTag
+from service.engine.tiers.page_records import TAG
 from service.operations.schema.page_names import Tier
 from service.tiers.shelf import PINNED, Entry
 
@@ -41,23 +41,24 @@ class Record:
     """A page that a lower tier has."""
 
     id: bytes
-    tag: PageTag
+    key: bytes
     entry: Entry
     tier: Literal["host", "disk"]
 
     @property
-    def priority(self) -> int:
-        """Its priority, as it was when the page left the pool."""
+    def keep(self) -> tuple[int, bool]:
+        """Its priority, as it was when the page left the pool, and whether it has token ids."""
+        _, _, priority, with_ids = TAG.unpack_from(self.entry.tag)
         is_known = self.tier == "disk" and 0 < self.entry.rank < PINNED
-        return self.entry.rank if is_known else self.tag.priority
+        return (self.entry.rank if is_known else priority), with_ids
 
 
 @dataclass(slots=True, eq=False)
 class Found:
     """Pages of a prefix: `num_cached` in the pool, and `records` of the next ones.
 
-    `is_loading`: the next page is being loaded for another operation. `missing`: the identity of
-    the page that no tier has.
+    `is_loading`: the page after them is being loaded for another operation. `missing`: the identity
+    of the page that no tier has.
     """
 
     num_cached: int = 0
@@ -77,6 +78,7 @@ class Load:
     num_cached: int
     records: list[Record] = field(default_factory=list)
     pages: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
+    """Of the first records; the others have none yet."""
     after: object = None
     """A mark: the pages can be written to when all before it is done."""
     asked: int = 0
@@ -99,13 +101,11 @@ def runs_of(load: Load) -> Iterator[tuple[Prefix, Retention]]:
     loaded = slice(load.committed, len(load.labels))
     many = zip(load.records[loaded], load.labels[loaded], strict=True)
     first = load.num_cached + load.committed
-    for (priority, with_ids), run in groupby(
-        many, key=lambda one: (one[0].priority, one[0].tag.with_ids)
-    ):
+    for (priority, with_ids), run in groupby(many, key=lambda one: one[0].keep):
         pages = list(run)
-        keys = b"".join(record.tag.key for record, _ in pages)
+        keys = b"".join([record.key for record, _ in pages])
         if with_ids:
-            ids = np.frombuffer(b"".join(label[TAG.size :] for _, label in pages), np.uint32)
+            ids = np.frombuffer(b"".join([label[TAG.size :] for _, label in pages]), np.uint32)
             names = Prefix(ids, None, load.cache_salt, first, keys, first)
         else:
             names = Prefix(None, as_keys(keys), load.cache_salt, first)

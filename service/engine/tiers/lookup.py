@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
+from itertools import islice
 from typing import Final
 
 from service.core.prefix.keys import Prefix, root_key
 from service.engine.loop.job import in_slices
 from service.engine.tiers.loads import Found, Load, LoadLimits, Origin, Record, Steps
-from service.engine.tiers.page_records import PageTag, next_id
+from service.engine.tiers.page_records import next_id
 from service.engine.tiers.tiers import Tiers
 
 LOOKED_UP: Final = 16
-"""Pages looked up at once: they are loaded while others are looked up."""
+"""Pages looked up in a step: they are loaded while others are looked up."""
 
 
 class Lookup:
@@ -61,28 +62,28 @@ class Lookup:
         stop = stop if most is None else min(stop, match.num_pages + most)
         if match.is_cut:
             return
-        for at in range(match.num_pages, stop):
-            key = prefix.key_at(at, key, names.page_size)
+        keys = prefix.chain(key, names.page_size, match.num_pages)
+        for key in islice(keys, max(0, stop - match.num_pages)):
             record_id = next_id(record_id, key)
-            if record_id in self._loads:
-                found.is_loading = not found.records
+            found.is_loading = record_id in self._loads
+            if found.is_loading:
                 return
-            record = self._record(record_id, limits)
-            if record is None or (prefix.token_ids is not None and not record.tag.with_ids):
+            record = self._record(record_id, key, limits)
+            if record is None or (prefix.token_ids is not None and not record.keep[1]):
                 found.missing = record_id
                 return
             found.records.append(record)
             if not len(found.records) % LOOKED_UP:
                 yield
 
-    def _record(self, record_id: bytes, limits: LoadLimits) -> Record | None:
+    def _record(self, record_id: bytes, key: bytes, limits: LoadLimits) -> Record | None:
         tiers = self.tiers
         if "host" in limits.tiers and (entry := tiers.host.find(record_id)) is not None:
-            return Record(record_id, PageTag.read(entry.tag), entry, "host")
+            return Record(record_id, key, entry, "host")
         if "disk" in limits.tiers and tiers.disk is not None:
             found = tiers.disk.find(record_id)
             if found is not None:
-                return Record(record_id, PageTag.read(found.tag), found, "disk")
+                return Record(record_id, key, found, "disk")
         return None
 
     def count_miss(self, namespace: str, prefix: Prefix, found: Found) -> None:

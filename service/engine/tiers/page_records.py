@@ -49,6 +49,3 @@ class PageTag(NamedTuple):
     def read(cls, tag: bytes) -> PageTag:
         """From a tag or the beginning of a label."""
         return cls._make(TAG.unpack_from(tag))
-
-    def pack(self) -> bytes:
-        return TAG.pack(*self)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kernels.backend import PageCopies
 from service.core.pool.budget import Urgency
 from service.core.pool.namespaces import Root
-from service.core.prefix.keys import KEY_BYTES
+from service.core.prefix.keys import KEY_BYTES, WORDS, as_keys
 from service.core.prefix.nodes import DEFAULT_PRIORITY, Int32, Name, Node, named
 from service.core.tree import PrefixTree
 from service.engine.tiers.copier import IN_POOL, Copier
@@ -37,6 +37,8 @@ COPIED_AT_ONCE: Final = 16
 """Maximum pages that one task of a thread moves, ..."""
 BYTES_AT_ONCE: Final = 2**25
 """... and their bytes."""
+LEAST_LAST: Final = 8
+"""Pages that are one task, though they are more than half of the last ones."""
 REPORTED_AT_ONCE: Final = 1024
 """Maximum pages gone from the disk whose events are made in a round."""
 
@@ -75,13 +77,17 @@ class Tiers:
         self.misses = Misses()
         self.reports = Reports(layout, metrics)
         self.writes_commits = writes_commits
+        self.is_awaited: Callable[[], bool] = lambda: False
+        """Whether the device is at work for others, whose answers are taken in the next round."""
         self.at_once = max(1, min(COPIED_AT_ONCE, BYTES_AT_ONCE // layout.payload_bytes))
-        """Pages that one task moves."""
+        """Pages that one task moves to or from the disk, or while others are waited for."""
         self.records = self.blocks(host_slots)
         """The memory of the records in host memory, by their slot."""
         self._limits: dict[str, tuple[int | None, int | None]] = {}
         """Maximum bytes of namespaces in host memory and on disk."""
-        self._ids = memoryview(bytearray(KEY_BYTES * tree.allocator.num_pages))
+        self._paths = np.zeros((tree.allocator.num_pages, 2, WORDS), np.uint64)
+        """Of each page that has a name: its identity, and the key of the page before it."""
+        self._path_bytes = self._paths.data.cast("B")
         self._doomed: set[Entry] = set()
         """Held records of host memory that are removed once they are not held."""
         self._pins: Counter[bytes] = Counter()
@@ -92,6 +98,12 @@ class Tiers:
         self.copier = Copier(self, wake)
         tree.cache.named.watcher = self
         tree.budget.keeper = self
+
+    def batch(self, left: int, are_last: bool = True) -> int:
+        """Of `left` pages, those that the next task moves between the pool and host memory. Of the
+        last ones at most half: nothing else is under way while the last task ends."""
+        most = self.at_once if self.is_awaited() else 2 * self.at_once
+        return min(left, most, max(LEAST_LAST, left // 2) if are_last else left)
 
     def blocks(self, count: int) -> NDArray[np.uint8]:
         """Memory for records, `[count, block_bytes]`."""
@@ -140,24 +152,31 @@ class Tiers:
 
     def id_of(self, page: int) -> bytes:
         """The identity of a page that has a name."""
-        return self._ids[page * KEY_BYTES : (page + 1) * KEY_BYTES].tobytes()
+        return self._path_bytes[2 * page * KEY_BYTES : (2 * page + 1) * KEY_BYTES].tobytes()
+
+    def key_before(self, page: int) -> bytes:
+        """The key of the page before one that has a name; before the first, the root's."""
+        return self._path_bytes[(2 * page + 1) * KEY_BYTES : (2 * page + 2) * KEY_BYTES].tobytes()
 
     def named(self, node: Node, root: Root, keys: bytes) -> None:
         """`Watcher`: note the identities of committed pages, and queue them for copies."""
+        names = self.tree.cache.named
         if node.parent is None:
-            before, name = root.key, named(node)
-            ids = self.tree.cache.named.token_ids[node.pages.item(0)].tobytes()
-            first = ids if name.with_ids else keys[:KEY_BYTES]
-            self.misses.named(root.namespace.name, first, before)
+            before = key = root.key
+            ids = names.token_ids[node.pages.item(0)].tobytes()
+            first = ids if named(node).with_ids else keys[:KEY_BYTES]
+            self.misses.named(root.namespace.name, first, key)
         else:
-            before = self.id_of(node.parent.pages.item(-1))
-        ids, pages = [], node.pages.tolist()
-        for at, page in enumerate(pages):
-            before = next_id(before, keys[at * KEY_BYTES : (at + 1) * KEY_BYTES])
-            self._ids[page * KEY_BYTES : (page + 1) * KEY_BYTES] = before
-            ids.append(before)
+            before, key = self.id_of(node.parent.pages.item(-1)), names.last_key(node.parent)
+        record_ids = []
+        for at in range(0, len(keys), KEY_BYTES):
+            before = next_id(before, keys[at : at + KEY_BYTES])
+            record_ids.append(before)
+        self._paths[node.pages, 0] = as_keys(b"".join(record_ids))
+        self._paths[node.pages, 1] = as_keys(key + keys[:-KEY_BYTES])
         if self.writes_commits and self.disk is not None:
-            self.copier.request(root.namespace.name, zip(ids, pages, strict=True))
+            both = zip(record_ids, node.pages.tolist(), strict=True)
+            self.copier.request(root.namespace.name, both)
 
     def unnamed(self, pages: Int32, name: Name) -> None:
         """`Watcher`: records of pages that leave the pool are now the most recently used ones."""

@@ -354,9 +354,9 @@ def test_records_of_another_namespace_leave_no_trace(tmp_path: Path) -> None:
         assert loading is not None
         verified, find = [], loading.lookup._record
 
-        def record(record_id: bytes, limits: LoadLimits) -> Record | None:
+        def record(record_id: bytes, key: bytes, limits: LoadLimits) -> Record | None:
             looked_up.append(record_id)
-            return find(record_id, limits)
+            return find(record_id, key, limits)
 
         loading._verify = lambda *args: verified.append(args)  # type: ignore[method-assign]
         loading.lookup._record = record  # type: ignore[method-assign]
@@ -524,9 +524,9 @@ def test_after_an_answer_the_next_call_goes_before_loads(monkeypatch: pytest.Mon
         await fill(caller, PROMPTS[:1])
         loading = caller.engine.store.loading
         assert loading is not None and not caller.engine.scheduler.launches.in_flight
-        assert loading.is_awaited()
+        assert loading.tiers.is_awaited()
         monkeypatch.setattr(launches, "NEXT_S", 0.0)
-        assert not loading.is_awaited()
+        assert not loading.tiers.is_awaited()
 
     run(scenario, HOST)
 
