@@ -29,9 +29,11 @@ if TYPE_CHECKING:
     from service.engine.tiers.tiers import Tiers
 
 IN_POOL: Final = 0
-"""Rank of a record in host memory whose page is in the pool, too: it gives way first."""
+"""Rank of a record in host memory whose page stays in the pool, too: it gives way first."""
 LOOKED_AT: Final = 64
-"""Pages at the front of the eviction order that are looked at for ones to copy."""
+"""Pages at the front of the eviction order that are looked at for ones to copy; at most half as
+many as host memory has records. Their records have the rank of their pages: those to be evicted
+next must not give way to each other."""
 TASKS: Final = 4
 """Tasks that wait for one thread of a worker."""
 AHEAD: Final = 64
@@ -84,17 +86,18 @@ class Copier:
     def copy_next(self, nodes: Iterable[Node]) -> bool:
         """Start copies of a batch of the pages that are evicted next and have none; whether there
         were any."""
-        tiers, pages, looked = self.tiers, [], 0
+        tiers, pages = self.tiers, list[int]()
         if self._copier.is_full:
             return False
+        left = max(1, min(LOOKED_AT, tiers.host.num_slots // 2))
         for node in nodes:
-            for page in node.pages[: -LOOKED_AT - 1 : -1].tolist():
-                looked += 1
+            for page in node.pages[: -left - 1 : -1].tolist():
+                left -= 1
                 if page not in self.copying and not tiers.has_copy(tiers.id_of(page)):
                     pages.append(page)
-            if looked >= LOOKED_AT or len(pages) >= tiers.at_once:
+            if not left or len(pages) >= tiers.at_once:
                 break
-        return bool(pages) and self._copy(pages[: tiers.at_once])
+        return bool(pages) and self._copy(pages[: tiers.at_once], are_next=True)
 
     def run_on_disk(self, task: Task) -> None:
         """Run a task in the writer's thread."""
@@ -191,11 +194,12 @@ class Copier:
         known = tiers.host.has(record_id) or tiers.on_disk(record_id)
         return is_same and not known and page not in self.copying
 
-    def _copy(self, pages: Sequence[int]) -> bool:
-        """Start the copies of some pages; whether there was room for all."""
+    def _copy(self, pages: Sequence[int], are_next: bool = False) -> bool:
+        """Start the copies of some pages, which are evicted next or stay in the pool; whether there
+        was room for all."""
         copies: list[PageCopy] = []
         for page in pages:
-            if (copy := self._place(page)) is None:
+            if (copy := self._place(page, are_next)) is None:
                 break
             self.copying[page] = copy
             copies.append(copy)
@@ -218,7 +222,7 @@ class Copier:
         wait = moves.read(np.array([one.page for one in copies], np.int32), places, moves.mark())
         self._copier.add(partial(self._wait, copies, wait, time.monotonic()))
 
-    def _place(self, page: int) -> PageCopy | None:
+    def _place(self, page: int, is_next: bool) -> PageCopy | None:
         """A place in host memory for a page that has a name; None where there is none."""
         tiers, names = self.tiers, self._named_pages
         node, record_id = names.nodes[names.node_of.item(page)], tiers.id_of(page)
@@ -227,7 +231,8 @@ class Copier:
         name = named(node)
         keep = name.keep.priority, name.with_ids
         tag = TAG.pack(names.key_of(page), tiers.key_before(page), *keep)
-        entry = tiers.host.place(record_id, name.root.namespace.name, IN_POOL, tag)
+        rank = name.keep.priority if is_next else IN_POOL
+        entry = tiers.host.place(record_id, name.root.namespace.name, rank, tag)
         if entry is None:
             return None
         ids = names.token_ids[page].tobytes() if name.with_ids else b""

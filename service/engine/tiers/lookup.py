@@ -87,10 +87,11 @@ class Lookup:
         return None
 
     def count_miss(self, namespace: str, prefix: Prefix, found: Found) -> None:
-        """Count the page at which a prefix ends in all tiers."""
-        if found.missing is None:
-            return
+        """Count the page at which a prefix ends in all tiers, unless a tier that the request leaves
+        out has it."""
         tiers, first = self.tiers, b""
+        if found.missing is None or tiers.host.find(found.missing) or tiers.on_disk(found.missing):
+            return
         if not found.num_cached and not found.records:
             ids = prefix.ids_of(0, 1, self._tree.page_size)
             first = prefix.key_at(0, b"", 0) if ids is None else ids.tobytes()

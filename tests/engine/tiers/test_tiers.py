@@ -517,6 +517,30 @@ def test_pages_are_not_copied_for_ever() -> None:
     backend.close()
 
 
+def test_a_page_is_copied_once_where_host_memory_is_full() -> None:
+    """Copies of pages that are evicted next do not take each other's places."""
+
+    async def scenario(caller: Caller) -> None:
+        await fill(caller, PROMPTS[:16])
+        moved = caller.metric('attnd_tier_pages_moved_total{tier="host",way="in"}')
+        assert (16 - 3) * 4 <= moved <= 16 * 4
+        assert await check_all(caller, PROMPTS[12:16]) == [4 * PAGE] * 4
+
+    run(scenario, CacheSettings(host_bytes=16 * BLOCK))
+
+
+def test_a_tier_that_a_request_leaves_out_is_no_miss() -> None:
+    async def scenario(caller: Caller) -> None:
+        await fill(caller)
+        reasons = [f'attnd_tier_misses_total{{reason="{why}"}}' for why in MISSES]
+        before = [caller.metric(one) for one in reasons]
+        reply = await caller.call("prefetch", {"token_ids": PROMPTS[0], "tiers": ["pool"]})
+        assert reply.fields["matched_len"] == 0
+        assert [caller.metric(one) for one in reasons] == before
+
+    run(scenario, HOST)
+
+
 def test_after_an_answer_the_next_call_goes_before_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launches, "NEXT_S", 60.0)
 
