@@ -208,13 +208,17 @@ class RecordStore:
                     for entry in removed[first : first + REMOVED_AT_ONCE]:
                         self._remove(entry)
             dirty = [slot for slot, owner in self._dirty.items() if owner in (namespace, None)]
-            self._forget(entry.slot for entry in removed)
             self._remove_others()
-            for slot in dirty:
-                write_all(self._files, self._data_fd, self._zeros, slot * self.layout.block_bytes)
-                del self._dirty[slot]
-            if dirty:
-                self._files.sync(self._data_fd)
+            try:
+                with self._transaction(is_durable=False) as index:
+                    index.execute("delete from records where namespace = ?", (namespace,))
+            finally:  # where the index has no room on a full disk, zeros have
+                for slot in dirty:
+                    offset = slot * self.layout.block_bytes
+                    write_all(self._files, self._data_fd, self._zeros, offset)
+                    del self._dirty[slot]
+                if dirty:
+                    self._files.sync(self._data_fd)
             return len(removed)
 
     def note(self, name: str, value: str | None) -> None:

@@ -257,6 +257,20 @@ def test_files_of_another_geometry_stay_until_their_room_is_needed(store: Record
     other.close()
 
 
+def test_a_clear_erases_where_the_index_cannot_be_written(store: RecordStore) -> None:
+    """And the next one removes its rows: else a restart would find records that are zeros."""
+    put(store, 1)
+    store._index.execute("pragma query_only = on")
+    with pytest.raises(OSError, match="readonly"):
+        store.clear("a")
+    assert SECRET not in data_of(store)
+    store._index.execute("pragma query_only = off")
+    store.clear("a")
+    again = reopened(store)
+    assert kept(again) == []
+    again.close()
+
+
 def test_a_clear_reaches_files_of_another_geometry(store: RecordStore) -> None:
     put(store, 1)
     other = reopened(store, RecordLayout(40, 100, b"model and shape."))

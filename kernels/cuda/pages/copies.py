@@ -29,7 +29,7 @@ PAGES_SPEC: Final[Spec] = spec("pages/pages")
 MOST_PAGES: Final = 64
 """`kMostPages`."""
 THREADS: Final = 512
-LOAD_BLOCKS: Final = 8
+LOAD_BLOCKS: Final = 6
 STORE_BLOCKS: Final = 2
 """Blocks that copy: as many as the bus needs. With more, other copies wait longer."""
 SHARED_LOAD_BLOCKS: Final = 12

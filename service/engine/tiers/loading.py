@@ -59,8 +59,10 @@ BATCHES: Final = 2
 EVICTED_AT_ONCE: Final = 1024
 PATIENCE_S: Final = 5e-4
 """Beside answers that others wait for, time between two pieces of the engine's work for tiers."""
+STEPS: Final = 2
 MOST_STEPS: Final = 4
-"""Most steps of the lookup in one piece."""
+"""Steps of the lookup in one piece beside answers that others wait for, and at other times; the
+first piece has one, so that the first copy soon begins."""
 
 
 class Loading:
@@ -167,7 +169,8 @@ class Loading:
                     yield from self._load_found(load, found, looking, limits.ends)
                 finally:
                     self._finish(load)
-                yield from self._give_way()
+                if self.tiers.is_awaited():
+                    yield from self._give_way()
                 origin.update(record.tier for record in load.records[: load.committed])
                 left = None if left is None else left - load.committed
                 if load.committed < len(found.records):
@@ -202,22 +205,25 @@ class Loading:
     ) -> Generator[Slice, Any, None]:
         """Load records while more are looked up, and commit their pages; a piece of this at once,
         between which others have their turns."""
-        can_grow, is_known, steps = True, False, 1
+        can_grow, is_known, has_waited, steps = True, False, False, 1
         while not load.has_failed and time.monotonic() < ends:
             if can_grow and len(load.pages) < len(load.records):
                 yield from self._give_way()
                 can_grow = yield from self._grow(load, ends)
             is_busy = yield from self._feed(load, is_known)
             if len(load.labels) > load.committed:
-                yield from self._give_way()
+                if not has_waited or self.tiers.is_awaited():
+                    yield from self._give_way()
                 self._commit(load)
+                has_waited = False
             elif can_grow and not is_known:
                 yield from self._give_way()
-                steps = 1 if self.tiers.is_awaited() else min(2 * steps, MOST_STEPS)
+                steps = STEPS if self.tiers.is_awaited() else min(2 * steps, MOST_STEPS)
                 for _ in range(steps):
                     is_known = is_known or next(looking, looking) is looking
                 self._hold(load, found)
             elif is_busy:
+                has_waited = True
                 yield waiting()
             else:
                 return

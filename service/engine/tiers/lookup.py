@@ -12,7 +12,7 @@ from service.engine.tiers.loads import Found, Load, LoadLimits, Origin, Record, 
 from service.engine.tiers.page_records import next_id
 from service.engine.tiers.tiers import Tiers
 
-LOOKED_UP: Final = 16
+LOOKED_UP: Final = 8
 """Pages looked up in a step: they are loaded while others are looked up."""
 
 
