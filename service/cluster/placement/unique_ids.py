@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from service.cluster.membership.engine import Call, Engine, EngineReply, Home
+from service.cluster.routing.outcomes import RETRY_PAUSE_S, Outcome, outcome_of
 from service.cluster.routing.replies import gather_all, results_of
 from service.cluster.routing.sequence_calls import SequenceCalls
 from service.cluster.routing.tags import tags_of
-from service.errors import DeadlineExceeded, LostSequence, NotReady, SequenceExists
+from service.doors.kit.problems import ProblemText
+from service.errors import AttndError, DeadlineExceeded, LostSequence, NotReady, SequenceExists
 from service.operations.internal import HAND_OVER
 
 CONFIRM_S: Final = 15.0
@@ -24,6 +26,8 @@ CONFIRM_S: Final = 15.0
 CONFIRM: Final = {"confirm_s": CONFIRM_S}
 """The field of a call for new sequences that are to be confirmed."""
 REPLY_S: Final = 10.0
+MAX_PARALLEL: Final = 64
+"""Sequences of one call about which engines are asked one by one at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +74,31 @@ class UniqueIds:
         self, made: Mapping[str, Home], state: str
     ) -> list[EngineReply | BaseException]:
         """Has the engines of new sequences keep them (`back`) or delete them (`gone`)."""
-        members = self.calls.members
-        tenant = members.acting_for(self.call.tenant)
+        free = asyncio.Semaphore(MAX_PARALLEL)
 
         async def ask(tag: str, name: str) -> EngineReply:
-            engine = members.by_tag.get(tag)
-            if engine is None:
-                raise NotReady("the session with its engine has ended")
-            asking = engine.own(HAND_OVER, tenant, REPLY_S, is_poll=True)  # also at a silent one
-            return await engine.ask(asking, {"id": name, "state": state})
+            async with free:
+                return await self.ask(tag, {"id": name, "state": state})
 
-        return await results_of(
-            [ask(tag, name) for name, home in made.items() for tag in tags_of(home.tag)]
-        )
+        asking = [ask(tag, name) for name, home in made.items() for tag in tags_of(home.tag)]
+        return await results_of(asking)
+
+    async def ask(self, tag: str, fields: Mapping[str, Any]) -> EngineReply:
+        """The reply of the engine of a tag, also of a silent one; asked again while its queue is
+        full."""
+        members = self.calls.members
+        engine = members.by_tag.get(tag)
+        if engine is None:
+            raise NotReady("the session with its engine has ended")
+        tenant = members.acting_for(self.call.tenant)
+        call = engine.own(HAND_OVER, tenant, REPLY_S, is_poll=True)
+        while True:
+            try:
+                return await engine.ask(call, fields)
+            except (ProblemText, AttndError) as error:
+                if outcome_of(error) is not Outcome.FULL or not call.may_retry():
+                    raise
+            await asyncio.sleep(RETRY_PAUSE_S)
 
     async def elsewhere(self, made: Mapping[str, Home]) -> set[str]:
         """The ids that other engines than those of `made` have as well. Looks twice while sequences
@@ -104,9 +120,14 @@ class UniqueIds:
         sequence that was lost: they are deleted first."""
         locator, tenant = self.calls.locator, self.call.tenant
         holders = await locator.holders(names, tenant, engines)
+        free = asyncio.Semaphore(MAX_PARALLEL)
+
+        async def is_there(name: str, engine: Engine) -> bool:
+            async with free:
+                return await locator.tag_of(name, engine, tenant) is not None
+
         try:
-            looks = [locator.tag_of(name, engine, tenant) for name, engine in holders.items()]
-            tags = await gather_all(looks)
+            there = await gather_all([is_there(*one) for one in holders.items()])
         except LostSequence as error:
             raise NotReady(f"shards of a lost sequence are left: {error}: retry later") from error
-        return {name for name, tag in zip(holders, tags, strict=True) if tag is not None}
+        return {name for name, is_taken in zip(holders, there, strict=True) if is_taken}

@@ -111,6 +111,14 @@ async def test_a_new_sequence_that_is_perhaps_not_confirmed_is_a_504(error: Exce
         assert cluster.links["a"].calls("hand_over") == [{"id": "new", "state": "back"}]
 
 
+async def test_a_confirmation_is_sent_again_where_the_queue_of_an_engine_is_full() -> None:
+    async with fake_cluster("ab") as cluster:
+        cluster.only_on("a")
+        cluster.links["a"].do_next("hand_over", Overloaded("busy", retry_after_s=1.0))
+        assert await create(cluster, {"id": "new"}) == (201, ["new"])
+        assert len(cluster.links["a"].calls("hand_over")) == 2
+
+
 async def test_an_id_of_which_shards_are_left_is_not_taken_and_free_once_they_are_deleted() -> None:
     async with fake_cluster("ab") as cluster:
         link = cluster.links["a"]
