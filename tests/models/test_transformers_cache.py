@@ -281,6 +281,26 @@ def test_sequences_of_a_process_that_ends_are_deleted(session: Session, socket: 
     assert session.pool().sequences == 0
 
 
+def test_a_forked_process_leaves_the_sequences_of_its_parents_cache(socket: str) -> None:
+    program = (
+        "import gc, os, sys, time; sys.path[:0] = ['tests/models', '.']\n"
+        "from attnd import Session; from attnd.transformers import AttndCache\n"
+        "from tiny_models import generated, prompts, tiny\n"
+        "session, model = Session(sys.argv[1]), tiny()\n"
+        "cache = AttndCache(session, model)\n"
+        "generated(model, prompts(4, 5), cache)\n"
+        "for end in ('sys.exit()', 'cache.close(); os._exit(0)', 'session.close(); os._exit(0)',\n"
+        "            'del cache; gc.collect(); time.sleep(0.2); os._exit(0)'):\n"
+        "    if (child := os.fork()) == 0:\n"
+        "        exec(end)\n"
+        "    assert os.waitpid(child, 0)[1] == 0\n"
+        "    print(session.pool().sequences)\n"
+        "cache.close()\n"
+        "print(session.pool().sequences)\n"
+    )
+    assert python(program, socket).split() == ["2"] * 4 + ["0"]
+
+
 def test_a_session_that_is_closed_first_deletes_the_sequences_of_its_caches(
     client: Client, socket: str
 ) -> None:

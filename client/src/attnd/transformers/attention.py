@@ -91,7 +91,8 @@ REFUSED: Final = {
 
 NO_CACHE: Final = (
     "attnd attends KV that an AttndCache holds, and these keys are of none: pass "
-    "past_key_values=AttndCache(session, model) and use_cache=True to the model or to generate()"
+    "past_key_values=AttndCache(session, model) and use_cache=True to the model or to generate(); "
+    "generate(guidance_scale=...) also runs the model without that cache: leave it out"
 )
 
 

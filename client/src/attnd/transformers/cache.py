@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -32,7 +33,8 @@ class AttndCache(Cache):  # type: ignore[misc]  # transformers asks isinstance(.
     Every row is one sequence; padding is not stored. `crop`, `reorder_cache` and their like cut
     and fork sequences. A forward that fails is undone before the next one. Close the cache, or
     use it with `with`: its sequences are deleted then, or when it is collected, or when the
-    interpreter ends, or when its session is closed. One thread at a time.
+    interpreter ends, or when its session is closed. In a process that was forked from the one that
+    made the cache, none of these deletes them. One thread at a time.
     """
 
     def __init__(self, session: Session | Client, model: Any, *, dtype: str | None = None) -> None:
@@ -66,7 +68,10 @@ class AttndCache(Cache):  # type: ignore[misc]  # transformers asks isinstance(.
         self._page_size = page_size
         self._given: int | None = None
         self.batch = Batch(road, geometry.num_layers)
-        self._finalizer = weakref.finalize(self, delete_behind, road.control, self.batch.names)
+        self._pid = os.getpid()
+        self._finalizer = weakref.finalize(
+            self, delete_behind, road.control, self.batch.names, self._pid
+        )
         self._finalizer.atexit = False
         road.control.dependents.add(self.close)
         OPEN.add(self)
@@ -224,12 +229,14 @@ class AttndCache(Cache):  # type: ignore[misc]  # transformers asks isinstance(.
     def close(self) -> None:
         """Delete the sequences; the cache cannot be used any more."""
         if not self.batch.closed:
+            is_ours = self._pid == os.getpid()
             try:
-                self.batch.clear()
+                if is_ours:
+                    self.batch.clear()
             finally:
                 self.batch.closed = True
                 self._decodes = None
-                if not self._forked:  # forks use the memory of the cache they come from
+                if is_ours and not self._forked:  # forks use the memory of their cache
                     self.batch.road.release()
                 self._finalizer.detach()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -111,13 +112,13 @@ def delete(control: Session | Client, names: Sequence[str]) -> None:
             control.delete_sequence(name)
 
 
-def delete_behind(control: Session | Client, names: Sequence[str]) -> None:
-    """Delete the sequences of a cache that was collected.
+def delete_behind(control: Session | Client, names: Sequence[str], pid: int) -> None:
+    """Delete the sequences of a cache that was collected in process `pid`, which made it.
 
     The collector runs in the midst of anything, a call of this very session included, so a thread
     does it, for which the session waits when it is closed. Errors are ignored.
     """
-    if names:
+    if names and pid == os.getpid():
         thread = threading.Thread(target=delete_quietly, args=(control, list(names)), daemon=True)
         thread.start()
         control.dependents.add(thread.join)
