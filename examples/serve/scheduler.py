@@ -195,10 +195,8 @@ class Scheduler:
         logprobs = () if logprob is None or is_end else (logprob,)
         answer.request.emit(Delta(answer.index, text, 1, logprobs, finish))
         if finish:
-            try:
-                self._commit(answer)
-            finally:  # no answer that is over keeps a sequence
-                self._release([answer])
+            self._commit(answer)
+            self._release([answer])
 
     def _commit(self, answer: Answer) -> None:
         """Cache the stored pages: the next turn of a chat begins with it."""
@@ -240,12 +238,12 @@ class Scheduler:
         until = time.monotonic() + WAIT_S
         while not self._closed:
             try:
+                self._receive(wait=False)
                 return self._runner.reconnect()
             except Exception as failure:
                 if time.monotonic() > until:
                     self._fail_all(f"attnd does not answer: {failure}")
             time.sleep(RETRY_S)
-            self._receive(wait=False)
 
     def _drop(self, request: Request) -> None:
         for group in (self._waiting, self._running):

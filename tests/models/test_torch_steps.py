@@ -72,6 +72,22 @@ def ignoring_time_slices() -> Iterator[None]:
         yield
 
 
+def test_a_session_that_cannot_be_made_leaves_none_open(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[TorchSession] = []
+
+    def fails(session: TorchSession) -> None:
+        found.append(session)
+        raise RuntimeError("no placement")
+
+    monkeypatch.setattr(TorchSession, "_measure", fails)
+    with pytest.raises(RuntimeError, match="no placement"):
+        served.session()
+    with pytest.raises(RuntimeError, match="the session is closed"):
+        found[0].info()
+
+
 def expect_same(served: Served, mine: Any, theirs: Any, case: str) -> None:
     finite = np.isfinite(theirs)
     assert (np.isfinite(mine) == finite).all(), case

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -70,6 +72,23 @@ def test_a_step_of_some_layers_appends_there_only(session: Session) -> None:
     session.create_sequence("a")
     run(session, ["a"], [4], 1, layers=[2, 0])
     assert list(session.get_sequence("a").lengths) == [4, 0, 4]
+
+
+def test_a_step_may_have_an_infinite_deadline(session: Session) -> None:
+    session.create_sequence("a")
+    run(session, ["a"], [4], 1, deadline=math.inf)
+    assert session.get_sequence("a").length == 4
+
+
+def test_a_session_that_is_dropped_leaves_no_descriptor(served: Served) -> None:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    dropped = Session(served.path)
+    assert dropped.live().ok
+    with pytest.warns(ResourceWarning):
+        del dropped
+        gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_refused_step_changes_nothing_and_the_next_one_works(session: Session) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import threading
 from collections import deque
 from typing import Any, Final
@@ -106,7 +105,7 @@ class Arena:
     """The mapping of a file that the engine made. It grows and never shrinks."""
 
     def __init__(self, fd: int, size: int) -> None:
-        self._fd = fd
+        self._file = open(fd, "r+b", buffering=0)  # noqa: SIM115  # closed with this at the latest
         self.slots = Slots(size)
         self.memory = mmap.mmap(fd, size)
 
@@ -119,7 +118,7 @@ class Arena:
     def grow(self, size: int) -> None:
         """The file has `size` bytes now. Arrays made before keep showing the same memory."""
         if size > self.slots.size:
-            self.memory = mmap.mmap(self._fd, size)
+            self.memory = mmap.mmap(self._file.fileno(), size)
             self.slots.grow(size)
 
     def hold(self, offset: int, length: int, owner: object) -> Held:
@@ -135,7 +134,7 @@ class Arena:
 
     def close(self) -> None:
         """Close the file. The memory stays mapped as long as arrays over it exist."""
-        os.close(self._fd)
+        self._file.close()
 
 
 def held_by(array: Array) -> tuple[Held, int] | None:

@@ -53,7 +53,7 @@ def microseconds(deadline_s: float | None) -> int:
     """A deadline as frames have it; 0 is the service's default."""
     if deadline_s is None:
         return 0
-    return min(max(1, round(deadline_s * 1e6)), frames.LONGEST_DEADLINE_US)
+    return max(1, round(min(deadline_s * 1e6, frames.LONGEST_DEADLINE_US)))
 
 
 def answer_room(call: Call[Any]) -> int:

@@ -92,10 +92,14 @@ class TorchSession(Session):
         arena_bytes: int = 64 * 2**20,
     ) -> None:
         super().__init__(path, port=port, timeout=timeout, api_key=api_key)
-        self._info = info = self.info()
-        self.device = chosen_device(device) if info.backend == "cuda" else torch.device("cpu")
         self._arena_bytes = arena_bytes
-        self.placement: Placement = self._measure()
+        try:
+            self._info = info = self.info()
+            self.device = chosen_device(device) if info.backend == "cuda" else torch.device("cpu")
+            self.placement: Placement = self._measure()
+        except BaseException:
+            self.close()
+            raise
 
     def _new_stepper(self, info: Info) -> Stepper[torch.Tensor]:
         return stepper_of(self, info, self._make_arena, TORCH, arena_bytes=self._arena_bytes)
