@@ -8,6 +8,7 @@ it.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 from collections.abc import Sequence
@@ -152,6 +153,7 @@ def load_settings(argv: Sequence[str] = ()) -> Settings:
     except ValidationError as error:
         raise SettingsError(one_line(error)) from error
     except SourceError as error:
+        refuse_broken_lists()
         detail = " ".join(str(error).split()).removeprefix("error parsing CLI: ")
         raise SettingsError(f"{detail}: --help lists all options") from error
     return Settings.model_construct(**dict(found))
@@ -246,6 +248,20 @@ def refuse_unknown_environment() -> None:
                 + (f": did you mean {close}?" if close else "")
                 + " (write ATTND_SECTION__KEY, as in ATTND_POOL__NUM_PAGES)"
             )
+
+
+def refuse_broken_lists() -> None:
+    """Raises `SettingsError` for a variable of the environment that is a list, and not in JSON."""
+    for section, settings in SECTIONS.items():
+        for key, field in settings.model_fields.items():
+            name = f"{ENV_PREFIX}{section}__{key}".upper()
+            if get_origin(field.annotation) is not tuple or name not in os.environ:
+                continue
+            try:
+                json.loads(os.environ[name])
+            except ValueError:
+                rule = 'must be a list in JSON, as ["a", "b"]'
+                raise SettingsError(f"{name} = {os.environ[name]}: {rule}") from None
 
 
 def one_line(error: ValidationError) -> str:

@@ -136,6 +136,8 @@ def test_a_wrong_argument_is_one_line_that_names_the_key(argv: list[str], messag
         ("ATTND_POOL__BOGUS", "1", "ATTND_POOL__BOGUS: unknown"),
         ("ATTND_POOL_NUM_PAGES", "64", "ATTND_POOL_NUM_PAGES: unknown"),
         ("ATTND_BOGUS", "1", "ATTND_BOGUS: unknown"),
+        ("ATTND_SERVER__ALLOWED_HOSTS", "a,b", "ATTND_SERVER__ALLOWED_HOSTS = a,b: must be a list"),
+        ("ATTND_CLUSTER__MEMBERS", "[", "ATTND_CLUSTER__MEMBERS = [: must be a list in JSON"),
     ],
 )
 def test_a_wrong_environment_is_one_line_that_names_the_key(
