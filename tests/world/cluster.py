@@ -10,7 +10,7 @@ import asyncio
 import contextvars
 import random
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -241,15 +241,21 @@ class ClusterCaller(Program):
         return task.result()
 
     def _may_exist(self, effect: Effect) -> bool:
-        """Whether another call makes it, shards of an earlier one are not deleted yet, or a door
-        has died while it moved one of the id: its import lasts for some seconds."""
+        """Whether another call makes it, some shards of an earlier one are left, or a door has died
+        while it moved one of the id: its import lasts for some seconds."""
         stores = [one.engine.store for one in self.world.engines.values()]
         name = self.tenant.prefix + effect.makes
         return (
             self.history.is_contended(effect)
             or effect.makes in self.world.abandoned
             or any(store.imports.find(name) for store in stores)
+            or any(leaf.shard and leaf.id == name for one in stores for leaf in one.tree.books)
         )
+
+    def _is_being_made(self, names: Set[str]) -> bool:
+        """Whether a call that has no answer yet makes one of them from cached pages."""
+        making = [one for one in self.history.pending.values() if one.makes in names]
+        return any(one.step.op.new and one.step.op.plan for one in making)
 
     def settle(self, effects: Sequence[Effect], answer: Any) -> None:
         """What an answer says of each effect."""
@@ -265,7 +271,9 @@ class ClusterCaller(Program):
                 right = code != "ok" or len(seen) < 2 or step.is_right(seen[1], self.rows)
                 return seen[0] == "ok" and right
 
-            if code == "ok" or effect.names & set(found.get("done", ())):
+            if effect.is_read and code == "ok" and self._is_being_made(effect.names):
+                self.history.refused(effect, own)  # how many rows it has comes with that answer
+            elif code == "ok" or effect.names & set(found.get("done", ())):
                 self.history.answered(effect, is_right, own)
             elif code in LOST:
                 self.history.lost(effect, UNCERTAIN_S)

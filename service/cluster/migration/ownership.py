@@ -76,6 +76,7 @@ async def tags_there(locator: Locator, source: Engine, family: Family, sequence:
     tags = [] if tag is None else tags_of(tag)
     if len(tags) < family.shard["ranks"]:
         await ask(source, GET_SEQUENCE, family.tenant, {"id": sequence})
+        await settle(locator.members, sequence, family.tenant)  # its door may have died
         raise NotReady("another shard of it is moving")
     return tags
 

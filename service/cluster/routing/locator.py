@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -30,6 +31,10 @@ LOOK_PAUSE_S: Final = 0.005
 """Between two looks at all engines."""
 MAX_SHARD_LOOKS: Final = 20
 """After this many looks a sequence counts as lost of which a shard is nowhere."""
+ORPHAN_S: Final = 30.0
+"""Age of an epoch from which on a sequence without all its shards is not being made or moved."""
+FIRST_TIME: Final = 10**15
+"""Doors number epochs by the time, in microseconds; callers that shard by themselves count."""
 
 
 class Locator:
@@ -121,53 +126,55 @@ class Locator:
         self.members.check_reachable()
         if self.members.changes != changes:
             return
-        lost = {name: tag for name, tag in tags.items() if tag and self.is_partitioned(tag)}
-        for name, tag in lost.items():
-            self.delete_remains(name, tag, tenant)
-        raise LostSequence(list(lost)) if lost else UnknownSequence(ids)
+        lost = [name for name, tag in tags.items() if tag and self.is_partitioned(tag)]
+        raise LostSequence(lost) if lost else UnknownSequence(ids)
 
     def is_partitioned(self, tag: str) -> bool:
         """Whether an engine of the tag has no session."""
         return any(part not in self.members.by_tag for part in tags_of(tag))
 
-    def delete_remains(self, name: str, tag: str, tenant: Tenant) -> None:
-        """Deletes the shards of a sequence that has lost another one with its engine."""
-        by_tag, tags = self.members.by_tag, tags_of(tag)
-        others = [by_tag[part] for part in tags if part in by_tag]
-        if others and any(map(self.members.is_dead, tags)):
+    def delete_remains(
+        self, name: str, tenant: Tenant, left: Mapping[Engine, dict[str, Any]]
+    ) -> None:
+        """Deletes the only shards of a sequence that engines have, where its other shards were lost
+        with an engine, or have been nowhere for so long that nobody is making or moving them."""
+        tag = self.tags.tag((tenant.namespace, name))
+        newest = max(shard["epoch"] for shard in left.values())
+        is_old = FIRST_TIME < newest < (time.time() - ORPHAN_S) * 1e6
+        if is_old or (tag and any(map(self.members.is_dead, tags_of(tag)))):
             from service.cluster.sharded.deletion import delete_shards
 
-            run_in_background(delete_shards(others, tenant, name))
+            run_in_background(delete_shards(left, tenant, name))
 
     async def tag_of(self, name: str, engine: Engine, tenant: Tenant) -> str | None:
         """The tag of a sequence of which an engine has a shard, or all; None where it was deleted.
 
         Raises LostSequence, NotReady where an engine with a shard may come back.
         """
-        remembered = self.tags.tag((tenant.namespace, name)) or ""
         tenant = self.members.acting_for(tenant)
-        looks, before = 0, self.members.changes
+        looks, before, ranks = 0, self.members.changes, 1
         while looks < MAX_SHARD_LOOKS:
             first = await shard_at(engine, name, tenant)
             if is_whole(first):
                 return engine.tag
             engines = self.members.engines
-            shards, ranks = dict[int, str](), 1
+            left = dict[Engine, dict[str, Any]]()
             views = await gather_all([shard_at(one, name, tenant) for one in engines])
             for one, shard in zip(engines, views, strict=True):
                 if is_whole(shard):
                     return one.tag
                 if isinstance(shard, dict):
-                    shards[shard["rank"]], ranks = one.tag, shard["ranks"]
-            if not shards:
+                    left[one], ranks = shard, shard["ranks"]
+            if not left:
                 return None
-            if len(shards) == ranks:
-                return BETWEEN.join(shards[rank] for rank in range(ranks))
+            tags = {shard["rank"]: one.tag for one, shard in left.items()}
+            if len(tags) == ranks:
+                return BETWEEN.join(tags[rank] for rank in range(ranks))
             self.members.check_reachable()
             await asyncio.sleep(LOOK_PAUSE_S)  # a shard may be moving
             looks = looks + 1 if self.members.changes == before else 0
             before = self.members.changes
-        self.delete_remains(name, remembered, tenant)
+        self.delete_remains(name, tenant, left)
         raise LostSequence([name])
 
     async def holders(

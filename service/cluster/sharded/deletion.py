@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -79,15 +79,16 @@ async def delete_one(engine: Engine, one: ShardedSequence, call: Call) -> Engine
     return await engine.ask(delete, {"ids": [one.id]})
 
 
-async def delete_shards(engines: Sequence[Engine], tenant: Tenant, name: str) -> None:
-    """Have the engines that can be called delete their shards of a sequence; a whole sequence of
-    that name stays."""
-    ready = [engine for engine in engines if engine.is_ready]
-    await results_of([delete_shard(engine, tenant, name) for engine in ready])
+async def delete_shards(
+    shards: Mapping[Engine, Mapping[str, Any]], tenant: Tenant, name: str
+) -> None:
+    """Has engines that can be called delete these shards of a sequence; not one that is moving, or
+    that has changed since."""
+    ready = [engine for engine in shards if engine.is_ready]
+    await results_of([delete_shard(engine, shards[engine], tenant, name) for engine in ready])
 
 
-async def delete_shard(engine: Engine, tenant: Tenant, name: str) -> None:
-    with suppress(ProblemText):
-        reply = await engine.ask(engine.own(GET_SEQUENCE, tenant, REPAIR_S), {"id": name})
-        if "shard" in reply.fields:
-            await engine.ask(engine.own(DELETE_SEQUENCES, tenant, REPAIR_S), {"ids": [name]})
+async def delete_shard(engine: Engine, shard: Mapping[str, Any], tenant: Tenant, name: str) -> None:
+    view = await engine.ask(engine.own(GET_SEQUENCE, tenant, REPAIR_S), {"id": name})
+    if view.fields.get("shard") == shard:
+        await engine.ask(engine.own(DELETE_SEQUENCES, tenant, REPAIR_S), {"ids": [name]})

@@ -14,10 +14,11 @@ import pytest
 from service.cluster.migration import drain, ownership, transfer
 from service.cluster.migration.drain import Drain
 from service.cluster.migration.transfer import Family, Transfer
+from service.cluster.routing import locator
 from service.cluster.sharded.ranks import Ranks
 from service.doors.kit.problems import ProblemText
 from service.operations.rows import APPEND
-from service.operations.sequences import CREATE_SEQUENCES
+from service.operations.sequences import CREATE_SEQUENCES, DELETE_SEQUENCES
 from service.operations.transfer import CANCEL_IMPORT
 from service.tenants import OPEN
 from tests.cluster.checked_calls import Book
@@ -479,11 +480,41 @@ async def test_a_door_that_dies_while_a_sequence_moves_loses_nothing(
 
 
 @THREE
-@pytest.mark.parametrize("ranks", [1, 2])
-async def test_a_drain_settles_the_owner_where_a_door_has_died(
-    cluster: Cluster, ranks: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("drains", [True, False])
+async def test_a_shard_whose_others_no_engine_has_is_deleted_when_it_is_old(
+    cluster: Cluster, drains: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where nobody calls the sequence any more."""
+    """A door died amid its creation, or was not there when the others went."""
+    cluster.only_on(SOURCE, "engine-1")
+    await cluster.ok("create_sequences", {"sequences": [{"id": "a", "ranks": 2}, {"id": "b"}]})
+    cluster.only_on()
+    other = cluster.router.members.by_name["engine-1"].engine
+    assert other is not None
+    await other.ask(other.own(DELETE_SEQUENCES, OPEN, 5.0), {"ids": ["a"]})
+    async with another_door(cluster) as second:
+        for orphan_s in (60.0, 0.1):
+            monkeypatch.setattr(locator, "ORPHAN_S", orphan_s)
+            await asyncio.sleep(0.2)
+            if drains:
+                await second.drain(SOURCE)
+                await asyncio.sleep(1.0)
+            else:
+                assert (await second.call("get_sequence", {"id": "a"})).status == 410
+                await asyncio.sleep(0.2)
+            assert ("a" in await second.ids()) == (orphan_s == 60.0)
+        if drains:
+            await second.drained(SOURCE)
+            await second.end_drain(SOURCE)
+        await second.ok("create_sequences", {"sequences": [{"id": "a"}]})
+        await second.ok("get_sequence", {"id": "b"})
+
+
+@THREE
+@pytest.mark.parametrize(("ranks", "drained"), [(1, ""), (2, SOURCE), (2, "engine-1")])
+async def test_a_drain_settles_the_owner_where_a_door_has_died(
+    cluster: Cluster, ranks: int, drained: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where nobody calls the sequence any more, and of another shard of it."""
     async with another_door(cluster) as second:
         book = Book(cluster)
         cluster.only_on(SOURCE, "engine-1")
@@ -493,9 +524,10 @@ async def test_a_drain_settles_the_owner_where_a_door_has_died(
         source = SOURCE if ranks == 2 else cluster.home("a")
         await abandon(cluster, source, "named", monkeypatch)
         await cluster.end_drain(source)
-        await second.drain(source)
-        await second.until(second.router.drains.tasks[source].done, "the drain to end")
-        await second.end_drain(source)
+        drained = drained or source
+        await second.drain(drained)
+        await second.drained(drained)
+        await second.end_drain(drained)
         await Book(second, held=book.held).check("a")
 
 
