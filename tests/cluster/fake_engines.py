@@ -31,6 +31,7 @@ from service.operations.schema.info import InfoAnswer
 from service.operations.schema.spec import Operation
 from service.road.caller_end.caller import Answered
 from service.road.caller_end.slots import Slot
+from service.tenants import Tenant
 from tests.cluster.harness import SETTINGS, Cluster
 
 INFO: Final = InfoAnswer.model_construct(instance_id="", **SETTINGS.pool.model_dump())
@@ -58,6 +59,9 @@ class FakeLink:
         self.replies: dict[str, Any] = {}
         """Of operations that are not served with the ids alone."""
         self.scheduled: dict[str, list[Any]] = {}
+        self.tenants: list[Tenant] = []
+        """Of each call."""
+        self.stages = NO_STAGES
 
     def do_next(self, operation: str, *doing: Any) -> None:
         self.scheduled.setdefault(operation, []).extend(doing)
@@ -66,7 +70,8 @@ class FakeLink:
         """The fields of its calls of an operation."""
         return [fields for name, fields, _ in self.served if name == operation]
 
-    async def call(self, operation: Operation, request: Slot, length: int, *_: Any) -> RawReply:
+    async def call(self, operation: Operation, request: Slot, length: int, *more: Any) -> RawReply:
+        self.tenants.append(more[-1])
         header, start = split(request.view(length))
         layout = read_layout(header, length - start, REQUEST)
         arrays = {
@@ -87,7 +92,7 @@ class FakeLink:
             key, answer = PROBLEM, problem(error)
             status = answer["status"]
         slot, size = self.arena.lay(image(key, dump_json(answer), {}))
-        return Answered(status, slot.view(size), 0, NO_STAGES), slot
+        return Answered(status, slot.view(size), 0, self.stages), slot
 
     def serve(self, name: str, fields: Any) -> dict[str, Any]:
         """The reply of an engine that stores ids alone."""
@@ -154,9 +159,9 @@ class FakeCluster(Cluster):
 
 
 @asynccontextmanager
-async def fake_cluster(names: str) -> AsyncIterator[FakeCluster]:
+async def fake_cluster(names: str, has_keys: bool = False) -> AsyncIterator[FakeCluster]:
     """One engine for each letter, alike and empty."""
-    router = Router(SETTINGS.server)
+    router = Router(SETTINGS.server, has_keys)
     members = router.members
     members.first_info = INFO
     cluster = FakeCluster(router, Any)

@@ -61,11 +61,12 @@ MORTAL: Final = pytest.mark.parametrize("cluster", ["mortal_engines"], indirect=
 
 @dataclass(slots=True)
 class Answer:
-    """A reply: its `status`, its fields or the problem document, its tensors."""
+    """A reply: its `status`, its fields or the problem document, its tensors and stages."""
 
     status: int
     fields: dict[str, Any]
     arrays: dict[str, Any]
+    stages: tuple[float, ...] = ()
 
 
 @dataclass(slots=True)
@@ -96,7 +97,7 @@ class Cluster:
         layout = read_layout(header, len(whole) - start, key)
         copied = {one: np.array(array) for one, array in place(whole, start, layout).items()}
         router.arena.give_back(place_of)
-        return Answer(answered.status, layout.fields, copied)
+        return Answer(answered.status, layout.fields, copied, answered.stages)
 
     async def ok(self, name: str, fields: Any = None, **arrays: Any) -> Answer:
         """The reply to a call that must succeed."""

@@ -8,8 +8,18 @@ import numpy as np
 import pytest
 
 from service.cluster.placement.cost import Load
-from service.errors import InvalidRequest, NotReady, OutOfPages
+from service.cluster.routing import outcomes
+from service.cluster.routing.locator import MAX_SHARD_LOOKS
+from service.errors import (
+    InvalidRequest,
+    NotReady,
+    OutOfPages,
+    SequenceMoving,
+    SequenceTaken,
+    UnknownSequence,
+)
 from service.road.caller_end.caller import AnswerLost
+from service.tenants import OPEN, SCOPES, Tenant, tenant_of
 from tests.cluster.fake_engines import FakeCluster, fake_cluster
 from tests.cluster.harness import DIM, HEADS, PAGE
 
@@ -170,26 +180,112 @@ async def test_a_sequence_of_a_dead_engine_is_lost_and_one_that_no_engine_had_is
         assert (await cluster.call("truncate", TRUNCATE | {"id": "never"})).status == 404
 
 
-@pytest.mark.parametrize("name", ["truncate", "delete_sequences"])
-async def test_what_is_left_of_a_sharded_sequence_is_deleted_when_a_shard_is_lost(
-    name: str,
-) -> None:
+@pytest.mark.parametrize("how", ["truncate", "delete_sequences", "a look"])
+async def test_what_is_left_of_a_sequence_is_deleted_when_a_shard_is_lost(how: str) -> None:
     async with fake_cluster("abc") as cluster:
-        link = cluster.links["a"]
+        link, locator, rest = cluster.links["a"], cluster.router.locator, {"ids": ["here"]}
         link.ids.add("here")
         link.replies["get_sequence"] = {"shard": {"rank": 0, "ranks": 2}}
         for one in cluster.links.values():
             one.replies["delete_sequences"] = {"num_deleted": 0, "skipped": ["here"]}
-        cluster.router.locator.tags.learn(("default", "here"), f"{8 * 'a'}-{8 * 'b'}")
+        locator.tags.learn(("default", "here"), f"{8 * 'a'}-{8 * 'b'}")
         cluster.lose("b", is_dead=True)
-        if name == "truncate":
-            assert (await cluster.call(name, TRUNCATE)).status == 410
+        if how == "truncate":
+            assert (await cluster.call(how, TRUNCATE)).status == 410
+        elif how == "delete_sequences":
+            assert await cluster.fields(how, rest) == {"num_deleted": 0}
         else:
-            assert await cluster.fields(name, {"ids": ["here"]}) == {"num_deleted": 0}
-        rest = {"ids": ["here"]}
+            locator.recheck(OPEN, ["here"])
         await cluster.until(lambda: rest in link.calls("delete_sequences"), "the shard goes")
+        assert len(link.calls("get_sequence")) > 2 * MAX_SHARD_LOOKS, "it might be moving"
         asked_as_well = rest in cluster.links["c"].calls("delete_sequences")
-        assert asked_as_well == (name == "delete_sequences")
+        assert asked_as_well == (how == "delete_sequences")
+
+
+async def test_sequences_that_an_engine_is_about_to_hand_over_are_still_there() -> None:
+    async with fake_cluster("ab") as cluster:
+        link = cluster.links["a"]
+        link.ids |= {"one", "two"}
+        link.do_next("gather", SequenceMoving(["one"]))
+        await cluster.ok("page_table", {"sequences": ["one", "two"]})
+        assert [one["sequences"] for one in link.calls("gather")] == [["one", "two"], ["two"]]
+
+
+async def test_a_sequence_that_has_left_since_the_look_is_where_it_moves_from() -> None:
+    async with fake_cluster("ab") as cluster:
+        here, there = cluster.links["a"], cluster.links["b"]
+        here.ids.add("here")
+        here.do_next("get_sequence", *2 * [UnknownSequence(["here"])])
+
+        async def moving() -> None:
+            here.ids.remove("here")
+            there.ids.add("here")
+            raise SequenceMoving(["here"])
+
+        there.do_next("get_sequence", moving)
+        await cluster.ok("truncate", TRUNCATE)
+        assert (here.calls("truncate"), there.calls("truncate")) == ([], [TRUNCATE])
+        assert len(here.calls("gather")) == 1, "one look was enough"
+
+
+async def test_a_call_waits_for_shards_that_have_moved_and_settles_an_abandoned_move(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settled = []
+    monkeypatch.setattr(outcomes, "SETTLE_AFTER_S", -1.0)
+    async with fake_cluster("ab") as cluster:
+        await known(cluster, here="a")
+
+        async def settle(name: str, tenant: Tenant) -> None:
+            settled.append((name, tenant))
+
+        cluster.router.retries.settle = settle
+        link = cluster.links["a"]
+        link.do_next("truncate", SequenceTaken({"here": 3}), SequenceMoving(["here"], ["here"]))
+        await cluster.ok("truncate", TRUNCATE)
+        assert settled == [("here", OPEN)]
+        assert [one["sequences"] for one in link.calls("gather")] == [["here"], ["here"]]
+
+
+@pytest.mark.parametrize("appends", [False, True])
+async def test_a_decode_that_one_engine_refuses_lists_the_rows_of_the_other(appends: bool) -> None:
+    async with fake_cluster("ab") as cluster:
+        await known(cluster, here="a", there="b")
+        cluster.links["b"].do_next("decode", REFUSED)
+        q = np.zeros((2, HEADS, DIM), np.float32)
+        new = {"k": q, "v": q} if appends else {}
+        fields = {"layer": 0, "sequences": ["here", "there"]}
+        answer = await cluster.call("decode", fields, q=q, **new)
+        assert (answer.status, answer.fields.get("done")) == (422, ["here"] if appends else None)
+
+
+@pytest.mark.parametrize(
+    ("name", "failing", "status"),
+    [("clear", "", 200), ("clear", "b", 422), ("pin", "b", 200), ("pin", "ab", 422)],
+)
+async def test_a_call_for_all_engines_fails_with_one_of_them_but_a_pin_with_all(
+    name: str, failing: str, status: int
+) -> None:
+    async with fake_cluster("ab") as cluster:
+        for at, (letter, link) in enumerate(cluster.links.items(), 1):
+            link.replies[name], link.stages = {"num_pages": at}, (0.1 * at, 0.4 / at, 0.0, 0.0, 0.0)
+            link.do_next(name, *[REFUSED] * (letter in failing))
+        pin = {"page_key": 32 * "0", "hard": True}
+        answer = await cluster.call(name, pin if name == "pin" else {})
+        assert answer.status == status
+        if not failing:
+            assert answer.fields == {"num_pages": 3}
+            assert answer.stages == (0.2, 0.4, 0.0, 0.0, 0.0), "the longest of each"
+
+
+async def test_a_router_asks_in_its_callers_namespace_with_all_scopes() -> None:
+    async with fake_cluster("ab", has_keys=True) as cluster:
+        cluster.links["a"].ids.add("here")
+        reader = tenant_of("red", ["read"])
+        assert (await cluster.call("get_sequence", {"id": "here"}, reader)).status == 200
+        every = tenant_of("red", SCOPES)
+        assert cluster.links["a"].tenants == [every, every, reader]
+        assert cluster.links["b"].tenants == [every]
 
 
 async def test_engines_are_shown_and_drained_by_their_names_in_the_cluster() -> None:

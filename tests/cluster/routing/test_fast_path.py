@@ -119,3 +119,10 @@ def test_ids_of_a_header_too_long_to_remember_are_not_looked_up(fast_path: FastP
     prepared: Any = SimpleNamespace(fields=SimpleNamespace(sequences=(f"a.{HERE}",)))
     fast_path.learn(call(), b" " * (MAX_HEADER_BYTES + 1), prepared)
     assert not fast_path.known
+
+
+def test_a_header_that_was_read_in_pieces_is_remembered(fast_path: FastPath) -> None:
+    ids, text = (f"a.{HERE}",), b"too long to be read here"
+    prepared: Any = SimpleNamespace(fields=SimpleNamespace(sequences=ids))
+    fast_path.learn(call(), text, prepared)
+    assert fast_path.target(call(), text) == (ids, "here")

@@ -121,6 +121,9 @@ async def test_ragged_prefill_equals_the_oracle_and_touches_no_page(
         seen = oracle.visible(mine.stop - mine.start, keys.stop - keys.start, mask=bits, **how)
         wanted = oracle.attend(q[mine], k[keys], v[keys], seen, sm_scale=SCALE)
         close((reply.o[mine], reply.lse[mine]), wanted)
+    bits = np.concatenate([np.packbits(one, bitorder="little") for one in (mask[:15], mask[15:])])
+    packed = await caller.submit(call.but(mask=None, packed_mask=bits))
+    np.testing.assert_array_equal(packed.o, reply.o)
     assert (reply.o[3:5] == 0).all()
     assert (reply.lse[3:5] == -np.inf).all()
     assert await caller.pool() == before

@@ -26,8 +26,11 @@ async def test_a_sequence_that_leaves_is_only_exported(caller: Caller) -> None:
     await caller.create("a", "b")
     await grow(caller, "a", (23, 23), CPU_GEOMETRY)
     before = await held(caller, "a", LAYERS)
-    assert await hand(caller, "back") == "invalid_request"
+    back = NewCall("hand_over", {"id": "a", "state": "back"})
+    await caller.refused(back, "invalid_request", field="state", value="back")
     assert await hand(caller, "leaving") == "ok"
+    leaving = back.but(state="leaving")
+    await caller.refused(leaving, "sequence_moving", sequences=["a"], handed=None)
     read = {"layer": 0, "sequences": ["b", "a"]}
     for name, fields in (
         ("get_sequence", {"id": "a"}),
@@ -50,6 +53,7 @@ async def test_a_sequence_that_leaves_is_only_exported(caller: Caller) -> None:
     assert await hand(caller, "handed") == "invalid_request"
     assert await hand(caller, "handed", generation="0" * 32) == "sequence_changed"
     assert await hand(caller, "handed", generation=header["generation"]) == "ok"
+    await caller.refused(leaving, "sequence_moving", sequences=["a"], handed=["a"])
     assert await hand(caller, "gone") == "ok"
     assert await caller.code(NewCall("get_sequence", {"id": "a"})) == "unknown_sequence"
     assert (await caller.pool())["referenced"] == 0

@@ -14,7 +14,7 @@ from config.settings import Settings
 from kernels.lanes.lane import Owner, StepWork
 from service.core.values import NewSpec
 from service.engine.handlers.steps import StepPlace
-from service.engine.loop.job import Job
+from service.engine.loop.job import Counts, Job, OpenedStep
 from service.engine.loop.request import AnswerPlace, Request
 from service.engine.loop.scheduler import Scheduler
 from service.engine.loop.session_lanes import SessionLanes
@@ -138,6 +138,9 @@ def test_a_step_is_accepted_at_once_and_answered_when_its_lane_is_through(rig: R
     rig.rounds()
     assert rig.answered == [job] and job.error is None
     assert not rig.scheduler.is_busy
+    appended = 2 * GEOMETRY.num_layers
+    assert isinstance(job.work, OpenedStep)
+    assert job.work.counts == Counts(appended, appended * GEOMETRY.token_bytes, 0, "flat")
 
 
 def test_an_echo_is_waited_for_though_it_has_no_sequence(rig: Rig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from kernels.backend import Attend, AttentionState, Backend, PoolGeometry, Ragge
 from kernels.tensor import host_array
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec
-from service.engine.handlers.attention import ragged_mask
+from service.engine.handlers.attention import paged_cost, ragged_mask
 from service.engine.loop.job import Cost
 from service.engine.loop.slices import (
     RowSpan,
@@ -112,6 +113,20 @@ def random_spans(rng: Rng, n: int) -> list[RowSpan]:
     if len(cuts) == 1:
         return [RowSpan(0, 0, Cost())]
     return [RowSpan(a, b, Cost()) for a, b in pairwise(cuts)]
+
+
+@pytest.mark.parametrize(("slice_s", "keys"), [(1e9, 3 * 3 * 4), (1e-9, 7 + 8 + 9)])
+def test_attention_costs_the_keys_of_each_row_where_a_bound_of_them_is_long(
+    slice_s: float, keys: int
+) -> None:
+    tree = PrefixTree(GEOMETRY.num_pages, GEOMETRY.page_size, 1)
+    tree.create([NewSpec("a")])
+    tree.extend(0, ["a"], np.array([9], np.int32))
+    planned = PlanCache(tree).sequences(["a"], 0, indptr([3]), True, "never")
+    store: Any = SimpleNamespace(geometry=GEOMETRY, pace=DevicePace(1.0, 1.0, slice_s))
+    q = np.zeros((3, 4, 8), np.float32)
+    moved = 9.0 * GEOMETRY.token_bytes + 2.0 * q.nbytes
+    assert paged_cost(store, q, planned, -1) == Cost(moved, 4.0 * 4 * 8 * keys)
 
 
 def test_pieces_of_attention_over_pages_have_the_numbers_of_the_whole(rng: Rng) -> None:

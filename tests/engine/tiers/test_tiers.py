@@ -718,8 +718,9 @@ def test_a_quota_for_a_tier_that_is_not_there_is_refused(
     cache: CacheSettings, field: str, setting: str
 ) -> None:
     async def scenario(caller: Caller) -> None:
-        with pytest.raises(Refused, match=rf"set cache\.{setting}"):
+        with pytest.raises(Refused, match=rf"set cache\.{setting}") as refused:
             await caller.call("set_namespace", {"name": "a", "max_pages": 3, field: 1})
+        assert (refused.value.problem["field"], refused.value.problem["value"]) == (field, 1)
         assert (await caller.call("get_namespace", {"name": "a"})).fields["max_pages"] is None
 
     run(scenario, cache)
