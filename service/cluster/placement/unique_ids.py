@@ -13,12 +13,20 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from service.cluster.membership.engine import Call, Engine, EngineReply, Home
+from service.cluster.routing.locator import shard_at
 from service.cluster.routing.outcomes import RETRY_PAUSE_S, Outcome, outcome_of
 from service.cluster.routing.replies import gather_all, results_of
 from service.cluster.routing.sequence_calls import SequenceCalls
 from service.cluster.routing.tags import tags_of
 from service.doors.kit.problems import ProblemText
-from service.errors import AttndError, DeadlineExceeded, LostSequence, NotReady, SequenceExists
+from service.errors import (
+    AttndError,
+    DeadlineExceeded,
+    LostSequence,
+    NotReady,
+    SequenceExists,
+    SequenceMoving,
+)
 from service.operations.internal import HAND_OVER
 
 CONFIRM_S: Final = 15.0
@@ -39,10 +47,10 @@ class UniqueIds:
 
     async def refuse_taken(self, ids: Collection[str]) -> None:
         """Raises SequenceExists where an engine has one of these, NotReady where one that may have
-        some does not reply."""
+        some does not reply, SequenceMoving where another door makes or moves one for long."""
         members = self.calls.members
         members.check_all_respond()
-        if taken := await self.taken(list(ids), members.engines):
+        if taken := await self.taken(list(ids), members.engines, waits=True):
             raise SequenceExists([name for name in ids if name in taken])
 
     async def confirm(self, made: Mapping[str, Home], chosen: Collection[str]) -> None:
@@ -110,20 +118,26 @@ class UniqueIds:
             for engine in engines:
                 others = [one for one, home in made.items() if engine.tag not in tags_of(home.tag)]
                 if others:
-                    looks.append(self.taken(others, [engine]))
+                    looks.append(self.taken(others, [engine], waits=False))
             for names in await gather_all(looks):
                 found |= names
         return found
 
-    async def taken(self, names: list[str], engines: Iterable[Engine]) -> set[str]:
-        """Those of the ids that some of `engines` have. Raises NotReady where shards are left of a
-        sequence that was lost: they are deleted first."""
+    async def taken(self, names: list[str], engines: Iterable[Engine], *, waits: bool) -> set[str]:
+        """Those of the ids that some of `engines` have. `waits` until those that others make or
+        move are there or are not. Raises NotReady where shards are left of a sequence that was
+        lost: they are deleted first."""
         locator, tenant = self.calls.locator, self.call.tenant
         holders = await locator.holders(names, tenant, engines)
         free = asyncio.Semaphore(MAX_PARALLEL)
 
         async def is_there(name: str, engine: Engine) -> bool:
+            acting = self.calls.members.acting_for(tenant)
             async with free:
+                while waits and await shard_at(engine, name, acting) == "moving":
+                    if not self.call.may_retry():
+                        raise SequenceMoving([name])
+                    await asyncio.sleep(RETRY_PAUSE_S)
                 return await locator.tag_of(name, engine, tenant) is not None
 
         try:

@@ -111,6 +111,22 @@ async def test_a_new_sequence_that_is_perhaps_not_confirmed_is_a_504(error: Exce
         assert cluster.links["a"].calls("hand_over") == [{"id": "new", "state": "back"}]
 
 
+@pytest.mark.parametrize(("is_kept", "status"), [(True, 409), (False, 201)])
+async def test_a_new_sequence_waits_until_others_have_made_one_of_its_id_or_not(
+    is_kept: bool, status: int
+) -> None:
+    async with fake_cluster("ab") as cluster:
+        link = cluster.links["a"]
+        link.ids.add("new")
+
+        async def end() -> None:
+            if not is_kept:
+                link.ids.remove("new")
+
+        link.do_next("get_sequence", SequenceMoving(["new"]), end)
+        assert (await create(cluster, {"id": "new"}))[0] == status
+
+
 async def test_a_confirmation_is_sent_again_where_the_queue_of_an_engine_is_full() -> None:
     async with fake_cluster("ab") as cluster:
         cluster.only_on("a")
