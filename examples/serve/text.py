@@ -14,7 +14,7 @@ class TextStream:
     def __init__(self, tokenizer: Any, stop: tuple[str, ...]) -> None:
         self._tokenizer, self._stop = tokenizer, stop
         self._tokens: list[int] = []
-        self._begin = 0  # tokens before this are not decoded again
+        self._begin = self._whole = 0  # characters end at both; tokens before are not decoded again
         self._decoded = ""  # text of the tokens from _begin on that was taken
         self._held = ""  # may be the beginning of a stop string
         self.stopped = False
@@ -25,10 +25,9 @@ class TextStream:
         text = self._decode()
         if text.endswith("\ufffd"):  # part of a character
             return ""
-        new, self._decoded = text[len(self._decoded) :], text
-        if " " in new or "\n" in new:  # decode from the last token on, which begins a word
-            self._begin = len(self._tokens) - 1
-            self._decoded = self._decode()
+        new = text[len(self._decoded) :]
+        self._begin, self._whole = self._whole, len(self._tokens)
+        self._decoded = self._decode()
         return self._certain(new)
 
     def finish(self) -> str:
