@@ -39,6 +39,8 @@ class Sums:
         self._holders: Int32 = np.zeros(budget.allocator.num_pages, np.int32)
         self._used, self._cached, self._pinned = Counter[str](), Counter[str](), Counter[str]()
         self._on_node: Counter[Node] = Counter()
+        self._wrong_own = ""
+        """A node's wrong count of leases and pins."""
         self._num_changes = self._count_changes()
 
     @property
@@ -75,6 +77,11 @@ class Sums:
                 self._hold(owner, node.pages)
                 self._cached[owner] += size if name.state == CACHED else 0
                 self._pinned[owner] += size if name.state == PINNED else 0
+                if name.own != self._on_node[node]:
+                    self._wrong_own = (
+                        f"the named node of pages {node.start} to {node.end} of its path has "
+                        f"{name.own} leases and pins, {self._on_node[node]} are on it"
+                    )
             yield
 
     def _hold(self, owner: str, pages: Int32) -> None:
@@ -96,12 +103,8 @@ class Sums:
         """Raises `IntegrityError` for wrong counts of pages, leases or namespaces."""
         pages, budget = self._links.named, self._budget
         check_holders(self._holders, budget.allocator)
-        for node in pages.nodes:
-            if node is not None and named(node).own != self._on_node[node]:
-                raise IntegrityError(
-                    f"the named node of pages {node.start} to {node.end} of its path has "
-                    f"{named(node).own} leases and pins, {self._on_node[node]} are on it"
-                )
+        if self._wrong_own:
+            raise IntegrityError(self._wrong_own)
         for one in budget.namespaces.values():
             found = (self._used.pop(one.name, 0), self._cached[one.name], self._pinned[one.name])
             if found != (one.used, one.cached, one.pinned):

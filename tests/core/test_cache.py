@@ -19,6 +19,7 @@ from service.core.errors import (
 )
 from service.core.plans.plan import make_plan
 from service.core.pool.budget import NO_LIMIT, EvictionPaused
+from service.core.prefix import matching
 from service.core.prefix.keys import Prefix, as_keys, root_key
 from service.core.prefix.named_pages import Change, Cleared, Removed, Stored
 from service.core.prefix.nodes import Retention
@@ -494,3 +495,21 @@ def test_what_is_left_for_each_namespace_is_found_in_one_pass(
     for name, left in wanted.items():
         (event,) = store.history.page(name, 0, 10)[0]
         assert (event["free"], event["available"]) == left
+
+
+def test_a_commit_of_many_finds_the_nodes_that_it_has_made_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(matching, "MOST_MATCHED", 2)
+    tree = PrefixTree(16, PAGE, 1)
+    for count in range(1, 5):
+        begun(tree, f"s{count}", *range(count))
+    many = ["s1", "s2", "s3", "s4"]
+    names = [Prefix(ids(*range(count))) for count in range(1, 5)]
+    assert tree.commits.commit_all(many, names) == [1, 2, 3, 4]
+    tree.check_integrity()
+    begun(tree, "s5", *range(5))
+    before = tree.cache.named.num_changes
+    with pytest.raises(InvalidRequest, match="cached in 1024 nodes"):
+        tree.commits.commit_all(["s5"], [Prefix(ids(*range(5)))])
+    assert tree.cache.named.num_changes == before

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from core_pool import TokenPool, int32
 
+from service.core import integrity
 from service.core.errors import CoreError, IntegrityError
 from service.core.prefix.keys import Prefix
-from service.core.prefix.nodes import Leaf, Node
+from service.core.prefix.nodes import Leaf, Name, Node
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec
 
@@ -217,3 +218,25 @@ def test_a_cut_that_moves_its_rows_in_slices_is_no_damage(finishes: bool) -> Non
     pool.tree.free(["a", "b"])
     assert pool.tree.allocator.num_free == 16
     pool.tree.check_integrity()
+
+
+def test_no_piece_of_the_check_looks_at_many_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree, count = PrefixTree(64, 1, 1), 64
+    for number in range(count):
+        tree.create([NewSpec("a")])
+        tree.extend(0, ["a"], int32(1))
+        tree.commits.commit("a", Prefix(np.array([number], np.uint32)))
+        tree.free(["a"])
+    looks = 0
+    named = integrity.named
+
+    def counted(node: Node) -> Name:
+        nonlocal looks
+        looks += 1
+        return named(node)
+
+    monkeypatch.setattr(integrity, "named", counted)
+    most = 0
+    for _ in tree.integrity_steps():
+        most, looks = max(most, looks), 0
+    assert max(most, looks) < 8

@@ -72,7 +72,8 @@ class Commits:
                 field = BATCHED.get(error.field, error.field)
                 raise InvalidRequest(field, [leaf.id, error.value], error.rule) from None
             plans.append((leaf, prefix, stop))
-        return [self._commit(leaf, prefix, stop, keep) for leaf, prefix, stop in plans]
+        more = 2 * len(plans)  # a commit may split one node of a path, and add one
+        return [self._commit(leaf, prefix, stop, keep, more) for leaf, prefix, stop in plans]
 
     def _check(self, leaf: Leaf, prefix: Prefix, stop: int) -> None:
         """Raise the errors of `_commit` without changing anything."""
@@ -120,7 +121,9 @@ class Commits:
             raise InvalidRequest("offset", prefix.skipped * size, rule)
         return path
 
-    def _commit(self, leaf: Leaf, prefix: Prefix, stop: int, keep: Retention) -> int:
+    def _commit(
+        self, leaf: Leaf, prefix: Prefix, stop: int, keep: Retention, more: int = 0
+    ) -> int:
         if stop == 0:
             return 0
         path = self._named_path(leaf, prefix)
@@ -130,7 +133,9 @@ class Commits:
             root = leaf.owner.root(prefix.cache_salt)
         else:
             root = self._agreed_root(path, prefix, min(stop, done))
-        if stop > done and not self._commit_rest(leaf, root, above, prefix, stop, keep):
+        found = self._walk(root, above, prefix, stop, more) if stop > done else None
+        rest = (prefix, done, stop, keep)
+        if found is not None and not self._commit_rest(leaf, root, found, *rest):
             stop = done
         if keep is not DEFAULT:
             self._keep(leaf, stop, keep)
@@ -167,12 +172,17 @@ class Commits:
         return root
 
     def _commit_rest(
-        self, leaf: Leaf, root: Root, above: Node | None, prefix: Prefix, stop: int, keep: Retention
+        self,
+        leaf: Leaf,
+        root: Root,
+        found: Match,
+        prefix: Prefix,
+        begin: int,
+        stop: int,
+        keep: Retention,
     ) -> bool:
-        """Name the pages after `above`, the last named node, up to `stop`; returns False if forks
-        that share them prevent it."""
-        begin = 0 if above is None else above.end
-        found = self._walk(root, above, prefix, stop)
+        """Name the pages `begin:stop`, which follow the named ones, and of which `found` are
+        cached; returns False if forks that share them prevent it."""
         first = found.num_pages
         key = b"" if first == stop else found.next_key or self._free_key(root, found, prefix)
         if first > begin:
@@ -194,10 +204,12 @@ class Commits:
             self._links.merge_up(node)
         return True
 
-    def _walk(self, root: Root, above: Node | None, prefix: Prefix, stop: int) -> Match:
+    def _walk(
+        self, root: Root, above: Node | None, prefix: Prefix, stop: int, more: int = 0
+    ) -> Match:
         """Match the prefix below `above`. Raises `InvalidRequest` for a match of more nodes than
-        one call finds."""
-        found = walk(self._named, root, above, prefix, stop)
+        one call finds; a call that has made some itself finds `more`."""
+        found = walk(self._named, root, above, prefix, stop, more)
         if found.is_cut:
             count = found.num_pages * self._named.page_size
             rule = (

@@ -26,7 +26,7 @@ class Match:
     next_key: bytes | None = None
     """The key of the page after them, if no cached page has it."""
     is_cut: bool = False
-    """Whether the match may be longer: it stopped after `MOST_MATCHED` nodes."""
+    """Whether the match may be longer: it stopped after the maximum number of nodes."""
 
     def table(self) -> Int32:
         """The matched pages in order, int32 [num_pages]."""
@@ -46,17 +46,20 @@ class Match:
         return links.split(self.node, self.num_pages)
 
 
-def walk(names: NamedPages, root: Root, node: Node | None, prefix: Prefix, stop: int) -> Match:
+def walk(
+    names: NamedPages, root: Root, node: Node | None, prefix: Prefix, stop: int, more: int = 0
+) -> Match:
     """The longest path below `node` (None: the root) with the prefix's pages up to page `stop`.
 
-    At most `MOST_MATCHED` nodes: they are found by the keys of their first pages; then all their
-    pages are compared at once.
+    At most `MOST_MATCHED + more` nodes: they are found by the keys of their first pages; then all
+    their pages are compared at once.
     """
     begin = at = 0 if node is None else node.end
+    most = MOST_MATCHED + more
     key = root.key if node is None else names.last_key(node)
     way: list[Node] = []
     last, next_key = node, None
-    while at < stop and len(way) < MOST_MATCHED:
+    while at < stop and len(way) < most:
         kids = root.kids if last is None else named(last).kids
         key = prefix.key_at(at, key, names.page_size)
         kid = kids.get(key) if kids else None
@@ -72,7 +75,7 @@ def walk(names: NamedPages, root: Root, node: Node | None, prefix: Prefix, stop:
     end = begin + names.num_same(pages[: stop - begin], prefix, begin)
     while way and way[-1].start >= end:
         way.pop()
-    is_cut = len(way) == MOST_MATCHED and end == at < stop
+    is_cut = len(way) == most and end == at < stop
     return Match(way[-1] if way else node, end, next_key if end == at else None, is_cut)
 
 

@@ -185,7 +185,7 @@ def delete_sequences(
     """Delete many sequences, some at a time; ids that do not exist are ignored.
 
     `count` returns the number of sequences that some ids are parts of; `skips` returns ids that a
-    request with `skip` leaves alone.
+    request with `skip` leaves alone. Once some are deleted, the others are, too.
     """
     names, skipped = chosen(store, request, skips)
     shown = {} if skipped is None else {"skipped": [request.tenant.shown(one) for one in skipped]}
@@ -195,22 +195,21 @@ def delete_sequences(
         store.tree.free(names)
         request.place.lay({"num_deleted": deleted} | shown)
         return Completed()
-    books = store.tree.books
+    books, deleted = store.tree.books, 0
 
-    def pieces() -> Generator[None, None, int]:
-        deleted = 0
+    def pieces() -> Generator[None, None, None]:
+        nonlocal deleted
         for begin in range(0, len(names), MADE_AT_ONCE):
             some = [name for name in names[begin : begin + MADE_AT_ONCE] if name in books]
             deleted += count(some)
             store.tree.free(some)
             yield
-        return deleted
 
     def slices() -> Slices:
-        deleted = yield from in_slices(pieces())
+        yield from in_slices(pieces())
         request.place.lay({"num_deleted": deleted} | shown)
 
-    return SlicedWork(slices())
+    return SlicedWork(slices(), must_finish=lambda: deleted > 0)
 
 
 def chosen(

@@ -99,7 +99,7 @@ class Engine:
         )
         self._watchdog = Watchdog("engine", metrics)
         self.scheduler = Scheduler(
-            self.store, metrics, self._reply, lanes, self._read, self._watchdog
+            self.store, metrics, self._reply, lanes, self._read, self._watchdog, must_wait
         )
         self._lanes = SessionLanes(lanes, self.scheduler.steps, self.info)
         self._reader = RequestReader(self.info)
@@ -211,7 +211,7 @@ class Engine:
             return 1e-3 if time.monotonic() - oldest.started > SPIN_S else 0.0
         if scheduler.is_busy:
             is_due = scheduler.long_work.num_ready or scheduler.steps.is_young
-            return 0.0 if is_due else 1e-3
+            return 0.0 if is_due or scheduler.is_behind else 1e-3
         if self._stats.replies:
             return QUIET_S
         if scheduler.steps.num_aborted:
@@ -289,15 +289,8 @@ class Engine:
 
     def _read(self, job: Job) -> bool:
         """Read on in a job's request, for a slice at most; whether it is read now. Raises the
-        refusal.
-
-        A session with many unread answers first reads those: a door has many calls in flight, and
-        would lose them all if its output limit were reached.
-        """
+        refusal."""
         call: Call = job.token
-        output = call.session.output
-        if len(output.waiting) > output.limit * UNSENT_SHARE:
-            return False
         if job.reading is not None:
             try:
                 next(job.reading)
@@ -398,3 +391,10 @@ class Engine:
             job.error = error
             self._reply(job)
         self._stats.record()
+
+
+def must_wait(job: Job) -> bool:
+    """A session with many unread answers first reads those: a door has many calls in flight, and
+    would lose them all if its output limit were reached."""
+    output = job.token.session.output
+    return len(output.waiting) > output.limit * UNSENT_SHARE

@@ -16,6 +16,8 @@ from service.errors import Cancelled, DeadlineExceeded, Internal
 from service.metrics import Metrics
 
 LOG: Final = logging.getLogger("attnd.engine")
+LAST_WAIT_S: Final = 2.0
+"""Longest wait for other threads when everything ends."""
 CHANGED: Final = "a sequence changed while it was read, and the result is void; see the log"
 
 
@@ -76,24 +78,25 @@ class LongWork:
                 return
 
     def stop_all(self, error: Exception) -> None:
-        """End every operation with `error`, undone."""
-        if self.running is not None:
-            current, self.running = self.running, None
-            current.pending.result()
-            self._stop_or_finish(current.job, current.work, error)
-        while self._queue.count:
-            job, _, is_ready = self._queue.pop()
+        """End every operation with `error`, undone. Those that can no longer be undone run to their
+        end, unless they wait for other threads longer than `LAST_WAIT_S`."""
+        ends = time.monotonic() + LAST_WAIT_S
+        while self.running is not None or self._queue.count:
+            if self.running is not None:
+                self._finish_slice(self.running)
+                continue
+            job, result, is_ready = self._queue.pop()
             self.num_ready -= is_ready
-            if isinstance(job.work, SlicedWork):
-                self._stop_or_finish(job, job.work, error)
-
-    def _stop_or_finish(self, job: Job, work: SlicedWork, error: Exception) -> None:
-        """End an operation; one that can no longer be undone runs to its end."""
-        if work.must_finish():
-            work.run()
-            self._over(job, job.stopped_by)
-        else:
-            self._stop(job, work, error)
+            work = job.work
+            is_late = not is_ready and time.monotonic() > ends
+            if isinstance(work, SlicedWork) and (is_late or not work.must_finish()):
+                self._stop(job, work, error)
+                continue
+            if not is_ready:
+                time.sleep(1e-3)
+                if self._store.loading is not None:
+                    self._store.loading.advance()
+            self._start_slice(job, result)
 
     def _start_slice(self, job: Job, result: Any) -> None:
         """Start the next slice of a job, unless it is over, cancelled or out of time."""

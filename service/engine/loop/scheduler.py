@@ -60,6 +60,7 @@ class Scheduler:
 
     `reply` gets jobs whose answer is in its place, or whose `error` is set. `read` reads on in a
     job's request, for a slice at most, and returns whether it is complete; it raises the refusal.
+    `must_wait`: whether a job's caller first has to read earlier answers.
     """
 
     def __init__(
@@ -70,13 +71,17 @@ class Scheduler:
         lanes: Lanes,
         read: Callable[[Job], bool] = lambda _: True,
         watchdog: Watchdog | None = None,
+        must_wait: Callable[[Job], bool] = lambda _: False,
     ) -> None:
         self._store = store
         self._read = read
+        self._must_wait = must_wait
         self._watchdog = watchdog or Watchdog("engine", metrics)
         self._round_s = max(ROUND_SHARE * store.pace.slice_s, LEAST_ROUND_S)
         self._has_passed = False
         """Whether the latest round passed the slice of long work on to the next."""
+        self.is_behind = False
+        """Whether the latest round ended before all that could have turns had them."""
         self._reply = reply
         self._locks = SequenceLocks()
         self.queue: FairQueue[Job] = FairQueue()
@@ -137,9 +142,11 @@ class Scheduler:
     def take_turns(self) -> None:
         """Give turns until the round is over, or one has to wait for the device.
 
-        Jobs whose sequences are in use are passed over and keep their order.
+        Jobs whose sequences are in use, or whose callers do not read, are passed over and keep
+        their order.
         """
         queue, launches = self.queue, self.launches
+        self.is_behind = False
         if not queue.count:
             return
         blocked: list[Job] = []
@@ -148,12 +155,16 @@ class Scheduler:
         while queue.count and not (launches.is_closed and not launches.submit()):
             job, now = queue.first(), time.monotonic()
             if now > ends or now > latest:
+                self.is_behind = True
                 break
             job.seconds.queue = now - job.arrived
             if now > job.deadline:
                 queue.pop()
                 waited = f"it waited {job.seconds.queue:.3f} s for its turn and did not run"
                 self._refuse(job, DeadlineExceeded(f"the deadline passed: {waited}"))
+            elif job.is_unread and self._must_wait(job):
+                blocked.append(queue.pop())
+                self._charge(job, time.monotonic() - now)
             elif job.is_unread and not self._has_read(job, now):
                 ends = min(ends, now + self._round_s)
             elif behind is not None and self._is_blocked(job, behind):

@@ -9,7 +9,9 @@ import pytest
 from attnd.wire.frames import HELLO, VERSION
 
 from service import __version__
+from service.engine.loop.engine import UNSENT_SHARE
 from service.errors import NotReady
+from service.road.engine_end.session import Session
 from service.road.messages import Hello, message
 from tests.engine.fake_backend import GEOMETRY, FakeBackend
 from tests.engine.harness import (
@@ -24,6 +26,7 @@ from tests.engine.harness import (
     delete,
     fake_engine,
     get,
+    no_turns,
     outcome,
     truncate,
     until,
@@ -253,3 +256,46 @@ async def test_info_has_the_geometry_and_the_backend(caller: Caller) -> None:
     assert info["limits"]["queue_depth"] == 7
     line = f'attnd_build_info{{backend="fake",version="{__version__}"}}'
     assert caller.metric(line) == 1
+
+
+@fake_engine()
+async def test_a_session_that_does_not_read_its_answers_stalls_no_other(caller: Caller) -> None:
+    await caller.create("a")
+    async with caller.another() as silent:
+        silent.road.loop.remove_reader(silent.road.sock)
+        unknown = [f"{number:0128d}" for number in range(4096)]  # the error lists them all
+        ask = NewCall("gather", {"layer": 0, "sequences": unknown})
+        asked = [silent.attempt(ask) for _ in range(8)]
+        sessions = caller.engine.callers.sessions
+        await until(lambda: any(must_wait_for(one) for one in sessions))
+        async with asyncio.timeout(5):
+            await asyncio.gather(*[caller.view("a") for _ in range(8)])
+        assert caller.num_waiting > 0
+        silent.road.loop.add_reader(silent.road.sock, silent.road.on_readable)
+        assert [code(one) for one in await asyncio.gather(*asked)] == ["unknown_sequence"] * 8
+
+
+def must_wait_for(session: Session) -> bool:
+    return len(session.output.waiting) > session.output.limit * UNSENT_SHARE
+
+
+@fake_engine(slice_ms=1.0, queue_depth=4096)
+async def test_the_engine_does_not_rest_while_calls_wait_for_their_turns_alone(
+    caller: Caller,
+) -> None:
+    await caller.create("a")
+    engine, wait_s, rests = caller.engine, caller.engine.wait_s, []
+
+    def watched() -> float:
+        seconds = wait_s()
+        if engine.scheduler.queue.count:
+            rests.append(seconds)
+        return seconds
+
+    with no_turns(caller):
+        tasks = [caller.attempt(get("a"), room=4096) for _ in range(1500)]
+        await until(lambda: caller.num_waiting == len(tasks))
+        setattr(engine, "wait_s", watched)  # noqa: B010
+    assert {code(one) for one in await asyncio.gather(*tasks)} == {"ok"}
+    assert rests.count(0.0) >= len(rests) - 1  # the first may be of the round without turns
+    assert len(rests) > 1

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -58,6 +61,19 @@ def test_the_oldest_events_are_dropped_by_their_number_of_pages() -> None:
     assert kept.page("a", first - 1, 9)[2] and kept.page("a", 0, 9)[2]
     kept.hear(stored(20, 99))
     assert kept.page("a", first, 9) == ([], first + 3, True)
+
+
+def test_a_page_of_events_takes_no_walk_through_earlier_ones() -> None:
+    class Walked(deque[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            raise AssertionError("all events are looked at")
+
+    kept = history(*[Cleared("a") for _ in range(9)])
+    past = kept._pasts["a"]
+    past.events = Walked(past.events)
+    found, following, too_old = kept.page("a", past.newest - 2, 9)
+    assert [one["id"] for one in found] == [past.newest - 1, past.newest]
+    assert (following, too_old) == (past.newest, False)
 
 
 def test_namespaces_have_numbers_of_their_own() -> None:
