@@ -121,9 +121,7 @@ class Commits:
             raise InvalidRequest("offset", prefix.skipped * size, rule)
         return path
 
-    def _commit(
-        self, leaf: Leaf, prefix: Prefix, stop: int, keep: Retention, more: int = 0
-    ) -> int:
+    def _commit(self, leaf: Leaf, prefix: Prefix, stop: int, keep: Retention, more: int = 0) -> int:
         if stop == 0:
             return 0
         path = self._named_path(leaf, prefix)
