@@ -288,8 +288,7 @@ class Engine:
             self.scheduler.cancel(job)
 
     def _read(self, job: Job) -> bool:
-        """Read on in a job's request, for a slice at most; whether it is read now. Raises the
-        refusal."""
+        """Read on in a request, for a slice at most; whether it is read now. Raises the refusal."""
         call: Call = job.token
         if job.reading is not None:
             try:
@@ -396,5 +395,6 @@ class Engine:
 def must_wait(job: Job) -> bool:
     """A session with many unread answers first reads those: a door has many calls in flight, and
     would lose them all if its output limit were reached."""
-    output = job.token.session.output
+    call: Call = job.token
+    output = call.session.output
     return len(output.waiting) > output.limit * UNSENT_SHARE
