@@ -105,6 +105,8 @@ class Creation:
         self.unique = UniqueIds(calls, call)
         self.new = new_sequences(call, prepared)
         self.index = {one.id: at for at, one in enumerate(self.new) if one.id is not None}
+        self.shared_ids = self.index if len(self.members.by_name) > 1 else {}
+        """Chosen ids that other engines may have; an only engine refuses its own by itself."""
         self.parents: dict[str, Home] = {}
         """Homes of the parents that exist already."""
         self.has_parents = False
@@ -117,8 +119,8 @@ class Creation:
         """Places and makes all. Raises SequenceExists and what engines raise; then none is made."""
         self.errors = {}
         if not self.has_parents:
-            if self.index:
-                await self.unique.refuse_taken(self.index)
+            if self.shared_ids:
+                await self.unique.refuse_taken(self.shared_ids)
             await self.locate_parents()
         waits = await self.placer.long_work.do(self.place(), self.call.tenant.namespace)
         await self.prompts.wait(self.call, waits)
@@ -185,9 +187,9 @@ class Creation:
         return reply(self.members.arena, self.call, {"sequences": views}, stages=stages)
 
     async def make_on(self, engine: Engine) -> RawReply:
-        """As `make`, all on one engine, whose reply is forwarded. Only chosen ids are confirmed."""
+        """As `make`, all on one engine, whose reply is forwarded."""
         fields, arrays = request_for(engine, self.new)
-        more = CONFIRM if self.index else {}
+        more = CONFIRM if self.shared_ids else {}
         try:
             answered, slot = await engine.send(self.making, fields | more, arrays)
         except (ProblemText, AttndError) as error:
@@ -195,8 +197,8 @@ class Creation:
             raise
         made: dict[str, Home] = {one["id"]: engine for one in fields["sequences"]}
         try:
-            if self.index:
-                await self.unique.confirm(made, self.index)
+            if self.shared_ids:
+                await self.unique.confirm(made, self.shared_ids)
         except BaseException:
             self.members.arena.give_back(slot)
             raise

@@ -212,6 +212,15 @@ async def test_while_an_engine_drains_ids_are_looked_for_twice() -> None:
         assert cluster.ids_at() == {"a": set(), "b": {"same"}, "c": set()}
 
 
+async def test_an_only_engine_is_asked_once_for_a_chosen_id() -> None:
+    async with fake_cluster("a") as cluster:
+        assert await create(cluster, {"id": "new"}) == (201, ["new"])
+        status, problem = await create(cluster, {"id": "new"}, {"id": "other"})
+        assert (status, problem["code"], problem["sequences"]) == (409, "sequence_exists", ["new"])
+        assert [name for name, *_ in cluster.links["a"].served] == ["create_sequences"] * 2
+        assert cluster.ids_at() == {"a": {"new"}}
+
+
 async def test_forks_follow_a_parent_that_has_moved() -> None:
     async with fake_cluster("ab") as cluster:
         new = await parents(cluster)
