@@ -217,6 +217,41 @@ def test_an_idle_connection_expires_before_the_service_closes_it(
         assert len(server.peers) == (2 if (module is blocking) == (kind == "sync") else 1)
 
 
+def test_connections_that_only_a_burst_needed_expire_while_others_are_in_use(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for transport in (awaiting, blocking):
+        monkeypatch.setattr(transport, "KEEP_IDLE_S", 0.1)
+    together = threading.Barrier(4)
+
+    def script(peer: Peer) -> None:
+        if peer.request() is not None:
+            together.wait(10)
+            peer.send(WHOLE)
+            echo_name(peer)
+
+    def ask(client: Any) -> None:
+        client.get_sequence("a")
+
+    with ScriptedServer(script) as server, client_of(kind, server.url) as client:
+        if kind == "sync":
+            with ThreadPoolExecutor(4) as threads:
+                list(threads.map(lambda _: ask(client), range(4)))
+        else:
+
+            async def burst() -> None:
+                await asyncio.gather(*[client.client.get_sequence("a") for _ in range(4)])
+
+            client.runner.run(burst())
+        idle = (client if kind == "sync" else client.client)._transport._idle
+        assert len(idle) == 4
+        ends = time.monotonic() + 5
+        while len(idle) > 1 and time.monotonic() < ends:
+            ask(client)
+            time.sleep(0.01)
+        assert len(idle) == 1
+
+
 def test_a_large_body_arrives_whole_and_a_large_answer_too(kind: Kind) -> None:
     bodies = []
     text = "x" * (5 << 20)

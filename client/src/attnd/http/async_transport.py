@@ -86,8 +86,10 @@ class LoopTransport:
             connection = await connect(self._origin, ends)
         response = await connection.exchange((self._origin.head(request), *request.body), ends)
         if connection.reusable and not self._closed:
-            connection.idle_since = time.monotonic()
+            connection.idle_since = now = time.monotonic()
             self._idle.append(connection)
+            if now - self._idle[0].idle_since >= KEEP_IDLE_S:
+                self._idle.popleft().close()
         else:
             connection.close()
         return response

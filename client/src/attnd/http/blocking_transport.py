@@ -80,8 +80,11 @@ class SocketTransport:
                 raise ConnectionFailed(f"{self._origin} closed the connection at once")
         response = connection.read(ends)
         if connection.reusable and not self._closed:
-            connection.idle_since = time.monotonic()
+            connection.idle_since = now = time.monotonic()
             self._idle.append(connection)
+            with suppress(IndexError):  # other threads may take it
+                if now - self._idle[0].idle_since >= KEEP_IDLE_S:
+                    self._idle.popleft().close()
         else:
             connection.close()
         return response
