@@ -45,15 +45,25 @@ def test_no_other_file_is_served(client: httpx.Client) -> None:
 def test_the_document_has_every_operation_and_page(client: httpx.Client) -> None:
     paths = client.get("/openapi.json").json()["paths"]
     found = {(path, method) for path, entry in paths.items() for method in entry}
-    own = {("/health/live", "get"), ("/health/ready", "get"), ("/metrics", "get")}
+    own = {(path, "get") for path in ("/health/live", "/health/ready", "/metrics", "/v1/events")}
     assert found == own | {(one.path, one.method.lower()) for one in OPERATIONS}
 
 
 def test_every_answer_has_its_headers_in_the_document(client: httpx.Client) -> None:
     for entry in client.get("/openapi.json").json()["paths"].values():
         for operation in entry.values():
-            for response in operation["responses"].values():
-                assert set(response["headers"]) == {"X-Request-ID", "Server-Timing"}
+            for status, response in operation["responses"].items():
+                more = {"401": "WWW-Authenticate", "405": "Allow"}.get(status)
+                more = "Retry-After" if status in ("429", "503") else more
+                assert set(response["headers"]) - {more} == {"X-Request-ID", "Server-Timing"}
+                assert more is None or more in response["headers"]
+
+
+def test_errors_of_any_request_are_in_the_document_of_every_route(client: httpx.Client) -> None:
+    for path, entry in client.get("/openapi.json").json()["paths"].items():
+        for operation in entry.values():
+            found = operation["responses"].keys()
+            assert found >= {"400", "401", "403", "405", "408", "429", "431"}, path
 
 
 def test_requests_are_counted_by_operation_and_code(door: Running, client: httpx.Client) -> None:

@@ -7,8 +7,10 @@ from typing import Any, Final
 from fastapi.openapi.utils import get_openapi
 
 from service import __version__
+from service.doors.http.endpoints.events import PATH as EVENTS_PATH
 from service.doors.http.protocol.exchange import DEADLINE_HEADER, MAX_DEADLINE_MS, MIN_DEADLINE_MS
 from service.doors.kit.headers import JSON, PROBLEM, SAFETENSORS
+from service.operations.events import FROM_NOW
 from service.operations.openapi import error_response, operation_object, schemas
 from service.operations.table import OPERATIONS
 
@@ -29,13 +31,20 @@ SECURITY: Final = {
     "scheme": "bearer",
     "description": "For a service with keys. `x-attnd-scope` is an operation's scope.",
 }
-ERRORS_OF_PAGES: Final = (401, 403, 405, 422, 429, 500, 503, 504)
+ERRORS_OF_PAGES: Final = (400, 401, 403, 405, 408, 422, 429, 431, 500, 503, 504)
 HEADERS: Final = {
     "X-Request-ID": {"schema": {"type": "string"}},
     "Server-Timing": {
         "description": "queue, plan, copy-in, kernel, copy-out, encode; ms",
         "schema": {"type": "string"},
     },
+}
+RETRY_AFTER: Final = {"Retry-After": {"description": "seconds", "schema": {"type": "integer"}}}
+HEADERS_BY_STATUS: Final[dict[str, Schema]] = {
+    "401": {"WWW-Authenticate": {"schema": {"type": "string"}}},
+    "405": {"Allow": {"description": "the path's methods", "schema": {"type": "string"}}},
+    "429": RETRY_AFTER,
+    "503": RETRY_AFTER,
 }
 PARAMETERS: Final = (
     {
@@ -66,6 +75,7 @@ def document() -> Schema:
         methods[operation.method.lower()] = with_headers(operation_object(operation))
     for path, name, summary, content in pages():
         paths[path] = {"get": with_headers(page_object(name, summary, content))}
+    paths[EVENTS_PATH] = {"get": with_headers(event_stream())}
     found["paths"] = paths
     return found
 
@@ -100,9 +110,22 @@ def page_object(name: str, summary: str, content: Schema) -> Schema:
     }
 
 
+def event_stream() -> Schema:
+    """The stream of events, which ends with the service."""
+    text: Schema = {"type": "string", "description": "server-sent events: `data` is an EventAnswer"}
+    name = "stream_events"
+    found = page_object(name, "Stream the cache's events", {"text/event-stream": {"schema": text}})
+    number: Schema = {"type": "integer", "minimum": FROM_NOW, "maximum": 2**53 - 1}
+    where = (("after", "query"), ("Last-Event-ID", "header"))
+    parameters = [
+        {"name": name, "in": place, "required": False, "schema": number} for name, place in where
+    ]
+    return {**found, "tags": ["prefix cache"], "parameters": parameters, "x-attnd-scope": "read"}
+
+
 def with_headers(found: Schema) -> Schema:
     """Add the headers that every request may have, and every response has."""
     found["parameters"] = [*found.get("parameters", ()), *PARAMETERS]
-    for response in found["responses"].values():
-        response["headers"] = HEADERS
+    for status, response in found["responses"].items():
+        response["headers"] = HEADERS | HEADERS_BY_STATUS.get(status, {})
     return found
