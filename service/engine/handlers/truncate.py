@@ -15,6 +15,7 @@ import numpy as np
 from kernels.backend import NUMPY_DTYPES, Array, Done, Int32
 from kernels.errors import NoMemory
 from service.core.sequences.cuts import Cut
+from service.core.values import RowCopies
 from service.engine.handlers.sequences import (
     LONGEST_ID,
     MADE_AT_ONCE,
@@ -88,19 +89,29 @@ def truncate_sequences(store: Store, request: Request, _: Seconds) -> Work:
 
 
 def cut(store: Store, cuts: Sequence[Cut], answer: Callable[[], None]) -> Work:
-    """Carry out prepared cuts. Rows move first, while their pages are still referenced."""
+    """Carry out prepared cuts. Rows are copied and move first, while their pages are still
+    referenced."""
     sources, targets = store.tree.cuts.moves(cuts)
+    copies = store.tree.cuts.copies(cuts)
     if not sources.size:
-        finish(store, cuts)
+        try:
+            copy(store, copies)
+        except NoMemory:
+            store.tree.cuts.release(cuts)
+            raise
+        store.tree.cuts.finish(cuts)
         answer()
         return Completed()
-    begun, failing_since = False, math.inf
+    begun, is_copied, failing_since = False, False, math.inf
 
     def move(todo: deque[Move]) -> Done[None]:
         """Carry out moves while there is memory for them. All rows of a move are read before any is
         written, so that a later slice can repeat it."""
-        nonlocal begun, failing_since
+        nonlocal begun, is_copied, failing_since
         try:
+            if not is_copied:
+                copy(store, copies)
+                begun, is_copied = len(copies) > 0, True
             while todo:
                 layer, first, last = todo[0]
                 rows = read_rows(store, layer, sources[first:last])
@@ -119,7 +130,7 @@ def cut(store: Store, cuts: Sequence[Cut], answer: Callable[[], None]) -> Work:
             todo = deque(moves)
             while todo:
                 yield Slice(partial(move, todo), "move", cost)
-        finish(store, cuts)
+        store.tree.cuts.finish(cuts)
         answer()
 
     def undo() -> None:
@@ -158,12 +169,14 @@ def read_rows(store: Store, layer: int, slots: Int32) -> tuple[Array, Array]:
     return rows
 
 
-def finish(store: Store, cuts: Sequence[Cut]) -> None:
+def copy(store: Store, copies: RowCopies) -> None:
+    """Copy rows before cuts within shared pages. Raises NoMemory before anything has changed."""
     try:
-        copy_rows(store, store.tree.cuts.copies(cuts))
+        copy_rows(store, copies)
+    except NoMemory:
+        raise
     except Exception as error:
         raise StoreLost("rows were lost in a truncate") from error
-    store.tree.cuts.finish(cuts)
 
 
 ID_BYTES: Final = 4

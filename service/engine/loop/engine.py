@@ -225,7 +225,8 @@ class Engine:
         if began >= self._beat_due:
             self._beat_due = began + BEAT_S
             self.callers.beat()
-        if not ready and self._stats.replies:
+            self._stats.record()  # what expires without a call is recorded, too
+        elif not ready and self._stats.replies:
             self._stats.record()
         for event in self.callers.receive(ready, began):
             if isinstance(event, Call):
@@ -283,8 +284,7 @@ class Engine:
         )
 
     def _cancel(self, call: Call) -> None:
-        job = self.jobs.get(call)
-        if job is not None:
+        if job := self.jobs.get(call):
             self.scheduler.cancel(job)
 
     def _read(self, job: Job) -> bool:

@@ -26,6 +26,7 @@ from tests.engine.harness import (
     decode,
     engine_test,
     fake_engine,
+    gather,
     held_back,
     outcome,
     three_sequences,
@@ -303,6 +304,26 @@ async def test_a_failed_row_copy_of_a_truncate_cannot_be_taken_back_so_the_pool_
     backend.failures["copy_rows"] = [RuntimeError("a bug")]
     assert await caller.code(truncate("b", 6)) == "not_ready"
     assert caller.state == "lost"
+
+
+@pytest.mark.parametrize("keep", [None, [7]])
+@fake_engine()
+async def test_a_truncate_within_a_shared_page_is_refused_while_there_is_no_memory(
+    caller: Caller, backend: FakeBackend, keep: list[int] | None
+) -> None:
+    await all_layers(caller, 8)
+    await caller.create("b", parent="a")
+    before = await caller.pool(), (await caller.submit(gather("b"))).tensors["k"]
+    backend.failures["copy_rows"] = [NoMemory("open steps hold it")]
+    cut = truncate("b", 6).but(**({"keep": keep} if keep else {}))
+    await caller.refused(cut, "overloaded")
+    assert await caller.pool() == before[0]
+    assert np.array_equal((await caller.submit(gather("b"))).tensors["k"], before[1])
+    kept = [0, 1, 2, 3, 4, 5, *(keep or [])]
+    assert (await caller.submit(cut)).fields["length"] == len(kept)
+    for layer in range(GEOMETRY.num_layers):
+        whole, part = [await caller.submit(gather(name, layer=layer)) for name in ("a", "b")]
+        assert np.array_equal(whole.tensors["v"][kept], part.tensors["v"])
 
 
 async def all_layers(caller: Caller, tokens: int) -> None:

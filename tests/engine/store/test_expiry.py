@@ -17,6 +17,7 @@ from tests.engine.harness import (
     Refused,
     code,
     creation,
+    fake_engine,
     outcome,
     queries,
     rows,
@@ -315,3 +316,11 @@ def slow_down(backend: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return method(*args)
 
     monkeypatch.setattr(backend, name, slowly)
+
+
+@fake_engine()
+async def test_what_expires_without_a_call_is_in_the_metrics_soon(caller: Caller) -> None:
+    await caller.submit(creation({"id": "a", "ttl_s": 0.3}))
+    await until(lambda: caller.metric("attnd_sequences ") == 1)
+    async with asyncio.timeout(10):
+        await until(lambda: caller.metric("attnd_sequences ") == 0)
