@@ -100,12 +100,14 @@ class SequenceBatch:
 
     @property
     def is_short(self) -> bool:
-        """Whether prefixes are short enough to be looked up in a fraction of a slice."""
-        fields, tensors = self._request.fields, self._request.tensors
+        """Whether prefixes are short enough to be looked up in a fraction of a slice, and none is
+        of a parent, whose length is known only once it is made."""
+        new, tensors = self._request.fields.sequences, self._request.tensors
         tokens = sum(map(len, tensors.values()))
-        named = [one.prefix for one in fields.sequences if one.prefix is not None]
-        tokens += sum(len(one.token_ids or one.page_keys or ()) for one in named)
-        return tokens <= NAMED_AT_ONCE and not any(one.held for one in fields.sequences)
+        named = [one for one in new if one.prefix is not None]
+        tokens += sum(len(one.prefix.token_ids or one.prefix.page_keys or ()) for one in named)
+        ids = {one.id for one in named} - {None}
+        return tokens <= NAMED_AT_ONCE and not any(one.held or one.parent in ids for one in new)
 
     def find_loads(self, loading: Loading) -> None:
         """Find the sequences with pages of their prefixes in lower tiers."""

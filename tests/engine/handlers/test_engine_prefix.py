@@ -71,6 +71,19 @@ async def test_committed_pages_are_found_by_the_next_prompt_with_that_prefix(
     assert sum(numbers[name] for name in ("free", "referenced", "cached", "pinned")) == 96
 
 
+@pytest.mark.parametrize("count", [2 * PAGE, 5000])
+@cpu_engine()
+async def test_a_sequence_with_a_prefix_is_forked_in_the_request_that_makes_it(
+    caller: Caller, count: int
+) -> None:
+    tokens = list(range(count))
+    await keep(caller, "kept", tokens[: 2 * PAGE])
+    new = creation({"id": "a", "prefix": {"token_ids": tokens}}, {"id": "b", "parent": "a"}, {})
+    made = (await caller.submit(new)).fields["sequences"]
+    assert [one["length"] for one in made] == [2 * PAGE, 2 * PAGE, 0]
+    assert [one["cached_len"] for one in made] == [2 * PAGE, 0, 0]
+
+
 @cpu_engine()
 async def test_token_ids_and_keys_come_as_tensors_too(caller: Caller) -> None:
     ids = np.array(PROMPT, np.uint32)
