@@ -185,7 +185,7 @@ async def test_what_is_left_of_a_sequence_is_deleted_when_a_shard_is_lost(how: s
     async with fake_cluster("abc") as cluster:
         link, locator, rest = cluster.links["a"], cluster.router.locator, {"ids": ["here"]}
         link.ids.add("here")
-        link.replies["get_sequence"] = {"shard": {"rank": 0, "ranks": 2}}
+        link.replies["get_sequence"] = {"shard": {"rank": 0, "ranks": 2, "epoch": 0}}
         for one in cluster.links.values():
             one.replies["delete_sequences"] = {"num_deleted": 0, "skipped": ["here"]}
         locator.tags.learn(("default", "here"), f"{8 * 'a'}-{8 * 'b'}")
