@@ -241,15 +241,14 @@ class ClusterCaller(Program):
         return task.result()
 
     def _may_exist(self, effect: Effect) -> bool:
-        """Whether another call makes it, some shards of an earlier one are left, or a door has died
-        while it moved one of the id: its import lasts for some seconds."""
+        """Whether another call makes it, or a door has died while it moved one of the id: its
+        import lasts for some seconds."""
         stores = [one.engine.store for one in self.world.engines.values()]
         name = self.tenant.prefix + effect.makes
         return (
             self.history.is_contended(effect)
             or effect.makes in self.world.abandoned
             or any(store.imports.find(name) for store in stores)
-            or any(leaf.shard and leaf.id == name for one in stores for leaf in one.tree.books)
         )
 
     def _is_being_made(self, names: Set[str]) -> bool:
