@@ -74,6 +74,22 @@ def test_a_step_of_some_layers_appends_there_only(session: Session) -> None:
     assert list(session.get_sequence("a").lengths) == [4, 0, 4]
 
 
+@pytest.mark.parametrize("layers", [[0, 0], [1], [LAYERS]], ids=["twice", "another's", "no layer"])
+def test_a_layer_that_the_engine_does_not_wait_for_is_refused_at_once(
+    session: Session, layers: list[int]
+) -> None:
+    session.create_sequence("a")
+    slots = session.slots(1, HEADS)
+    with (
+        pytest.raises(ValueError, match=f"layer {layers[-1]} was attended before, or is none"),
+        session.step(["a"], slots, layers=[0, 2]) as step,
+    ):
+        for layer in layers:
+            step.attend(layer)
+    assert session.get_sequence("a").length == 0
+    run(session, ["a"], [2], 1)
+
+
 def test_a_step_may_have_an_infinite_deadline(session: Session) -> None:
     session.create_sequence("a")
     run(session, ["a"], [4], 1, deadline=math.inf)

@@ -74,7 +74,9 @@ class Step(OfLayers[A]):
         return self.slots.sinks
 
     def attend(self, layer: int) -> A:
-        """As `Slots.attend`, for a layer of this step."""
+        """As `Slots.attend`, for a layer of this step; raises ValueError for any other, and the
+        second time."""
+        check_left(layer, self._run.left)
         o = self.slots.attend(layer)
         self._run.left.discard(layer)
         return o
@@ -131,6 +133,15 @@ class Step(OfLayers[A]):
         """
         self._owner.drop(self._run)
         self._owner.recover()
+
+
+def check_left(layer: int, left: set[int]) -> None:
+    """Raises ValueError for a layer that the engine does not wait for: on a device, the caller's
+    stream would wait for its end forever."""
+    if layer not in left:
+        raise ValueError(
+            f"layer {layer} was attended before, or is none of the step's: left are {sorted(left)}"
+        )
 
 
 def layers_left(layers: set[int]) -> RuntimeError:

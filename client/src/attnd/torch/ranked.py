@@ -14,7 +14,7 @@ from attnd.errors import AttndError
 from attnd.steps.host import HostArena
 from attnd.steps.layout import OfLayers, Tensors
 from attnd.steps.slots import Slots
-from attnd.steps.step import Step, layers_left
+from attnd.steps.step import Step, check_left, layers_left
 from attnd.torch.arena import DeviceArena, together
 from attnd.torch.merging import merge
 from attnd.torch.session import TorchSession
@@ -220,7 +220,8 @@ class RankedStep(OfLayers[torch.Tensor]):
         self._left = set(steps[0].layers)
 
     def attend(self, layer: int) -> torch.Tensor:
-        """As `RankedSlots.attend`, for a layer of this step."""
+        """As `RankedSlots.attend`, for a layer of this step; raises ValueError as `Step.attend`."""
+        check_left(layer, self._left)
         self._left.discard(layer)
         return self.slots.attend(layer)
 
