@@ -15,7 +15,7 @@ from service.cluster.membership.engine import Call, Engine, EngineReply, Home, R
 from service.cluster.placement.inflight_prompts import InflightPrompt, Wait
 from service.cluster.placement.placer import Placer
 from service.cluster.placement.prefixes import prefix_of
-from service.cluster.placement.unique_ids import CONFIRM, UniqueIds
+from service.cluster.placement.unique_ids import UniqueIds
 from service.cluster.routing.outcomes import (
     NEXT_ENGINE,
     RETRY_PAUSE_S,
@@ -165,7 +165,7 @@ class Creation:
         asking = []
         for home, some in groups.items():
             fields, arrays = request_for(home, [self.new[at] for at in some])
-            asking.append(home.ask(self.making, fields | CONFIRM, arrays))
+            asking.append(home.ask(self.making, fields | self.unique.confirming, arrays))
         results = await results_of(asking)
         views: list[Fields] = [{}] * len(self.new)
         for (home, some), one in zip(groups.items(), results, strict=True):
@@ -189,7 +189,7 @@ class Creation:
     async def make_on(self, engine: Engine) -> RawReply:
         """As `make`, all on one engine, whose reply is forwarded."""
         fields, arrays = request_for(engine, self.new)
-        more = CONFIRM if self.shared_ids else {}
+        more = self.unique.confirming if self.shared_ids else {}
         try:
             answered, slot = await engine.send(self.making, fields | more, arrays)
         except (ProblemText, AttndError) as error:

@@ -15,7 +15,7 @@ from service.cluster.membership.members import Members
 from service.cluster.placement.cost import Load, choose
 from service.cluster.placement.inflight_prompts import InflightPrompt, Wait
 from service.cluster.placement.prefixes import Prefixes, chained_keys, prefix_of
-from service.cluster.placement.unique_ids import CONFIRM, UniqueIds
+from service.cluster.placement.unique_ids import UniqueIds
 from service.cluster.routing.locator import ASK_DEADLINE_S, Locator
 from service.cluster.routing.outcomes import NEXT_ENGINE, Outcome
 from service.cluster.routing.replies import results_of
@@ -185,7 +185,7 @@ class ImportCall:
             return await engine.call(self.call)
         ending = replace(self.call, tenant=self.members.acting_for(self.call.tenant))
         given = fields.model_dump(exclude_unset=True)
-        answered, slot = await engine.send(ending, given | CONFIRM, {})
+        answered, slot = await engine.send(ending, given | self.unique.confirming, {})
         try:
             await self.unique.confirm({fields.id: engine}, [fields.id])
         except BaseException:

@@ -29,11 +29,8 @@ from service.errors import (
 )
 from service.operations.internal import HAND_OVER
 
-CONFIRM_S: Final = 15.0
-"""After which engines delete a new sequence that its door has not confirmed."""
-CONFIRM: Final = {"confirm_s": CONFIRM_S}
-"""The field of a call for new sequences that are to be confirmed."""
 REPLY_S: Final = 10.0
+LONGEST_S: Final = 3600.0
 MAX_PARALLEL: Final = 64
 """Sequences of one call about which engines are asked one by one at the same time."""
 
@@ -44,6 +41,13 @@ class UniqueIds:
 
     calls: SequenceCalls
     call: Call
+
+    @property
+    def confirming(self) -> dict[str, float]:
+        """The field of a request for sequences that wait for their confirmation. Those that get
+        none expire, later than the call can end."""
+        deadline_s = self.call.deadline_us * 1e-6 or self.calls.members.limits.deadline_s
+        return {"confirm_s": min(deadline_s, LONGEST_S) + REPLY_S}
 
     async def refuse_taken(self, ids: Collection[str]) -> None:
         """Raises SequenceExists where an engine has one of these, NotReady where one that may have

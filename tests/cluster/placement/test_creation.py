@@ -10,7 +10,6 @@ import pytest
 from service.cluster.migration.ownership import roll_back, settle
 from service.cluster.migration.transfer import Family
 from service.cluster.placement.cost import Load
-from service.cluster.placement.unique_ids import CONFIRM_S
 from service.errors import (
     InvalidRequest,
     NotReady,
@@ -22,7 +21,7 @@ from service.errors import (
 )
 from service.tenants import OPEN
 from tests.cluster.fake_engines import FakeCluster, fake_cluster
-from tests.cluster.harness import PAGE
+from tests.cluster.harness import PAGE, SETTINGS
 
 LOST = NotReady("the session ended")
 FULL = OutOfPages(1, 0, 1000, {})
@@ -95,7 +94,7 @@ async def test_a_failed_call_deletes_what_it_made_or_lets_it_expire(fate: list[E
         failed, problem = await create(cluster, *new)
         assert (failed, problem.get("done")) == (422, None)
         (asked,) = cluster.links["b"].calls("create_sequences")
-        assert asked == {"sequences": new[1:], "confirm_s": CONFIRM_S}
+        assert asked == {"sequences": new[1:], "confirm_s": SETTINGS.server.deadline_s + 10.0}
         assert cluster.links["a"].calls("hand_over") == [{"id": "new-a", "state": "gone"}]
         assert left(cluster) == (["new-a"] if fate else [])
 
