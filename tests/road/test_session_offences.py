@@ -61,6 +61,7 @@ OFFENCES = [
     (call_frame(1) + STEP, "STEP 1 while 1 waits for its answer"),
     (f.frame(f.STEP, bytes(33)), "payload of 33 bytes in STEP: between 34 and"),
     (f.frame(f.READY, f.LAYER_PAYLOAD.pack(77, 0)), "READY for 77, which is a CALL"),
+    (65 * f.frame(f.DEVICE, b'{"arena_bytes":1}'), "DEVICE while 64 wait for DEVICE_ARENA"),
     (f.frame(f.DEVICE, b"[]"), "DEVICE is not a JSON object"),
     (f.frame(f.OPENED, bytes(10)), "frame kind 26: this end reads"),
     (call_frame(1, reserved=7), "tenant field of CALL 1 is 7: send 0"),

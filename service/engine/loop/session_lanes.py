@@ -103,6 +103,7 @@ class SessionLanes:
         if has_open_step(session) or session.closed or session.ended:
             return
         requested, held.requested = held.requested, []
+        session.num_devices -= len(requested)
         for arena_bytes in requested:
             session.send(json_frame(DEVICE_ARENA, self._open(held, arena_bytes)))
 

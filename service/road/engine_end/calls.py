@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from service.road.engine_end.session import Session
 
 MAX_CALLS: Final = 4096
+MAX_DEVICES: Final = 64
+"""Maximum requests for a device arena of one session that wait: opening some takes milliseconds."""
 MAX_OUTPUT_BYTES: Final = 8 * 2**20
 
 
@@ -115,6 +117,10 @@ def read_stepping(
     if not session.greeted:
         raise f.FrameError(f"{f.NAMES[kind]} before HELLO: a session begins with HELLO")
     if kind == f.DEVICE:
+        if session.num_devices >= MAX_DEVICES:
+            waiting = f"DEVICE while {session.num_devices} wait for DEVICE_ARENA"
+            raise f.FrameError(f"{waiting}: at most {MAX_DEVICES} may")
+        session.num_devices += 1
         return ArenaRequest(session, read(kind, payload, Grow).arena_bytes)
     if kind == f.STEP:
         return read_step(session, payload)

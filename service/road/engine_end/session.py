@@ -79,6 +79,8 @@ class Session:
         self.watched_for_room = False
         """Whether the engine's loop waits until the socket can be written, too."""
         self.live: dict[int, Call] = {}
+        self.num_devices = 0
+        """Requests for a device arena that have no reply yet."""
         self.reader = f.Reader(f.FROM_CALLER)
         self.incoming: Incoming | None = None
         """Images that follow the frames of calls; over TCP only."""

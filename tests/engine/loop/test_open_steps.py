@@ -261,6 +261,7 @@ class FakeSession:
 
     def __init__(self) -> None:
         self.arena = SimpleNamespace(memory=memoryview(bytearray(2**16)), size=2**16)
+        self.num_devices = 1
         self.pid, self.live, self.closed, self.ended = 1, dict[int, Call](), False, ""
         self.uid, self.tenants = 1000, {0: tenant_of("team", ["read"])}
         self.sent: list[bytes] = []
