@@ -128,7 +128,7 @@ class Engine:
         self.store.loading = open_tiers(self.store, tiers, metrics, self._wake)
         if self.store.loading is not None:
             launches = self.scheduler.launches
-            self.store.loading.tiers.is_awaited = lambda: launches.is_awaited
+            self.store.loading.tiers.idle_s = lambda: launches.idle_s
         self._beat_due = 0.0
         self._drain_ends: float | None = None
         self._must_drain = self._must_read_keys = False

@@ -25,8 +25,6 @@ GROUP_SHARE: Final = 0.25
 """Share of a slice from which a group takes no more jobs: with a last job of almost a slice, a
 launch takes little more than a slice."""
 
-NEXT_S: Final = 3e-4
-"""For so long after an answer the next call of the same caller is expected."""
 
 LOG: Final = logging.getLogger("attnd.engine")
 
@@ -128,9 +126,9 @@ class Launches:
         return [job for launch in self.in_flight for job in launch.jobs] + self.group
 
     @property
-    def is_awaited(self) -> bool:
-        """Whether callers wait for the device, or have had its answers a moment ago."""
-        return bool(self.in_flight) or time.monotonic() < self._free_at + NEXT_S
+    def idle_s(self) -> float:
+        """Seconds since callers last waited for the device; 0 while they do."""
+        return 0.0 if self.in_flight else time.monotonic() - self._free_at
 
     def add(self, job: Job, sharing: Hashable | None) -> None:
         """A job that has had its turn joins the group."""

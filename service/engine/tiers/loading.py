@@ -99,7 +99,7 @@ class Loading:
                 self._wake()
             return
         began = time.monotonic()
-        has_worked = self._loader.take_done(1 if self.tiers.is_awaited() else None)
+        has_worked = self._loader.take_done(1 if self.tiers.is_shared() else None)
         if has_worked and self._loader.count:
             self._wake()  # other ends are other pieces
         if self.tiers.advance() or has_worked:
@@ -169,7 +169,7 @@ class Loading:
                     yield from self._load_found(load, found, looking, limits.ends)
                 finally:
                     self._finish(load)
-                if self.tiers.is_awaited():
+                if self.tiers.is_shared():
                     yield from self._give_way()
                 origin.update(record.tier for record in load.records[: load.committed])
                 left = None if left is None else left - load.committed
@@ -212,13 +212,13 @@ class Loading:
                 can_grow = yield from self._grow(load, ends)
             is_busy = yield from self._feed(load, is_known)
             if len(load.labels) > load.committed:
-                if not has_waited or self.tiers.is_awaited():
+                if not has_waited or self.tiers.is_shared():
                     yield from self._give_way()
                 self._commit(load)
                 has_waited = False
             elif can_grow and not is_known:
                 yield from self._give_way()
-                steps = STEPS if self.tiers.is_awaited() else min(2 * steps, MOST_STEPS)
+                steps = STEPS if self.tiers.is_shared() else min(2 * steps, MOST_STEPS)
                 for _ in range(steps):
                     is_known = is_known or next(looking, looking) is looking
                 self._hold(load, found)
@@ -285,7 +285,7 @@ class Loading:
                 wait = tiers.copies.write(pages, places, load.after)
                 self._loader.add(partial(self._wait, load, records, wait, began))
             load.in_flight += 1
-            if tiers.is_awaited():
+            if tiers.is_shared():
                 yield from self._give_way()
         return bool(load.in_flight) or (load.asked < len(load.pages) and not load.has_failed)
 

@@ -7,6 +7,7 @@ They follow the tree: each committed page has an identity, by which its records 
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,10 @@ BYTES_AT_ONCE: Final = 2**25
 """... and their bytes."""
 LEAST_LAST: Final = 8
 """Pages that are one task, though they are more than half of the last ones."""
+NEXT_S: Final = 3e-4
+"""Time after an answer in which the next call is likely: it goes before work for tiers."""
+SHARED_S: Final = 0.02
+"""Time after an answer in which pieces of that work stay small: a call may come that waits."""
 REPORTED_AT_ONCE: Final = 1024
 """Maximum pages gone from the disk whose events are made in a round."""
 
@@ -77,10 +82,10 @@ class Tiers:
         self.misses = Misses()
         self.reports = Reports(layout, metrics)
         self.writes_commits = writes_commits
-        self.is_awaited: Callable[[], bool] = lambda: False
-        """Whether the device is at work for others, whose answers are taken in the next round."""
+        self.idle_s: Callable[[], float] = lambda: math.inf
+        """Seconds since others last waited for the device; 0 while they do."""
         self.at_once = max(1, min(COPIED_AT_ONCE, BYTES_AT_ONCE // layout.payload_bytes))
-        """Pages that one task moves to or from the disk, or while others are waited for."""
+        """Pages that one task moves to or from the disk, or beside others' work."""
         self.records = self.blocks(host_slots)
         """The memory of the records in host memory, by their slot."""
         self._limits: dict[str, tuple[int | None, int | None]] = {}
@@ -99,10 +104,18 @@ class Tiers:
         tree.cache.named.watcher = self
         tree.budget.keeper = self
 
+    def is_awaited(self) -> bool:
+        """Whether others wait for the device, or had its answers a moment ago."""
+        return self.idle_s() < NEXT_S
+
+    def is_shared(self) -> bool:
+        """Whether others have work for the device from time to time."""
+        return self.idle_s() < SHARED_S
+
     def batch(self, left: int, are_last: bool = True) -> int:
         """Of `left` pages, those that the next task moves between the pool and host memory. Of the
         last ones at most half: nothing else is under way while the last task ends."""
-        most = self.at_once if self.is_awaited() else 2 * self.at_once
+        most = self.at_once if self.is_shared() else 2 * self.at_once
         return min(left, most, max(LEAST_LAST, left // 2) if are_last else left)
 
     def blocks(self, count: int) -> NDArray[np.uint8]:

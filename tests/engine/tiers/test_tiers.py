@@ -21,9 +21,9 @@ from service.core.prefix.nodes import Node
 from service.core.sequences.transfer import fill as take_pages
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec
-from service.engine.loop import launches
 from service.engine.loop.engine import Engine
 from service.engine.tiers import lookup
+from service.engine.tiers import tiers as all_tiers
 from service.engine.tiers.copier import PageCopy
 from service.engine.tiers.loads import LoadLimits, Record
 from service.engine.tiers.page_records import layout_of, next_id
@@ -542,14 +542,14 @@ def test_a_tier_that_a_request_leaves_out_is_no_miss() -> None:
 
 
 def test_after_an_answer_the_next_call_goes_before_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launches, "NEXT_S", 60.0)
+    monkeypatch.setattr(all_tiers, "NEXT_S", 60.0)
 
     async def scenario(caller: Caller) -> None:
         await fill(caller, PROMPTS[:1])
         loading = caller.engine.store.loading
         assert loading is not None and not caller.engine.scheduler.launches.in_flight
         assert loading.tiers.is_awaited()
-        monkeypatch.setattr(launches, "NEXT_S", 0.0)
+        monkeypatch.setattr(all_tiers, "NEXT_S", 0.0)
         assert not loading.tiers.is_awaited()
 
     run(scenario, HOST)
