@@ -36,7 +36,7 @@ from service.core.tree import PrefixTree
 from service.core.values import NewSpec
 from service.engine.loop.job import WAIT, Slice
 from service.engine.tiers.loading import Loading
-from service.engine.tiers.loads import ALL_TIERS, LoadLimits, waiting
+from service.engine.tiers.loads import UNLIMITED, waiting
 from service.engine.tiers.page_records import layout_of
 from service.engine.tiers.tiers import Tiers
 from service.metrics import Metrics
@@ -52,7 +52,6 @@ LONG: Final = 512
 PROMPTS: Final = 4
 PIECE: Final = 64 * 2**20
 REPEATS: Final = 15
-LIMITS: Final = LoadLimits(ALL_TIERS, None, float("inf"))
 GEOMETRY: Final = PoolGeometry(LAYERS, 3 * PAGES, PAGE, HEADS.num_kv, HEADS.dim)
 DECODES: Final = ((1, 64), (16, 256))
 """Sequences and tokens of the small decodes."""
@@ -162,7 +161,7 @@ class Moves:
             raise RuntimeError("pages were not stored: this is a bug")
 
     def load(self) -> Iterator[Slice]:
-        origin = yield from self.loading.load(LOADED, self.prompt, LIMITS)
+        origin = yield from self.loading.load(LOADED, self.prompt, UNLIMITED)
         if origin["host"] != self.pages:
             raise RuntimeError(f"loaded {origin}, expected {self.pages} pages: this is a bug")
 

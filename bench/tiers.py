@@ -36,7 +36,7 @@ from kernels.backend import EndOfCopies, Int32, PagePlaces, PoolGeometry
 from service.core.pool.budget import NO_LIMIT, EvictionPaused
 from service.core.prefix.keys import Prefix
 from service.engine.tiers.loading import Loading
-from service.engine.tiers.loads import ALL_TIERS, LoadLimits, Origin
+from service.engine.tiers.loads import UNLIMITED, Origin
 from service.engine.tiers.page_records import TAG, layout_of
 from service.engine.tiers.tiers import Tiers
 from service.metrics import Metrics
@@ -47,7 +47,6 @@ TIERS_RESULTS: Final = RESULTS / "tiers-cpu.json"
 POOL_SHARE: Final = 0.05
 HOST_SHARE: Final = 0.20
 MOST_EVICTED: Final = 2**20
-LIMITS: Final = LoadLimits(ALL_TIERS, None, float("inf"))
 MOVED: Final = 64
 """Pages that are stored and loaded: 16 tokens, 32 layers, 8 heads of 128, fp16; 2 MiB each."""
 RECORDS: Final = 100_000
@@ -98,7 +97,7 @@ class TierMoves:
         self.found = Origin()
 
     def load(self, prefix: Prefix) -> None:
-        steps = self.loading.load("default", prefix, LIMITS)
+        steps = self.loading.load("default", prefix, UNLIMITED)
         try:
             while True:
                 next(steps)

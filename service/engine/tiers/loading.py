@@ -1,43 +1,30 @@
 """Loads: pages of a prefix that are in host memory or on disk come back to the pool, verified.
 
 A load takes pages like an import: a hidden sequence holds the pages of the prefix that the pool has
-and fresh ones for the rest. The loader's thread verifies each record and writes it to its page.
-Then the pages are committed under the names they had, and the hidden sequence is deleted.
+and fresh ones for the rest. A fetcher (`fetcher.py`) writes records to these pages and verifies
+them. Then they are committed under the names they had, and the hidden sequence is deleted.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from functools import partial
 from itertools import count
-from queue import SimpleQueue
 from typing import Any, Final
 
 import numpy as np
 
-from kernels.backend import DeviceLost, EndOfCopies, PagePlaces, UInt8
 from service.core.errors import CoreError, OutOfPages
 from service.core.pool.budget import NO_LIMIT, EvictionPaused
 from service.core.prefix.keys import Prefix
-from service.core.values import Int32, NewSpec
-from service.engine.loop.job import (
-    WAIT,
-    Counts,
-    Slice,
-    Slices,
-    empty_slice,
-    in_slices,
-)
-from service.engine.tiers.copier import CLOSE_S, TASKS
+from service.core.values import NewSpec
+from service.engine.loop.job import WAIT, Counts, Slice, Slices, empty_slice, in_slices
+from service.engine.tiers.fetcher import Fetcher
 from service.engine.tiers.loads import (
-    ALL_TIERS,
     Found,
     Load,
     LoadLimits,
-    Miss,
     Origin,
     Record,
     Steps,
@@ -48,14 +35,12 @@ from service.engine.tiers.lookup import Lookup
 from service.engine.tiers.pins import Pins
 from service.engine.tiers.tiers import Tiers
 from service.errors import Internal
-from service.tiers.records import InvalidRecord
-from service.tiers.worker import Worker
 
 LOG: Final = logging.getLogger("attnd.tiers")
 HIDDEN: Final = "~~"
 """First characters of the names of hidden sequences; no caller's begin so."""
 BATCHES: Final = 2
-"""Batches of one load for each of the loader's threads: others have their turns between them."""
+"""Batches of one load for each of the fetcher's threads: others have their turns between them."""
 EVICTED_AT_ONCE: Final = 1024
 PATIENCE_S: Final = 5e-4
 """Beside answers that others wait for, time between two pieces of the engine's work for tiers."""
@@ -74,10 +59,6 @@ class Loading:
         self._loads: set[Load] = set()
         self._by_id: dict[bytes, Load] = {}
         self._numbers = count()
-        self._spare: SimpleQueue[UInt8] = SimpleQueue()
-        """Blocks for a batch of records from disk, one set for each thread."""
-        for _ in range(tiers.copies.calls):
-            self._spare.put(tiers.blocks(tiers.at_once))
         self.lookup = Lookup(tiers, self._by_id)
         self.pins = Pins(tiers)
         self._latest = 0.0
@@ -86,7 +67,7 @@ class Loading:
         self._restoring: Generator[Slice, Any, None] | None = None
         if tiers.disk is not None:
             self._restoring = self.pins.restore(tiers.disk.notes(), self)
-        self._loader = Worker("tiers-loader", TASKS, wake, tiers.copies.calls, DeviceLost)
+        self.fetcher = Fetcher(tiers, wake, self._end)
 
     def num_hidden(self, namespace: str | None) -> int:
         """Hidden sequences of a namespace, or of all (None)."""
@@ -95,12 +76,12 @@ class Loading:
     def advance(self) -> None:
         """Take the ends of all tasks, and start copies that are due."""
         if not self._is_due():
-            if self._loader.count or self.tiers.is_copying:
+            if self.fetcher.is_busy or self.tiers.is_copying:
                 self._wake()
             return
         began = time.monotonic()
-        has_worked = self._loader.take_done(1 if self.tiers.is_shared() else None)
-        if has_worked and self._loader.count:
+        has_worked = self.fetcher.take_done(1 if self.tiers.is_shared() else None)
+        if has_worked and self.fetcher.is_busy:
             self._wake()  # other ends are other pieces
         if self.tiers.advance() or has_worked:
             self._latest = began
@@ -116,7 +97,7 @@ class Loading:
         pool has, and stop the threads."""
         for load in self._loads:
             load.is_stopped = True
-        self._loader.close(CLOSE_S)
+        self.fetcher.close()
         self.tiers.close(writes_pool)
 
     def clear(self, namespace: str) -> Slices:
@@ -178,10 +159,6 @@ class Loading:
             if not found.is_loading:
                 self.lookup.count_miss(namespace, prefix, found)
                 return origin
-
-    def load_all(self, namespace: str, prefix: Prefix) -> Steps:
-        """`load` without limits."""
-        return self.load(namespace, prefix, LoadLimits(ALL_TIERS, None, math.inf))
 
     def _open(self, namespace: str, prefix: Prefix, found: Found) -> Load:
         """A load whose hidden sequence holds the pages that the pool has."""
@@ -267,7 +244,7 @@ class Loading:
         while (
             load.asked < len(load.pages)
             and load.in_flight < BATCHES * tiers.copies.calls
-            and not self._loader.is_full
+            and not self.fetcher.is_full
             and not load.has_failed
         ):
             first, tier = load.asked, load.records[load.asked].tier
@@ -275,113 +252,10 @@ class Loading:
             stop = first + (most if tier == "host" else min(most, tiers.at_once))
             while load.asked < stop and load.records[load.asked].tier == tier:
                 load.asked += 1
-            records, pages = load.records[first : load.asked], load.pages[first : load.asked]
-            began = time.monotonic()
-            if tier == "disk":
-                self._loader.add(partial(self._read, load, records, pages, began))
-            else:
-                slots = np.array([one.entry.slot for one in records])
-                places = PagePlaces(tiers.records, slots, tiers.layout.head_bytes)
-                wait = tiers.copies.write(pages, places, load.after)
-                self._loader.add(partial(self._wait, load, records, wait, began))
-            load.in_flight += 1
+            self.fetcher.begin(load, slice(first, load.asked))
             if tiers.is_shared():
                 yield from self._give_way()
         return bool(load.in_flight) or (load.asked < len(load.pages) and not load.has_failed)
-
-    def _wait(
-        self, load: Load, records: Sequence[Record], wait: EndOfCopies, began: float
-    ) -> Callable[[], None]:
-        """In a thread of the loader."""
-        digests, tiers = wait(), self.tiers
-        heads = tiers.records[[one.entry.slot for one in records], : tiers.layout.head_bytes].data
-        return partial(self._loaded, load, records, heads, digests, None, began)
-
-    def _read(
-        self, load: Load, records: Sequence[Record], pages: Int32, began: float
-    ) -> Callable[[], None]:
-        """In a thread of the loader: read records from the disk, and write them to their pages."""
-        spare, tiers = self._spare.get(), self.tiers
-        try:
-            count, miss = self._read_some(load, records, spare)
-            places = PagePlaces(spare, np.arange(count), tiers.layout.head_bytes)
-            digests = tiers.copies.write(pages[:count], places, load.after)()
-            heads = spare[:count, : places.skip].copy().data
-        finally:
-            self._spare.put(spare)
-        return partial(self._loaded, load, records, heads, digests, miss, began)
-
-    def _read_some(
-        self, load: Load, records: Sequence[Record], blocks: UInt8
-    ) -> tuple[int, Miss | None]:
-        """Read records from the disk: how many, and why the next one is a miss."""
-        for number, record in enumerate(records):
-            if load.is_stopped:
-                return number, None
-            if (disk := self.tiers.disk) is None:
-                return number, "evicted"
-            try:
-                disk.read(record.entry, blocks[number].data)
-            except InvalidRecord:
-                return number, "corrupt" if disk.has(record.entry) else "evicted"
-            except OSError:
-                return number, "unreadable"
-        return len(records), None
-
-    def _loaded(
-        self,
-        load: Load,
-        records: Sequence[Record],
-        heads: memoryview,
-        digests: Sequence[bytes],
-        miss: Miss | None,
-        began: float,
-    ) -> None:
-        """Records were written to their pages, whose digests are there now: those of records that
-        are invalid, and later ones, are never committed. `heads`: uint8 `[n, head_bytes]`. `miss`:
-        why the next record was not."""
-        load.in_flight -= 1
-        labels: list[bytes] = []
-        if load.has_failed:
-            digests = ()
-        every, size = bytes(heads), self.tiers.layout.head_bytes
-        for at, (record, own) in enumerate(zip(records, digests, strict=False)):
-            if (label := self._verify(record, every[at * size : (at + 1) * size], own)) is None:
-                is_evicted = record.tier == "disk" and not self.tiers.has_on_disk(record.entry)
-                miss = "evicted" if is_evicted else "corrupt"
-                break
-            labels.append(label)
-        if labels:
-            self.tiers.count(records[0].tier, "out", len(labels), began)
-        if not load.has_failed:
-            load.labels += labels
-            if miss is not None:
-                load.has_failed = True
-                self._report(records[len(labels)], miss)
-        if load.is_abandoned and not load.in_flight:
-            self._end(load)
-
-    def _verify(self, record: Record, head: bytes, digests: bytes) -> bytes | None:
-        """The label of the record of a head, whose payload has these digests where it was loaded
-        to; None where it is not what was stored."""
-        layout = self.tiers.layout
-        try:
-            label, length = layout.check(head, record.id, record.entry.namespace, digests)
-        except InvalidRecord:
-            return None
-        is_same = length == layout.payload_bytes and label.startswith(record.entry.tag)
-        return label if is_same else None
-
-    def _report(self, record: Record, miss: Miss) -> None:
-        """A record could not be loaded: unless it gave way to others, it is deleted."""
-        self.tiers.reports.miss(miss)
-        if miss == "evicted":
-            return
-        LOG.warning("a record in the %s tier is %s: it is deleted", record.tier, miss)
-        if record.tier == "disk":
-            self.tiers.drop_from_disk([record.entry])
-        elif record.entry.is_ready:
-            self.tiers.drop_from_host(record.entry)
 
     def _commit(self, load: Load) -> None:
         """Commit the pages that are loaded, whose records others can use then."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
@@ -34,6 +35,9 @@ class LoadLimits:
     tiers: frozenset[Tier]
     max_pages: int | None
     ends: float
+
+
+UNLIMITED: Final = LoadLimits(ALL_TIERS, None, math.inf)
 
 
 @dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a page

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from service.core.errors import CoreError
 from service.core.prefix.keys import Prefix, as_keys, root_key
 from service.engine.loop.job import Slice
+from service.engine.tiers.loads import UNLIMITED
 from service.engine.tiers.page_records import next_id
 from service.engine.tiers.tiers import Tiers
 
@@ -66,7 +67,7 @@ class Pins:
             self._tiers.pin(self._ids[name], 1)
         for name, keys in chains.items():
             _, namespace, key_text, cache_salt = name.split("/", 3)
-            yield from loading.load_all(namespace, Prefix(None, as_keys(keys), cache_salt))
+            yield from loading.load(namespace, Prefix(None, as_keys(keys), cache_salt), UNLIMITED)
             if name in self._ids:
                 try:
                     self._tree.cache.pin(namespace, bytes.fromhex(key_text), cache_salt, None)

@@ -358,7 +358,7 @@ def test_records_of_another_namespace_leave_no_trace(tmp_path: Path) -> None:
             looked_up.append(record_id)
             return find(record_id, key, limits)
 
-        loading._verify = lambda *args: verified.append(args)  # type: ignore[method-assign]
+        loading.fetcher._verify = lambda *args: verified.append(args)  # type: ignore[method-assign]
         loading.lookup._record = record  # type: ignore[method-assign]
         async with caller.another("key-b") as other:
             for kind, has, none in (
