@@ -11,7 +11,6 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, Final
@@ -34,8 +33,9 @@ class BackgroundHandler(logging.Handler):
     """Writes lines to a file descriptor in a thread of its own, in order.
 
     The reader of the log may stop reading, and a loop must not wait for that: `MAX_WAITING` lines
-    and `MAX_CHARS` characters wait, further lines are dropped. A line says how many, once lines are
-    read again, and `on_dropped` is called with the number since the process began.
+    and `MAX_CHARS` characters wait, further lines are dropped, as are lines for which a disk has no
+    room. A line says how many, once lines can be written again, and `on_dropped` is called with the
+    number since the process began.
     """
 
     def __init__(self, fd: int) -> None:
@@ -59,8 +59,7 @@ class BackgroundHandler(logging.Handler):
             return
         with self._changed:
             if len(self._waiting) >= MAX_WAITING or self._chars + len(text) > MAX_CHARS:
-                self._dropped += 1 + text.count("\n")
-                self.on_dropped(self._dropped)
+                self._drop(1 + text.count("\n"))
             else:
                 self._waiting.append(text)
                 self._chars += len(text)
@@ -82,21 +81,35 @@ class BackgroundHandler(logging.Handler):
                 lines = list(self._waiting)
                 self._waiting.clear()
                 self._chars = 0
-            self._put("\n".join(lines) + "\n")
+            if lost := self._put("\n".join(lines) + "\n"):
+                with self._changed:
+                    self._drop(lost)
+                continue
             dropped = self._dropped
-            if dropped != self._reported:
-                count, self._reported = dropped - self._reported, dropped
-                self._put(self._format_dropped(count) + "\n")
+            unreported = dropped - self._reported
+            if unreported and not self._put(self._format_dropped(unreported) + "\n"):
+                self._reported = dropped
 
-    def _put(self, text: str) -> None:
-        """Writes text, however long that takes; a broken pipe loses it."""
+    def _drop(self, count: int) -> None:
+        self._dropped += count
+        self.on_dropped(self._dropped)
+
+    def _put(self, text: str) -> int:
+        """Writes text, however long that takes. A full disk or a broken pipe loses it: returns the
+        number of lines that are not written whole."""
         data = memoryview(text.encode("utf-8", "backslashreplace"))
-        with suppress(OSError):
+        try:
             while data:
                 data = data[os.write(self._fd, data) :]
+        except OSError:
+            return bytes(data).count(b"\n")
+        return 0
 
     def _format_dropped(self, count: int) -> str:
-        text = f"{count} log lines were dropped: standard error was not read fast enough"
+        text = (
+            f"{count} log lines were dropped: standard error was not read fast enough, "
+            "or could not be written"
+        )
         record = logging.LogRecord("attnd.log", logging.WARNING, "", 0, text, None, None)
         return self.format(record)
 

@@ -92,7 +92,7 @@ SPECS: Final[dict[str, Spec]] = {
         ("process", "op"),
     ),
     "log_lines_dropped": Spec(
-        "counter", "Log lines dropped because standard error was not read.", ("process",)
+        "counter", "Log lines dropped: standard error was not read, or not writable.", ("process",)
     ),
     "inflight": Spec("gauge", "Operations accepted and not answered."),
     "waiting": Spec("gauge", "Operations accepted whose turn has not come."),

@@ -133,6 +133,27 @@ def test_a_log_without_a_reader_delays_nothing_and_reports_dropped_lines_later(
     assert [int(line.split()[5]) for line in written[:5]] == [0, 1, 2, 3, 4], "in order"
 
 
+def test_lines_that_a_full_disk_does_not_take_are_counted_and_reported_once_it_has_room(
+    pipe: tuple[int, int],
+) -> None:
+    reading, writing = pipe
+    full = os.open("/dev/full", os.O_WRONLY)
+    handler = BackgroundHandler(full)
+    handler.setFormatter(ConsoleLines("engine"))
+    counted: list[int] = []
+    handler.on_dropped = counted.append
+    for number in range(5):
+        handler.emit(record(number))
+        handler.flush()
+    assert counted == [1, 2, 3, 4, 5]
+    os.dup2(writing, full)
+    handler.emit(record(5))
+    handler.flush()
+    text = os.read(reading, 2**16).decode()
+    os.close(full)
+    assert "attnd.test: line 5" in text and "5 log lines were dropped" in text
+
+
 def test_logged_lines_are_written_before_a_process_ends(pipe: tuple[int, int]) -> None:
     reading, writing = pipe
     handler = BackgroundHandler(writing)
