@@ -46,7 +46,8 @@ SHORT_LAUNCH: Final = 512
 """Keys a warp up to which a launch gains by beginning while its predecessor ends."""
 LATE_ROWS: Final = 64
 """Rows a unit on average below which units of fixed splits are taken late, because their lengths
-are unlike. Short units of many rows begin too late then: 12 % slower."""
+are unlike. Short units of many rows begin too late then: 12 % slower. Elsewhere they are where
+there is one for each CTA, of which some begin after another kernel, or where tokens are copied."""
 _write_arrays: Final = writer(
     ATTEND_PARAMS, "items", "worker_begin", "kv_indices", "order", "positions"
 )
@@ -220,7 +221,12 @@ class DevicePlanBuilder:
         kv, scoring = self._config.kv, self._config.scoring
         runs = len(np.unique(launch.items[:, PAGE]))
         heads = wide.heads_together(kv.num_kv_heads, launch.num_items, runs)
-        grid = min(launch.num_items * kv.num_kv_heads, self._multiprocessors * kernel.blocks)
+        units, ctas = launch.num_items * kv.num_kv_heads, self._multiprocessors * kernel.blocks
+        has_maps = wide.has_maps(kv.dtype, 0 if kv.contiguous else kv.page_size)
+        late = not has_maps or (beside and units <= ctas)
+        if self._split_keys:
+            late = launch.num_rows < LATE_ROWS * launch.num_items
+        grid = min(units, ctas)
         sm_scale, soft_cap = scoring.sm_scale * kv.k_scale, scoring.logits_soft_cap
         block = packed(
             WIDE_PARAMS,
@@ -233,7 +239,7 @@ class DevicePlanBuilder:
             cap_scale=sm_scale / soft_cap if soft_cap else 0.0,
             window_left=scoring.window_left,
             num_items=launch.num_items,
-            late=self._split_keys > 0 and launch.num_rows < LATE_ROWS * launch.num_items,
+            late=late,
             own_units=0 if beside else grid,
             num_kv_heads=kv.num_kv_heads,
             group_size=self._config.group_size,
@@ -248,7 +254,7 @@ class DevicePlanBuilder:
         )
         function = self._library.function(kernel.spec, kernel.entry, kernel.shared_bytes)
         write: Write = write_stored_wide
-        if not wide.has_maps(kv.dtype, 0 if kv.contiguous else kv.page_size):
+        if not has_maps:
             strides = {name: at for name, at in kv.strides.items() if name != "num_kv_heads"}
             before = packed(STORED_KV, **strides, v_scale=kv.v_scale)
             parameters: tuple[int, ...] = wide.STORED_PARAMETERS

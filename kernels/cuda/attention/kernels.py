@@ -7,6 +7,7 @@ from typing import Final
 from kernels.backend import NUMPY_DTYPES, DType, Scoring, Unsupported
 from kernels.cuda.common.kernel import HEAD_DIMS, Kernel
 from kernels.cuda.narrow.variants import LONG_ROWS, NARROW_RUN, narrow_kernel
+from kernels.cuda.plan.rounds import PARTIAL_SECONDS
 from kernels.cuda.plan.tiles import TileShape
 from kernels.cuda.tile.variants import tile_kernel
 from kernels.cuda.wide import variants as wide
@@ -118,4 +119,6 @@ def planner_shape(
         key_seconds=token_bytes / narrow_bytes if narrow else many_seconds,
         heads_at_once=2 if wide else 0,  # wide.heads_together, but for hundreds of tiles on one run
         teams=tuple(t for t in range(1, warps + 1) if warps % t == 0),
+        partial_seconds=PARTIAL_SECONDS * head_dim / 128,
+        ahead=wide,
     )

@@ -127,12 +127,16 @@ __device__ __forceinline__ float state_merged_lse(float max_lse, float sum) {
 // The share that a complete state keeps once it is merged with a sink's state (0, sink): what its o is multiplied by,
 // after it has been divided by its sum, so that the bits are the same whoever divides. Moves `lse` to that of both.
 // -inf changes nothing.
-__device__ __forceinline__ float add_sink(float& lse, float sink) {
-  if (sink == minus_infinity()) return 1.0f;
+__device__ __forceinline__ float merge_sink(float& lse, float sink) {
   const float top = fmaxf(lse, sink);
   const float weight = state_weight(lse, top), sum = weight + state_weight(sink, top);
   lse = state_merged_lse(top, sum);
   return weight * state_inverse(sum);
+}
+
+// The same, at no cost where there is none.
+__device__ __forceinline__ float add_sink(float& lse, float sink) {
+  return sink == minus_infinity() ? 1.0f : merge_sink(lse, sink);
 }
 
 // The state of members in order, one after another, their outputs weighed by what e^lse is relative to the highest

@@ -109,8 +109,14 @@ __device__ __forceinline__ void write_state(const Accumulator<kN>& acc, const At
           o.z = fmaf(live ? x.z : 0.0f, weight, o.z), o.w = fmaf(live ? x.w : 0.0f, weight, o.w);
         }
       }
-      float inverse = state_inverse(sum) * p.v_scale, lse = state_lse(max, sum);
-      if (has_sinks(p) && final) inverse *= add_sink(lse, own.sink(n * 8 + row));
+      float kept = 1.0f;
+      if (has_sinks(p) && final) {  // one member more, whose o is 0
+        const float sink = own.sink(n * 8 + row) * kLog2E, top = fmaxf(max, sink);
+        kept = state_rescale(max, top);
+        sum = fmaf(sum, kept, state_rescale(sink, top));
+        max = top;
+      }
+      const float inverse = state_inverse(sum) * kept * p.v_scale, lse = state_lse(max, sum);
       o.x *= inverse, o.y *= inverse, o.z *= inverse, o.w *= inverse;
       const int64 at = final ? own.query(n * 8 + row)
                              : partial_place(item.partial + n * 8 + row, p.num_kv_heads, head);

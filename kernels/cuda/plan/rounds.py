@@ -7,6 +7,7 @@ best are taken. Costs were fitted to measurements on a H200.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Final
@@ -21,7 +22,9 @@ AS_SOON: Final = 1.03
 """Fewer runs are taken where they end this much later at most."""
 MERGE_SECONDS: Final = 2e-6
 PARTIAL_SECONDS: Final = 3e-10
-"""Costs of a merge, and of writing and reading a row of a partial state."""
+"""Costs of a merge, and of writing and reading a row of a partial state of 128 dims."""
+AHEAD: Final = 2
+"""Units between the one that the wide kernel begins and the one that it takes then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,9 @@ class TileQueue:
     `sizes`: in granules, longest first, and how many tiles have each; all of it comes `turns`
     times, for other heads each time. `free`: when workers are, in seconds from the start, and how
     many, the first of them at once; `rows` are a tile's, which are merged anyway if `merged`.
-    `item_seconds` is a worker's time per item, `granule_seconds` its time per granule.
+    `item_seconds` is a worker's time per item, `granule_seconds` its time per granule,
+    `partial_seconds` what a row's partial state costs. `ahead`: workers take items before they
+    begin them.
     """
 
     sizes: list[tuple[int, int]]
@@ -41,6 +46,8 @@ class TileQueue:
     merged: bool
     item_seconds: float
     granule_seconds: float
+    partial_seconds: float = PARTIAL_SECONDS
+    ahead: bool = False
 
     @property
     def longest(self) -> int:
@@ -89,24 +96,32 @@ def seconds(queue: TileQueue, most: int) -> float:
         partial += queue.turns * count * cut if cut > 1 or queue.merged else 0
     runs.sort(reverse=True)
     end = last_end(runs * queue.turns, queue.free)
-    return end + merge_seconds(partial * queue.rows)
+    if queue.ahead:  # which worker has the longest of them is chance: between the best and worst
+        end = (end + last_end(runs * queue.turns, queue.free, AHEAD)) / 2
+    return end + merge_seconds(partial * queue.rows, queue.partial_seconds)
 
 
-def last_end(runs: list[tuple[float, int]], free: list[tuple[float, int]]) -> float:
-    """When the last of runs is done that are taken in order: each one's cost, and how many."""
-    free, end = list(free), 0.0
-    for cost, count in runs:
-        while count:
-            start, workers = heappop(free)
-            taken = min(workers, count)
-            count -= taken
-            end = max(end, start + cost)
-            heappush(free, (start + cost, taken))
+def last_end(runs: list[tuple[float, int]], free: list[tuple[float, int]], ahead: int = 0) -> float:
+    """When the last of runs is done that are taken in order: each one's cost, and how many.
+
+    A worker takes each run when it begins the one `ahead` runs before.
+    """
+    order, end = itertools.count(), 0.0
+    # when workers take their next run, in which order; when they begin that and those before; count
+    queue = [(start, next(order), (start,) * (ahead + 1), workers) for start, workers in free]
+    for cost, left in runs:
+        while left:
+            takes, turn, begins, workers = heappop(queue)
+            taken = min(workers, left)
+            left -= taken
+            after = (begins[0] + cost, *begins[:-1])
+            end = max(end, after[0])
+            heappush(queue, (after[-1], next(order), after, taken))
             if taken < workers:
-                heappush(free, (start, workers - taken))
+                heappush(queue, (takes, turn, begins, workers - taken))
     return end
 
 
-def merge_seconds(partial_rows: int) -> float:
+def merge_seconds(partial_rows: int, seconds: float = PARTIAL_SECONDS) -> float:
     """What partial states of so many rows cost, with their merge."""
-    return partial_rows * PARTIAL_SECONDS + (MERGE_SECONDS if partial_rows else 0.0)
+    return partial_rows * seconds + (MERGE_SECONDS if partial_rows else 0.0)

@@ -334,6 +334,8 @@ def _cut_evenly(
             merged=merged,
             item_seconds=shape.item_seconds,
             granule_seconds=granule * shape.key_seconds,
+            partial_seconds=shape.partial_seconds,
+            ahead=shape.ahead and len(free) == 1,
         )
         pieces, end = rounds.pieces(queue, longest * granule // shape.least_run)
         most = -(longest // -pieces)

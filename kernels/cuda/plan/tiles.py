@@ -43,7 +43,8 @@ class TileShape:
     workers of a persistent kernel as `teams` names, growing from 1, may share an item as one team.
     Runs are cut at multiples of `granule` keys and of whole pages. Segments of at most `most_rows`
     packed rows go to the first shape that takes them. `item_seconds` and `key_seconds` are what an
-    item costs its worker, and each of its keys.
+    item costs its worker, and each of its keys; `partial_seconds` what a row's partial state does.
+    `ahead`: a worker takes items before it begins them, unless it begins beside another kernel.
     """
 
     name: str
@@ -57,6 +58,8 @@ class TileShape:
     key_seconds: float = 1.0
     heads_at_once: int = 0
     teams: tuple[int, ...] = (1,)
+    partial_seconds: float = 3e-10
+    ahead: bool = False
 
     def heads_together(self, num_kv_heads: int) -> int:
         """For how many kv heads items are taken before the next ones' turn."""

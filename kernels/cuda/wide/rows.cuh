@@ -290,22 +290,21 @@ __device__ __forceinline__ void Finished::write(float (&o)[kOutputs],
                                                 const Shared& shared, int row) {
   const int part = fresh_lane() % 4;
   const bool final = ends & kFinalEnd;
+  const float sink[2] = {shared.row(slot, row).sink, shared.row(slot, row + 8).sink};
+  if (final && (sink[0] != minus_infinity() || sink[1] != minus_infinity())) {
+    const float kept[2] = {merge_sink(lse[0], sink[0]), merge_sink(lse[1], sink[1])};
+    if (params.split_keys > 0) {  // invariant: first divided, then multiplied
+#pragma unroll
+      for (int i = 0; i < kOutputs; ++i) o[i] *= inverse[i / 2 % 2];
+      inverse[0] = kept[0], inverse[1] = kept[1];
+    } else {
+      inverse[0] *= kept[0], inverse[1] *= kept[1];
+    }
+  }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const UnitRow& place = shared.row(slot, row + 8 * r);
-    const int index = place.target;
+    const int index = shared.row(slot, row + 8 * r).target;
     if (!__any_sync(kAllLanes, index >= 0)) continue;  // none of eight rows: units of few rows are short
-    if (final && place.sink != minus_infinity()) {
-      const float kept = add_sink(lse[r], place.sink);
-      if (params.split_keys > 0) {  // invariant: first divided, then multiplied
-#pragma unroll
-        for (int i = 2 * r; i < kOutputs; i += 4)
-          o[i] *= inverse[r], o[i + 1] *= inverse[r];
-        inverse[r] = kept;
-      } else {
-        inverse[r] *= kept;
-      }
-    }
     const int64 offset = static_cast<int64>(index) * kHeadDim;
     if (final) {
       Element* o_row = static_cast<Element*>(params.o) + offset + part * 8;

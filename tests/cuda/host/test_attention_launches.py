@@ -5,25 +5,33 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from flat_plans import decode_plan
+from flat_plans import decode_plan, flat_level
 
 pytest.importorskip("cupy")  # which needs no device for what follows
 
-from kernels.backend import Scoring
+from kernels.backend import Plan, Scoring
 from kernels.compile import Spec
 from kernels.cuda.attention import runner as runner_module
 from kernels.cuda.attention.config import AttentionConfig
 from kernels.cuda.attention.runner import AttentionRunner
-from kernels.cuda.common.structs import ATTEND_PARAMS, MERGE_PARAMS, writer
+from kernels.cuda.attention.steps import write_attend
+from kernels.cuda.common.structs import (
+    ATTEND_PARAMS,
+    MERGE_PARAMS,
+    STORED_KV,
+    WIDE_PARAMS,
+    writer,
+)
 from kernels.cuda.device import launch as launch_module
 from kernels.cuda.kv.view import KvView
+from kernels.cuda.wide import variants
 
 STREAM = 77
 
@@ -238,3 +246,28 @@ def test_a_plan_is_found_again_for_any_layer(attention: AttentionRunner) -> None
 def test_only_neighbouring_fields_are_written_together() -> None:
     with pytest.raises(RuntimeError, match="this is a bug"):
         writer(ATTEND_PARAMS, "q", "lse")
+
+
+@pytest.mark.parametrize(
+    ("page_size", "rows", "keys", "late"),
+    [
+        (16, [40], [400], 0),
+        (5, [40], [400], 1),
+        (16, [40, *[1] * 40], [400, *[16] * 40], 1),
+        (16, [40, 4000, *[1] * 40], [400, 4096, *[16] * 40], 0),
+    ],
+    ids=["alone", "pages of any size", "a unit each beside another kernel", "more units"],
+)
+def test_units_are_taken_late_where_some_ctas_begin_late(
+    driver: Driver, page_size: int, rows: list[int], keys: list[int], late: int
+) -> None:
+    driver.arch = "sm_90a"
+    where = config()
+    where = where._replace(kv=replace(where.kv, page_size=page_size))
+    indptr = np.cumsum([0, *rows]).astype(np.int32)
+    level = replace(flat_level(keys, page_size), qo_indptr=indptr)
+    plan = Plan((level,), np.repeat(keys, rows).astype(np.int32) - 1)
+    made = AttentionRunner(driver, Memory(), 132).make([(0, plan)], where)  # type: ignore[arg-type]
+    (wide,) = [s for s in (*made.steps, *made.beside) if s.write is not write_attend]
+    base = STORED_KV.itemsize if page_size == 5 else variants.PARAMS_AT
+    assert np.frombuffer(wide.launcher.memory, WIDE_PARAMS, 1, base)["late"] == late

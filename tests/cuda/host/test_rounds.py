@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from kernels.cuda.plan.rounds import (
     MERGE_SECONDS,
     PARTIAL_SECONDS,
     TileQueue,
+    last_end,
     pieces,
     seconds,
     sizes_of,
@@ -68,6 +70,22 @@ def test_the_end_is_that_of_dealing_runs_one_by_one(
 ) -> None:
     given = queue(sorted(sizes.items(), reverse=True), sorted([(0.0, 7), *later]), turns)
     assert seconds(given, most) == pytest.approx(taken_one_by_one(given, most), rel=1e-9)
+
+
+@pytest.mark.parametrize(("ahead", "end"), [(0, 10.0), (1, 11.0), (2, 12.0)])
+def test_runs_taken_ahead_wait_behind_a_long_one(ahead: int, end: float) -> None:
+    assert last_end([(10.0, 1), (1.0, 4)], [(0.0, 2)], ahead) == end
+
+
+def test_tiles_are_cut_where_the_last_of_them_would_wait_behind_the_longest() -> None:
+    given = queue([(100, 100), (20, 40)])
+    assert many(given, 50) == 1
+    assert many(replace(given, ahead=True), 50) == 2
+
+
+def test_smaller_partial_states_are_worth_more_runs() -> None:
+    given = queue([(40, 70), (39, 70)])
+    assert many(replace(given, partial_seconds=0.0), 20) > many(given, 20)
 
 
 def test_tiles_that_fill_a_round_are_not_cut() -> None:
