@@ -175,12 +175,6 @@ def timed(case: KernelCall) -> float:
     return ms
 
 
-def cpu_batches(batch: int = 256) -> dict[str, list[int]]:
-    """Batches to plan: sequences of equal length, and of mixed lengths."""
-    mixed = np.random.default_rng(0).integers(100, 3000, batch)
-    return {"256 of 1024 keys": [1024] * batch, "256 of 100 to 3000 keys": mixed.tolist()}
-
-
 def cpu_cost(kv_lens: list[int]) -> dict[str, list[float]]:
     """Microseconds of host time of `HOST_CALLS` attention calls of a decode.
 
@@ -256,9 +250,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--out", type=Path, help="results file")
-    parser.add_argument(
-        "--invariant", action="store_true", help="each row with engine.numerics: invariant, too"
-    )
+    parser.add_argument("--invariant", action="store_true", help="each row so, too")
     parser.add_argument("--sinks", action="store_true", help="each row with sinks, too")
     parser.add_argument("--random", type=int, metavar="N", help="workloads drawn at random instead")
     parser.add_argument("--seed", type=int, default=1, help="of --random")
@@ -300,9 +292,11 @@ def main() -> None:
             continue
         results.append(measure(row, run, arguments.invariant, arguments.sinks))
         print(show(row, results[-1]), flush=True)
+    mixed = np.random.default_rng(0).integers(100, 3000, 256).tolist()
+    batches = {"256 of 1024 keys": [1024] * 256, "256 of 100 to 3000 keys": mixed}
     cpu = {
         batch: measure_cpu(batch, kv_lens)
-        for batch, kv_lens in cpu_batches().items()
+        for batch, kv_lens in batches.items()
         if arguments.only in f"cpu/{batch}"
     }
     if arguments.out is not None:
