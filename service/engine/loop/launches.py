@@ -156,8 +156,13 @@ class Launches:
         except FATAL:
             raise
         except Exception as error:
-            self._replay(error)
-            return True
+            solo = next((job for job in group if isinstance(job.work, SoloLaunch)), None)
+            if solo is None:
+                self._replay(error)
+                return True
+            # it has changed nothing, so what is in flight need not be undone
+            solo.work = pending = None
+            solo.error = refusal_of(solo, error)
         self.in_flight.append(Launch(group, pending, started))
         self.group, self._group_s, self.sharing, self.is_closed = [], 0.0, None, False
         self.reply()

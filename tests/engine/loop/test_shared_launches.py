@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 
+from kernels.backend import Unsupported
 from tests.engine.fake_backend import FakeBackend
 from tests.engine.harness import (
     Caller,
@@ -194,3 +195,21 @@ async def test_an_answer_has_the_seconds_of_each_stage(
     assert len(reply.stages) == 6
     assert min(queue, plan, copy_in) > 0
     assert max(reply.stages) < 5
+
+
+@fake_engine(late=True)
+async def test_a_lone_launch_that_is_refused_leaves_those_in_flight_alone(
+    caller: Caller, backend: FakeBackend
+) -> None:
+    await three_sequences(caller)
+    count = len(backend.launches)
+    backend.gate.clear()
+    first = caller.start(decode("a", new=True))
+    await until(lambda: len(backend.launches) == count + 1)
+    backend.failures["merge"] = [Unsupported("lists", 1, "is not built here")]
+    refused = caller.attempt(ONE_LIST)
+    await until(lambda: not backend.failures["merge"])
+    backend.gate.set()
+    assert code(await refused) == "invalid_request"
+    assert (await first).status == 200
+    assert len(backend.launches) == count + 1
