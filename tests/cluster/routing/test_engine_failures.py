@@ -111,19 +111,6 @@ async def test_a_full_engine_is_named_with_those_that_have_room() -> None:
         assert (problem["engine"], problem["engines_with_room"]) == ("a", ["b", "e"])
 
 
-async def test_pins_of_several_engines_are_listed_once_and_leases_name_their_engine() -> None:
-    def hold(key: str, salt: str = "", lease: str | None = None) -> dict[str, Any]:
-        return {"page_key": key, "cache_salt": salt, "lease": lease}
-
-    async with fake_cluster("ab") as cluster:
-        both, second, third = hold("0"), hold("0", "salt"), hold("1")
-        cluster.links["a"].replies["holds"] = {"holds": [both, third, hold("2", lease="l")]}
-        cluster.links["b"].replies["holds"] = {"holds": [both, second, hold("2", lease="l")]}
-        leases = [hold("2", lease=f"l.{8 * name}") for name in "ab"]
-        found = (await cluster.fields("holds"))["holds"]
-        assert found == [both, third, second, *leases]
-
-
 @pytest.mark.parametrize("ending", ["commit", "delete_sequence", "truncate"])
 async def test_the_wait_for_a_prompt_ends_with_its_commit_or_its_sequence(ending: str) -> None:
     ids = list(range(PAGE))
@@ -259,25 +246,6 @@ async def test_a_decode_that_one_engine_refuses_lists_the_rows_of_the_other(appe
         assert (answer.status, answer.fields.get("done")) == (422, ["here"] if appends else None)
 
 
-@pytest.mark.parametrize(
-    ("name", "failing", "status"),
-    [("clear", "", 200), ("clear", "b", 422), ("pin", "b", 200), ("pin", "ab", 422)],
-)
-async def test_a_call_for_all_engines_fails_with_one_of_them_but_a_pin_with_all(
-    name: str, failing: str, status: int
-) -> None:
-    async with fake_cluster("ab") as cluster:
-        for at, (letter, link) in enumerate(cluster.links.items(), 1):
-            link.replies[name], link.stages = {"num_pages": at}, (0.1 * at, 0.4 / at, 0.0, 0.0, 0.0)
-            link.do_next(name, *[REFUSED] * (letter in failing))
-        pin = {"page_key": 32 * "0", "hard": True}
-        answer = await cluster.call(name, pin if name == "pin" else {})
-        assert answer.status == status
-        if not failing:
-            assert answer.fields == {"num_pages": 3}
-            assert answer.stages == (0.2, 0.4, 0.0, 0.0, 0.0), "the longest of each"
-
-
 async def test_a_router_asks_in_its_callers_namespace_with_all_scopes() -> None:
     async with fake_cluster("ab", has_keys=True) as cluster:
         cluster.links["a"].ids.add("here")
@@ -286,14 +254,3 @@ async def test_a_router_asks_in_its_callers_namespace_with_all_scopes() -> None:
         every = tenant_of("red", SCOPES)
         assert cluster.links["a"].tenants == [every, every, reader]
         assert cluster.links["b"].tenants == [every]
-
-
-async def test_engines_are_shown_and_drained_by_their_names_in_the_cluster() -> None:
-    async with fake_cluster("ba") as cluster:
-        for link in cluster.links.values():
-            link.replies["engines"] = {"engines": [{"name": "engine", "state": "ready"}]}
-        shown = (await cluster.fields("engines"))["engines"]
-        assert shown == [{"name": name, "state": "ready"} for name in "ab"]
-        stopped = await cluster.fields("drain_engine", {"name": "b", "stop": True})
-        assert stopped["name"] == "b"
-        assert cluster.links["b"].calls("drain_engine") == [{"name": "engine", "stop": True}]

@@ -6,11 +6,15 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from service.cluster.routing.fast_path import MAX_BYTES, MAX_HEADER_BYTES, FastPath, ids_in
 from service.cluster.routing.tags import Tags
+from service.operations.schema.fields import MAX_SEQUENCES
 from service.operations.table import BY_NAME
+from tests.cluster.fake_engines import fake_cluster
+from tests.cluster.harness import rows
 
 HERE, THERE = "00000000", "11111111"
 
@@ -126,3 +130,18 @@ def test_a_header_that_was_read_in_pieces_is_remembered(fast_path: FastPath) -> 
     prepared: Any = SimpleNamespace(fields=SimpleNamespace(sequences=ids))
     fast_path.learn(call(), text, prepared)
     assert fast_path.target(call(), text) == (ids, "here")
+
+
+async def test_a_long_call_is_forwarded_unread_once_its_sequences_are_known(
+    rng: np.random.Generator,
+) -> None:
+    ids = [f"s{number}" for number in range(MAX_SEQUENCES)]
+    fields, k = {"layer": 0, "sequences": ids, "offsets": [0] * len(ids)}, rows(rng, len(ids))
+    async with fake_cluster("a") as cluster:
+        link, found = cluster.links["a"], cluster.router.sequences.fast_path.known
+        link.ids.update(ids)
+        for known in (0, 1, 1):
+            link.served.clear()
+            await cluster.ok("append", fields, k=k, v=k)
+            assert len(found) == known
+        assert len(link.served) == 1

@@ -265,7 +265,9 @@ async def test_the_pool_is_the_sum_of_all_engines(cluster: Cluster) -> None:
     each = (await cluster.fields("engines"))["engines"]
     assert [one["name"] for one in each] == ["engine-0", "engine-1"]
     assert sum(one["sequences"] for one in each) == 4
-    shown = (await cluster.fields("snapshot"))["engines"]
+    snapshot = await cluster.ok("snapshot")
+    assert snapshot.arrays["page_states"].size * snapshot.fields["page_step"] == 2 * PAGES
+    shown = snapshot.fields["engines"]
     assert [(one["name"], one["total"]) for one in shown] == [
         ("engine-0", PAGES),
         ("engine-1", PAGES),
