@@ -41,11 +41,18 @@ class LaneSteps:
 
 
 class OpenSteps:
-    """Belongs to the engine's thread. `end` gets every step that is over, and its error, if any."""
+    """Belongs to the engine's thread. `end` gets every step that is over, and its error, if any;
+    `charge` the seconds of each layer that the engine runs itself."""
 
-    def __init__(self, lanes: Lanes, end: Callable[[Job, Exception | None], None]) -> None:
+    def __init__(
+        self,
+        lanes: Lanes,
+        end: Callable[[Job, Exception | None], None],
+        charge: Callable[[Job, float], None],
+    ) -> None:
         self._deep, self._polled = lanes.deep, lanes.polled
         self._end = end
+        self._charge = charge
         self._by_lane: dict[Lane, LaneSteps] = {}
         self._users: dict[str, tuple[Lane, int]] = {}
         """The lane whose open steps use a sequence, and how many do."""
@@ -104,6 +111,7 @@ class OpenSteps:
         steps = self._by_lane.get(work.lane) if isinstance(work, OpenedStep) else None
         if steps is None or not isinstance(work, OpenedStep) or steps.error is not None:
             return InvalidRequest("ready", layer, "its step is not open")
+        started = time.monotonic()
         try:
             if steps.jobs[0][0] is not job:
                 raise ValueError(f"layer {layer} is ready, but the step before is not over")
@@ -115,6 +123,7 @@ class OpenSteps:
         except Exception as failure:
             LOG.error("layer %d of a step failed: this is a bug", layer, exc_info=failure)
             steps.error = Internal("the step failed, and was undone; the log has the traceback")
+        self._charge(job, time.monotonic() - started)
         return steps.error
 
     def advance(self) -> None:

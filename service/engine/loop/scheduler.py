@@ -88,7 +88,7 @@ class Scheduler:
         """Jobs whose turn has not come."""
         self.launches = Launches(store, metrics, self._begin, self._answer, self._charge)
         self.long_work = LongWork(store, metrics, self._end_long, self._charge)
-        self.steps = OpenSteps(lanes, self._end_step)
+        self.steps = OpenSteps(lanes, self._end_step, self._charge)
 
     @property
     def is_busy(self) -> bool:

@@ -256,6 +256,19 @@ def test_everything_is_given_up_undone(rig: Rig) -> None:
     assert rig.lengths == [0, 0] and not rig.scheduler.is_busy
 
 
+def test_a_layer_that_the_engine_runs_is_charged_to_its_namespace(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    charged: list[float] = []
+    monkeypatch.setattr(rig.scheduler.queue, "charge", lambda _, spent: charged.append(spent))
+    lane = HandLane()
+    job = rig.step(lane, "a")
+    monkeypatch.setattr(lane.runs[0], "layer", lambda layer: time.sleep(0.02))
+    del charged[:]
+    assert rig.scheduler.steps.layer(job, 0) is None
+    assert charged and charged[0] >= 0.02
+
+
 class FakeSession:
     """As much of a session as its lane needs."""
 
