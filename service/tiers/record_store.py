@@ -210,7 +210,7 @@ class RecordStore:
             dirty = [slot for slot, owner in self._dirty.items() if owner in (namespace, None)]
             self._remove_others()
             try:
-                with self._transaction(is_durable=False) as index:
+                with self._transaction(is_durable=True) as index:
                     index.execute("delete from records where namespace = ?", (namespace,))
             finally:  # where the index has no room on a full disk, zeros have
                 for slot in dirty:
@@ -348,10 +348,11 @@ class RecordStore:
         self._dirty[entry.slot] = entry.namespace
 
     def _forget(self, slots: Iterable[int]) -> None:
-        """Delete rows of the index, before their places are written to."""
+        """Delete rows of the index, durably before their places are written to: else they would be
+        there again after a loss of power, with the bytes of others."""
         rows = [(slot,) for slot in slots]
         if rows:
-            with self._transaction(is_durable=False) as index:
+            with self._transaction(is_durable=True) as index:
                 index.executemany("delete from records where slot = ?", rows)
 
     def _insert(self, entries: Sequence[Entry]) -> None:

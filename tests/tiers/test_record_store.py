@@ -257,6 +257,26 @@ def test_files_of_another_geometry_stay_until_their_room_is_needed(store: Record
     other.close()
 
 
+@pytest.mark.parametrize("how", ["put", "drop", "clear"])
+def test_rows_are_gone_for_good_before_their_places_are_written_to(
+    store: RecordStore, how: str
+) -> None:
+    """SQLite syncs its log only where `synchronous` is full."""
+    put(store, *range(8))
+    statements: list[str] = []
+    store._index.set_trace_callback(statements.append)
+    if how == "put":
+        put(store, 8)
+    elif how == "drop":
+        store.drop(store.records()[:1])
+    else:
+        store.clear("a")
+    store._index.set_trace_callback(None)
+    deleted = next(at for at, one in enumerate(statements) if one.startswith("delete"))
+    levels = [one for one in statements[:deleted] if "synchronous" in one]
+    assert levels[-1] == "pragma synchronous = full"
+
+
 def test_a_clear_erases_where_the_index_cannot_be_written(store: RecordStore) -> None:
     """And the next one removes its rows: else a restart would find records that are zeros."""
     put(store, 1)
