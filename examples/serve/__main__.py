@@ -40,10 +40,11 @@ def arguments() -> argparse.Namespace:
     add("--live", metavar="URL", help="live page of that service, where --attnd is a socket")
     own = parser.add_argument_group("without --attnd").add_argument
     own("--attnd-port", type=int, default=8080, metavar="PORT", help="attnd's port (%(default)s)")
-    own(
-        "--pool-tokens", type=int, default=32768, metavar="N", help="size of its pool (%(default)s)"
-    )
-    return parser.parse_args()
+    own("--pool-tokens", type=int, default=32768, metavar="N", help="its pool's size (%(default)s)")
+    chosen = parser.parse_args()
+    if min(chosen.max_running, chosen.prompt_tokens, chosen.pool_tokens) < 1:
+        parser.error("--max-running, --prompt-tokens and --pool-tokens must be at least 1")
+    return chosen
 
 
 if __name__ == "__main__":

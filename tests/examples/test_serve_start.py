@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import time
 
 import pytest
 
+from examples.serve.__main__ import arguments
 from examples.serve.progress import stage
 from tests.harness.processes import python
 
@@ -29,3 +32,20 @@ def test_a_stage_that_takes_long_says_so_every_two_seconds(
         time.sleep(2.5)
         raise ValueError("no model")
     assert capsys.readouterr().err.splitlines() == ["loading the model", "loading the model: 2 s"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--prompt-tokens", "0"),
+        ("--max-running", "0"),
+        ("--pool-tokens", "-1"),
+    ],
+)
+def test_a_number_out_of_range_is_refused_before_the_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str, value: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["serve", option, value])
+    with pytest.raises(SystemExit):
+        arguments()
+    assert re.search(f"error: .*{option}.* must be", capsys.readouterr().err)
