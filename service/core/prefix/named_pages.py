@@ -298,8 +298,9 @@ class NamedPages:
     def find(self, root: Root, key: bytes) -> tuple[Node, int] | None:
         """The node that has the page of `key`, and the page's index in it; scans every page."""
         first, last = np.frombuffer(key, dtype=np.uint64)
-        same = (self.keys[:, 0] == first) & (self.keys[:, 1] == last) & (self.node_of >= 0)
-        for page in np.flatnonzero(same).tolist():
+        pages = np.flatnonzero(self.keys[:, 0] == first)
+        same = (self.keys[pages, 1] == last) & (self.node_of[pages] >= 0)
+        for page in pages[same].tolist():
             node = self.nodes[self.node_of.item(page)]
             if node is not None and named(node).root is root:
                 return node, int(np.flatnonzero(node.pages == page)[0])
