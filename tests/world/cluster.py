@@ -158,7 +158,7 @@ class ClusterCaller(Program):
         names = {
             name
             for one in self.history.pending.values()
-            if one.ends < FOREVER and not one.text.startswith(("loss", "undo"))
+            if one.ends < FOREVER and not one.text.startswith("loss")
             for name in one.names
         }
         for name in sorted(names - self.world.abandoned)[:3]:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from itertools import count, product
 from math import prod
 from typing import Any, Final
 
-from tests.world.calls import NOT_NOW, Held, Outcome, Sequences, Wrong
+from tests.world.calls import Held, Outcome, Sequences, Wrong
 
 MAX_STATES: Final = 20_000
 SOME_STATES: Final = 200
@@ -47,9 +46,6 @@ class Effect:
     ends: float = FOREVER
     """When an effect without an answer cannot take place any more."""
     began: float = 0.0
-    undo: Effect | None = None
-    """Of one that makes a sequence: while it is not answered it may be deleted, and made again."""
-    undoes: int = 0
     repeats: bool = False
     """Whether it may act more than once before its answer."""
     step: Any = None
@@ -92,9 +88,6 @@ class History:
         effect.began = self.now()
         self.pending[number] = effect
         self._group(effect)
-        if name := effect.makes:
-            undo = partial(unmake, name, number)
-            effect.undo = self.begin(f"undo {text}", [name], undo, undoes=number)
         return effect
 
     def answered(self, effect: Effect, is_right: Callable[[Outcome], bool], text: str) -> None:
@@ -114,14 +107,11 @@ class History:
         self._keep(found, effect, text)
 
     def refused(self, effect: Effect, text: str) -> None:
-        """The call was answered, and has changed nothing, or has undone it."""
+        """The call was answered, and has changed nothing."""
         found: set[State] = set()
         for frozen, done in self._expanded(effect):
             mine = {entry for entry in done if entry[0] == effect.number}
             is_done = not effect.is_read and any(seen[0] in ("ok", "any") for _, seen in mine)
-            if is_done and effect.undo is not None:
-                held = dict(frozen).get(effect.makes)  # or others have deleted it
-                is_done = held is not None and held.made == effect.number
             if not is_done:
                 found.add((frozen, done - mine))
         self._keep(found, effect, text)
@@ -129,8 +119,6 @@ class History:
     def lost(self, effect: Effect, for_s: float) -> None:
         """No answer came: it may take effect for some seconds."""
         effect.ends = self.now() + for_s
-        if effect.undo is not None:
-            effect.undo.ends = effect.ends
         if effect.is_read:
             self._forget(effect)
             return
@@ -219,8 +207,6 @@ class History:
             raise Wrong(f"{text}: not possible after {before}, with {waiting}")
         group.states = found
         self.pending.pop(effect.number, None)
-        if effect.undo is not None:
-            self._end(effect.undo)
         now = self.now()
         if effect.makes:
             self.made[effect.makes] = now
@@ -254,11 +240,7 @@ class History:
                     continue
                 held = dict(frozen)
                 outcome = one.apply(held)
-                if one.undoes:
-                    if not outcome:
-                        continue
-                    state = freeze(held), without(done, one.undoes)
-                elif one.ends < FOREVER and outcome[:1] == ("ok",):
+                if one.ends < FOREVER and outcome[:1] == ("ok",):
                     state = freeze(held), done | {(one.number, ANY)}  # it is answered nowhere
                 elif outcome and one.ends == FOREVER:
                     again = one.number in numbers
@@ -279,14 +261,6 @@ def join(first: Frozen, second: Frozen) -> Frozen:
 
 def without(done: frozenset[tuple[int, Outcome]], number: int) -> frozenset[tuple[int, Outcome]]:
     return frozenset(entry for entry in done if entry[0] != number)
-
-
-def unmake(name: str, number: int, held: Sequences, _: int) -> Outcome:
-    """A door deletes a sequence that it has made, since it cannot keep it."""
-    if name not in held or held[name].made != number:
-        return NOT_NOW
-    del held[name]
-    return ("ok",)
 
 
 def freeze(held: Sequences) -> Frozen:
