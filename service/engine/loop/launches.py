@@ -281,6 +281,7 @@ class Launches:
         self._begin(job)
         if job.error is not None:
             return
+        started = time.monotonic()
         try:
             if isinstance(job.work, SlicedWork):  # the estimate has risen since
                 job.work.run()
@@ -296,6 +297,7 @@ class Launches:
             else:
                 self._store.undo(job.extension)
             job.error = refusal_of(job, error)
+        self._charge(job, time.monotonic() - started)
 
 
 def wait_for(launches: Iterable[Launch]) -> None:

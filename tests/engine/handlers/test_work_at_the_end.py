@@ -1,4 +1,4 @@
-"""Work that is cancelled when a part of it cannot be undone, and work that the engine's end meets.
+"""Work cancelled when a part of it cannot be undone, run alone, or met by the engine's end.
 
 The scheduler runs without sockets, round by round.
 """
@@ -29,7 +29,7 @@ from service.metrics import Metrics
 from service.operations.schema.spec import validate
 from service.operations.table import BY_NAME
 from tests.engine.fake_backend import FakeBackend
-from tests.engine.harness import admit, run_round
+from tests.engine.harness import admit, decode, run_round
 
 
 class Rounds:
@@ -43,10 +43,11 @@ class Rounds:
             self.store, Metrics(), self.answered.append, HostLanes(self.store.backend)
         )
 
-    def job(self, name: str, **fields: Any) -> Job:
+    def job(self, name: str, tensors: Any = None, **fields: Any) -> Job:
         """An operation whose turn comes with the next round."""
         operation = BY_NAME[name]
-        request = Request(operation, validate(operation.fields, fields), {}, AnswerPlace())
+        checked = validate(operation.fields, fields)
+        request = Request(operation, checked, tensors or {}, AnswerPlace())
         now = time.monotonic()
         made = Job(request, None, now, now + 60)
         admit(self.scheduler, made)
@@ -135,3 +136,25 @@ def test_work_that_cannot_be_undone_and_waits_is_waited_for_briefly_as_the_engin
     assert rounds.answered == [waited]
     assert isinstance(waited.error, NotReady) == is_endless
     assert not rounds.scheduler.is_busy
+
+
+def test_operations_that_run_alone_after_a_failed_launch_are_charged(
+    rounds: Rounds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds.job("create_sequences", sequences=[{"id": "a"}])
+    rounds.finish()
+    backend: Any = rounds.store.backend
+    attend, charged = backend.attend, list[float]()
+
+    def slow(attends: Any) -> Any:
+        time.sleep(0.02)
+        return attend(attends)
+
+    monkeypatch.setattr(backend, "attend", slow)
+    monkeypatch.setattr(rounds.scheduler.queue, "charge", lambda _, spent: charged.append(spent))
+    backend.failures["attend"] = [RuntimeError("a fault of the driver")]
+    call = decode("a")
+    both = [rounds.job(call.name, call.tensors, **call.fields) for _ in range(2)]
+    rounds.finish()
+    assert [one.error for one in both] == [None, None]
+    assert sum(spent >= 0.02 for spent in charged) == 2
