@@ -13,7 +13,7 @@ import numpy as np
 
 from kernels.backend import DeviceLost, EndOfCopies, PagePlaces, UInt8
 from service.core.values import Int32
-from service.engine.tiers.copier import CLOSE_S, TASKS
+from service.engine.tiers.copier import TASKS
 from service.engine.tiers.loads import Load, Miss, Record
 from service.engine.tiers.tiers import Tiers
 from service.tiers.records import InvalidRecord
@@ -34,23 +34,8 @@ class Fetcher:
         """Blocks for a batch of records from disk, one set for each thread."""
         for _ in range(tiers.copies.calls):
             self._spare.put(tiers.blocks(tiers.at_once))
-        self._worker = Worker("tiers-loader", TASKS, wake, tiers.copies.calls, DeviceLost)
-
-    @property
-    def is_full(self) -> bool:
-        return self._worker.is_full
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether batches are under way."""
-        return self._worker.count > 0
-
-    def take_done(self, most: int | None) -> bool:
-        """Verify batches that have been copied, up to `most`; whether there were any."""
-        return self._worker.take_done(most)
-
-    def close(self) -> None:
-        self._worker.close(CLOSE_S)
+        self.worker = Worker("tiers-loader", TASKS, wake, tiers.copies.calls, DeviceLost)
+        """A task copies a batch; its end verifies it."""
 
     def begin(self, load: Load, batch: slice) -> None:
         """Begin to write a batch of records, all of one tier, to their pages."""
@@ -58,12 +43,12 @@ class Fetcher:
         load.in_flight += 1
         began = time.monotonic()
         if records[0].tier == "disk":
-            self._worker.add(partial(self._read, load, records, pages, began))
+            self.worker.add(partial(self._read, load, records, pages, began))
             return
         slots = np.array([one.entry.slot for one in records])
         places = PagePlaces(tiers.records, slots, tiers.layout.head_bytes)
         wait = tiers.copies.write(pages, places, load.after)
-        self._worker.add(partial(self._wait, load, records, wait, began))
+        self.worker.add(partial(self._wait, load, records, wait, began))
 
     def _wait(
         self, load: Load, records: Sequence[Record], wait: EndOfCopies, began: float

@@ -20,6 +20,7 @@ from service.core.pool.budget import NO_LIMIT, EvictionPaused
 from service.core.prefix.keys import Prefix
 from service.core.values import NewSpec
 from service.engine.loop.job import WAIT, Counts, Slice, Slices, empty_slice, in_slices
+from service.engine.tiers.copier import CLOSE_S
 from service.engine.tiers.fetcher import Fetcher
 from service.engine.tiers.loads import (
     Found,
@@ -68,6 +69,7 @@ class Loading:
         if tiers.disk is not None:
             self._restoring = self.pins.restore(tiers.disk.notes(), self)
         self.fetcher = Fetcher(tiers, wake, self._end)
+        self._worker = self.fetcher.worker
 
     def num_hidden(self, namespace: str | None) -> int:
         """Hidden sequences of a namespace, or of all (None)."""
@@ -76,12 +78,12 @@ class Loading:
     def advance(self) -> None:
         """Take the ends of all tasks, and start copies that are due."""
         if not self._is_due():
-            if self.fetcher.is_busy or self.tiers.is_copying:
+            if self._worker.count or self.tiers.is_copying:
                 self._wake()
             return
         began = time.monotonic()
-        has_worked = self.fetcher.take_done(1 if self.tiers.is_shared() else None)
-        if has_worked and self.fetcher.is_busy:
+        has_worked = self._worker.take_done(1 if self.tiers.is_shared() else None)
+        if has_worked and self._worker.count:
             self._wake()  # other ends are other pieces
         if self.tiers.advance() or has_worked:
             self._latest = began
@@ -97,7 +99,7 @@ class Loading:
         pool has, and stop the threads."""
         for load in self._loads:
             load.is_stopped = True
-        self.fetcher.close()
+        self._worker.close(CLOSE_S)
         self.tiers.close(writes_pool)
 
     def clear(self, namespace: str) -> Slices:
@@ -244,7 +246,7 @@ class Loading:
         while (
             load.asked < len(load.pages)
             and load.in_flight < BATCHES * tiers.copies.calls
-            and not self.fetcher.is_full
+            and not self._worker.is_full
             and not load.has_failed
         ):
             first, tier = load.asked, load.records[load.asked].tier
