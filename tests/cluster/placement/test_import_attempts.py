@@ -9,7 +9,7 @@ import pytest
 
 from service.cluster.placement.cost import Load
 from service.cluster.placement.prefixes import chained_keys, prefix_of
-from service.errors import InvalidRequest, NotReady, OutOfPages
+from service.errors import InvalidRequest, NotReady, OutOfPages, SequenceMoving
 from service.operations.schema.page_names import PageNames
 from tests.cluster.fake_engines import FakeCluster, fake_cluster
 from tests.cluster.harness import DIM, HEADS, LAYERS, PAGE
@@ -53,6 +53,7 @@ def begun_at(cluster: FakeCluster, name: str) -> list[str]:
         (None, [1, 0], (201, "")),
         (FULL, [1, 1], (201, "")),
         (NotReady("the session ended"), [1, 1], (201, "")),
+        (SequenceMoving(["new"]), [1, 1], (201, "")),
         (InvalidRequest("header", "it", "is refused"), [1, 0], (422, "invalid_request")),
     ],
 )
