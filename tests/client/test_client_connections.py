@@ -252,6 +252,20 @@ def test_connections_that_only_a_burst_needed_expire_while_others_are_in_use(
         assert len(idle) == 1
 
 
+def test_an_interrupt_as_an_answer_is_read_is_no_error_of_the_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with ScriptedServer(answering(WHOLE)) as server, Client(server.url) as client:
+        monkeypatch.setattr("attnd.http.responses.Parsing.on_header", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            client.get_sequence("a")
+        monkeypatch.undo()
+        assert client.get_sequence("a").id == "a"
+
+
 def test_a_large_body_arrives_whole_and_a_large_answer_too(kind: Kind) -> None:
     bodies = []
     text = "x" * (5 << 20)

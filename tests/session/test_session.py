@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from attnd import NewSequence, Retries, Session
+from attnd.road.pending import Answer
 
 from tests.client.client_stub import SEQUENCE
 from tests.session.scripted_engine import (
@@ -523,6 +524,36 @@ def test_a_broken_connection_fails_the_calls_of_every_thread(bench: Bench) -> No
         for one in waiting:
             with pytest.raises(attnd.ReplyLost):
                 one.result(5)
+
+
+def test_an_interrupt_of_the_thread_that_reads_ends_the_call_whose_answer_it_read(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(Answer):
+        def __new__(cls, *_: Any) -> Any:
+            raise KeyboardInterrupt
+
+    released = threading.Event()
+
+    def script(seen: Seen) -> Step:
+        if seen.fields["layer"] == 0:
+            return Never()
+        released.wait(5)
+        return attended(seen)
+
+    bench.start(script)
+    session = bench.session(retries=0)
+    monkeypatch.setattr("attnd.road.connection.Answer", Interrupted)
+    with ThreadPoolExecutor(2) as threads:
+        reads = threads.submit(session.decode, 0, ["a"], Q)
+        time.sleep(0.1)
+        other = threads.submit(session.decode, 1, ["a"], Q)
+        time.sleep(0.1)
+        released.set()
+        with pytest.raises(KeyboardInterrupt):
+            reads.result(5)
+        with pytest.raises(attnd.ReplyLost):
+            other.result(5)
 
 
 def test_one_area_used_by_two_threads_at_once_is_right(bench: Bench) -> None:

@@ -38,6 +38,8 @@ class Parsing:
             raise RuntimeError("bytes after the response was read: this is a bug")
         try:
             self.parser.feed_data(received)
+        except httptools.HttpParserCallbackError as error:
+            raise error.__context__ or error from None  # an interrupt in a callback
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             raise ProtocolError(f"the answer is not HTTP: {error}") from error
 

@@ -61,9 +61,9 @@ class PlacedCall:
 
     def release(self) -> None:
         """The engine has read the image: another header may be written before the area's arrays."""
-        if self.area is not None:
-            self.area.busy.release()
-            self.area = None
+        area, self.area = self.area, None
+        if area is not None:
+            area.busy.release()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -40,15 +40,15 @@ class Slot:
         """
         size = aligned(size)
         if size + self._slots.size // SCRAPS < self.size:
-            self._slots.returned.append((self.offset + size, self.size - size))
-            self.size = size
+            rest, self.size = self.size - size, size  # first: an interrupt must not free it twice
+            self._slots.returned.append((self.offset + size, rest))
 
     def free(self) -> None:
         """Free all of it, even where a reference (a traceback's) still exists."""
         # The garbage collector may call this anywhere, even under a lock: only put it aside.
-        if self.size:
-            self._slots.returned.append((self.offset, self.size))
-            self.size = 0
+        size, self.size = self.size, 0
+        if size:
+            self._slots.returned.append((self.offset, size))
 
     __del__ = free
 

@@ -15,7 +15,10 @@ def aligned(size: int) -> int:
 
 
 class FreeList:
-    """The free stretches of an arena of `size` bytes. Not locked: its owner does that."""
+    """The free stretches of an arena of `size` bytes. Not locked: its owner does that.
+
+    A change of both lists is one statement without a call, which no signal's handler interrupts.
+    """
 
     __slots__ = ("begins", "free", "lengths", "size")
 
@@ -37,8 +40,7 @@ class FreeList:
             if room == length:
                 del self.begins[i], lengths[i]
             else:
-                self.begins[i] = offset + length
-                lengths[i] = room - length
+                self.begins[i], lengths[i] = offset + length, room - length
             self.free -= length
             return offset
         return None
@@ -52,24 +54,22 @@ class FreeList:
         if lengths[i] == length:
             del begins[i], lengths[i]
         else:
-            begins[i] += length
-            lengths[i] -= length
+            begins[i], lengths[i] = offset + length, lengths[i] - length
         self.free -= length
         return True
 
     def put(self, offset: int, length: int) -> None:
         """Free a stretch and join it with the free stretches that touch it."""
         begins, lengths = self.begins, self.lengths
-        self.free += length
         i = bisect_left(begins, offset)
+        self.free += length
         if i < len(begins) and begins[i] == offset + length:
             length += lengths[i]
             del begins[i], lengths[i]
         if i and begins[i - 1] + lengths[i - 1] == offset:
             lengths[i - 1] += length
         else:
-            begins.insert(i, offset)
-            lengths.insert(i, length)
+            begins[i:i], lengths[i:i] = [offset], [length]
 
     def grow(self, size: int) -> None:
         """The arena has `size` bytes now."""
