@@ -102,7 +102,7 @@ class ExportReader:
         raw = np.frombuffer(self._exactly(length), np.uint8)
         try:
             fields, arrays = images.decode(raw, "request")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ExportFileError(f"byte {at}: {error}: the file is damaged") from error
         self.end = at + LENGTH_BYTES + length
         return fields, arrays

@@ -65,6 +65,12 @@ def test_a_file_cut_anywhere_ends_early_and_keeps_whole_parts() -> None:
     assert read(whole)[1] == [0, 1, 2]
 
 
+def nested(depth: int) -> bytes:
+    """An export whose header is lists in lists."""
+    sizes = (depth + 8).to_bytes(8, "little") + depth.to_bytes(8, "little")
+    return written()[:16] + sizes + b"[" * depth
+
+
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
@@ -72,6 +78,7 @@ def test_a_file_cut_anywhere_ends_early_and_keeps_whole_parts() -> None:
         (written()[:16] + (2**63).to_bytes(8, "little"), "damaged"),
         (written()[:16] + (2**39).to_bytes(8, "little"), "ends early"),
         (written()[:16] + (8).to_bytes(8, "little") + bytes(8), "damaged"),
+        (nested(10**5), "recursion depth exceeded.*damaged"),
         (written().replace(b'\\"part\\":1', b'\\"part\\":2'), "expected part 1"),
         (written().replace(b'"v"', b'"w"'), "not k and v"),
         (written().replace(b'\\"digest\\"', b'\\"deepest\\"'), "it should be a header"),
