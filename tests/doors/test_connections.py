@@ -23,8 +23,23 @@ from scripted import (
     wait_for,
 )
 
+from config.settings import ServerSettings
+from service.doors.http.protocol.intake import Intake
+
 BODY = decode_body()
 GOOD = request("/v1/decode", BODY)
+
+
+def test_bytes_that_come_just_after_a_response_follow_those_that_came_ahead_of_it() -> None:
+    heads: list[bytes] = []
+    intake = Intake(ServerSettings(), lambda head, _id, _body: heads.append(head.target.raw_path))
+    second = b"GET /second HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    first = b"GET /first HTTP/1.1\r\nhost: localhost\r\n\r\n" + second[:9]
+    intake.read(first, 0, len(first))
+    intake.body = None  # the response is sent
+    intake.read(second, 9, len(second))  # before the loop resumes
+    intake.resume()
+    assert heads == [b"/first", b"/second"]
 
 
 # malformed requests

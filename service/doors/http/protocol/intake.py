@@ -67,6 +67,9 @@ class Intake:
     def read(self, data: bytearray | bytes, begin: int, end: int) -> None:
         """Use `data[begin:end]`. Raises MalformedRequest and HeadersTooLarge for a head; an error
         in a body fails the body."""
+        if self.ahead:  # these bytes came before `resume` has used the earlier ones
+            self.ahead += bytes(memoryview(data)[begin:end])
+            return
         while begin < end:
             body = self.body
             if self.rest:
