@@ -130,7 +130,7 @@ class Moves:
         self.gigabytes = pages * layout.payload_bytes / 1e9
 
     def add(self, namespace: str) -> None:
-        """Commit the prompt; its pages have what the pool had there."""
+        """Commit the prompt; its pages hold the pool's old content."""
         self.tree.create([NewSpec("new", namespace=namespace)])
         take_pages(self.tree, "new", [self.pages * PAGE] * self.tree.num_layers)
         self.tree.commits.commit("new", self.prompt)
@@ -319,7 +319,7 @@ def attention(server: Server, heads: Heads, layers: int, pages: int) -> float:
 def services(
     kind: str, heads: Heads, layers: int, pages: tuple[int, int], seconds: float
 ) -> dict[str, Any]:
-    """What a running service does, with prompts of `pages[0]` pages and one of `pages[1]`."""
+    """Figures of a running service, with prompts of `pages[0]` pages and one of `pages[1]`."""
     small, long = pages
     page_bytes = 4 * layers * PAGE * heads.num_kv * heads.dim + 2**12
     pool = (*heads.pool(layers), "--pool.num-pages", str(long + small))

@@ -36,7 +36,7 @@ from kernels.cuda.wide import variants as wide
 
 REPLAYS: Final = 7
 PROFILED_MS: Final = 20
-"""What a profiler sees of each measurement: so long that its own launches do not count."""
+"""The length of a measurement for profilers, beside which their own launches do not count."""
 LONG_MS: Final = 0.05
 REST_S: Final = 0.2
 """Before each measurement: without, power limits the device, and the first of two looks best."""

@@ -63,7 +63,7 @@ class Body(BaseModel, strict=True):
     @model_validator(mode="before")
     @classmethod
     def known(cls, given: Any) -> Any:
-        """Only fields that are served, without those that are null."""
+        """Only fields that are served, without null ones."""
         if not isinstance(given, dict):
             return given
         for name in given.keys() & NOT_SERVED.split():

@@ -57,7 +57,7 @@ def run(chosen: argparse.Namespace) -> None:
 
 
 class Server(uvicorn.Server):
-    """Lets answers run on for `STOP_S` when it ends; the scheduler ends those that are left."""
+    """Lets answers run on for `STOP_S` when it ends; the scheduler ends the others."""
 
     scheduler: Scheduler
 

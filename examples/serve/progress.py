@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def stage(text: str) -> Iterator[None]:
-    """Say what is under way, and every two seconds for how long."""
+    """Report the stage under way, and every two seconds its time."""
     over, begun = threading.Event(), time.monotonic()
 
     def watch() -> None:

@@ -4,8 +4,8 @@ A row's keys are split at fixed positions of its sequence, `SPLIT_KEYS` apart, a
 splits are joined in order. Nothing here depends on which rows or sequences a split meets:
 
 - Products have a fixed number of keys, hidden ones included, and a multiple of `PACKED` rows: then
-  every row of them has the same bits wherever it stands (the library takes other ways for few).
-- `exp`, `log` and `tanh` of torch give an element the same bits wherever it stands; `exp2` and
+  every row of them has the same bits at any place (the library takes other ways for few).
+- `exp`, `log` and `tanh` of torch give an element the same bits at any place; `exp2` and
   fused multiplications do not, because the last elements of an array are computed one by one.
 - An empty state changes nothing, so splits that a row does not see may be left out or not.
 """

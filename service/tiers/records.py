@@ -1,7 +1,7 @@
 """Records: a header, a label and a payload in one block, with a digest over all of it.
 
-A payload is a run of segments, and the record's digest covers theirs. Whoever moves the payload can
-compute those on the way, so that the processor need not read it.
+A payload is a run of segments, and the record's digest covers theirs. Code that moves the payload
+can compute those on the way, so that the processor need not read it.
 """
 
 from __future__ import annotations

@@ -20,11 +20,11 @@ NARROW_ITEM: Final = 2.1e-6
 NARROW_BYTES: Final = 4.3e9
 FEW_ROWS_ITEM: Final = 6.0e-6
 FEW_ROWS_BYTES: Final = 5.4e9
-"""What an item costs a warp of the narrow kernel, and how many bytes it reads in a second; and the
+"""The cost of an item to a warp of the narrow kernel, the bytes that it reads in a second, and the
 same where groups are small enough for loads that leave the L1 cache together."""
 WIDE_ITEM: Final = 1.8e-6
 WIDE_BYTES: Final = 35e9
-"""What a multiprocessor reads in a second where the wide kernel multiplies 64 rows a tile."""
+"""Bytes that a multiprocessor reads in a second where the wide kernel multiplies 64 rows a tile."""
 TILE_ITEM: Final = 1.8e-6
 SMS: Final = 132
 """Of the device on which costs were measured, and what its kernels reach."""

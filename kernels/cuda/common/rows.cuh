@@ -32,7 +32,7 @@ __device__ __forceinline__ int64 partial_place(int row, int num_kv_heads, int he
   return static_cast<int64>(row) * num_kv_heads + head;
 }
 
-// Whether there are sinks: what they cost is out of the way of calls without.
+// Whether there are sinks: calls without pay nothing for them.
 template <class Params>
 __device__ __forceinline__ bool has_sinks(const Params& p) {
   return __builtin_expect(p.sinks != nullptr, 0);

@@ -1,7 +1,7 @@
 """Inputs of kernels: tensors used in place on the device, or copied there.
 
 Pageable arrays are copied to pinned memory by the CPU, and rounded on the way; pinned arrays go
-from where they lie; device tensors are copied only where a kernel cannot use them as they are.
+from their place; device tensors are copied only where a kernel cannot use them as they are.
 """
 
 from __future__ import annotations

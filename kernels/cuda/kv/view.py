@@ -14,7 +14,7 @@ class KvView:
     """Where K and V are: device addresses, strides in rows of head_dim elements, dtype, scales.
 
     `layer_bytes` separates layers; `contiguous` means that a page id is its own index. `maps` makes
-    Hopper's tensor maps of one layer, or of all for None, for a kernel that takes so many keys at a
+    Hopper's tensor maps of one layer, or of all for None, for a kernel that takes `keys` at a
     time: it waits for as many as one box of a map brings.
     """
 

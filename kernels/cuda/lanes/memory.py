@@ -1,6 +1,6 @@
 """The plan of a step in memory of its lane: arrays at places that change as little as can be.
 
-A step's plan differs from the last one's in a few numbers. Where its arrays lie at the same places,
+A step's plan differs from the last one's in a few numbers. Where its arrays are at the same places,
 its launches are the same to the byte, and a CUDA graph of the last one serves again.
 """
 

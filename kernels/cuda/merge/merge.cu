@@ -49,7 +49,7 @@ constexpr int kMostGroups = kMostThreads / kLanes;
 struct MergeParams {
   const void* o_in;
   const float* lse_in;
-  const float* sum_in;  // in order: what a running state's weights sum to; null: 1, members are complete
+  const float* sum_in;  // in order: the sum of a running state's weights; null: 1, members are complete
   void* o;
   float* lse;
   const float* sinks;  // natural; null: none

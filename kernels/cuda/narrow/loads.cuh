@@ -46,7 +46,7 @@ constexpr bool kTakeTurns = kRowBytes > 256;
 using Keys = uint32[kTokenTiles][kColumnTiles][kKeyWords];
 using Values = uint32[kTokenTiles][4][kValueWords];
 
-// The token of a tile that a lane's score i is of: those that the lane weighs.
+// The token of a tile that a lane's score i is of: the lane weighs these.
 __device__ __forceinline__ int token_of(int i) {
   const int j = threadIdx.x & 3;
   return kHalves ? i * 4 + j : i / 2 * 8 + j * 2 + i % 2;

@@ -52,7 +52,7 @@ def narrow_kernel(
 ) -> Kernel:
     """The kernel of teams of warps for 8 * `row_tiles` packed rows, or of 8 the `parts`-th part.
 
-    `heads_first`: all items of one kv head come before those of the next, and what is read may stay
+    `heads_first`: all items of one kv head come before the next head's, and bytes read may stay
     in the L1 cache. `warps`: per block; 0: the maximum.
     """
     limit = shared_limit(arch)

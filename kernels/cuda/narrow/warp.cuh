@@ -7,8 +7,8 @@
 // 2j + 8, 2j + 9; B column g and the same for rows; C rows g, g + 8 and columns 2j, 2j + 1. So S in C
 // is P^T in B unchanged.
 //
-// Which dims a step of K's fragment stands for is free as long as Q agrees, and which dims a row of
-// V^T's stands for as long as the output is written alike. So lane j loads whole units of up to 16
+// Which dims a step of K's fragment has is free as long as Q agrees, and which dims a row of
+// V^T's has, as long as the output is written alike. So lane j loads whole units of up to 16
 // bytes of K's token g, lane g the same of V's tokens 2j, 2j + 1, 2j + 8, 2j + 9, and every load of
 // the warp covers 64 or 128 neighbouring bytes of each row it touches. What a load of K brings is
 // operand B without a move; V^T wants two tokens of one dim in a register, a byte permute each.

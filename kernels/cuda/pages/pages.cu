@@ -1,4 +1,4 @@
-// Whole pages of the pool, whose layers lie apart, to and from places in host memory; and their digests. Bits are
+// Whole pages of the pool, whose layers are apart, to and from places in host memory; and their digests. Bits are
 // moved as they are, so formats and layouts do not matter.
 //
 // The processors copy, and not the copy engines, which have one queue for all streams: a decode's small copies would
@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 constexpr uint32 kBlocksAtOnce = kThreads / 4;
 
 // Four threads sum a block of 1,024 bytes, two of its eight sums each. Then eight threads chain the blocks. A stripe
-// lies in one layer.
+// is in one layer.
 extern "C" __global__ void __launch_bounds__(kThreads)
     digest_pages(const __grid_constant__ PageMoves p, const __grid_constant__ PagePlaces places) {
   using namespace xxh3;

@@ -107,7 +107,8 @@ def in_granules(keys: Int, granule: int) -> Int:
 def runs_at(tiles: Int, pieces: Int, later: Int, past: Int, granule: int, page_size: int) -> Int:
     """Tile i as `pieces[i]` runs, each up to where the next of its tile begins.
 
-    `later` are the runs that are not their tile's first, each so many granules `past` its begin.
+    `later` are the runs that are not their tile's first, each `past` its begin by a number of
+    granules.
     """
     runs = tiles.repeat(pieces, axis=0)
     page, keys, start = runs[:, PAGE], runs[:, KEYS], runs[:, START]

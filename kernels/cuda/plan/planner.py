@@ -85,7 +85,7 @@ def _same_pages(levels: Sequence[Level], config: PlannerConfig) -> bool:
     """Whether a long batch without levels reads pages over and over, and more than caches hold.
 
     Sequences that share a page share all before it: so as many pages as there are half-way through
-    a sequence stand for all.
+    a sequence count for all.
     """
     if len(levels) != 1:
         return False

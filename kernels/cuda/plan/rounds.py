@@ -123,5 +123,5 @@ def last_end(runs: list[tuple[float, int]], free: list[tuple[float, int]], ahead
 
 
 def merge_seconds(partial_rows: int, seconds: float = PARTIAL_SECONDS) -> float:
-    """What partial states of so many rows cost, with their merge."""
+    """The cost of the partial states of rows, with their merge."""
     return partial_rows * seconds + (MERGE_SECONDS if partial_rows else 0.0)

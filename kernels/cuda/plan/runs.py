@@ -78,7 +78,7 @@ class KernelWork:
     Items are int32 [num_items, 8] as in work.cuh, with `num_keys` keys in all; tile i is the next
     `pieces[i]` of them, or None: one each. The rest is for persistent kernels: worker w, a team of
     `team` warps, owns items `worker_begin[w]:worker_begin[w + 1]`; `heads_first`: all items of a kv
-    head come before those of the next, more teams than there are at once.
+    head come before the next head's, more teams than there are at once.
 
     Of fixed splits, `joins`: some run is several. `all_heads`: the longest of all come first.
     """

@@ -42,8 +42,9 @@ class TileShape:
     free, dearest first, for `heads_at_once` kv heads at a time where these go up (0: all). So many
     workers of a persistent kernel as `teams` names, growing from 1, may share an item as one team.
     Runs are cut at multiples of `granule` keys and of whole pages. Segments of at most `most_rows`
-    packed rows go to the first shape that takes them. `item_seconds` and `key_seconds` are what an
-    item costs its worker, and each of its keys; `partial_seconds` what a row's partial state does.
+    packed rows go to the first shape that takes them. `item_seconds` and `key_seconds` are the
+    costs of an item and of each of its keys to its worker, `partial_seconds` of a row's partial
+    state.
     `ahead`: a worker takes items before it begins them, unless it begins beside another kernel.
     """
 

@@ -16,7 +16,7 @@ __device__ __forceinline__ int fresh_lane() {
   return lane;
 }
 
-// True in one lane of the warp, the same each time; ptxas knows what it means, so that instructions
+// True in one lane of the warp, the same each time; ptxas knows its meaning, so that instructions
 // with uniform operands need no loop over lanes.
 __device__ __forceinline__ bool elect_lane() {
   uint32 elected;

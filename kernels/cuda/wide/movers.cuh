@@ -120,7 +120,7 @@ constexpr int kNotTaken = -1;
 // Publishes unit `number` of the list and returns the number of the next, which is in flight: lane 0 has both. Where
 // units are taken late, the next has no number yet: a CTA with a long unit would keep another from the rest.
 // The list goes through all items for the first
-// `head_block` kv heads, then for the next ones: what is read together then fits the L2 cache. The last
+// `head_block` kv heads, then for the next ones: bytes read together then fit the L2 cache. The last
 // CTA to finish puts the counter back to 0 for the next launch. Of fixed splits a unit is one of its item's, after
 // `done` keys; the number stays until the last of them.
 __device__ __forceinline__ int publish_unit(const Shared& shared, const Ring<kUnitSlots>& ring,

@@ -13,10 +13,10 @@ struct WideParams {
   const int64* mask_row_offsets;      // by plan row
   float* partial_o;
   float* partial_lse;
-  float* partial_sum;                 // fixed splits: what the weights of a running state sum to
+  float* partial_sum;                 // fixed splits: the sum of a running state's weights
   const float* sinks;                 // natural; null: none
   int sinks_of_rows;                  // 1: of each head of each row; 0: of each head
-  int head_blocks;                    // what a kv head adds to the map's third coordinate (NHD) ...
+  int head_blocks;                    // a kv head's share of the map's third coordinate (NHD) ...
   int head_groups;                    // ... or to its fourth (HND); the other one is 0
   const WorkItem* items;
   const int* kv_indices;              // page ids; unused for ragged keys
@@ -35,7 +35,7 @@ struct WideParams {
   int head_block;                     // kv heads worked on together; divides num_kv_heads
   int num_pages;                      // pages of one layer: outer map index = layer * num_pages + page
   int visible_words;
-  int split_keys;                     // fixed splits: at multiples of so many keys
+  int split_keys;                     // fixed splits: at multiples of this number of keys
   int page_size;                      // 1 for ragged keys
   int first_split;                    // fixed splits: once before the first of those; 0: not
   int late;                           // 1: a unit is taken as late as its loads allow, if kMayBeLate

@@ -4,7 +4,7 @@ Nothing here imports cupy or touches a device.
 
 Items are cut to at most a variant's `tile_rows` packed rows, best sorted by cost, dearest first;
 any number of keys, zero included (such rows get the empty state). Items whose rows share keys
-should stand next to each other: they then meet in the L2 cache. `schedule` is two uint32 that are
+should be next to each other: they then meet in the L2 cache. `schedule` is two uint32 that are
 zero at first; the kernel leaves them zero, and launches that may overlap must not share them. Mask
 bits start at a multiple of 4 bytes and need 32 readable bytes after the last; a masked launch comes
 after visible.cu has filled the table at `visible`, for its `tile_keys`. For ragged keys `kv_begin`
@@ -244,7 +244,7 @@ def few_variant(usual: WideVariant) -> WideVariant:
 def pair_variant(usual: WideVariant) -> WideVariant | None:
     """Of 64 rows with the same arithmetic: two CTAs a multiprocessor. None: there is none.
 
-    What a unit costs beside its products falls under the other CTA's.
+    A unit's cost beside its products falls under the other CTA's.
     """
     return _pair(usual) if usual.head_dim in _PAIRS and usual.is_plain else None
 

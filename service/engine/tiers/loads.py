@@ -1,4 +1,4 @@
-"""What a load is made of: limits, records that were found, and the names of loaded pages."""
+"""The parts of a load: limits, records that were found, and the names of loaded pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tiers report: pages and bytes that moved, events with their medium, gauges."""
+"""Reports of the tiers: pages and bytes that moved, events with their medium, gauges."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Reports:
                 self.history.hear(Removed(entry.namespace, key, medium))
 
     def describe(self, sizes: dict[TierName, int | None]) -> list[dict[str, Any]]:
-        """Tiers and their bytes for `/v1/info`, without those of None."""
+        """Tiers and their bytes for `/v1/info`, without None."""
         return [
             {
                 "name": name,
