@@ -231,6 +231,7 @@ async def test_shards_are_moved_while_callers_at_two_doors_continue(
 
 
 @THREE
+@pytest.mark.long
 async def test_shards_that_share_pages_share_them_after_the_move(cluster: Cluster) -> None:
     book = Book(cluster)
     cluster.only_on(SOURCE, "engine-1")

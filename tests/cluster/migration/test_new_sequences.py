@@ -51,6 +51,7 @@ async def holders(door: Cluster, name: str) -> list[str]:
 
 
 @THREE
+@pytest.mark.long
 async def test_a_drain_moves_a_new_sequence_once_its_door_has_checked_its_id(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
