@@ -21,10 +21,10 @@ def world(*args: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    ("first", "seconds"), [(0, 10), pytest.param(10, 60, marks=pytest.mark.long)]
+    ("first", "seconds", "jobs"), [(0, 10, 1), pytest.param(10, 30, 2, marks=pytest.mark.long)]
 )
-def test_the_service_agrees_with_the_model(first: int, seconds: int) -> None:
-    status, output = world("--first", str(first), "--budget-s", str(seconds))
+def test_the_service_agrees_with_the_model(first: int, seconds: int, jobs: int) -> None:
+    status, output = world("--first", str(first), "--budget-s", str(seconds), "--jobs", str(jobs))
     assert status == 0, output
 
 
