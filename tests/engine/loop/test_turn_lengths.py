@@ -198,7 +198,7 @@ async def chain(caller: Caller, passes: Passes) -> None:
     for name in ("pool", "snapshot"):
         await passes.measure(caller, name, {})
     names = ids(DEEP + 1)
-    for some in (names[-100:], names[:600]):
+    for some in (names[-100:], names[:450]):
         await passes.measure(caller, "page_table", {"sequences": some})
         fields, q = {"layer": 0, "sequences": some}, rows(len(some), 2)
         await caller.call("decode", fields, q=q)  # from which the engine learns what such rows take
