@@ -239,7 +239,8 @@ def clear(store: Store, request: Request, _: Seconds) -> Work:
 
 
 def evicting(store: Store, request: Request, count: int, is_clear: bool = False) -> Work:
-    """Evict up to `count` pages of the caller's from all tiers, some at a time."""
+    """Evict up to `count` pages of the caller's from all tiers, some at a time. Once some are
+    evicted, the others are, too."""
     cache, namespace = store.tree.cache, request.tenant.namespace
     tiers = None if store.loading is None else store.loading.tiers
 
@@ -271,7 +272,7 @@ def evicting(store: Store, request: Request, count: int, is_clear: bool = False)
             done += yield from in_slices(pieces(0))  # what loads under way had committed
         finish(done)
 
-    return SlicedWork(slices())
+    return SlicedWork(slices(), must_finish=lambda: True)
 
 
 def most_tokens(store: Store) -> int:

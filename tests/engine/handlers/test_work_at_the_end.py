@@ -9,12 +9,15 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from config.settings import Settings
 from kernels.backend import Done
 from kernels.lanes.host_lanes import HostLanes
-from service.engine.handlers import truncate
+from service.core.prefix.keys import Prefix
+from service.core.values import NewSpec
+from service.engine.handlers import prefix, truncate
 from service.engine.loop import job as jobs
 from service.engine.loop import long_work
 from service.engine.loop.job import NO_COST, Job, Slice, SlicedWork, Slices
@@ -86,6 +89,26 @@ def test_a_deletion_of_many_that_has_begun_runs_to_its_end_though_it_is_cancelle
     rounds.finish()
     assert deletion.error is None and rounds.store.tree.num_sequences == 0
     assert bytes(deletion.request.place.image or b"").count(b'num_deleted\\":8') == 1
+
+
+@pytest.mark.parametrize("name", ["evict", "clear"])
+def test_an_eviction_of_many_that_has_begun_runs_to_its_end_though_it_is_cancelled(
+    rounds: Rounds, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(prefix, "EVICTED_AT_ONCE", 1)
+    monkeypatch.setattr(jobs, "TURN_S", 0.0)
+    tree, page = rounds.store.tree, rounds.store.geometry.page_size
+    tree.create([NewSpec("a")])
+    for layer in range(rounds.store.geometry.num_layers):
+        tree.extend(layer, ["a"], np.array([6 * page], np.int32))
+    tree.commits.commit("a", Prefix(np.arange(6 * page, dtype=np.uint32)))
+    tree.free(["a"])
+    eviction = rounds.job(name, **({"num_pages": 6} if name == "evict" else {}))
+    while tree.cache.named.num_cached > 4:
+        run_round(rounds.scheduler)
+    rounds.scheduler.cancel(eviction)
+    rounds.finish()
+    assert eviction.error is None and tree.cache.named.num_cached == 0
 
 
 def test_a_slice_that_fails_as_the_engine_ends_is_the_error_of_its_operation_alone(
