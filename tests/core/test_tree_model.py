@@ -290,7 +290,7 @@ class TreeAgainstLists(RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(900)  # half a minute of CPU time, more on a busy machine
-@pytest.mark.parametrize("examples", [20, pytest.param(500, marks=pytest.mark.long)])
+@pytest.mark.parametrize("examples", [20, pytest.param(300, marks=pytest.mark.long)])
 def test_any_history_of_changes_leaves_what_lists_in_a_dict_would_hold(examples: int) -> None:
     run_state_machine_as_test(
         TreeAgainstLists,
