@@ -36,7 +36,7 @@ from kernels.cuda.wide import variants as wide
 
 REPLAYS: Final = 7
 PROFILED_MS: Final = 20
-"""The length of a measurement for profilers, beside which their own launches do not count."""
+"""Of each measurement for a profiler: so long that its own launches do not count."""
 LONG_MS: Final = 0.05
 REST_S: Final = 0.2
 """Before each measurement: without, power limits the device, and the first of two looks best."""
@@ -250,7 +250,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--out", type=Path, help="results file")
-    parser.add_argument("--invariant", action="store_true", help="each row so, too")
+    parser.add_argument("--invariant", action="store_true", help="each row by these numerics, too")
     parser.add_argument("--sinks", action="store_true", help="each row with sinks, too")
     parser.add_argument("--random", type=int, metavar="N", help="workloads drawn at random instead")
     parser.add_argument("--seed", type=int, default=1, help="of --random")

@@ -491,8 +491,8 @@ def test_answers_out_of_order_reach_their_callers(bench: Bench) -> None:
         assert (first.result(5).o == Q + 1).all()
 
 
-def test_a_thread_that_gives_up_leaves_reading_to_the_others(bench: Bench) -> None:
-    released = threading.Event()
+def answers_others_once(released: threading.Event) -> Callable[[Seen], Step]:
+    """Calls at layer 0 get no answer, others once an event is set."""
 
     def script(seen: Seen) -> Step:
         if seen.fields["layer"] == 0:
@@ -500,7 +500,12 @@ def test_a_thread_that_gives_up_leaves_reading_to_the_others(bench: Bench) -> No
         released.wait(5)
         return attended(seen)
 
-    bench.start(script)
+    return script
+
+
+def test_a_thread_that_gives_up_leaves_reading_to_the_others(bench: Bench) -> None:
+    released = threading.Event()
+    bench.start(answers_others_once(released))
     session = bench.session()
     with ThreadPoolExecutor(4) as threads:
         reads = threads.submit(session.with_options(deadline=0.3).decode, 0, ["a"], Q)
@@ -534,14 +539,7 @@ def test_an_interrupt_of_the_thread_that_reads_ends_the_call_whose_answer_it_rea
             raise KeyboardInterrupt
 
     released = threading.Event()
-
-    def script(seen: Seen) -> Step:
-        if seen.fields["layer"] == 0:
-            return Never()
-        released.wait(5)
-        return attended(seen)
-
-    bench.start(script)
+    bench.start(answers_others_once(released))
     session = bench.session(retries=0)
     monkeypatch.setattr("attnd.road.connection.Answer", Interrupted)
     with ThreadPoolExecutor(2) as threads:

@@ -14,8 +14,8 @@ class KvView:
     """Where K and V are: device addresses, strides in rows of head_dim elements, dtype, scales.
 
     `layer_bytes` separates layers; `contiguous` means that a page id is its own index. `maps` makes
-    Hopper's tensor maps of one layer, or of all for None, for a kernel that takes `keys` at a
-    time: it waits for as many as one box of a map brings.
+    Hopper's tensor maps of one layer, or of all for None, for a kernel that takes a number
+    of keys at a time: it waits for those that one box of a map brings.
     """
 
     k: int

@@ -132,11 +132,11 @@ class UniqueIds:
         move are there or are not. Raises NotReady where shards are left of a sequence that was
         lost: they are deleted first."""
         locator, tenant = self.calls.locator, self.call.tenant
+        acting = self.calls.members.acting_for(tenant)
         holders = await locator.holders(names, tenant, engines)
         free = asyncio.Semaphore(MAX_PARALLEL)
 
         async def is_there(name: str, engine: Engine) -> bool:
-            acting = self.calls.members.acting_for(tenant)
             async with free:
                 while waits and await shard_at(engine, name, acting) == "moving":
                     if not self.call.may_retry():

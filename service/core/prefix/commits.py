@@ -131,10 +131,10 @@ class Commits:
             root = leaf.owner.root(prefix.cache_salt)
         else:
             root = self._agreed_root(path, prefix, min(stop, done))
-        found = self._walk(root, above, prefix, stop, more) if stop > done else None
-        rest = (prefix, done, stop, keep)
-        if found is not None and not self._commit_rest(leaf, root, found, *rest):
-            stop = done
+        if stop > done:
+            found = self._walk(root, above, prefix, stop, more)
+            if not self._commit_rest(leaf, root, found, prefix, done, stop, keep):
+                stop = done
         if keep is not DEFAULT:
             self._keep(leaf, stop, keep)
         return stop

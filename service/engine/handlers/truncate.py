@@ -102,16 +102,16 @@ def cut(store: Store, cuts: Sequence[Cut], answer: Callable[[], None]) -> Work:
         store.tree.cuts.finish(cuts)
         answer()
         return Completed()
-    begun, is_copied, failing_since = False, False, math.inf
+    begun, failing_since = False, math.inf
 
     def move(todo: deque[Move]) -> Done[None]:
         """Carry out moves while there is memory for them. All rows of a move are read before any is
         written, so that a later slice can repeat it."""
-        nonlocal begun, is_copied, failing_since
+        nonlocal begun, failing_since
         try:
-            if not is_copied:
+            if not begun:
                 copy(store, copies)
-                begun, is_copied = len(copies) > 0, True
+                begun = len(copies) > 0
             while todo:
                 layer, first, last = todo[0]
                 rows = read_rows(store, layer, sources[first:last])

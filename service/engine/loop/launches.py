@@ -25,7 +25,6 @@ GROUP_SHARE: Final = 0.25
 """Share of a slice from which a group takes no more jobs: with a last job of almost a slice, a
 launch takes little more than a slice."""
 
-
 LOG: Final = logging.getLogger("attnd.engine")
 
 

@@ -67,10 +67,7 @@ class Intake:
     def read(self, data: bytearray | bytes, begin: int, end: int) -> None:
         """Use `data[begin:end]`. Raises MalformedRequest and HeadersTooLarge for a head; an error
         in a body fails the body."""
-        if self.ahead:  # these bytes came before `resume` has used the earlier ones
-            self.ahead += bytes(memoryview(data)[begin:end])
-            return
-        while begin < end:
+        while begin < end and not self.ahead:  # bytes that `resume` has yet to use come first
             body = self.body
             if self.rest:
                 used = min(self.rest, end - begin)
@@ -78,20 +75,19 @@ class Intake:
                 begin += used
             elif body is None:
                 if self.is_held:
-                    self.ahead += bytes(memoryview(data)[begin:end])
                     break
                 begin = self.read_head(data, begin, end)
             elif body.is_open:
                 begin += body.feed(memoryview(data)[begin:end])
                 if body.chunks is not None and body.is_open:
-                    self.ahead += bytes(memoryview(data)[begin:end])
                     break
             else:
-                self.ahead += bytes(memoryview(data)[begin:end])
                 break
+        if begin < end:
+            self.ahead += bytes(memoryview(data)[begin:end])
         body = self.body
         is_direct = body is not None and body.is_open and body.chunks is None
-        self.direct = body if is_direct else None
+        self.direct = body if is_direct and not self.ahead else None
 
     def read_head(self, data: bytearray | bytes, begin: int, end: int) -> int:
         """Read a head; returns the first byte after it."""
