@@ -226,11 +226,16 @@ def table(results: Results) -> str:
                 ", ".join(f"{us:.2f}" for us in times),
             )
         )
-    head = ["pool, of distinct pages", "pages", "hit rate", "exact LRU", "unbounded"]
-    head += ["hits checked", "begin, append, commit, delete: µs a page"]
+    head = ["of all pages", "pages", "hit rate", "exact LRU", "unbounded"]
+    head += ["hits checked", "µs a page"]
     single = [(name, f"{us:.1f}") for name, us in results["times_us"].items()]
     text = f"{markdown(head, rows)}\n\n{markdown(('call', 'median µs'), single)}"
-    return with_stamp(text, results, f"{results['trace']}, pages of {results['page_size']} tokens")
+    return with_stamp(
+        text,
+        results,
+        f"{results['trace']}, pages of {results['page_size']} tokens; "
+        "µs of begin, append, commit, delete",
+    )
 
 
 def main() -> None:

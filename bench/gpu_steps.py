@@ -309,11 +309,11 @@ def placed_table(results: Results) -> str:
                 f"{row['http_us']:.0f}",
             )
         )
-    head = ["sequences", "caller", "hand-over µs", "kernels alone µs", "steps µs"]
-    head += ["caller's graph µs", "beside the kernels", "Client µs"]
+    head = ["sequences", "caller", "hand-over µs", "kernels µs", "steps µs"]
+    head += ["graph µs", "to kernels", "Client µs"]
     note = (
         f"the median step's share of a layer: {results['layers']} layers, {HEADS.num_qo}/"
         f"{HEADS.num_kv} heads of {HEADS.dim}, fp16, k and v appended, the caller's copies of q, "
         "k, v and o included"
     )
-    return with_stamp(markdown(head, rows), results, note)
+    return with_stamp(markdown(head, rows, keys=2), results, note)

@@ -370,15 +370,8 @@ def table(results: Results) -> str:
         times = [f"{row[f'{name}_p{p}_ms']:.3f}" for p in (50, 99) for name in ("alone", "beside")]
         share = f"{row['beside_p99_ms'] / row['alone_p99_ms']:.2f}"
         rows.append((what, *times, share, f"{row['loaded_pages_per_s']:,}"))
-    head = [
-        "decodes",
-        "p50 alone, ms",
-        "beside loads",
-        "p99 alone, ms",
-        "beside loads",
-        "p99 ratio",
-    ]
-    parts.append(markdown([*head, "loaded pages a second"], rows))
+    head = ["decodes", "p50 ms", "beside loads", "p99 ms", "beside loads", "p99 ratio"]
+    parts.append(markdown([*head, "loaded pages/s"], rows))
     names = {
         "from_host_s": "from host memory",
         "from_disk_s": "from disk, cached by the system",

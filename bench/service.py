@@ -215,14 +215,15 @@ def line(row: Mapping[str, Any]) -> str:
 def table(results: Results) -> str:
     """Costs of the ways, then percentiles and rates, then the ratio to the version before."""
     rows, start = results["rows"], results["start"]
-    parts = [costs_table(rows), rates_table(rows, results["connections"])]
+    parts = [costs_table(rows), rates_table(rows)]
     if any("before_http" in row["ways"] for row in rows):
         parts.append(before_table(rows))
     processes = ", ".join(f"{one['name']} {one['pss']:.0f}" for one in start["processes"])
     note = (
-        f"kv_len {results['kv_len']}, fp16, one layer; medians beyond the backend's own time. "
-        f"Start to ready {start['ready_s']:.1f} s ({start['imports_s']:.1f} s of it the engine's "
-        f"imports), idle {start['pss_mib']:.0f} MiB with the default pool ({processes})"
+        f"kv_len {results['kv_len']}, fp16, one layer; medians beyond the backend's own time; "
+        f"p99 in ms, req/s of {results['connections']} connections. Start to ready "
+        f"{start['ready_s']:.1f} s ({start['imports_s']:.1f} s of it the engine's imports), idle "
+        f"{start['pss_mib']:.0f} MiB with the default pool ({processes})"
     )
     return with_stamp("\n\n".join(parts), results, note)
 
@@ -239,14 +240,15 @@ def costs_table(rows: Sequence[Mapping[str, Any]]) -> str:
             )
             for row in rows
         ),
+        keys=2,
     )
 
 
-def rates_table(rows: Sequence[Mapping[str, Any]], connections: int) -> str:
+def rates_table(rows: Sequence[Mapping[str, Any]]) -> str:
     names = [COSTS[name] for name in RATES]
-    per_s = (f"{name} req/s, {connections}" for name in names)
+    per_s = (f"{name} req/s" for name in names)
     return markdown(
-        ("B", "q", *(f"{name} p99 ms" for name in names), *per_s),
+        ("B", "q", *(f"{name} p99" for name in names), *per_s),
         (
             (
                 *case_cells(row),
@@ -255,6 +257,7 @@ def rates_table(rows: Sequence[Mapping[str, Any]], connections: int) -> str:
             )
             for row in rows
         ),
+        keys=2,
     )
 
 

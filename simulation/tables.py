@@ -19,6 +19,6 @@ def fleet_table(results: Results) -> str:
         ]
         for row in results["rows"]
     ]
-    head = ["engines", "token hit rate", "first token p50, p99 s", "the other tokens, p50 s"]
+    head = ["engines", "hit rate", "first token p50, p99 s", "the others, p50 s"]
     note = f"{results['per_s']:,.0f} requests a second for {results['seconds']:.0f} s"
-    return with_stamp(markdown([*head, "step p50, p99 ms", "engines busy"], rows), results, note)
+    return with_stamp(markdown([*head, "step p50, p99 ms", "busy"], rows), results, note)

@@ -157,7 +157,7 @@ SECTIONS: Final = (
         "python -m bench.kernels",
         "On an H200, beside FlashInfer 0.7.2 on the same kind of machine, and on an H100, whose "
         'memory is a third slower. "Roofline" is the fraction of the machine\'s ceiling that a '
-        'workload reaches, "required" the least that it must reach on an H200.',
+        'workload reaches, "at least" what it must reach on an H200.',
         KERNEL_RESULTS,
         lambda results: kernels_table(results, read_results(H100_RESULTS)),
         svg("h200", "Roofline fraction of every workload, beside FlashInfer's"),

@@ -20,10 +20,12 @@ def table(results: Results) -> str:
         shared = f"by {row['group']}" if row["group"] > 1 else "no"
         cells = [shared, row["way"], f"{row['tokens_s']:.1f}", ratio]
         rows.append([*cells, *first, *between, hit])
-    head = ["system prompt shared", "way", "tokens/s", "attnd beside it", "first token ms, p50"]
-    head += ["p99", "between tokens ms, p50", "p99", "hit rate"]
+    head = ["shared", "way", "tokens/s", "attnd's is", "first p50", "first p99"]
+    head += ["next p50", "next p99", "hits"]
     work = results["work"]
     note = (
+        "system prompts shared by that many conversations; ms to the first token and to each next "
+        "one; hits: rate of cached tokens; "
         f"{work['chats']} conversations of two turns; a system prompt has {work['system']} tokens, "
         f"a question {work['question']}, an answer {work['answer']}"
     )

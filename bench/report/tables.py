@@ -9,10 +9,31 @@ from typing import Any, Final
 WIDTH: Final = 100
 
 
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; every row has as many cells as `head`."""
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], keys: int = 1) -> str:
+    """A Markdown table; every row has as many cells as `head`.
+
+    One wider than 100 columns becomes several, each of which begins with the first `keys` columns.
+    """
+    table = [head, *rows]
+    parts = [list(range(keys))]
+    for column in range(keys, len(head)):
+        part = [*parts[-1], column]
+        if max(len(line([row[i] for i in part])) for row in table) > WIDTH:
+            part = [*range(keys), column]
+            parts.append(part)
+        parts[-1] = part
+    return "\n\n".join(
+        "\n".join(
+            [line([head[i] for i in part]), f"|{'---|' * len(part)}"]
+            + [line([row[i] for i in part]) for row in table[1:]]
+        )
+        for part in parts
+    )
+
+
+def line(cells: Iterable[str]) -> str:
+    """A row of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
 
 
 def measured(results: Mapping[str, Any], note: str = "") -> str:
