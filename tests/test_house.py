@@ -16,14 +16,8 @@ FILES: Final = [name for name in TRACKED if (ROOT / name).is_file()]
 MAX_FILES: Final = 16
 MAX_COLUMNS: Final = 100
 README_LINES: Final = 200
-PLAIN: Final = (
-    *("client/", "bench/", "examples/", "deploy/", "docs/tutorials/", "README.md"),
-    *("service/core/", "service/image/", "service/operations/", "service/errors.py"),
-    *("tests/bench/", "tests/client/", "tests/config/", "tests/core/", "tests/examples/"),
-    *("tests/harness/", "tests/image/", "tests/models/", "tests/operations/"),
-    *("tests/packaging/", "tests/session/"),
-)
-"""Trees in plain English; the others follow."""
+QUOTES: Final = {"CHANGELOG.md", "tests/test_house.py"}
+"""They quote old names, and the phrases themselves."""
 PHRASES: Final = re.compile(
     r"\b(?:t(?:old|ells?)|who(?:ever|m)|(?:no|some)body|(?:is|are) to be|let(?: in|s? go)"
     r"|anew|so many|dealt|patience|at a glance)\b",
@@ -58,7 +52,7 @@ def test_phrases_that_a_reader_has_to_translate_do_not_come_back() -> None:
     found = [
         f"{name}:{number}: {match[0]}"
         for name in FILES
-        if name.startswith(PLAIN) and name.endswith((".py", ".md", ".cu", ".cuh"))
+        if name.endswith((".py", ".md", ".cu", ".cuh")) and name not in QUOTES
         for number, line in enumerate((ROOT / name).read_text(encoding="utf-8").splitlines(), 1)
         for match in PHRASES.finditer(line.replace("_", " "))
     ]

@@ -84,7 +84,7 @@ def lay_out(
 ) -> Work:
     """Batches for requests over a pool whose page 0 is that of `first_layer`.
 
-    With `split_keys`, runs are split every so many keys, and come in order of level and position.
+    With `split_keys`, runs end at its multiples, and come in order of level and position.
     """
     segments, pages = _segments(requests, shape, first_layer)
     positions = np.concatenate([r.plan.positions for r in requests]).astype(np.int64)

@@ -99,7 +99,7 @@ async def test_callers_take_turns_in_long_work_and_each_gets_its_own_result_or_e
     assert done == ["single", "fails"], "they wait for none of the many"
     left = [tasks[0], *tasks[2:]]
     assert await asyncio.gather(*left) == ["long 0", "long 2", "long 3", "long 4"]
-    assert "long 1" not in done, "nobody waits for it"
+    assert "long 1" not in done, "its caller has left"
     assert await turns.do(work("short", 0)) == "short"
 
 

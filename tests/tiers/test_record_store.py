@@ -522,7 +522,7 @@ def test_the_labels_of_a_record_must_fit() -> None:
             LAYOUT.seal(block, key, namespace, label, length)
 
 
-def test_digests_of_a_payloads_segments_can_come_from_whoever_moved_it() -> None:
+def test_digests_of_a_payloads_segments_can_come_from_the_mover() -> None:
     layout = RecordLayout(40, 1000, b"model and shape.", 300)
     blocks = [memoryview(bytearray(layout.block_bytes)) for _ in range(2)]
     for block in blocks:

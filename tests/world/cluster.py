@@ -529,13 +529,15 @@ class ClusterWorld(Simulation):
                 store = process.engine.store
                 for leaf in store.tree.books:
                     if (mark := store.move_marks.marks.get(leaf.id)) and mark.is_handed:
-                        continue  # it answers no calls, until somebody settles it or it expires
+                        continue  # it answers no calls until a door settles it or it expires
                     owner, _, shown = leaf.id.lstrip(HIDDEN).rpartition("/")
                     if (owner or "default") == space:
                         places.setdefault(shown, []).append((name, leaf.shard))
             known = history.every_name() | self.abandoned
             extra = {one for one in places.keys() - known if not one.startswith("seq-")}
-            check(not extra, "sequences that nobody made are left:", {n: places[n] for n in extra})
+            check(
+                not extra, "sequences that no caller made are left:", {n: places[n] for n in extra}
+            )
             for shown, some in places.items():
                 shards = [shard for _, shard in some if shard is not None]
                 ranks = {(one.layout.rank, one.layout.ranks) for one in shards}

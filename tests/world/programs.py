@@ -431,7 +431,7 @@ class Program(ABC):
         fields = {"name": self.space.name, "max_pages": most, "reserved_pages": kept}
         await self.send(Op("set_namespace", fields))
 
-    # Orders that only a bug tells apart.
+    # Orders that only a bug distinguishes.
 
     async def _again(self) -> None:
         """A sequence's id and length come back with other pages, between two equal decodes."""

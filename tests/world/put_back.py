@@ -26,7 +26,7 @@ def applies(name: str) -> bool:
 
 
 def world_of(name: str) -> str:
-    """The world in which a patch is to be found: its file may begin with `World: NAME`."""
+    """The world that has to find a patch: its file may begin with `World: NAME`."""
     first = Path(path_of(name)).read_text().partition("\n")[0]
     return first.removeprefix("World: ") if first.startswith("World: ") else "engine"
 

@@ -28,7 +28,7 @@ ARENA_BYTES: Final = 2**18
 ANSWER_BYTES: Final = 2**13
 SCRIBBLE: Final = 0xA5
 """What a caller puts into slots that the engine must not use any more."""
-PATIENCE_S: Final = 60.0
+ANSWER_S: Final = 60.0
 """Virtual time after which a call without an answer is a bug."""
 
 
@@ -103,7 +103,7 @@ class CallerProcess(Program):
             after = order.choice((0.0, 1e-4, 0.003, 0.05))
             world.loop.call_later(after, self._cancel, op, task)
         try:
-            reply = await asyncio.wait_for(task, PATIENCE_S)
+            reply = await asyncio.wait_for(task, ANSWER_S)
             found = bytes(reply.image)
             code, fields, tensors = parse(reply.status, found)
             if op.reply is None:
@@ -114,7 +114,7 @@ class CallerProcess(Program):
         except asyncio.CancelledError:
             return None
         except TimeoutError:
-            raise Wrong(f"{op.name}: no answer within {PATIENCE_S:g} s") from None
+            raise Wrong(f"{op.name}: no answer within {ANSWER_S:g} s") from None
         except (NotReady, DeadlineExceeded):
             op.is_lost = True  # it may have arrived, and be answered
             return None

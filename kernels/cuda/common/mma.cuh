@@ -14,7 +14,7 @@ __device__ __forceinline__ void copy_async_16(uint32 dst, const void* src, bool 
                "r"(valid ? 16 : 0)
                : "memory");
 }
-// 4 bytes, of which nobody waits for a group.
+// 4 bytes; no group of them is waited for.
 __device__ __forceinline__ void copy_async_4(void* dst, const void* src) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(dst)), "l"(src)
                : "memory");

@@ -125,7 +125,7 @@ __device__ __forceinline__ float state_merged_lse(float max_lse, float sum) {
 }
 
 // The share that a complete state keeps once it is merged with a sink's state (0, sink): what its o is multiplied by,
-// after it has been divided by its sum, so that the bits are the same whoever divides. Moves `lse` to that of both.
+// after it has been divided by its sum, so that the bits do not depend on where it is divided. Moves `lse` to that of both.
 // -inf changes nothing.
 __device__ __forceinline__ float merge_sink(float& lse, float sink) {
   const float top = fmaxf(lse, sink);

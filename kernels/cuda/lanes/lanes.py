@@ -113,8 +113,8 @@ class CudaLanes:
         self._free.append(lane.arena)
 
     def unpin(self, memory: memoryview) -> None:
-        """The driver waits for all streams then, so where one waits for its caller, somebody else
-        has to wait for the driver."""
+        """The driver waits for all streams then: where one waits for its caller, another thread has
+        to wait for the driver."""
         address = address_of(memory)
         if not self._is_busy:
             self._backend.unregister(address)

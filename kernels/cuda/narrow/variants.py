@@ -30,7 +30,7 @@ def halves(head_dim: int, storage: DType, general: bool) -> bool:
 
 
 def parts_of(head_dim: int, storage: DType, rows: int) -> int:
-    """Into how many parts the columns for 8 rows are cut, where so many rows are the most: `PARTS`.
+    """Into how many parts the columns for 8 rows are cut, for at most `rows` rows: `PARTS`.
 
     Scoring is not general.
     """
@@ -101,7 +101,7 @@ def short_decode_kernels(
 def few_rows_kernels(
     arch: str, head_dim: int, compute: DType, storage: DType, warps: int = 0
 ) -> dict[tuple[int, bool], Kernel]:
-    """The kernel for 8 rows as it is for so many and fewer, by rows and `heads_first`.
+    """The kernels for at most 8 rows, by their most rows and `heads_first`.
 
     Scoring is plain.
     """

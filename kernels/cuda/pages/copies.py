@@ -53,7 +53,7 @@ class Way:
     digesting: Any
     lock: Lock = field(default_factory=Lock)
     digests: dict[int, Any] = field(default_factory=dict)
-    """Pinned memory for digests of copies that nobody has waited for, by its address."""
+    """Pinned memory for digests of copies that were not waited for yet, by its address."""
 
 
 class CudaPageCopies:

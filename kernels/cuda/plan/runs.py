@@ -162,8 +162,8 @@ def _cut_fixed(index: int, tiles: Int, config: PlannerConfig, merged: bool) -> K
         seconds = _fixed_seconds(runs, uneven, len(runs) > len(tiles) or merged, config, shape)
         made.append((seconds, runs, joins, uneven))
     _, runs, joins, uneven = min(made, key=lambda one: one[0])
-    nobody = np.zeros(1, np.int32)
-    return KernelWork(index, shape, whole, runs, nobody, joins=joins, all_heads=uneven)
+    unused = np.zeros(1, np.int32)
+    return KernelWork(index, shape, whole, runs, unused, joins=joins, all_heads=uneven)
 
 
 def _fixed_seconds(

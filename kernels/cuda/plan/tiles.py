@@ -39,8 +39,8 @@ class TileShape:
     """One kernel as the planner sees it: its tile, and how many workers the device runs at once.
 
     `persistent` kernels take a worker's list of items; the others' workers take items as they are
-    free, dearest first, for `heads_at_once` kv heads at a time where these go up (0: all). So many
-    workers of a persistent kernel as `teams` names, growing from 1, may share an item as one team.
+    free, dearest first, for `heads_at_once` kv heads at a time where these go up (0: all). As
+    many workers of a persistent kernel as `teams` names, from 1 up, may share an item as a team.
     Runs are cut at multiples of `granule` keys and of whole pages. Segments of at most `most_rows`
     packed rows go to the first shape that takes them. `item_seconds` and `key_seconds` are the
     costs of an item and of each of its keys to its worker, `partial_seconds` of a row's partial
@@ -155,7 +155,7 @@ def level_tiles(
 ) -> list[tuple[int, Int]]:
     """Tiles of one level, before runs are cut, with the index of their kernel in `config.shapes`.
 
-    `row` and `page` are where the plan's begin; a tile has so many `fields`.
+    `row` and `page` are where the plan's begin; a tile has `fields` fields.
     """
     made = []
     for index, mine in _by_shape(*_segments(layer, level, page, config, fields), config):

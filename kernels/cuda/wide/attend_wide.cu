@@ -36,8 +36,8 @@
 #include "wide/tokens.cuh"
 #endif
 
-// The tensor cores go round two warpgroups: each waits for its turn, issues, and passes the turn on. One by itself has
-// nobody to pass it to, and three do as well without.
+// The tensor cores go round two warpgroups: each waits for its turn, issues, and passes the turn on. One alone has no
+// other to pass it to, and three are as fast without.
 constexpr bool kTurns = kConsumers == 2;
 __device__ __forceinline__ void take_turn(int consumer) {
   if (kTurns) named_barrier_sync(1 + consumer, 256);

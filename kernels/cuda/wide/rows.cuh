@@ -8,7 +8,7 @@
 #include "wide/params.cuh"
 #include "wide/shared.cuh"
 
-// This thread's first row of the tile (the other is 8 further); computed anew each time where registers
+// This thread's first row of the tile (the other is 8 further); computed again each time where registers
 // are short.
 __device__ __forceinline__ int my_row() {
   int thread = threadIdx.x;

@@ -147,7 +147,7 @@ _LONG_PAGES: Final = (0, 16, 32)
 _PAGE_SIZES: Final = (0, 8, 16, 32, 64)
 _PAIRS: Final = {64: 2, 128: 1}
 """K/V stages of two CTAs of 64 rows a multiprocessor, by head_dim."""
-# of fp8 pools: more registers for who converts, shared memory for what is to be converted
+# of fp8 pools: more registers for the warps that convert, shared memory for what they convert
 _CONVERTING: Final = {64: (128, 2, 2), 128: (128, 2, 1), 192: (64, 2, 1)}
 _CONVERTING_GENERAL: Final = {**_CONVERTING, 128: (96, 2, 2)}
 _CONVERTING_IN_REGISTERS: Final = 64

@@ -101,7 +101,7 @@ class Creation:
         self.prompts = calls.prompts
         self.call = call
         self.making = replace(call, tenant=self.members.acting_for(call.tenant))
-        """The request to engines: that sequences are to be confirmed is for routers to say."""
+        """The request to engines: only routers ask for confirmation."""
         self.unique = UniqueIds(calls, call)
         self.new = new_sequences(call, prepared)
         self.index = {one.id: at for at, one in enumerate(self.new) if one.id is not None}

@@ -137,7 +137,7 @@ class Locator:
         self, name: str, tenant: Tenant, left: Mapping[Engine, dict[str, Any]]
     ) -> None:
         """Deletes the only shards of a sequence that engines have, where its other shards were lost
-        with an engine, or have been nowhere for so long that nobody is making or moving them."""
+        with an engine, or have been nowhere for so long that no door is making or moving them."""
         tag = self.tags.tag((tenant.namespace, name))
         newest = max(shard["epoch"] for shard in left.values())
         is_old = FIRST_TIME < newest < (time.time() - ORPHAN_S) * 1e6

@@ -223,7 +223,7 @@ def fork_length(parent: str | None, lengths: Sequence[int], wanted: int | None) 
 
 async def undo_create(ranks: Ranks, call: Call, ids: list[str], replies: Sequence[object]) -> None:
     """Delete the sequences at the ranks that have, or may have, created them, as others did not; at
-    a rank that does not reply they expire, since nobody confirms them."""
+    a rank that does not reply they expire unconfirmed."""
     ranks.forget(call, ids)
     # an engine that has fallen silent since has them, too
     undo = ranks.own(HAND_OVER, call.tenant, REPAIR_S, is_poll=True)
@@ -263,7 +263,7 @@ async def truncate(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> Engin
     async def attempt(sequences: Sequences, is_fresh: bool) -> EngineReply:
         nonlocal is_cut
         (one,) = sequences
-        if is_cut:  # once is enough: whoever has claimed it since has cut it at all ranks
+        if is_cut:  # once is enough: each later owner has cut it at all ranks
             parts = await ranks.all(ranks.own(GET_SEQUENCE, one.tenant, REPAIR_S), {"id": one.id})
             lengths = [length] * len(one.known_lengths)
             view = whole_view([part.fields for part in parts])

@@ -53,7 +53,7 @@ class OneByOne:
 
 
 def next_piece(pieces: Pieces[T], result: asyncio.Future[T]) -> bool:
-    """Run the next piece of some work; whether that was the last, or nobody waits any more."""
+    """Run the next piece of some work; whether that was the last, or the waiter has left."""
     if result.done():
         pieces.close()
         return True

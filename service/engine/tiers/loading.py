@@ -43,7 +43,7 @@ HIDDEN: Final = "~~"
 BATCHES: Final = 2
 """Batches of one load for each of the fetcher's threads: others have their turns between them."""
 EVICTED_AT_ONCE: Final = 1024
-PATIENCE_S: Final = 5e-4
+MAX_DELAY_S: Final = 5e-4
 """Beside answers that others wait for, time between two pieces of the engine's work for tiers."""
 STEPS: Final = 2
 MOST_STEPS: Final = 4
@@ -209,7 +209,7 @@ class Loading:
 
     def _is_due(self) -> bool:
         """Whether the next piece of work may begin."""
-        return not self.tiers.is_awaited() or time.monotonic() >= self._latest + PATIENCE_S
+        return not self.tiers.is_awaited() or time.monotonic() >= self._latest + MAX_DELAY_S
 
     def _give_way(self) -> Generator[Slice, Any, None]:
         """Let others have their turns until the next piece may begin."""

@@ -515,7 +515,7 @@ async def test_a_shard_whose_others_no_engine_has_is_deleted_when_it_is_old(
 async def test_a_drain_settles_the_owner_where_a_door_has_died(
     cluster: Cluster, ranks: int, drained: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where nobody calls the sequence any more, and of another shard of it."""
+    """Also where the sequence is not called any more, and of another shard of it."""
     async with another_door(cluster) as second:
         book = Book(cluster)
         cluster.only_on(SOURCE, "engine-1")
@@ -594,7 +594,7 @@ async def test_copies_that_an_earlier_drain_has_left_at_both_engines_do_not_keep
 async def test_a_move_that_failed_before_its_owner_changed_does_not_look_for_it_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An engine without the import refuses to cancel it. A look that nobody awaits is a warning."""
+    """An engine without the import refuses to cancel it. An unawaited look is a warning."""
     looks, states = list[Any](), list[str]()
 
     async def refuse(*_: Any) -> None:

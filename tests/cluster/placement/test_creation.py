@@ -169,7 +169,7 @@ async def test_a_chosen_id_is_refused_before_anything_is_made() -> None:
         cluster.engine_of("c").is_silent = True
         status, problem = await create(cluster, {"id": "new"})
         assert (status, problem["code"]) == (503, "not_ready"), "it may have the id"
-        assert (await create(cluster, {}))[0] == 201, "without an id nobody is asked"
+        assert (await create(cluster, {}))[0] == 201, "without an id no engine is asked"
 
 
 @pytest.mark.parametrize("with_another", [False, True])

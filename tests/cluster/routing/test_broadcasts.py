@@ -1,4 +1,4 @@
-"""Calls that every engine has a part in: whom they ask, and what their replies become."""
+"""Calls that every engine has a part in: which they ask, and what their replies become."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ async def test_long_work_reads_the_rows_that_were_there_when_it_began(
 async def test_a_cut_reads_shared_pages_before_it_frees_them(
     caller: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever shared them is deleted while rows of the cut move."""
+    """The sequence that shared them is deleted while rows of the cut move."""
     before = await begin(caller, monkeypatch)
     await caller.submit(creation({"id": "fork", "parent": "a"}))
     kept = list(range(9, LENGTH, 2))

@@ -313,7 +313,7 @@ def test_misses_are_counted_by_reason(tmp_path: Path) -> None:
 
 def test_records_of_another_namespace_leave_no_trace(tmp_path: Path) -> None:
     """Replies to prompts that another namespace has in a lower tier equal those to prompts that
-    nobody has, after the same work; nor is a record loaded or looked at."""
+    no namespace has, after the same work; nor is a record loaded or looked at."""
     keys = {"key-a": ("a", ["read", "append"]), "key-b": ("b", ["read", "append"])}
     names = [[bytes([base + at] * 16).hex() for at in range(4)] for base in (10, 20)]
 
@@ -399,10 +399,10 @@ SIGMAS: Final = 4.5
 
 @pytest.mark.timing
 @pytest.mark.parametrize("tier", ["host", "disk"])
-def test_the_time_of_a_reply_tells_nothing_of_another_namespaces_records(
+def test_the_time_of_a_reply_does_not_depend_on_another_namespaces_records(
     tmp_path: Path, tier: str
 ) -> None:
-    """Of two prompts in turn, one that another namespace has in a tier and one that nobody has, the
+    """Of two prompts in turn, one that another namespace has in a tier and one that none has, the
     one takes longer as often as the other. The namespace that has it sees the difference."""
     keys = {"key-a": ("a", ["read", "append"]), "key-b": ("b", ["read", "append"])}
     chance = random.Random(1)
@@ -808,6 +808,6 @@ def test_a_namespace_without_room_in_host_memory_delays_no_other(tmp_path: Path)
             assert await committed(other, "x", PROMPTS[1])
         await caller.call("set_namespace", {"name": "a", "max_host_bytes": BLOCK})
         assert await committed(caller, "y", PROMPTS[2]), "one page after the other"
-        assert time.monotonic() - began < 30.0, "nobody waits until a deadline"
+        assert time.monotonic() - began < 30.0, "no call waits until a deadline"
 
     run(scenario, cache, keys=keys, key="key-a")
