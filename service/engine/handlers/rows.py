@@ -18,7 +18,6 @@ from service.core.prefix.nodes import Leaf
 from service.core.sequences.books import Batch
 from service.core.values import Extension
 from service.engine.loop.job import (
-    AllOf,
     Completed,
     Cost,
     Counts,
@@ -64,8 +63,7 @@ def append(
     if store.pace.is_long("append", write_cost(rows)):
         slices = write_slices(store, extension, rows)
         return SlicedWork(slices, partial(store.undo, extension), counts=counted)
-    pending = store.write(extension, rows, seconds)
-    return Completed(extension, pending, counted)
+    return Completed(extension, (store.write(extension, rows, seconds),), counted)
 
 
 def append_layers(
@@ -93,7 +91,7 @@ def append_layers(
         store.undo(every)
         raise
     seconds.copy_in += time.monotonic() - started
-    return Completed(every, AllOf(tuple(written)), counted)
+    return Completed(every, written, counted)
 
 
 def write_slices(store: Store, extension: Extension, rows: tuple[Array, Array]) -> Slices:

@@ -6,44 +6,20 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from service.engine.handlers.attention import attend, cascade
-from service.engine.handlers.drain import drain_engine, hand_over
-from service.engine.handlers.exports import export_sequence
-from service.engine.handlers.imports import cancel_import, get_import, import_sequence
-from service.engine.handlers.prefix import (
-    ANSWER_BYTES,
-    clear,
-    commit,
-    commit_sequences,
-    evict,
-    holds,
-    match_prefix,
-    pin,
-    prefetch,
-    release_lease,
-    renew_lease,
-    unpin,
-)
-from service.engine.handlers.rows import append, gather, page_table
-from service.engine.handlers.sequences import create_sequences, get_sequence, list_sequences
-from service.engine.handlers.states import merge, ragged_prefill
-from service.engine.handlers.status import (
-    engines,
-    events,
-    get_namespace,
-    info,
-    list_namespaces,
-    pool,
-    set_namespace,
-    snapshot,
-)
-from service.engine.handlers.steps import step
-from service.engine.handlers.truncate import (
-    delete_sequence,
-    delete_sequences,
+from service.engine.handlers import (
+    attention,
+    drain,
+    exports,
+    imports,
+    prefix,
+    rows,
+    sequences,
+    states,
+    status,
+    steps,
     truncate,
-    truncate_sequences,
 )
+from service.engine.handlers.prefix import ANSWER_BYTES
 from service.engine.loop.job import Answer, Seconds, Work
 from service.engine.loop.request import Request
 from service.engine.store.store import Store
@@ -116,56 +92,56 @@ class Handler:
 
 
 HANDLERS: Final[dict[str, Handler]] = {
-    "create_sequences": Handler(create_sequences, parents, made, is_barrier=True),
-    "list_sequences": Handler(list_sequences),
-    "get_sequence": Handler(get_sequence, reads=one_id),
-    "delete_sequence": Handler(delete_sequence, writes=one_id, is_barrier=True, room=0),
-    "truncate": Handler(truncate, writes=one_id, is_barrier=True),
-    "truncate_sequences": Handler(truncate_sequences, writes=ids_of, is_barrier=True),
+    "create_sequences": Handler(sequences.create_sequences, parents, made, is_barrier=True),
+    "list_sequences": Handler(sequences.list_sequences),
+    "get_sequence": Handler(sequences.get_sequence, reads=one_id),
+    "delete_sequence": Handler(truncate.delete_sequence, writes=one_id, is_barrier=True, room=0),
+    "truncate": Handler(truncate.truncate, writes=one_id, is_barrier=True),
+    "truncate_sequences": Handler(truncate.truncate_sequences, writes=ids_of, is_barrier=True),
     "claim": Handler(for_shards_only, writes=one_id, is_barrier=True),
-    "page_table": Handler(page_table, reads=ids_of),
-    "append": Handler(append, ids_of, ids_of),
-    "gather": Handler(gather, reads=ids_of, launches=True),
-    "decode": Handler(attend, ids_of, appended_ids, is_attention=True),
-    "prefill": Handler(attend, ids_of, appended_ids, is_attention=True),
-    "ragged_prefill": Handler(ragged_prefill, launches=True),
-    "cascade": Handler(cascade, reads=level_ids, is_attention=True),
-    "merge": Handler(merge, launches=True),
-    "info": Handler(info),
-    "pool": Handler(pool),
-    "engines": Handler(engines),
-    "step": Handler(step, ids_of, ids_of),
+    "page_table": Handler(rows.page_table, reads=ids_of),
+    "append": Handler(rows.append, ids_of, ids_of),
+    "gather": Handler(rows.gather, reads=ids_of, launches=True),
+    "decode": Handler(attention.attend, ids_of, appended_ids, is_attention=True),
+    "prefill": Handler(attention.attend, ids_of, appended_ids, is_attention=True),
+    "ragged_prefill": Handler(states.ragged_prefill, launches=True),
+    "cascade": Handler(attention.cascade, reads=level_ids, is_attention=True),
+    "merge": Handler(states.merge, launches=True),
+    "info": Handler(status.info),
+    "pool": Handler(status.pool),
+    "engines": Handler(status.engines),
+    "step": Handler(steps.step, ids_of, ids_of),
     "delete_sequences": Handler(
-        delete_sequences,
+        truncate.delete_sequences,
         writes=lambda request: request.fields.names,
         is_barrier=True,
         sweeps=id_prefix,
         moves=True,
     ),
-    "match_prefix": Handler(match_prefix, is_barrier=True, room=ANSWER_BYTES),
-    "prefetch": Handler(prefetch, is_barrier=True, room=ANSWER_BYTES),
-    "commit": Handler(commit, writes=one_id, is_barrier=True, room=ANSWER_BYTES),
-    "commit_sequences": Handler(commit_sequences, writes=ids_of, is_barrier=True),
-    "renew_lease": Handler(renew_lease, room=ANSWER_BYTES),
-    "release_lease": Handler(release_lease, is_barrier=True, room=0),
-    "pin": Handler(pin, is_barrier=True, room=ANSWER_BYTES),
-    "unpin": Handler(unpin, is_barrier=True, room=0),
-    "evict": Handler(evict, is_barrier=True, room=ANSWER_BYTES),
-    "clear": Handler(clear, is_barrier=True, room=ANSWER_BYTES),
-    "get_namespace": Handler(get_namespace),
-    "set_namespace": Handler(set_namespace, room=ANSWER_BYTES),
-    "events": Handler(events),
-    "export_sequence": Handler(export_sequence, reads=one_id, is_barrier=True, moves=True),
+    "match_prefix": Handler(prefix.match_prefix, is_barrier=True, room=ANSWER_BYTES),
+    "prefetch": Handler(prefix.prefetch, is_barrier=True, room=ANSWER_BYTES),
+    "commit": Handler(prefix.commit, writes=one_id, is_barrier=True, room=ANSWER_BYTES),
+    "commit_sequences": Handler(prefix.commit_sequences, writes=ids_of, is_barrier=True),
+    "renew_lease": Handler(prefix.renew_lease, room=ANSWER_BYTES),
+    "release_lease": Handler(prefix.release_lease, is_barrier=True, room=0),
+    "pin": Handler(prefix.pin, is_barrier=True, room=ANSWER_BYTES),
+    "unpin": Handler(prefix.unpin, is_barrier=True, room=0),
+    "evict": Handler(prefix.evict, is_barrier=True, room=ANSWER_BYTES),
+    "clear": Handler(prefix.clear, is_barrier=True, room=ANSWER_BYTES),
+    "get_namespace": Handler(status.get_namespace),
+    "set_namespace": Handler(status.set_namespace, room=ANSWER_BYTES),
+    "events": Handler(status.events),
+    "export_sequence": Handler(exports.export_sequence, reads=one_id, is_barrier=True, moves=True),
     "import_sequence": Handler(
-        import_sequence, import_base, one_id, is_barrier=True, room=ANSWER_BYTES
+        imports.import_sequence, import_base, one_id, is_barrier=True, room=ANSWER_BYTES
     ),
-    "get_import": Handler(get_import, reads=one_id),
-    "cancel_import": Handler(cancel_import, writes=one_id, is_barrier=True, room=0),
-    "snapshot": Handler(snapshot),
-    "hand_over": Handler(hand_over, writes=one_id, is_barrier=True, moves=True, room=0),
-    "drain_engine": Handler(drain_engine, room=ANSWER_BYTES),
-    "list_namespaces": Handler(list_namespaces),
-    "holds": Handler(holds),
+    "get_import": Handler(imports.get_import, reads=one_id),
+    "cancel_import": Handler(imports.cancel_import, writes=one_id, is_barrier=True, room=0),
+    "snapshot": Handler(status.snapshot),
+    "hand_over": Handler(drain.hand_over, writes=one_id, is_barrier=True, moves=True, room=0),
+    "drain_engine": Handler(drain.drain_engine, room=ANSWER_BYTES),
+    "list_namespaces": Handler(status.list_namespaces),
+    "holds": Handler(prefix.holds),
 }
 
 

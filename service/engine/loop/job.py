@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from kernels.backend import Attend, AttentionState, Done, Pending
 from kernels.lanes.lane import Lane, Run
-from kernels.pending import StageSeconds
 from service.core.sequences.books import Watch
 from service.core.values import Extension
 from service.engine.loop.request import Request
@@ -64,11 +63,11 @@ NO_COST: Final = Cost()
 class Completed:
     """The answer is in its place. `extension` is undone if the operation has to be.
 
-    The reply waits for `pending`, which still reads the request's tensors.
+    The reply waits for all `pending` launches, which still read the request's tensors.
     """
 
     extension: Extension | None = None
-    pending: Pending[Any] | None = None
+    pending: Sequence[Pending[Any]] = ()
     counts: Counts = NOTHING
 
 
@@ -202,28 +201,3 @@ WAIT: Final = "wait"
 def empty_slice() -> Slice:
     """A slice without device work: others have their turns, then the operation continues."""
     return Slice(lambda: Done(None), "turn", NO_COST)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AllOf:
-    """Launches that are done when the last of them is."""
-
-    parts: tuple[Pending[None], ...]
-
-    @property
-    def seconds(self) -> StageSeconds:
-        each = [part.seconds for part in self.parts]
-        return StageSeconds(
-            sum(one.plan for one in each),
-            sum(one.copy_in for one in each),
-            sum(one.kernel for one in each),
-            sum(one.copy_out for one in each),
-        )
-
-    @property
-    def done(self) -> bool:
-        return all(part.done for part in self.parts)
-
-    def result(self) -> None:
-        for part in self.parts:
-            part.result()

@@ -43,8 +43,7 @@ class Launch:
         if self.pending is not None and not self.pending.done:
             return False
         for job in self.jobs:
-            work = job.work
-            if type(work) is Completed and work.pending is not None and not work.pending.done:
+            if type(work := job.work) is Completed and not all(one.done for one in work.pending):
                 return False
         return True
 
@@ -286,8 +285,9 @@ class Launches:
                 job.work.run()
             else:
                 Launch([job], self._start([job])).finish()
-                if type(job.work) is Completed and job.work.pending is not None:
-                    job.work.pending.result()  # it still reads the request's tensors
+                if type(job.work) is Completed:
+                    for one in job.work.pending:
+                        one.result()  # it still reads the request's tensors
         except FATAL:
             raise
         except Exception as error:

@@ -87,8 +87,8 @@ class Scheduler:
         self.queue: FairQueue[Job] = FairQueue()
         """Jobs whose turn has not come."""
         self.launches = Launches(store, metrics, self._begin, self._answer, self._charge)
-        self.long_work = LongWork(store, metrics, self._end_long, self._charge)
-        self.steps = OpenSteps(lanes, self._end_step, self._charge)
+        self.long_work = LongWork(store, metrics, self._end, self._charge)
+        self.steps = OpenSteps(lanes, self._end, self._charge)
 
     @property
     def is_busy(self) -> bool:
@@ -275,17 +275,12 @@ class Scheduler:
 
     # Ends.
 
-    def _end_long(self, job: Job, error: Exception | None) -> None:
-        """Long work is done, or was stopped and undone with an error."""
+    def _end(self, job: Job, error: Exception | None) -> None:
+        """Long work or a step is done, or was stopped and undone with an error."""
         if isinstance(job.work, SlicedWork):
             self._locks.release(job.request, job.work.made)
         if error is not None:
             job.error = error if isinstance(error, Cancelled) else refusal_of(job, error)
-        self._answer(job)
-
-    def _end_step(self, job: Job, error: Exception | None) -> None:
-        """A step is over, or was aborted and undone with an error."""
-        job.error = error
         self._answer(job)
 
     def _answer(self, job: Job) -> None:
