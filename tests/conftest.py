@@ -8,6 +8,7 @@ device machine with pytest, hypothesis, numpy, ml_dtypes, torch and cupy alone.
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import re
 import secrets
@@ -41,6 +42,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         if selected.startswith(mark) and f"mark.{mark}" not in text:
             return True
     return None
+
+
+def pytest_collection_finish() -> None:
+    """Later collections skip all modules and tests: half a million objects."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:

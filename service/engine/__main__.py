@@ -55,6 +55,8 @@ def serve(inherited: Inherited) -> int:
     signal.signal(signal.SIGTERM, lambda *_: engine.drain())
     on_hang_up(engine.read_keys_again)
     engine.watch(inherited.lifeline, lambda: os._exit(1))
+    gc.collect()
+    gc.freeze()  # later collections skip the objects made so far
     gc.set_threshold(*gc.get_threshold()[:2], NO_FULL_COLLECTION)
     try:
         engine.run()

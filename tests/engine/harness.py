@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import gc
 import inspect
 import json
 import socket
@@ -355,7 +354,6 @@ def running_engine(
             running.stop()
             listening.close()
             backend.close()
-            gc.unfreeze()
     if running.error is not None and (ends is None or not isinstance(running.error, ends)):
         raise running.error
     assert ends is None or running.error is not None, "the engine ended well"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import selectors
@@ -151,8 +150,6 @@ class Engine:
         """Serve until drained."""
         self._metrics.set(1.0, "build_info", __version__, self._backend.name)
         self._stats.record()
-        gc.collect()
-        gc.freeze()  # later collections skip the objects made so far
         info = self.info
         LOG.info("ready: %s on %s, %d pages", info.backend, info.device, info.num_pages)
         try:
