@@ -2,23 +2,28 @@
 
 A kernel is a source file plus `-D` definitions (`Spec`). Compiled kernels (cubins) live in a disk
 cache keyed by a digest of every source file, the definitions, the architecture and the compiler.
+Where that cannot be written to, they live in a folder of this process, which ends with it.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import os
 import re
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Lock
 from typing import Any, Final, NamedTuple
 
+LOG: Final = logging.getLogger("attnd.kernels")
 SOURCES: Final = Path(__file__).parent / "cuda"
-DEFAULT_CACHE: Final = Path.home() / ".cache" / "attnd" / "kernels"
+DEFAULT_CACHE: Final = Path("~/.cache/attnd/kernels")
 ARCHITECTURES: Final = ("sm_80", "sm_89", "sm_90a", "sm_100", "sm_120")
 CODE_OPTIONS: Final = ("-std=c++17", "--device-as-default-execution-space", "-ftz=true")
 """What every kernel is compiled with that its machine code depends on."""
@@ -54,12 +59,13 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A cubin and its compiler's log."""
+    """A cubin and its compiler's log; `path` is its file, None without a cache."""
 
     spec: Spec
     arch: str
     cubin: bytes
     log: str
+    path: Path | None = None
 
     @property
     def resources(self) -> Resources:
@@ -108,30 +114,60 @@ def compile_cached(
     """One kernel, from the cache if it is there."""
     if cache is None:
         return compile_spec(kernel, arch, sources)
-    path = cached_path(kernel, arch, cache, sources)
-    log = path.with_suffix(".log")
-    if path.exists() and log.exists():
-        return Compiled(kernel, arch, path.read_bytes(), log.read_text())
+    name = cached_name(kernel, arch, sources)
+    for folder in (cache, *(Path(spare.name) for spare in SPARE)):
+        with suppress(OSError, RuntimeError):  # the user may have no home
+            path = folder.expanduser() / name
+            cubin, log = path.read_bytes(), path.with_suffix(".log").read_text()
+            if cubin:
+                return Compiled(kernel, arch, cubin, log, path)
     compiled = compile_spec(kernel, arch, sources)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(log, compiled.log.encode())
-    write_whole(path, compiled.cubin)
-    return compiled
+    try:
+        return stored(compiled, cache.expanduser() / name)
+    except (OSError, RuntimeError) as error:
+        return stored(compiled, Path(spare_cache(error)) / name)
 
 
-def cached_path(kernel: Spec, arch: str, cache: Path, sources: Path = SOURCES) -> Path:
-    """Where the cubin of a kernel lives; a different source, option or compiler lives elsewhere."""
+def cached_name(kernel: Spec, arch: str, sources: Path = SOURCES) -> str:
+    """The cubin's name in a cache: other sources, options and compilers have other names."""
     common = (*CODE_OPTIONS, nvrtc_version())
     key = "\0".join([sources_digest(sources), kernel.source, *kernel.options, *common])
     name = hashlib.sha256(key.encode()).hexdigest()[:32]
-    return cache / arch / f"{Path(kernel.source).name}-{name}.cubin"
+    return f"{arch}/{Path(kernel.source).name}-{name}.cubin"
+
+
+SPARE: Final[list[tempfile.TemporaryDirectory[str]]] = []
+_SPARE_LOCK: Final = Lock()
+
+
+def spare_cache(error: Exception) -> str:
+    """The folder for kernels that cannot be stored in the cache because of `error`."""
+    with _SPARE_LOCK:
+        if not SPARE:
+            LOG.warning("kernels are not cached, so that each start compiles them: %s", error)
+            SPARE.append(tempfile.TemporaryDirectory(prefix="attnd-kernels-"))
+        return SPARE[0].name
+
+
+def stored(compiled: Compiled, path: Path) -> Compiled:
+    """The same with its file, which is written. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path.with_suffix(".log"), compiled.log.encode())
+    write_whole(path, compiled.cubin)
+    return replace(compiled, path=path)
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write beside and rename, so that no reader sees half a file."""
+    """Write beside and rename, so that no reader sees half a file. All users may read it."""
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(content)
-    os.replace(file.name, path)
+        try:
+            file.write(content)
+            file.flush()
+            os.fchmod(file.fileno(), 0o644)
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
 
 
 @functools.cache

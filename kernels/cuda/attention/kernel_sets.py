@@ -172,7 +172,7 @@ def fixed_kind(plans: Sequence[Plan], usual: PlannerConfig, pairs: bool) -> Batc
     Two CTAs a multiprocessor hide what each of their units waits for. One by itself is sooner done
     with a unit, and with 128 rows it reads keys of many rows half as often.
     """
-    levels = [level for plan in plans for level in plan.levels]
+    levels = [level for plan in plans for level in plan.levels if len(level.kv_start)]
     if not levels:
         return "usual"
     rows = np.concatenate([level.qo_indptr[1:] - level.qo_indptr[:-1] for level in levels])
@@ -207,7 +207,7 @@ def batch_kind(
         most = SHORT_DECODE * narrow.workers // usual.num_kv_heads
         short = keys <= most and usual.group_size <= narrow.rows
         return "short decode" if short else "usual"
-    levels = [plan.levels[0] for plan in plans]
+    levels = [plan.levels[0] for plan in plans if len(plan.levels[0].kv_start)]
     many = max(shape.rows for shape in usual.shapes[:-1])
     fewest = min([least(level.qo_indptr[1:] - level.qo_indptr[:-1]) for level in levels])
     if fewest * usual.group_size <= many:

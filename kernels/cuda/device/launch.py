@@ -12,7 +12,7 @@ from typing import Any, Final
 import cupy
 from cupy_backends.cuda.api import driver
 
-from kernels.compile import DEFAULT_CACHE, Spec, cached_path, compile_all, compile_cached
+from kernels.compile import DEFAULT_CACHE, Spec, compile_all, compile_cached
 
 _POINTER: Final = Struct("=Q")
 _OVERLAP: Final = Struct("=I4xI60x 7I4xQQI4x")
@@ -144,7 +144,7 @@ class Library:
         module = self._modules.get(spec)
         if module is None:
             self.before_load(spec)
-            compile_cached(spec, self.arch, self._cache)
-            module = cupy.RawModule(path=str(cached_path(spec, self.arch, self._cache)))
+            compiled = compile_cached(spec, self.arch, self._cache)
+            module = cupy.RawModule(path=str(compiled.path))
             self._modules[spec] = module
         return module

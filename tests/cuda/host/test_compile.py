@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -86,6 +89,57 @@ def test_a_compiled_kernel_is_found_in_the_cache(tmp_path: Path) -> None:
     assert again.cubin == b"cached bytes"
     assert again.resources == first.resources
     assert not list(tmp_path.rglob("tmp*")), "a temporary file was left"
+    assert {file.stat().st_mode & 0o777 for file in tmp_path.rglob("*.cubin")} == {0o644}
+    cubin.write_bytes(b"")  # of a machine that lost power
+    (again,) = compile_all([wanted], "sm_80", tmp_path)
+    assert (again.cubin, again.path) == (first.cubin, cubin)
+
+
+@pytest.fixture
+def no_spare(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No kernel was kept from the cache so far."""
+    made: list[TemporaryDirectory[str]] = []
+    monkeypatch.setattr(compile_module, "SPARE", made)
+    yield
+    for spare in made:
+        spare.cleanup()
+
+
+@pytest.mark.usefixtures("no_spare")
+def test_kernels_that_cannot_be_cached_are_compiled_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    wanted = spec("rows/rows", HEAD_DIM=64, TENSOR=0, STORE=0)
+    (first,) = compile_all([wanted], "sm_80", file / "cache")
+    monkeypatch.setattr(compile_module, "compile_spec", lambda *_: pytest.fail("compiled again"))
+    (again,) = compile_all([wanted], "sm_80", file / "cache")
+    assert again == first
+    assert first.path is not None
+    assert first.path.read_bytes() == first.cubin
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_a_disk_that_is_full_leaves_no_file_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(compile_module.os, "fchmod", full)
+    with pytest.raises(OSError, match="no space left"):
+        compile_module.write_whole(tmp_path / "kernel", b"cubin")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("no_spare")
+def test_a_user_without_a_home_can_compile() -> None:
+    (made,) = compile_all(
+        [spec("rows/rows", HEAD_DIM=64, TENSOR=0, STORE=0)], "sm_80", Path("~no-such-user/cache")
+    )
+    assert made.path is not None
+    assert made.path.is_file()
 
 
 def test_an_empty_log_leaves_what_python_shares_alone(monkeypatch: pytest.MonkeyPatch) -> None:

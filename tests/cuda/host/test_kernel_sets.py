@@ -35,7 +35,7 @@ def plan_of(rows: list[int], keys: list[int]) -> Plan:
         np.zeros(len(keys), np.int32),
         True,
     )
-    last = [np.arange(n - r, n) for r, n in zip(rows, keys, strict=True)]
+    last = [np.zeros(0), *(np.arange(n - r, n) for r, n in zip(rows, keys, strict=True))]
     return Plan((level,), np.concatenate(last).astype(np.int32))
 
 
@@ -74,6 +74,16 @@ def test_at_head_dim_64_prefills_are_for_three_warpgroups(
     rows: list[int], keys: list[int], kind: BatchKind
 ) -> None:
     assert kind_of(plan_of(rows, keys), head_dim=64) == kind
+
+
+@pytest.mark.parametrize("numerics", ["fast", "invariant"])
+def test_a_plan_without_sequences_does_not_count(numerics: Numerics) -> None:
+    sets = kernel_sets(
+        config_of().shape, "sm_90a", MULTIPROCESSORS, 2048 * (numerics == "invariant")
+    )
+    some, planner = plan_of([512], [1000]), sets["usual"].planner
+    assert batch_kind([plan_of([], []), some], planner, sets) == batch_kind([some], planner, sets)
+    assert batch_kind([plan_of([], [])], planner, sets) in sets
 
 
 def test_several_plans_are_one_batch() -> None:
