@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-import httpx
 import pytest
 
 from bench.driver.servers import attnd
 from config.settings import load_settings
 from service.errors import KINDS
+from tests.harness.plain_http import http_client
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 README: Final = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -71,7 +71,7 @@ def test_the_curl_of_the_readme_gives_the_expected_reply() -> None:
     json_body = {"content-type": "application/json"}
     with (
         attnd(*command[1].split()) as server,
-        httpx.Client(base_url=f"http://127.0.0.1:{server.port}") as client,
+        http_client(f"http://127.0.0.1:{server.port}") as client,
     ):
         for route, body in posts:
             answer = client.post(f"/v1/{route}", content=body, headers=json_body)
@@ -98,7 +98,7 @@ def test_the_python_of_the_readme_runs(index: int, capsys: pytest.CaptureFixture
         assert here != source
         for _ in range(2):
             exec(compile(here, "README.md", "exec"), {})
-            with httpx.Client(base_url=f"http://127.0.0.1:{server.port}") as client:
+            with http_client(f"http://127.0.0.1:{server.port}") as client:
                 pool = client.get("/v1/pool").json()
             assert pool["free"] == pool["total"], "a run leaves pages behind"
     assert capsys.readouterr().out == "(8, 32, 128) (8, 32) 2\n" * 2

@@ -25,6 +25,7 @@ from service.operations.table import BY_NAME, BY_NUMBER
 from service.road.engine_end.admission import Admission
 from service.road.engine_end.calls import Call, Cancel, SessionConfig
 from service.road.messages import State
+from tests.harness.plain_http import http_client
 from tests.harness.waiting import WAIT_S, wait_for
 
 SAFETENSORS: Final = "application/vnd.safetensors"
@@ -160,7 +161,7 @@ class Running:
         return f"http://127.0.0.1:{self.port}"
 
     def client(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=WAIT_S)
+        return http_client(self.url)
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_S)

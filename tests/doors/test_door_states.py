@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import httpx
 import pytest
 from scripted import (
     WAIT_S,
@@ -27,6 +26,7 @@ from config.settings import load_settings
 from service.doors.http.server import Server
 from service.doors.kit.process import Setup
 from service.metrics import Metrics
+from tests.harness.plain_http import http_client
 
 BODY = decode_body()
 GOOD = request("/v1/decode", BODY)
@@ -57,7 +57,7 @@ def test_before_the_engine_answers_the_door_is_live_and_not_ready(tmp_path: Path
         with door_before(path) as (server, url):
             try:
                 wait_for(lambda: server.started, "the door")
-                with httpx.Client(base_url=url) as client:
+                with http_client(url) as client:
                     assert client.get("/health/live").status_code == 200
                     assert client.get("/metrics").status_code == 200
                     for route in ("/health/ready", "/v1/pool", "/v1/sequences"):

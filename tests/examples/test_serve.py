@@ -29,6 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from examples.local_service import serve_tcp
 from tests.browser import browser, prefers
 from tests.harness import processes
+from tests.harness.plain_http import status_of
 from tests.harness.processes import children, run
 from tests.harness.waiting import wait_for
 
@@ -120,7 +121,7 @@ def running(folder: Path | None, *options: str) -> Iterator[Server]:
 
 def is_up(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/health").status_code == 200
+        return status_of(f"{url}/health") == 200
     except httpx.TransportError:
         return False
 

@@ -9,8 +9,9 @@ from contextlib import contextmanager, suppress
 import httpx
 from http_service import ARGUMENTS
 
+from tests.harness.plain_http import status_of
 from tests.harness.processes import SERVICE, START_S, Process, running
-from tests.harness.waiting import WAIT_S, wait_for
+from tests.harness.waiting import wait_for
 
 
 @contextmanager
@@ -37,5 +38,5 @@ def listening(*arguments: str, open_files: int | None = None) -> Iterator[tuple[
 
 def is_ready(url: str) -> bool:
     with suppress(httpx.TransportError):
-        return httpx.get(f"{url}/health/ready", timeout=WAIT_S).status_code == 200
+        return status_of(f"{url}/health/ready") == 200
     return False

@@ -28,6 +28,7 @@ from service.engine.store.setup import geometry
 from service.metrics import Metrics
 from service.processes.cells import make_shared
 from tests.engine.harness import Running, running_engine
+from tests.harness.plain_http import http_client
 from tests.harness.waiting import WAIT_S, wait_for
 
 SECRET: Final = "the secret of the service"
@@ -136,7 +137,7 @@ class Service:
     def client(self, key: str = "") -> httpx.Client:
         """A client that shows this key, if any."""
         headers = bearer(key) if key else {}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=WAIT_S)
+        return http_client(self.url, headers)
 
     def connect(self) -> socket.socket:
         host, _, port = self.url.partition("://")[2].partition(":")

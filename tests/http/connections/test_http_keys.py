@@ -18,6 +18,7 @@ from http_service import Service, serving
 from config.settings import ServerSettings
 from service.addresses import bind_addresses
 from service.road.engine_end.listening import CannotListen
+from tests.harness.plain_http import http_client
 from tests.harness.waiting import WAIT_S, wait_for
 
 
@@ -151,7 +152,7 @@ def test_sighup_has_the_file_read_again_by_every_process(tmp_path: Path) -> None
     with listening("--auth.keys-file", str(path)) as (running, url):
         socket = running.find(r"sessions at ([^\s\"]+)")[1]
         with (
-            httpx.Client(base_url=url, timeout=WAIT_S) as kept,
+            http_client(url) as kept,
             Session(socket, api_key="a-key-of-red", retries=0) as session,
         ):
             blue = bearer("a-key-of-blue")

@@ -35,7 +35,7 @@ from http_service import serving
 
 from service.operations.table import BY_NAME, OPERATIONS
 from service.tenants import SCOPES
-from tests.harness.waiting import WAIT_S
+from tests.harness.plain_http import http_client
 
 TOKENS = list(range(101, 101 + 2 * PAGE_SIZE))
 DIGEST = "0f" * 32
@@ -198,7 +198,7 @@ class Service:
             with Session(self.socket, api_key=key, retries=0) as session:
                 yield lambda name, body: over_road(session, name, body)
         else:
-            with httpx.Client(base_url=self.url, headers=bearer(key), timeout=WAIT_S) as client:
+            with http_client(self.url, bearer(key)) as client:
                 yield lambda name, body: over_http(client, name, body)
 
 

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 import zmq
@@ -22,6 +21,7 @@ from config.settings import SettingsError, load_settings
 from service.doors.kit.process import Setup
 from service.doors.zmq.server import Server, payload
 from service.metrics import Metrics
+from tests.harness.plain_http import http_client
 from tests.harness.waiting import WAIT_S, wait_for
 
 END = b"\xff" * 8
@@ -220,7 +220,7 @@ def test_a_subscriber_tracks_the_cache_and_requests_missed_events(tmp_path: Path
 def test_the_service_runs_the_publisher_as_a_process_of_its_own(tmp_path: Path) -> None:
     with listening(*endpoints(tmp_path)) as (running, url), subscribed(tmp_path) as one:
         running.find("replays of events over ZeroMQ at .*/replay")
-        with httpx.Client(base_url=url, timeout=WAIT_S) as client:
+        with http_client(url) as client:
             one.replay(0)
             time.sleep(0.2)
             store(client, list(range(PAGE_SIZE)))

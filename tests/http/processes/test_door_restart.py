@@ -13,6 +13,7 @@ import pytest
 from http_messages import LAYERS, PAGE_SIZE, PAGES, append, ask, check_problem, create, rows
 from http_process import listening
 
+from tests.harness.plain_http import http_client
 from tests.harness.waiting import WAIT_S, wait_for
 
 pytestmark = pytest.mark.long
@@ -43,7 +44,7 @@ def is_another(url: str, before: str) -> bool:
 def test_after_its_engine_was_killed_a_service_is_empty_and_its_followers_learn(
     rng: np.random.Generator,
 ) -> None:
-    with listening() as (running, url), httpx.Client(base_url=url, timeout=WAIT_S) as client:
+    with listening() as (running, url), http_client(url) as client:
         _, key = keep(client, rng)
         lease = client.post("/v1/prefix/match", json=NAMED | {"lease_s": 600.0}).json()["lease"]
         assert client.put("/v1/prefix/pin", json={"page_key": key, "hard": True}).is_success
@@ -56,7 +57,7 @@ def test_after_its_engine_was_killed_a_service_is_empty_and_its_followers_learn(
         running.find("engine was killed by SIGKILL")
         wait_for(lambda: is_another(url, before), "another engine")
 
-        with httpx.Client(base_url=url, timeout=WAIT_S) as client:
+        with http_client(url) as client:
             pool = client.get("/v1/pool").json()
             assert (pool["free"], pool["sequences"], pool["leases"]) == (PAGES, 0, 0), pool
             check_problem(client.get("/v1/sequences/a"), 404, "unknown_sequence")

@@ -19,12 +19,13 @@ from http_service import WAIT_S, wait_for
 
 from kernels import cuda_devices
 from service import __version__
+from tests.harness.plain_http import http_client
 from tests.harness.processes import START_S, Process
 
 
 def test_it_starts_serves_logs_json_and_stops_on_sigterm(rng: np.random.Generator) -> None:
     with listening() as (running, url):
-        with httpx.Client(base_url=url, timeout=WAIT_S) as client:
+        with http_client(url) as client:
             fill(client, rng, "a", 3)
             q = {"q": rows(rng, 1, QO_HEADS)}
             headers = {"x-request-id": "find-me"}
@@ -67,7 +68,7 @@ def test_sigterm_under_load_loses_no_admitted_request() -> None:
         """Append until the service stops; every reply is 200 or a refusal, none is half."""
         mine = np.random.default_rng(len(name))
         kv = {"k": rows(mine, 1), "v": rows(mine, 1)}
-        with httpx.Client(base_url=url, timeout=WAIT_S) as client:
+        with http_client(url) as client:
             for step in range(100_000):
                 fields = {"layer": 0, "sequences": [name], "offsets": [step % 8]}
                 try:
@@ -85,7 +86,7 @@ def test_sigterm_under_load_loses_no_admitted_request() -> None:
 
     with listening() as (running, url):
         names = [f"s{i}" for i in range(6)]
-        with httpx.Client(base_url=url, timeout=WAIT_S) as client:
+        with http_client(url) as client:
             create(client, *names)
         threads = [threading.Thread(target=run, args=(url, name)) for name in names]
         for thread in threads:
@@ -181,7 +182,7 @@ def test_what_cannot_be_bound_or_made_stops_the_start_with_one_line(tmp_path: Pa
 def test_two_workers_count_as_one_service(rng: np.random.Generator) -> None:
     request = 24
     with listening("--server.http-workers", "2") as (running, url):
-        clients = [httpx.Client(base_url=url, timeout=WAIT_S) for _ in range(12)]
+        clients = [http_client(url) for _ in range(12)]
         for index, client in enumerate(clients * 2):
             reply = client.get("/v1/info", headers={"x-request-id": f"one-{index}"})
             assert reply.status_code == 200

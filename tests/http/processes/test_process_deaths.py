@@ -29,6 +29,7 @@ from http_service import needs_a_slow_device
 
 from service.doors.kit.link import STALE_S
 from service.doors.kit.timeouts import GRACE_S
+from tests.harness.plain_http import http_client
 from tests.harness.processes import Process, is_alive
 from tests.harness.waiting import WAIT_S, wait_for
 
@@ -45,12 +46,12 @@ def busy(
     """A service that is at a ragged prefill of many minutes, and its client's reply."""
 
     def ask_for_it(url: str) -> httpx.Response:
-        with httpx.Client(base_url=url, timeout=WAIT_S) as client:
+        with http_client(url) as client:
             return post(client, "/v1/ragged-prefill", *endless_prefill())
 
     with listening(*arguments) as (running, url):
         request = pool.submit(ask_for_it, url)
-        with httpx.Client(base_url=url, timeout=WAIT_S) as client:
+        with http_client(url) as client:
             wait_for(lambda: slices(client) > 3, "the prefill to run")
         yield running, url, request
 
@@ -78,7 +79,7 @@ def test_a_partial_body_does_not_hold_up_the_end() -> None:
         head = f"POST /v1/append HTTP/1.1\r\nhost: localhost\r\ncontent-type: {SAFETENSORS}\r\n"
         with socket.create_connection((host, int(port)), WAIT_S) as peer:
             peer.sendall(f"{head}content-length: 1000\r\n\r\n".encode() + bytes(500))
-            with httpx.Client(base_url=url, timeout=WAIT_S) as client:  # by now it has been read
+            with http_client(url) as client:  # by now it has been read
                 client.get("/health/live")
             running.child.send_signal(signal.SIGTERM)
             reply = b""
@@ -96,7 +97,7 @@ def test_when_the_engine_is_killed_doors_answer_503_until_it_has_started_again(
 ) -> None:
     with busy(pool) as (running, url, request):
         dead = running.pid("engine")
-        with httpx.Client(base_url=url, timeout=WAIT_S) as client:
+        with http_client(url) as client:
             before = client.get("/v1/info").json()["instance_id"]
         with attnd.Session(running.find(r'sessions at ([^\s"]+)')[1]) as session:
             session.create_sequence("a")
@@ -107,7 +108,7 @@ def test_when_the_engine_is_killed_doors_answer_503_until_it_has_started_again(
             with pytest.raises(attnd.UnknownSequence):
                 session.get_sequence("a")
         wait_for(lambda: is_ready(url), "the service to be ready again")
-        with httpx.Client(base_url=url, timeout=WAIT_S) as client:
+        with http_client(url) as client:
             assert client.get("/v1/info").json()["instance_id"] != before
             for process in ("engine", "http-0"):
                 line = f'attnd_process_restarts_total{{process="{process}"}} 1.0'
@@ -152,7 +153,7 @@ def clients_of_both_doors(running: Process, url: str) -> tuple[list[httpx.Client
     clients: list[httpx.Client] = []
     doors: list[str] = []
     while set(doors) != {"http-0", "http-1"} and len(clients) < MOST_CLIENTS:
-        client = httpx.Client(base_url=url, timeout=WAIT_S)
+        client = http_client(url)
         name = f"one-{len(clients)}"
         client.get("/v1/info", headers={"x-request-id": name})
         clients.append(client)
@@ -185,7 +186,7 @@ def test_when_the_supervisor_is_killed_nothing_is_left_behind(pool: ThreadPoolEx
 def test_a_door_that_runs_out_of_file_descriptors_says_so_and_comes_back() -> None:
     with listening(open_files=128) as (running, url):
         host, _, port = url.removeprefix("http://").partition(":")
-        with httpx.Client(base_url=url, timeout=WAIT_S) as client, ExitStack() as open_ones:
+        with http_client(url) as client, ExitStack() as open_ones:
             assert client.get("/health/live").status_code == 200
             peers = [socket.create_connection((host, int(port)), WAIT_S) for _ in range(150)]
             for peer in peers:
@@ -203,9 +204,9 @@ def test_ctrl_c_reaches_every_process_and_admitted_work_is_still_answered(
 ) -> None:
     some_seconds = {name: rng.standard_normal((2500, 8, 64), np.float32) for name in "qkv"}
     fields = {"qo_indptr": [0, 2500], "kv_indptr": [0, 2500]}
-    with listening() as (running, url), httpx.Client(base_url=url, timeout=WAIT_S) as client:
+    with listening() as (running, url), http_client(url) as client:
         request = pool.submit(post, client, "/v1/ragged-prefill", fields, some_seconds)
-        with httpx.Client(base_url=url, timeout=WAIT_S) as other:
+        with http_client(url) as other:
             wait_for(lambda: slices(other) > 3, "the prefill to run")
         everyone = [running.pid("http-0"), running.pid("engine"), running.child.pid]
         for pid in everyone:  # as a terminal does
@@ -216,7 +217,7 @@ def test_ctrl_c_reaches_every_process_and_admitted_work_is_still_answered(
 
 
 def test_a_stopped_engine_leaves_no_client_waiting_and_is_not_ready() -> None:
-    with listening() as (running, url), httpx.Client(base_url=url, timeout=WAIT_S) as client:
+    with listening() as (running, url), http_client(url) as client:
         engine = running.pid("engine")
         os.kill(engine, signal.SIGSTOP)
         try:

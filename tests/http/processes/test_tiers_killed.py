@@ -20,7 +20,7 @@ import pytest
 from http_messages import LAYERS, PAGE_SIZE, append, create, rows
 from http_process import listening
 
-from tests.harness.waiting import WAIT_S
+from tests.harness.plain_http import http_client
 
 pytestmark = pytest.mark.long
 ROUNDS = int(os.environ.get("KILLS", "3"))
@@ -69,7 +69,7 @@ def test_durable_commits_survive_kills_under_load(tmp_path: Path) -> None:
     number = checked = 0
     chosen = random.Random(ROUNDS)
     for kills in range(1, ROUNDS + 1):
-        with listening(*given) as (running, url), httpx.Client(base_url=url, timeout=WAIT_S) as one:
+        with listening(*given) as (running, url), http_client(url) as one:
             others = durable[:-CHECKED]
             some = [*durable[-CHECKED:], *chosen.sample(others, min(CHECKED, len(others)))]
             for old in some:
