@@ -222,8 +222,9 @@ class Metrics:
         """The state of a cluster's engine; a lost one has no pages. Only the first `MOST_ENGINES`
         engines of a door are counted."""
         labels = (self._process, engine)
-        self._engines.add(engine)
-        if len(self._engines) > MOST_ENGINES:
+        if len(self._engines) < MOST_ENGINES:
+            self._engines.add(engine)
+        if engine not in self._engines:
             return
         for state, count in pages.items():
             self.set(count, "engine_kv_pages", *labels, state)
@@ -236,7 +237,7 @@ class Metrics:
         """Sequences migrated from an engine since the last call, and sequences that stay: no
         engine has room, or they cannot be migrated."""
         labels = (self._process, engine)
-        if engine in self._engines and len(self._engines) <= MOST_ENGINES:
+        if engine in self._engines:
             self.add(moved, "engine_moved", *labels)
             self.set(stayed, "engine_not_moved", *labels)
 

@@ -140,6 +140,8 @@ class Engine:
         """Its counts are not in this host's shared memory."""
         self.is_silent = False
         """Has not replied for `SILENT_S`."""
+        self.heard_s = 0.0
+        """Time of the latest reply to a poll, on `time.monotonic()`."""
         self.num_calls = self.num_waiting = 0
 
     def learn(self, info: InfoAnswer) -> None:

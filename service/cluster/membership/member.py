@@ -66,6 +66,10 @@ class Member:
         if math.isinf(self.counts_until) and is_remote(self.address):
             self.counts_until = now + self.lost_after_s
 
+    def is_lost(self, now: float) -> bool:
+        """Whether it has no session, and is dead or has been unreachable for too long."""
+        return self.engine is None and (self.is_dead or now >= self.counts_until)
+
     def is_awaited(self, now: float) -> bool:
         """Whether its first session may still come."""
         return not (self.is_met or self.is_dead) and now < self.met_until

@@ -197,9 +197,12 @@ class Members:
                 member.engine.is_leaving = one.is_leaving
 
     def add(self, name: str, address: str, lost_after_s: float) -> None:
-        """Keeps a session with an engine from now on."""
+        """Keeps a session with an engine from now on. A door that is ready stays so meanwhile."""
+        is_ready = self.state[0] == "ready"
         member = self.by_name[name] = Member(name, address, lost_after_s)
         member.disconnected(time.monotonic())
+        if is_ready:
+            member.met_until = 0.0
         member.session = asyncio.get_running_loop().create_task(self.keep_session(member))
 
     def remove(self, name: str) -> None:
@@ -251,7 +254,7 @@ class Members:
             async with asyncio.timeout(ASK_DEADLINE_S):
                 info = await ask(engine, "info", self.tenant)
                 engine.learn(InfoAnswer.model_validate(info.fields))
-                self.check_alike(engine.info)
+                self.check_alike(member, engine)
                 await poll(self, member, engine)
         except BaseException:
             link.close()
@@ -273,11 +276,18 @@ class Members:
         LOG.info("%s is engine %s", member.name, engine.tag)
         return engine
 
-    def check_alike(self, info: InfoAnswer) -> None:
-        """Raises NotReady for an engine whose pool has another geometry."""
-        first = self.first_info = self.first_info or info
+    def check_alike(self, member: Member, engine: Engine) -> None:
+        """Raises NotReady for an engine whose pool has another geometry than those of the others
+        that are there or may come back."""
+        now, info = time.monotonic(), engine.info
+        others = (one for one in self.by_name.values() if one is not member and one.is_met)
+        if self.first_info is None or all(one.is_lost(now) for one in others):
+            self.first_info = info
+        first = self.first_info
         for name in ALIKE:
             if (got := getattr(info, name)) != (want := getattr(first, name)):
+                if member.tag != engine.tag:  # the one before it cannot come back
+                    self.mark_dead(member)
                 raise NotReady(f"pool.{name} = {got}, expected {want} as in the other engines")
 
     def disconnect(self, member: Member, why: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import TYPE_CHECKING, Any, Final
 
 from service.cluster.membership.engine import Engine, EngineReply
@@ -24,21 +25,28 @@ SILENT_S: Final = 3.0
 """An engine without a reply for so long gets no calls until it replies. Silence is no death: the
 engine may resume at any time with all its sequences."""
 MIN_EVENTS: Final = 16
-"""A page of fewer events is nearly the last; the rest comes with the next poll."""
+MIN_IDS: Final = 256
+"""A page of fewer events, page keys and token ids is nearly the last; the rest comes with the next
+poll."""
 
 
 async def ask(engine: Engine, name: str, tenant: Tenant, **fields: Any) -> EngineReply:
     """The reply to a question of the router's own, which silent engines get as well."""
     call = engine.own(BY_NAME[name], tenant, ASK_DEADLINE_S, is_poll=True)
-    return await engine.ask(call, fields)
+    try:
+        return await engine.ask(call, fields)
+    finally:
+        engine.heard_s = time.monotonic()
 
 
 async def poll_to_the_end(members: Members, member: Member, engine: Engine) -> None:
-    """Polls an engine, however long that takes; it is silent after `SILENT_S`. An error reply is a
-    sign of life."""
+    """Polls an engine, however long that takes; it is silent after `SILENT_S` without a reply to
+    any question. An error reply is a sign of life."""
     polling = asyncio.ensure_future(poll(members, member, engine))
+    engine.heard_s = time.monotonic()
     try:
-        await asyncio.wait((polling,), timeout=SILENT_S)
+        while not polling.done() and (age_s := time.monotonic() - engine.heard_s) < SILENT_S:
+            await asyncio.wait((polling,), timeout=SILENT_S - age_s)
         if not polling.done() and member.engine is engine:
             text = "%s has not replied for %g s: its calls are refused until it does"
             LOG.warning(text, member.name, SILENT_S)
@@ -91,5 +99,10 @@ async def read_events(members: Members, member: Member, engine: Engine, namespac
         for event in page["events"]:
             known.add(engine.tag, event)
         member.positions[namespace] = page["next"]
-        if len(page["events"]) < MIN_EVENTS:
+        if len(page["events"]) < MIN_EVENTS and num_ids(page["events"]) < MIN_IDS:
             return
+
+
+def num_ids(events: list[dict[str, Any]]) -> int:
+    """The page keys and token ids of events."""
+    return sum(len(one.get("page_keys", ())) + len(one.get("token_ids", ())) for one in events)

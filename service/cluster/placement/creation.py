@@ -123,7 +123,7 @@ class Creation:
                 await self.unique.refuse_taken(self.shared_ids)
             await self.locate_parents()
         waits = await self.placer.long_work.do(self.place(), self.call.tenant.namespace)
-        await self.prompts.wait(self.call, waits)
+        await self.prompts.wait(self.making, waits)
         return await self.make()
 
     async def locate_parents(self) -> None:

@@ -168,7 +168,7 @@ class ImportCall:
         """Continues the import at its engine, or begins it at another. Raises SequenceExists."""
         if not self.is_new:
             header = getattr(self.fields, "header", None)
-            engine = await self.engine_of_import()
+            engine = await self.engine_of_import(is_new=header is not None)
             if engine is not None:
                 return await self.go_on(engine)
             if header is None:
@@ -193,12 +193,12 @@ class ImportCall:
             raise
         return answered, slot
 
-    async def engine_of_import(self) -> Engine | None:
+    async def engine_of_import(self, *, is_new: bool) -> Engine | None:
         """The engine that is remembered for the import or its sequence, else the one that has the
-        import when all are asked."""
+        import when all are asked. A new import may have an id that was used before."""
         name, tenant = self.fields.id, self.call.tenant
         tag = self.locator.tags.tag((tenant.namespace, name)) or ""
-        if tag in self.members.by_tag:
+        if tag in self.members.by_tag and not is_new:
             return self.members.by_tag[tag]
         engines = self.members.engines
         asking = [

@@ -22,6 +22,8 @@ from service.operations.schema.spec import Prepared
 Fields = dict[str, Any]
 IF_THERE: Final = frozenset({"pin", "unpin"})
 """Only fail where no engine has the page."""
+BY_ALL: Final = frozenset({"list_sequences", "unpin", "clear", "holds"})
+"""Refused while an engine cannot be called that may have a part."""
 WITHOUT_SILENT: Final = frozenset({"info", "pool", "engines", "snapshot", "match_prefix"})
 """Answered from the engines that reply, where others do not."""
 
@@ -34,7 +36,7 @@ async def ask_all(
 ) -> list[tuple[Engine, EngineReply]]:
     """The reply of each engine, to the same fields or to its part. Leaves out those lost meanwhile.
 
-    Raises the first error (`IF_THERE`: only where all fail), NotReady where no engine replies.
+    Raises the first error (`IF_THERE`: only where all fail), NotReady before others.
     """
     name, engines = call.operation.name, members.engines
     may_miss, if_there = name in WITHOUT_SILENT, name in IF_THERE
@@ -54,8 +56,11 @@ async def ask_all(
             await members.wait_for_fate([engine.tag])
             if not (if_there and members.is_dead(engine.tag)):
                 errors.append(one)
-    if errors and not (if_there and replies):
-        raise errors[0]
+    away = [one for one in errors if isinstance(one, NotReady)]
+    if errors and not (if_there and replies and (name == "pin" or not away)):
+        if if_there:
+            members.check_reachable()
+        raise (away or errors)[0]
     if not replies:
         members.least_busy()  # raises for want of engines
         raise NotReady("no engine has replied: retry later")
@@ -78,6 +83,8 @@ class Broadcast:
 
     async def call(self, call: Call, prepared: Prepared) -> RawReply:
         fields = prepared.fields.model_dump(exclude_unset=True, exclude={"token_ids"})
+        if call.operation.name in BY_ALL:
+            self.members.check_all_respond()
         match call.operation.name:
             case "match_prefix":
                 return await self.match(call, prepared, fields)
@@ -97,8 +104,6 @@ class Broadcast:
                 return await self.joined(call, name, prepared, fields)
 
     async def joined(self, call: Call, name: str, prepared: Prepared, fields: Fields) -> RawReply:
-        if name == "list_sequences":
-            self.members.check_all_respond()
         parts = shares(name, fields, len(self.members.engines))
         replies = await ask_all(self.members, call, parts)
         whole = JOINS[name](prepared.fields.model_dump(), [one.fields for _, one in replies])
@@ -179,7 +184,7 @@ class Broadcast:
 
     async def lease(self, call: Call, prepared: Prepared) -> RawReply:
         """The reply of the engine that has a lease: the one in its id, else one that it has moved
-        to. Raises UnknownLease."""
+        to. Raises UnknownLease, NotReady where an engine that may have it cannot be called."""
         name = prepared.fields.id
         tag = tag_in(name)
         if tag is None:
@@ -191,12 +196,15 @@ class Broadcast:
         fields["id"] = name.removesuffix(f".{tag}")
         first = [one for one in self.members.engines if one.tag == tag]
         for engines in (first, [one for one in self.members.engines if one.tag != tag]):
-            for one in await results_of([engine.ask(call, fields) for engine in engines]):
+            results = await results_of([engine.ask(call, fields) for engine in engines])
+            for one in results:
                 if isinstance(one, EngineReply):
                     whole = one.fields | ({"id": name} if "id" in one.fields else {})
                     return reply(self.members.arena, call, whole, stages=one.stages)
+            for one in results:
                 if not (isinstance(one, ProblemText) and one.problem["code"] == "unknown_lease"):
                     raise one
+        self.members.check_reachable()
         raise UnknownLease(name)
 
     def reply(

@@ -60,6 +60,7 @@ class Deletes:
             looks += all(len(one["skipped"]) < MAX_LISTED for one in replies)
         if total != wanted:
             self.members.check_reachable()
+        self.calls.locator.forget(call, fields.names)
         self.calls.prompts.end(call.tenant.namespace, fields.names)
         return reply(self.members.arena, call, {"num_deleted": total})
 

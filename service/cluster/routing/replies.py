@@ -60,8 +60,9 @@ def with_room(error: ProblemText, engines: Sequence[Engine]) -> ProblemText:
     ]
     detail = f"{problem['detail']}; " + ("" if full is None else f"engine {full} is full; ")
     if names:
-        detail += f"{' and '.join(names)} has room: create new sequences, which are placed there, "
-        detail += "or drain the full engine, which moves its sequences there"
+        has = "has" if len(names) == 1 else "have"
+        detail += f"{' and '.join(names)} {has} room: create new sequences, which are placed "
+        detail += "there, or drain the full engine, which moves its sequences there"
     else:
         detail += "no other engine has room"
     return ProblemText(dump_json(problem | {"engines_with_room": names, "detail": detail}))

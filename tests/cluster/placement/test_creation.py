@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from service.cluster.membership.engine import Call
 from service.cluster.migration.ownership import roll_back, settle
 from service.cluster.migration.transfer import Family
 from service.cluster.placement.cost import Load
+from service.cluster.placement.inflight_prompts import InflightPrompts
 from service.errors import (
     InvalidRequest,
     NotReady,
@@ -20,7 +22,7 @@ from service.errors import (
     UnknownSequence,
 )
 from service.tenants import OPEN
-from tests.cluster.fake_engines import FakeCluster, fake_cluster
+from tests.cluster.fake_engines import FakeCluster, FakeLink, fake_cluster
 from tests.cluster.harness import PAGE, SETTINGS
 
 LOST = NotReady("the session ended")
@@ -347,3 +349,37 @@ async def test_a_sequence_that_was_deleted_after_its_move_does_not_come_back(
         asked = {"id": "moved", "state": "arrived", "generation": "5" * 32}
         assert target.calls("hand_over") == [asked]
         assert source.calls("hand_over")[-1] == {"id": "moved", "state": state}
+
+
+async def test_a_deleted_id_is_unknown_when_its_engine_dies() -> None:
+    async with fake_cluster("ab") as cluster:
+        assert await create(cluster, {"id": "one"}) == (201, ["one"])
+        home = cluster.home("one")
+        for link in cluster.links.values():
+            link.replies["delete_sequences"] = {"num_deleted": 0, "skipped": []}
+        cluster.links[home].replies["delete_sequences"] = {"num_deleted": 1, "skipped": []}
+        assert await cluster.fields("delete_sequences", {"ids": ["one"]}) == {"num_deleted": 1}
+        cluster.links[home].ids.remove("one")
+        cluster.lose(home, is_dead=True)
+        status, code, _ = await cluster.error("get_sequence", {"id": "one"})
+        assert (status, code) == (404, "unknown_sequence")
+
+
+async def test_a_prompt_that_has_waited_leaves_its_engine_the_rest_of_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def waits(self: Any, call: Call, _: Any) -> None:
+        call.deadline_us //= 2
+
+    deadlines, ask = [], FakeLink.call
+
+    async def note(self: Any, operation: Any, request: Any, length: int, *more: Any) -> Any:
+        deadlines.append(more[1])
+        return await ask(self, operation, request, length, *more)
+
+    monkeypatch.setattr(InflightPrompts, "wait", waits)
+    monkeypatch.setattr(FakeLink, "call", note)
+    async with fake_cluster("a") as cluster:
+        new = {"sequences": [{"prefix": {"token_ids": list(range(PAGE))}}]}
+        assert (await cluster.call("create_sequences", new, deadline_s=2.0)).status == 201
+    assert deadlines == [1_000_000]

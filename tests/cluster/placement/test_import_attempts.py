@@ -111,7 +111,7 @@ async def test_an_import_goes_on_and_ends_where_it_was_begun(is_forgotten: bool)
         assert before == [1, 1, 1], "of its beginning"
         assert cluster.ids_at() == {"a": set(), "b": {"new"}, "c": set()}
         looks = [len(link.calls("get_import")) for link in cluster.links.values()]
-        assert looks == ([4, 4, 4] if is_forgotten else [1, 1, 1])
+        assert looks == ([4, 4, 4] if is_forgotten else [2, 2, 2]), "each beginning"
 
 
 async def test_an_import_ends_in_a_conflict_where_its_id_was_made_elsewhere_meanwhile() -> None:
@@ -124,3 +124,14 @@ async def test_an_import_ends_in_a_conflict_where_its_id_was_made_elsewhere_mean
         assert await step(cluster, "new", BEGIN) == (409, "sequence_exists")
         assert await step(cluster, "never", {"digest": DIGEST}) == (404, "unknown_import")
         assert not begun_at(cluster, "new") and not begun_at(cluster, "never")
+
+
+async def test_an_import_of_an_id_that_names_an_engine_begins_where_there_is_room() -> None:
+    async with fake_cluster("ab") as cluster:
+        cluster.engine_of("a").is_draining = True
+        for name in ("seq-moved.aaaaaaaa", "chat-1"):
+            cluster.router.locator.tags.learn(("default", name), 8 * "a")
+            assert (await step(cluster, name, BEGIN))[0] // 100 == 2
+            assert begun_at(cluster, name) == ["b"]
+            assert (await step(cluster, name, {"digest": DIGEST}))[0] // 100 == 2
+            assert name in cluster.links["b"].ids

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from service.errors import InvalidRequest
+from service.errors import InvalidRequest, NotReady, UnknownLease, UnknownPage
 from tests.cluster.fake_engines import fake_cluster
 from tests.cluster.harness import PAGE
 
@@ -82,3 +82,71 @@ async def test_engines_are_shown_and_drained_by_their_names_in_the_cluster() -> 
         stopped = await cluster.fields("drain_engine", {"name": "b", "stop": True})
         assert stopped["name"] == "b"
         assert cluster.links["b"].calls("drain_engine") == [{"name": "engine", "stop": True}]
+
+
+SILENT = NotReady("the engine does not respond")
+PAGE_KEY = {"page_key": 32 * "0"}
+HARD = PAGE_KEY | {"hard": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "of_a", "of_b", "status"),
+    [
+        ("pin", SILENT, None, 200),
+        ("pin", UnknownPage("0"), UnknownPage("0"), 404),
+        ("pin", UnknownPage("0"), SILENT, 503),
+        ("unpin", UnknownPage("0"), None, 200),
+        ("unpin", UnknownPage("0"), SILENT, 503),
+        ("unpin", SILENT, None, 503),
+        ("unpin", None, SILENT, 503),
+    ],
+)
+async def test_a_page_is_unknown_or_free_of_pins_only_if_no_engine_is_silent(
+    name: str, of_a: Exception | None, of_b: Exception | None, status: int
+) -> None:
+    async with fake_cluster("ab") as cluster:
+        for link, error in zip(cluster.links.values(), (of_a, of_b), strict=True):
+            link.replies |= {"pin": {"num_pages": 1}, "unpin": {}}
+            link.do_next(name, *[] if error is None else [error])
+        assert (
+            await cluster.call(name, HARD if name == "pin" else PAGE_KEY)
+        ).status // 100 == status // 100
+
+
+@pytest.mark.parametrize("name", ["pin", "unpin", "clear", "holds"])
+async def test_an_engine_without_a_session_may_have_pages_and_pins(name: str) -> None:
+    fields = {"pin": HARD, "unpin": PAGE_KEY}.get(name, {})
+    async with fake_cluster("ab") as cluster:
+        cluster.links["a"].replies |= {
+            "unpin": {},
+            "clear": {"num_pages": 1},
+            "holds": {"holds": []},
+        }
+        cluster.links["a"].do_next("pin", UnknownPage("0"))
+        cluster.lose("b", is_dead=False)
+        assert (await cluster.call(name, fields)).status == 503
+        cluster.router.members.mark_dead(cluster.router.members.by_name["b"])
+        cluster.links["a"].do_next("pin", UnknownPage("0"))
+        assert (await cluster.call(name, fields)).status in (200, 204, 404)
+
+
+async def test_a_lease_is_found_although_another_engine_is_silent() -> None:
+    async with fake_cluster("abc") as cluster:
+        cluster.links["a"].do_next("renew_lease", UnknownLease("l"))
+        cluster.links["b"].do_next("renew_lease", SILENT)
+        cluster.links["c"].ids.add("l")
+        cluster.links["c"].replies["renew_lease"] = {"id": "l", "expires_at": 1.0}
+        renewed = await cluster.call("renew_lease", {"id": "l.aaaaaaaa", "lease_s": 1.0})
+        assert (renewed.status, renewed.fields.get("id")) == (200, "l.aaaaaaaa")
+
+
+@pytest.mark.parametrize("name", ["renew_lease", "release_lease"])
+async def test_a_lease_is_unknown_only_if_no_engine_is_away(name: str) -> None:
+    fields = {"id": "l.bbbbbbbb"} | ({"lease_s": 1.0} if name == "renew_lease" else {})
+    async with fake_cluster("ab") as cluster:
+        cluster.lose("b", is_dead=False)
+        for is_away in (True, False):
+            cluster.links["a"].do_next(name, UnknownLease("l"))
+            status, code, _ = await cluster.error(name, fields)
+            assert (status, code) == ((503, "not_ready") if is_away else (404, "unknown_lease"))
+            cluster.router.members.mark_dead(cluster.router.members.by_name["b"])

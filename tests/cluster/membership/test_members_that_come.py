@@ -1,0 +1,124 @@
+"""Engines that join a running cluster, and polls of engines with much to report."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.cluster.membership import polling
+from service.cluster.membership.engine import EngineReply
+from service.cluster.membership.members_file import MemberEntry
+from service.core.prefix.keys import KEY_BYTES
+from service.core.prefix.named_pages import Stored
+from service.engine.store.event_history import PAGES_AN_EVENT, EventHistory
+from service.errors import NotReady
+from service.metrics import MOST_ENGINES, Metrics
+from tests.cluster.fake_engines import INFO, fake_cluster
+
+
+async def test_a_door_that_is_ready_stays_ready_while_an_engine_that_joins_starts() -> None:
+    async with fake_cluster("a") as cluster:
+        members = cluster.router.members
+        known = MemberEntry("a", "/a")
+        members.by_name["a"].is_met = True
+        assert members.state == ("ready", "ready")
+        members.update([known, MemberEntry("b", "/not-there")])
+        await asyncio.sleep(0.01)
+        assert members.state == ("ready", "ready")
+
+
+async def test_an_engine_that_replies_to_each_question_of_a_long_poll_is_not_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(polling, "SILENT_S", 0.2)
+    view = dict.fromkeys(
+        ("referenced", "pinned", "free", "cached", "page_s", "pair_s", "read_s"), 0
+    )
+    async with fake_cluster("a") as cluster:
+        link, engine = cluster.links["a"], cluster.engine_of("a")
+        link.replies["engines"] = {"engines": [view | {"draining": False}]}
+        link.replies["events"] = {"events": [], "next": 1, "too_old": False}
+        members, member = cluster.router.members, cluster.router.members.by_name["a"]
+        for number in range(12):
+            members.prefixes_of(f"tenant-{number}")
+
+        async def slowly() -> None:
+            await asyncio.sleep(0.05)
+            assert not engine.is_silent
+
+        link.do_next("events", *[slowly] * 12)
+        await polling.poll_to_the_end(members, member, engine)
+        assert len(link.calls("events")) == 12
+
+        async def stalls() -> None:
+            await asyncio.sleep(0.4)
+            assert engine.is_silent
+
+        link.do_next("events", stalls)
+        await polling.poll_to_the_end(members, member, engine)
+        assert not engine.is_silent
+
+
+def test_the_first_engines_are_still_measured_after_many_others_have_come() -> None:
+    metrics = Metrics()
+    pages = {"free": 1}
+    for number in range(MOST_ENGINES + 3):
+        metrics.engine(f"engine-{number}", pages, 0, 0.0, 0)
+    metrics.engine("engine-0", {"free": 7}, 0, 0.0, 0)
+    text = metrics.render()[0].decode()
+    assert 'attnd_engine_kv_pages{door="main",engine="engine-0",state="free"} 7.0' in text
+
+
+async def test_one_poll_reads_all_events_of_long_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    history, page_size, num_prompts = EventHistory(16, 10**6), 16, 40
+    rng = np.random.default_rng(0)
+    for _ in range(num_prompts):
+        ids = rng.integers(0, 2**31, PAGES_AN_EVENT * page_size, np.uint32).tobytes()
+        history.hear(
+            Stored("default", rng.bytes(PAGES_AN_EVENT * KEY_BYTES), bytes(KEY_BYTES), ids)
+        )
+    questions = 0
+
+    async def ask(engine: Any, name: str, tenant: Any, after: int) -> EngineReply:
+        nonlocal questions
+        questions += 1
+        events, following, too_old = history.page("default", after, 1000)
+        return EngineReply({"events": events, "next": following, "too_old": too_old}, {}, ())
+
+    monkeypatch.setattr(polling, "ask", ask)
+    async with fake_cluster("a") as cluster:
+        members, member = cluster.router.members, cluster.router.members.by_name["a"]
+        known = members.prefixes_of("default")
+        await polling.read_events(members, member, cluster.engine_of("a"), "default")
+        assert len(known.engines_with) == num_prompts * PAGES_AN_EVENT
+        before = questions
+        history.hear(Stored("default", rng.bytes(KEY_BYTES), bytes(KEY_BYTES), None))
+        await polling.read_events(members, member, cluster.engine_of("a"), "default")
+        assert questions == before + 1, "a short page is the last"
+
+
+async def test_engines_of_another_geometry_can_replace_all_engines() -> None:
+    async with fake_cluster("ab") as cluster:
+        members = cluster.router.members
+        a, b = members.by_name.values()
+        a.is_met = b.is_met = True
+        old, new = cluster.engine_of("b"), cluster.engine_of("a")
+        new.info = INFO.model_copy(update={"page_size": 2 * INFO.page_size})
+        new.tag = "restarted"
+        cluster.lose("a", is_dead=False)
+        with pytest.raises(NotReady, match=r"pool\.page_size = 8, expected 4"):
+            members.check_alike(a, new)
+        assert a.is_dead, "another engine has its address"
+        cluster.lose("b", is_dead=False)
+        with pytest.raises(NotReady, match=r"pool\.page_size = 8, expected 4"):
+            members.check_alike(a, new)
+        members.mark_dead(b)
+        members.check_alike(a, new)
+        assert members.info is new.info
+        a.engine = new
+        with pytest.raises(NotReady, match=r"pool\.page_size = 4, expected 8"):
+            members.check_alike(b, old)
+        assert members.info is new.info
