@@ -197,13 +197,15 @@ class Broadcast:
         first = [one for one in self.members.engines if one.tag == tag]
         for engines in (first, [one for one in self.members.engines if one.tag != tag]):
             results = await results_of([engine.ask(call, fields) for engine in engines])
+            errors: list[BaseException] = []
             for one in results:
                 if isinstance(one, EngineReply):
                     whole = one.fields | ({"id": name} if "id" in one.fields else {})
                     return reply(self.members.arena, call, whole, stages=one.stages)
-            for one in results:
                 if not (isinstance(one, ProblemText) and one.problem["code"] == "unknown_lease"):
-                    raise one
+                    errors.append(one)
+            if errors:
+                raise errors[0]
         self.members.check_reachable()
         raise UnknownLease(name)
 
