@@ -124,7 +124,6 @@ def read_line(words: list[str]) -> Key:
 
 
 def new_key() -> str:
-    """A new key with 256 random bits."""
     return BEGINNING + secrets.token_urlsafe(RANDOM_BYTES)
 
 

@@ -46,7 +46,7 @@ class BackgroundHandler(logging.Handler):
         self._dropped = self._reported = 0
         self._changed = threading.Condition()
         self._is_writing = False
-        self.on_dropped: Callable[[int], object] = ignore
+        self.on_dropped: Callable[[int], object] = lambda _: None
         threading.Thread(target=self._write, name="log", daemon=True).start()
         atexit.register(self.flush)
 
@@ -71,7 +71,6 @@ class BackgroundHandler(logging.Handler):
             self._changed.wait_for(lambda: not (self._waiting or self._is_writing), FLUSH_S)
 
     def _write(self) -> None:
-        """The thread."""
         while True:
             with self._changed:
                 self._is_writing = False
@@ -114,10 +113,6 @@ class BackgroundHandler(logging.Handler):
         return self.format(record)
 
 
-def ignore(_: int) -> None:
-    """Counter of dropped lines where metrics have none."""
-
-
 def count_dropped(count: Callable[[int], object]) -> None:
     """Have `count` called with the number of lines dropped since the process began, as it grows."""
     for handler in logging.getLogger().handlers:
@@ -134,17 +129,13 @@ def set_up_logs(settings: LogSettings, process: str) -> None:
     root.handlers[:] = [handler]
     root.setLevel(settings.level.upper())
     logging.captureWarnings(True)
-    forget_origins()
+    # records without file, line, thread and process, which no line shows: half of their cost
+    logging._srcfile = None
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     for name in OWN_LINES:
         logging.getLogger(name).disabled = True
     # its start and stop are logged in our own words
     logging.getLogger("uvicorn.error").setLevel(max(logging.WARNING, root.level))
-
-
-def forget_origins() -> None:
-    """Records without file, line, thread and process, which no line shows: half of their cost."""
-    logging._srcfile = None
-    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
 
 
 @lru_cache(maxsize=2)
@@ -197,7 +188,6 @@ class ConsoleLines(logging.Formatter):
 
 
 def fields_of(record: logging.LogRecord) -> list[dict[str, Any]]:
-    """The fields of each of a record's lines."""
     each: list[dict[str, Any]] | None = getattr(record, "each", None)
     return [getattr(record, "fields", {})] if each is None else each
 

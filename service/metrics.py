@@ -189,7 +189,6 @@ class Metrics:
         (self._blocks.get(key) or self._block(key))[0] = value
 
     def sample(self, value: float, *key: str) -> None:
-        """Add a value to a histogram."""
         block = self._blocks.get(key) or self._block(key)
         block[bisect_left(SPECS[key[0]].bounds, value)] += 1.0
         block[-1] += value

@@ -57,7 +57,6 @@ def schemas() -> dict[str, Schema]:
 
 
 def drop(schema: Schema, names: tuple[str, ...]) -> None:
-    """Remove the path's fields from a body's schema."""
     for name in names:
         del schema["properties"][name]
         schema["required"].remove(name)
@@ -81,7 +80,6 @@ def operation_object(operation: Operation) -> Schema:
 
 
 def parameters(operation: Operation) -> list[Schema]:
-    """The parameters in path and query."""
     schema = operation.fields.model_json_schema(ref_template=REF + "{model}")
     required = schema.get("required", [])
     return [
@@ -105,7 +103,6 @@ def without_null(schema: Schema) -> Schema:
 
 
 def request_content(operation: Operation) -> Schema:
-    """A request's body by media type."""
     spelled: Schema = {"schema": {"$ref": REF + operation.fields.__name__}}
     if not operation.has_tensors:
         return {JSON: spelled}
@@ -115,7 +112,6 @@ def request_content(operation: Operation) -> Schema:
 
 
 def response(operation: Operation) -> Schema:
-    """The response without an error."""
     document: Schema = {"description": operation.answer_text}
     if operation.answer is not None:
         spelled = {"schema": {"$ref": REF + operation.answer.__name__}}
@@ -142,7 +138,6 @@ def error_response(status: int) -> Schema:
 
 
 def content(model: type[Fields], tensors: tuple[TensorSpec, ...], key: str, example: Any) -> Schema:
-    """The two media types of a body."""
     spelled: Schema = {"schema": json_body(model, tensors)}
     if example is not None:
         spelled["example"] = example

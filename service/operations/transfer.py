@@ -97,7 +97,6 @@ class Header(Fields):
         return -(-self.num_layers // self.layers_per_part)
 
     def count_parts(self) -> int:
-        """The right value of `num_parts`."""
         return -(-self.num_pages // self.pages_per_part) * self.parts_per_run
 
     def part(self, number: int) -> Part:

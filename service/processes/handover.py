@@ -3,15 +3,9 @@
 `python -m service` starts one engine (`python -m service.engine`) and `server.http_workers` doors
 (`python -m service.doors http`), and with `server.grpc_port` a gRPC door, with
 `cache.zmq_endpoint` a ZeroMQ door, which bind their ports themselves. The `main` of each begins
-with
-
-    inherited = receive()
-    set_up_logs(inherited.settings.log, inherited.process)
-    metrics = Metrics(inherited.process, inherited.metrics)
-
-and then serves on `inherited.sockets`, which listen already and do not block: the engine's own
-socket for the engine, HTTP's (TCP or Unix: look at `.family`) for a door. A door finds the engine
-at `inherited.engine_socket`; connecting works from the start and waits for the engine to accept.
+with `receive`, and then serves on `inherited.sockets`, which listen already and do not block: the
+engine's own socket for the engine, HTTP's (TCP or Unix: look at `.family`) for a door. A door finds
+the engine at `inherited.engine_socket`; connecting waits for the engine to accept.
 
 - `inherited.lifeline` becomes readable when the supervisor has ended: `os._exit(1)` at once.
 - SIGINT is ignored from the start. SIGHUP is pending until `on_hang_up` sets its handler, which
@@ -176,7 +170,6 @@ def start(child: Child, shared: Shared) -> subprocess.Popen[bytes]:
 
 
 def hand_over(child: Child, shared: Shared, sockets: Sequence[int]) -> bytes:
-    """A process's handover as JSON."""
     handed: dict[str, Any] = {
         "settings": shared.settings.model_dump(mode="json"),
         "process": child.process,

@@ -35,7 +35,6 @@ class Watchdog:
             self._name, self._longest_s = name, seconds
 
     def passed(self, seconds: float) -> None:
-        """A pass is over."""
         if seconds > LIMIT_S:
             self._metrics.slow_pass(self._name)
             text = "a pass of the %s's loop took %.3f s; the longest operation in it was %s, %.3f s"

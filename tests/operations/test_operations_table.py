@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from attnd.wire.dtypes import DTYPES
 
+from service.doors.http.endpoints.operation import query_values
 from service.errors import InvalidRequest
-from service.operations.schema.query import query_values
 from service.operations.schema.spec import Operation
 from service.operations.table import BY_NAME, BY_NUMBER, OPERATIONS
 

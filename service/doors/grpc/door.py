@@ -260,12 +260,10 @@ class GrpcDoor:
     # the end
 
     def drain(self, reason: str) -> None:
-        """Accept no more calls."""
         self.link.draining = reason
         self.draining.set()
 
     def trim(self) -> None:
-        """Return unused memory to the system while the door is idle."""
         if self.calls == self.calls_before:
             trim(asyncio.get_running_loop(), self.link)
         self.calls_before = self.calls

@@ -93,7 +93,6 @@ class Rpc:
 
 
 def status_of(problem: Mapping[str, Any]) -> tuple[grpc.StatusCode, str]:
-    """A problem as gRPC's status and its text."""
     code = CODES.get(problem["status"], grpc.StatusCode.INTERNAL)
     if problem["code"] == "sequence_exists":
         code = grpc.StatusCode.ALREADY_EXISTS

@@ -95,7 +95,6 @@ def check_parameters(tensor: Any) -> None:
 
 
 def read_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters by their names."""
     found = {}
     for name, value in given.items():
         kind = value.WhichOneof("parameter_choice")

@@ -155,7 +155,6 @@ class Door:
             connection.drain()
 
     def give_up(self, error: AttndError) -> None:
-        """Respond to every request with `error`."""
         for connection in list(self.connections):
             connection.give_up(error)
 

@@ -10,6 +10,7 @@ import asyncio
 import socket
 import subprocess
 from collections.abc import Mapping
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Final
 
@@ -58,8 +59,8 @@ class LongJson:
         if (waiting := self.lock.num_waiting(namespace)) >= MAX_WAITING:
             text = f"{waiting} long JSON bodies are waiting: retry later, or send safetensors"
             raise Overloaded(text, retry_after_s=1.0)
-        room = most + SPARE_BYTES
-        slot, size, form = await self.convert(conversion, body, length, room, given, namespace)
+        order = Order(conversion, body.offset, length, most + SPARE_BYTES, dict(given))
+        slot, size, form = await self.convert(body, order, namespace)
         if slot is None:
             raise Internal(f"{length} bytes of JSON became an image of {size}: this is a bug")
         return slot, size, form
@@ -71,54 +72,35 @@ class LongJson:
         what else the response needs. It counts in the namespace's share of unread responses.
         Raises ProblemText, Overloaded."""
         limit = min(self.door.limits.max_json_bytes, JSON_GROWTH * length)
-        written, size, found = await self.convert(
-            conversion, image, length, limit, given, namespace
-        )
+        order = Order(conversion, image.offset, length, limit, dict(given))
+        written, size, found = await self.convert(image, order, namespace)
         if written is not None:
             self.door.link.arena.answers.count(namespace, written)
         return written, size, found
 
     async def convert(
-        self,
-        conversion: str,
-        source: Slot,
-        length: int,
-        room: int,
-        given: Mapping[str, Any],
-        namespace: str,
+        self, source: Slot, order: Order, namespace: str
     ) -> tuple[Slot | None, int, dict[str, Any]]:
-        """Have the worker convert one body into `room` bytes at most: the slot of the output (None
-        where it is longer), its length, and what else the caller needs to know. Namespaces take
-        turns.
+        """Have the worker convert one body: the slot of the output (None where that exceeds the
+        room), its length, and what else the caller needs to know. Namespaces take turns.
 
         The worker converts a cancelled request's body to its end, and writes to its slot till then.
         """
-        work = asyncio.ensure_future(
-            self.wait(conversion, source, length, room, dict(given), namespace)
-        )
+        work = asyncio.ensure_future(self.wait(source, order, namespace))
         work.add_done_callback(forget_error)
         return await asyncio.shield(work)
 
     async def wait(
-        self,
-        conversion: str,
-        source: Slot,
-        length: int,
-        room: int,
-        given: dict[str, Any],
-        namespace: str,
+        self, source: Slot, order: Order, namespace: str
     ) -> tuple[Slot | None, int, dict[str, Any]]:
-        """Wait for the worker, and for its result."""
         source.hold()
         try:
             async with self.lock.turn(namespace):
-                into = self.door.link.arena.slot(room)
-                result = await self.exchange(
-                    Order(conversion, source.offset, length, into.offset, room, given)
-                )
+                into = self.door.link.arena.slot(order.room)
+                result = await self.exchange(replace(order, into=into.offset))
         finally:
             source.free()
-        if not result.problem and result.length <= room:
+        if not result.problem and result.length <= order.room:
             return into, result.length, result.found
         into.free()
         if result.problem:
@@ -126,7 +108,6 @@ class LongJson:
         return None, result.length, {}
 
     async def exchange(self, order: Order) -> Result:
-        """Send an order, and receive its result."""
         if self.ending is not None:
             self.ending.cancel()
         loop = self.door.loop
@@ -155,7 +136,6 @@ class LongJson:
         return connection
 
     def close(self) -> None:
-        """Kill the process."""
         if self.ending is not None:
             self.ending.cancel()
         if self.process is not None and self.connection is not None:

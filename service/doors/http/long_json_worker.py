@@ -31,9 +31,9 @@ class Order:
     conversion: str
     offset: int
     length: int
-    into: int
     room: int
     given: dict[str, Any]
+    into: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,6 @@ CONVERSIONS: Final[dict[str, Callable[[memoryview, dict[str, Any]], Converted]]]
 
 
 def main(orders: int, arena: int) -> None:
-    """Work until the door closes its end."""
     memory = memoryview(b"")
     with Connection(orders) as door:
         while True:
@@ -81,7 +80,6 @@ def main(orders: int, arena: int) -> None:
 
 
 def run(order: Order, memory: memoryview) -> Result:
-    """Carry out one order."""
     source = memory[order.offset : order.offset + order.length]
     try:
         parts, found = CONVERSIONS[order.conversion](source, order.given)

@@ -109,7 +109,6 @@ class Server(uvicorn.Server):
         self.stop()
 
     def stop(self) -> None:
-        """End at once."""
         self.should_exit = True
         self.ended.set()
 
@@ -141,8 +140,6 @@ async def not_called(scope: Any, receive: Any, send: Any) -> None:
 async def listen(
     loop: asyncio.AbstractEventLoop, door: Door, sock: socket.socket, tls: Tls | None
 ) -> asyncio.AbstractServer:
-    """Accept connections on a listening socket."""
-
     def connection() -> Connection:
         return Connection(door)
 

@@ -52,13 +52,11 @@ class Ledger:
         self._answered: list[Request] = []
 
     def add(self, request: Request) -> None:
-        """The request was answered just now."""
         if not self._answered:
             asyncio.get_running_loop().call_later(DELAY_S, self.settle)
         self._answered.append(request)
 
     def settle(self) -> None:
-        """Record every answered request."""
         answered, self._answered = self._answered, []
         for request in answered:
             self._metrics.observe(request.op, request.code, request.seconds)
@@ -79,7 +77,6 @@ def log(answered: Sequence[Request]) -> None:
 
 
 def fields_of(request: Request) -> dict[str, object]:
-    """The fields of a request's access line."""
     fields: dict[str, object] = {
         "id": request.request_id.decode("ascii"),
         "op": request.op,

@@ -201,7 +201,6 @@ class Link:
             self.checking = self.loop.call_later(CHECK_S, self.check_deadlines)
 
     def close(self) -> None:
-        """End the session."""
         if self.checking is not None:
             self.checking.cancel()
         if self.caller is not None:

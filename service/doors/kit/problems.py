@@ -20,7 +20,6 @@ class ProblemText(Exception):
 
     @property
     def problem(self) -> dict[str, Any]:
-        """The document, read."""
         read: dict[str, Any] = load_json(self.text.encode(), "the problem")
         return read
 

@@ -76,7 +76,6 @@ class Tracing:
 
 
 def attributes(request: Request) -> dict[str, str | int]:
-    """The attributes of a request's span."""
     return {
         "http.request.method": request.method,
         "url.path": request.path,

@@ -111,7 +111,6 @@ def binary_head(name: str, answer: Answer, wanted: Wanted) -> bytes:
 
 
 def body_head(name: str, answer: Answer, wanted: Wanted, image: memoryview) -> bytes:
-    """The JSON of a response."""
     head: dict[str, Any] = {"model_name": name, "model_version": VERSION}
     if wanted.id:
         head["id"] = wanted.id

@@ -66,30 +66,17 @@ class Model:
 
 
 def make_model(operation: Operation) -> Model:
-    properties = operation.fields.model_json_schema().get("properties", {})
     inputs = {spec.name: datatypes(spec) for spec in operation.takes}
-    counts = {name for name, schema in properties.items() if is_list_of_counts(schema)}
-    lists = frozenset(counts - inputs.keys())
-    return Model(
-        operation,
-        inputs | {name: (INDEX_DATATYPE,) for name in properties if name in lists},
-        frozenset(properties),
-        frozenset(name for name, schema in properties.items() if is_text(schema)),
-        lists,
-    )
-
-
-def choices(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The alternatives in a field's schema."""
-    return list(schema.get("anyOf", [schema]))
-
-
-def is_text(schema: Mapping[str, Any]) -> bool:
-    return any(one.get("type") == "string" for one in choices(schema))
-
-
-def is_list_of_counts(schema: Mapping[str, Any]) -> bool:
-    return any(one.get("items", {}).get("type") == "integer" for one in choices(schema))
+    properties = operation.fields.model_json_schema().get("properties", {})
+    texts, lists = set(), []
+    for name, schema in properties.items():
+        for kind in schema.get("anyOf", [schema]):
+            if kind.get("type") == "string":
+                texts.add(name)
+            elif kind.get("items", {}).get("type") == "integer" and name not in inputs:
+                lists.append(name)
+    inputs |= dict.fromkeys(lists, (INDEX_DATATYPE,))
+    return Model(operation, inputs, frozenset(properties), frozenset(texts), frozenset(lists))
 
 
 def datatypes(spec: TensorSpec) -> tuple[str, ...]:

@@ -110,7 +110,6 @@ class Server:
         asyncio.run(self.serve())
 
     async def serve(self) -> None:
-        """From the start to the end."""
         self.loop = loop = asyncio.get_running_loop()
         self.ended = asyncio.Event()
         self.setup.on_loop(loop, self)

@@ -74,7 +74,6 @@ def match_prefix(store: Store, request: Request, _: Seconds) -> Work:
 
 
 def prefetch(store: Store, request: Request, _: Seconds) -> Work:
-    """Load the cached part of a prompt into the pool."""
     namespace, size = request.tenant.namespace, store.geometry.page_size
     prefix = prefix_of(request.fields, request.tensors, most_tokens(store))
 

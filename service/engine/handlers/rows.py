@@ -227,7 +227,6 @@ def page_table(store: Store, request: Request, _: Seconds) -> Work:
 
 
 def table_arrays(table: Any) -> dict[str, Any]:
-    """The three arrays of a CSR page table."""
     names = ("kv_indptr", "kv_indices", "kv_last_page_len")
     return {name: getattr(table, name) for name in names}
 

@@ -110,7 +110,6 @@ class SequenceBatch:
         return tokens <= NAMED_AT_ONCE and not any(one.held or one.parent in ids for one in new)
 
     def find_loads(self, loading: Loading) -> None:
-        """Find the sequences with pages of their prefixes in lower tiers."""
         for index, one in enumerate(self._request.fields.sequences):
             prefix = prefix_at(self._request, index, self._most)
             if prefix is not None:
@@ -119,7 +118,6 @@ class SequenceBatch:
                     self.loads[index] = limits
 
     def _load(self) -> Slices:
-        """Load pages of prefixes from lower tiers."""
         loading, namespace = self._store.loading, self._request.tenant.namespace
         for index, limits in self.loads.items():
             prefix = prefix_at(self._request, index, self._most)
@@ -185,7 +183,6 @@ class SequenceBatch:
             yield
 
     def undo(self) -> None:
-        """Delete the sequences made so far."""
         for piece in self._undo_pieces():
             del piece
 

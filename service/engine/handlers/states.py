@@ -82,7 +82,6 @@ def ragged_cost(request: RaggedAttend) -> Cost:
 
 
 def merge(store: Store, request: Request, _: Seconds) -> Work:
-    """Merge lists of attention states, each into one."""
     fields = request.fields
     o, lse = request.tensors["o"], request.tensors["lse"]
     indptr = fields.indptr_array

@@ -103,7 +103,6 @@ def snapshot(store: Store, request: Request, _: Seconds) -> Work:
 
 
 def events(store: Store, request: Request, _: Seconds) -> Fields:
-    """A page of the namespace's history."""
     history, fields = store.history, request.fields
     if not history.is_kept:
         refuse("cache.events_history", 0, NO_EVENTS)

@@ -175,7 +175,6 @@ class Callers:
         self.look_after(session)
 
     def send_state(self, state: State) -> None:
-        """Send the engine's state to all sessions."""
         self._state = state
         for session in self.sessions:
             session.send_state(state)

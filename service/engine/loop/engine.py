@@ -147,7 +147,6 @@ class Engine:
         self._selector.register(fd, selectors.EVENT_READ, ready)
 
     def run(self) -> None:
-        """Serve until drained."""
         self._metrics.set(1.0, "build_info", __version__, self._backend.name)
         self._stats.record()
         info = self.info
@@ -307,7 +306,6 @@ class Engine:
     # Reply, and account for it.
 
     def _reply(self, job: Job) -> None:
-        """Send a job's one answer."""
         call: Call = job.token
         del self.jobs[call]
         spent, error = job.seconds, job.error

@@ -44,7 +44,6 @@ class FairQueue(Generic[T]):
         return (item for line in self._lines.values() for item in line.items)
 
     def depth(self, namespace: str) -> int:
-        """Number of items of a namespace."""
         line = self._lines.get(namespace)
         return 0 if line is None else len(line.items)
 

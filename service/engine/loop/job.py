@@ -124,7 +124,6 @@ class SlicedWork:
     undo_slices: Callable[[], Slices] | None = None
 
     def run(self) -> None:
-        """Run all slices at once, waiting for each."""
         result = None
         with suppress(StopIteration):
             while True:

@@ -129,7 +129,6 @@ class Launches:
         return 0.0 if self.in_flight else time.monotonic() - self._free_at
 
     def add(self, job: Job, sharing: Hashable | None) -> None:
-        """A job that has had its turn joins the group."""
         self.group.append(job)
         if sharing is not None and job.error is None:
             self.sharing = sharing

@@ -151,7 +151,6 @@ def cut(data: bytes, size: int) -> list[bytes]:
 
 
 def fields(event: Event, page_size: int) -> dict[str, Any]:
-    """An event as it appears in replies."""
     match event:
         case Stored():
             pages = {"page_keys": hex_keys(event.keys), "parent_key": event.parent_key.hex()}

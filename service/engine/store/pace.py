@@ -119,5 +119,4 @@ def within(factor: float) -> float:
 
 
 def first_pace(backend: str, slice_s: float) -> DevicePace:
-    """The pace that is guessed for a backend."""
     return DevicePace(*RATES.get(backend, RATES["cpu"]), slice_s)

@@ -53,15 +53,7 @@ def num_pages(pool: PoolSettings, free: Callable[[], int]) -> int:
 
 def geometry(pool: PoolSettings, pages: int) -> PoolGeometry:
     return PoolGeometry(
-        num_layers=pool.num_layers,
-        num_pages=pages,
-        page_size=pool.page_size,
-        num_kv_heads=pool.num_kv_heads,
-        head_dim=pool.head_dim,
-        layout=pool.layout,
-        dtype=pool.dtype,
-        k_scale=pool.k_scale,
-        v_scale=pool.v_scale,
+        num_pages=pages, **pool.model_dump(exclude={"num_pages", "memory_fraction"})
     )
 
 

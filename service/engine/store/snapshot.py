@@ -16,6 +16,7 @@ from service.image.writing import Shaped, in_order, shaped
 if TYPE_CHECKING:
     from service.engine.store.store import Store
 
+COLUMNS: Final = ("parents", "pages", "totals", "sequences", "states")
 LEAST_S: Final = 0.2
 """Least seconds between two snapshots; sooner requests get the last one again."""
 TREE_SHARE: Final = 0.02
@@ -74,15 +75,9 @@ class Snapshots:
         }
         if store.loading is not None:
             fields |= store.loading.tiers.num_records
-        arrays: dict[str, NDArray[Any]] = {
-            "page_states": states,
-            "tree_parents": tree.parents,
-            "tree_pages": tree.pages,
-            "tree_totals": tree.totals,
-            "tree_sequences": tree.sequences,
-            "tree_idle_s": np.maximum(now - tree.used, 0.0).astype(np.float32),
-            "tree_states": tree.states,
-        }
+        arrays = {"page_states": states}
+        arrays |= {f"tree_{name}": getattr(tree, name) for name in COLUMNS}
+        arrays["tree_idle_s"] = np.maximum(now - tree.used, 0.0).astype(np.float32)
         return PoolSnapshot(dump_json(fields), arrays, in_order(shaped(arrays)))
 
     def _look(self, now: float) -> Outline:

@@ -11,6 +11,7 @@ from urllib.parse import parse_qsl
 
 from starlette.routing import Route
 
+from service.doors.http.endpoints.operation import number
 from service.doors.http.endpoints.responses import (
     EXCHANGE,
     KEEP_ALIVE,
@@ -29,7 +30,6 @@ from service.errors import AttndError, NotReady
 from service.image.json_text import dump_json
 from service.operations.events import FROM_NOW
 from service.operations.schema.fields import refuse
-from service.operations.schema.query import number
 from service.tenants import Tenant
 
 if TYPE_CHECKING:
@@ -81,7 +81,6 @@ class Feed:
             self.news.wake()
 
     def stop(self) -> None:
-        """The last listener has left."""
         self.task.cancel()
         del self.task  # an ended task refers to this feed
 

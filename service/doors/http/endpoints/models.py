@@ -64,7 +64,6 @@ class ModelPages:
 
 
 def model_in(request: Request) -> Model:
-    """The model that the path names."""
     params = request.path_params
     return model_of(params["model"], params.get("version", ""))
 

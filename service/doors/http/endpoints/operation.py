@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qsl
 
@@ -22,7 +22,7 @@ from service.doors.http.long_json import GROWTH, JSON_GROWTH
 from service.doors.http.protocol.exchange import CONTENT_TYPES, Exchange
 from service.doors.kit.headers import JSON, SAFETENSORS, call_id_of
 from service.doors.kit.problems import ProblemText
-from service.errors import AnswerTooLarge, AttndError, Internal, MalformedBody
+from service.errors import AnswerTooLarge, AttndError, Internal, MalformedBody, unknown_name
 from service.image.json_body import (
     fields_text_of_image,
     image_of_json,
@@ -32,7 +32,7 @@ from service.image.json_body import (
 from service.image.json_text import dump_json
 from service.image.reading import REQUEST
 from service.image.writing import PROBLEM, header
-from service.operations.schema.query import query_values
+from service.operations.schema.fields import refuse
 from service.operations.schema.spec import Operation
 from service.road.caller_end.caller import Answered
 from service.road.caller_end.slots import Slot
@@ -125,7 +125,6 @@ class OperationEndpoint:
                 door.link.arena.give_back(slot)
 
     def given(self, exchange: Exchange, params: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields in path and query."""
         pairs = parse_qsl(exchange.query.decode("latin-1"), keep_blank_values=True)
         return {**query_values(self.operation, pairs), **params}
 
@@ -170,7 +169,6 @@ class OperationEndpoint:
         return AnswerTooLarge(size, self.limits.max_json_bytes, remedy)
 
     async def respond_json(self, exchange: Exchange, answered: Answered, slot: Slot) -> None:
-        """Send the reply as JSON."""
         started = time.perf_counter()
         limit, length = self.limits.max_json_bytes, len(answered.image)
         part: Part = b""
@@ -238,3 +236,33 @@ def max_image_bytes(operation: Operation, limit: int) -> int:
     """
     may_change = bool(operation.takes and operation.gives)
     return limit // JSON_GROWTH if may_change else 2 * limit
+
+
+def query_values(operation: Operation, pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    """The fields of a query's decoded names and values; raises `InvalidRequest`.
+
+    Converts numbers, `true` and `false`; the fields' own rules check the values.
+    """
+    values: dict[str, Any] = {}
+    for name, text in pairs:
+        if not operation.query_names:
+            refuse("query", f"{name}={text}", "this route takes no parameters")
+        if name not in operation.query_names:
+            raise unknown_name(name, text, "this route", "parameter", operation.query_names)
+        if name in values:
+            refuse(name, text, "is given twice")
+        values[name] = value(operation.fields.model_fields[name].annotation, text)
+    return values
+
+
+def value(kind: Any, text: str) -> int | bool | str:
+    """The text converted for a field of type `kind`; the text itself if it cannot be."""
+    if kind is bool:
+        return {"true": True, "false": False}.get(text, text)
+    return number(text) if kind is int else text
+
+
+def number(text: str) -> int | str:
+    """The integer of at most 18 digits that the text denotes, or the text."""
+    digits = text.removeprefix("-")
+    return int(text) if digits.isascii() and digits.isdigit() and len(digits) <= 18 else text

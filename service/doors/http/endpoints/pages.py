@@ -62,7 +62,6 @@ header <code>Authorization: Bearer KEY</code>.</p>"""
 
 
 def index_page(has_live: bool, has_keys: bool) -> str:
-    """The page of a service with these settings."""
     links = (
         f'<dt><a href="{path}">/{escape(path)}</a></dt><dd>{escape(text)}</dd>'
         for path, text in LINKS

@@ -45,7 +45,6 @@ def problem_response(error: BaseException, exchange: Exchange) -> tuple[int, str
 
 
 def headers_of(document: dict[str, Any]) -> bytes:
-    """Header lines for a client's HTTP library."""
     match document["status"]:
         case 401:
             return b"www-authenticate: Bearer\r\n"
@@ -60,7 +59,6 @@ def headers_of(document: dict[str, Any]) -> bytes:
 
 
 def router_error(error: HTTPException, exchange: Exchange) -> AttndError:
-    """An error of Starlette's router as the service's own."""
     if error.status_code == 405:
         allow = sorted((error.headers or {}).get("Allow", "").split(", "))
         return wrong_method(exchange, allow)

@@ -131,7 +131,6 @@ class LiveStream:
 
 
 def file_response(name: str) -> Response:
-    """One of the page's files."""
     content = files().get(name)
     if content is None:
         raise NoSuchRoute(f"/live/{name}: see /live")
@@ -140,5 +139,4 @@ def file_response(name: str) -> Response:
 
 @cache
 def files() -> dict[str, bytes]:
-    """The page's files by name: some 60 KB, read at the first request."""
     return {path.name: path.read_bytes() for path in FILES.iterdir() if path.suffix in TYPES}
