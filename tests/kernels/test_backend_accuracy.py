@@ -89,10 +89,10 @@ def test_large_scores_neither_overflow_nor_lose_the_sum(backend, rng) -> None:
     ("rows", "head_dim", "num_keys", "causal"),
     [
         (1, 128, 1500, True),
-        (300, 64, 1500, False),
+        pytest.param(300, 64, 1500, False, marks=pytest.mark.long),
         pytest.param(300, 64, 4096, True, marks=pytest.mark.long),
         (300, 128, 400, True),
-        (300, 128, 1500, False),
+        pytest.param(300, 128, 1500, False, marks=pytest.mark.long),
     ],
 )
 @pytest.mark.parametrize(

@@ -75,8 +75,15 @@ def assert_state(got: AttentionState, want: oracle.State, dtype: str, tainted: A
     assert (np.abs(o[both] - want[0][both]) <= bar).all()
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"),
+    [
+        ("fp16", 64),
+        ("bf16", 128),
+        pytest.param("fp16", 128, marks=pytest.mark.long),
+        pytest.param("bf16", 64, marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize(
     ("part", "value"),
