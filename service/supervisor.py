@@ -30,8 +30,11 @@ YOUNG_S: Final = 10.0
 MAX_YOUNG_DEATHS: Final = 5
 """After this many failed startups in a row, the service stops."""
 
+EARLY_S: Final = 60.0
 BACK_OFF_S: Final = 0.1
-"""Wait before a restart, doubled with every failed startup."""
+MAX_DOUBLINGS: Final = 7
+"""Wait before a restart, doubled up to so many times with every death in a row that comes earlier
+than `EARLY_S` after the start."""
 
 GRACE_S: Final = 5.0
 """Time after server.drain_timeout_s before processes are killed."""
@@ -49,6 +52,20 @@ class Running:
     child: Child
     process: subprocess.Popen[bytes]
     since: float
+
+
+@dataclass(slots=True)
+class Deaths:
+    """A process's latest deaths in a row: how many were `early`, and how many during startup."""
+
+    early: int = 0
+    young: int = 0
+
+    def add(self, lived_s: float) -> float:
+        """Count a death; the seconds to wait before the restart."""
+        self.early = self.early + 1 if lived_s < EARLY_S else 0
+        self.young = self.young + 1 if lived_s < YOUNG_S else 0
+        return BACK_OFF_S * 2 ** min(self.early - 1, MAX_DOUBLINGS) if self.early else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +88,7 @@ class Supervisor:
         self._shared = shared
         self._stop_listening = stop_listening
         self._running: dict[str, Running] = {}
-        self._young_deaths = dict.fromkeys((child.process for child in children), 0)
+        self._deaths = {child.process: Deaths() for child in children}
         self._due: dict[str, tuple[float, Child]] = {}
         self._renewed: dict[str, float] = {}
         """Doors that end because their engine died, and when they are killed."""
@@ -179,16 +196,15 @@ class Supervisor:
         """Restart it, unless it failed during startup too often."""
         name = running.child.process
         now = time.monotonic()
-        deaths = self._young_deaths[name] + 1 if now - running.since < YOUNG_S else 0
-        self._young_deaths[name] = deaths
-        if deaths >= MAX_YOUNG_DEATHS:
+        deaths = self._deaths[name]
+        wait = deaths.add(now - running.since)
+        if deaths.young >= MAX_YOUNG_DEATHS:
             text = "%s %s, %d times in a row within %g s of its start: stopping"
-            LOG.error(text, name, how, deaths, YOUNG_S)
+            LOG.error(text, name, how, deaths.young, YOUNG_S)
             self._stop(1)
         else:
             level = logging.ERROR if name == ENGINE else logging.WARNING
             LOG.log(level, "%s %s: restarting it", name, how)
-            wait = BACK_OFF_S * 2 ** (deaths - 1) if deaths else 0.0
             self._due[name] = (now + wait, running.child)
 
     def _start_again(self) -> None:

@@ -35,14 +35,15 @@ def cut_data(body: bytes, mark: str) -> tuple[bytes, dict[str, bytes]]:
     """
     pieces: list[bytes] = []
     cut: dict[str, bytes] = {}
-    done = 0
+    done = end = 0  # `end`: a bracket is looked for once, or many keys before it take seconds
     at = body.find(DATA_KEY)
     while at >= 0:
         at += len(DATA_KEY)
         head = body[at : at + 64].lstrip(BLANK)
         if head.startswith(b":") and head[1:].lstrip(BLANK).startswith(b"["):
             begin = body.index(b"[", at)
-            end = body.find(b"]", begin)
+            if 0 <= end < begin:
+                end = body.find(b"]", begin)
             if end >= 0 and body.find(b"[", begin + 1, end) < 0:
                 name = f"{mark}{len(cut)}"
                 cut[name] = body[begin + 1 : end]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from supervised import started, supervised
 
-from service.supervisor import ECHO_S
+from service.supervisor import EARLY_S, ECHO_S, YOUNG_S, Deaths
 from tests.harness.processes import Process, kill, python, wait_until_dead
 
 
@@ -233,3 +233,13 @@ def test_the_supervisor_imports_no_heavy_library() -> None:
     heavy = {"torch", "numpy", "fastapi", "uvicorn", "prometheus_client", "ml_dtypes", "cupy"}
     look = f"import sys, service.__main__; print({heavy} & set(sys.modules))"
     assert python(look) == "set()\n"
+
+
+def test_a_process_that_dies_early_again_and_again_is_restarted_later_each_time() -> None:
+    deaths = Deaths()
+    assert deaths.add(2 * EARLY_S) == 0.0
+    waits = [deaths.add(2 * YOUNG_S) for _ in range(2000)]
+    assert waits[:4] == [0.1, 0.2, 0.4, 0.8] and max(waits) == waits[-1] == 12.8
+    assert deaths.young == 0, "it has not failed during startup"
+    assert [deaths.add(0.5 * YOUNG_S) for _ in range(3)] == [12.8] * 3 and deaths.young == 3
+    assert deaths.add(2 * EARLY_S) == 0.0 and (deaths.early, deaths.young) == (0, 0)

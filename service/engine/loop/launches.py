@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final
 
 from kernels.backend import Attend, Pending
@@ -155,7 +156,7 @@ class Launches:
         except Exception as error:
             solo = next((job for job in group if isinstance(job.work, SoloLaunch)), None)
             if solo is None:
-                self._replay(error)
+                self._replay(group, error)
                 return True
             # it has changed nothing, so what is in flight need not be undone
             solo.work = pending = None
@@ -179,7 +180,10 @@ class Launches:
                 raise
             except Exception as error:
                 launch.pending = None
-                self._replay(error)
+                jobs = self.jobs
+                wait_for(self.in_flight)
+                self.in_flight.clear()
+                self._replay(jobs, error)
                 return
             self.in_flight.popleft()
             jobs, began = launch.jobs, max(launch.started, self._free_at)
@@ -252,19 +256,20 @@ class Launches:
 
     # When a launch fails.
 
-    def _replay(self, error: Exception) -> None:
-        """Undo all that is not answered, newest first, and run each operation again by itself.
+    def _replay(self, jobs: list[Job], error: Exception) -> None:
+        """Undo the newest jobs, newest first, answer those before them, and run each of `jobs`
+        again by itself.
 
         So an operation that fails harms no other and leaves no trace. One that was alone already
         is not run twice.
         """
-        jobs = self.jobs
+        was_alone = len(jobs) == 1 and not self.in_flight
         wait_for(self.in_flight)
-        self.in_flight.clear()
         self.group, self._group_s, self.sharing, self.is_closed = [], 0.0, None, False
         for job in reversed(jobs):
             self._store.undo(job.extension)
-        if len(jobs) == 1:
+        self.reply()
+        if was_alone:
             jobs[0].error = refusal_of(jobs[0], error)
         else:
             LOG.warning("a launch of %d operations failed, each runs alone: %r", len(jobs), error)
@@ -299,12 +304,14 @@ class Launches:
 
 
 def wait_for(launches: Iterable[Launch]) -> None:
-    """Wait until launches whose results are discarded no longer use the pool."""
+    """Wait until launches are done, and no longer use the pool and the requests' tensors."""
     for launch in launches:
-        try:
-            if launch.pending is not None:
-                launch.pending.result()
-        except FATAL:
-            raise
-        except Exception as error:
-            LOG.warning("a launch to be run again failed too: %r", error)
+        appends = [job.work.pending for job in launch.jobs if type(job.work) is Completed]
+        for one in (launch.pending, *chain.from_iterable(appends)):
+            try:
+                if one is not None:
+                    one.result()
+            except FATAL:
+                raise
+            except Exception as error:
+                LOG.warning("a launch to be run again failed too: %r", error)

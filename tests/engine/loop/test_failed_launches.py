@@ -212,6 +212,43 @@ def test_a_launch_that_fails_behind_another_in_flight_is_taken_back_with_what_ca
 
 
 @fake_engine(late=True)
+async def test_a_group_that_cannot_start_runs_alone_and_launches_before_it_once(
+    caller: Caller, backend: FakeBackend
+) -> None:
+    await three_sequences(caller)
+    backend.gate.clear()
+    del backend.calls[:]
+    first = caller.attempt(decode("a", new=True))
+    await until(lambda: backend.calls == ["append", "attend"])
+    threading.Timer(0.3, backend.gate.set).start()
+    backend.failures["attend"] = [RuntimeError("a bug")]
+    second = caller.attempt(decode("b", new=True, sm_scale=0.5))
+    replies = await asyncio.gather(first, second)
+    assert codes(replies) == ["ok", "ok"]
+    assert [len(one) for one in backend.launches[-2:]] == [1, 1]
+    assert backend.calls == ["append", "attend", *["append", "attend"] * 2], "only the second again"
+    assert [await caller.length(name) for name in ("a", "b")] == [6, 10]
+    assert (await caller.pool())["integrity"] == "ok"
+
+
+@fake_engine(late=True)
+async def test_a_launch_that_fails_before_a_group_that_cannot_start_is_taken_back_alone(
+    caller: Caller, backend: FakeBackend
+) -> None:
+    await three_sequences(caller)
+    backend.gate.clear()
+    backend.failures = {"result": [RuntimeError("a bug")], "attend": [None, RuntimeError("a bug")]}
+    first = caller.attempt(decode("a", new=True))
+    await until(lambda: bool(caller.engine.scheduler.launches.in_flight))
+    threading.Timer(0.3, backend.gate.set).start()
+    second = caller.attempt(decode("a", new=True, seed=4, sm_scale=0.5))
+    replies = await asyncio.gather(first, second)
+    assert codes(replies) == ["internal", "ok"]
+    assert await caller.length("a") == 6
+    assert (await caller.pool())["integrity"] == "ok"
+
+
+@fake_engine(late=True)
 async def test_a_failed_launch_of_a_disconnected_caller_is_run_again_for_others(
     caller: Caller, backend: FakeBackend
 ) -> None:
