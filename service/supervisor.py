@@ -33,8 +33,8 @@ MAX_YOUNG_DEATHS: Final = 5
 EARLY_S: Final = 60.0
 BACK_OFF_S: Final = 0.1
 MAX_DOUBLINGS: Final = 7
-"""Wait before a restart, doubled up to so many times with every death in a row that comes earlier
-than `EARLY_S` after the start."""
+"""Wait before a restart after a death earlier than `EARLY_S`. Each further one in a row doubles it,
+up to `MAX_DOUBLINGS` times."""
 
 GRACE_S: Final = 5.0
 """Time after server.drain_timeout_s before processes are killed."""
