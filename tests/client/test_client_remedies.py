@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ssl
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,21 @@ def test_a_service_that_never_gets_ready_is_an_error_of_the_package(kind: Kind) 
     assert isinstance(error, NeverReady) and isinstance(error, TimeoutError)
     assert isinstance(error, attnd.AttndError)
     assert "not ready after 0.1 s: no connection to 127.0.0.1:1" in str(error)
+
+
+def test_waiting_for_ready_takes_no_longer_than_its_timeout(kind: Kind) -> None:
+    hung = threading.Event()
+
+    def script(_: Peer) -> None:
+        hung.wait(30)
+
+    with ScriptedServer(script) as server:
+        started = time.monotonic()
+        error = outcome(kind, server.url, lambda client: client.wait_ready(0.7))
+        took = time.monotonic() - started
+        hung.set()
+    assert isinstance(error, NeverReady) and "not ready after 0.7 s" in str(error)
+    assert took < 5
 
 
 def test_a_session_that_never_gets_ready_is_the_same_error(tmp_path: Path) -> None:

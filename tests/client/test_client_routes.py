@@ -59,6 +59,15 @@ def test_one_sequence_is_got_truncated_and_deleted_by_its_path(kind: Kind) -> No
     assert sent(script) == ("DELETE", "/v1/sequences/a")
 
 
+def test_an_empty_id_is_an_invalid_request_as_a_session_has_it(kind: Kind) -> None:
+    script = Script(answer(SEQUENCE))
+    for call in (("get_sequence", ""), ("truncate", "", 5), ("get_namespace", "")):
+        with pytest.raises(attnd.InvalidRequest, match="is empty") as raised:
+            ask(kind, script, *call)
+        assert raised.value.value == "" and raised.value.request_id
+    assert not script.requests
+
+
 def pages() -> Script:
     return Script(
         answer({"sequences": [{**SEQUENCE, "id": "a"}, {**SEQUENCE, "id": "b"}], "next": "b"}),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attnd import LengthMismatch, OutOfPages
+from attnd import LengthMismatch, OutOfPages, SequenceExists, TimedOut, UnknownSequence
 from attnd.torch import RankedTorchSession, TimeSliced, TorchSession
 
 from kernels import cuda_devices
@@ -106,6 +106,38 @@ def test_a_fork_continues_its_parent_at_every_rank(ranked: RankedTorchSession) -
     second = run(ranked, ["root"], [1], [PAGE + 3], 2)
     for layer in range(LAYERS):
         np.testing.assert_array_equal(first[layer][0], second[layer][0])
+
+
+@pytest.mark.parametrize("lost", range(RANKS))
+def test_a_sequence_whose_creation_has_no_reply_is_at_no_rank(
+    ranked: RankedTorchSession, monkeypatch: pytest.MonkeyPatch, lost: int
+) -> None:
+    ranked.create_sequence("old")
+    create = TorchSession.create_sequences
+
+    def create_and_lose(session: TorchSession, new: Any) -> Any:
+        made = create(session, new)
+        if session is ranked.sessions[lost]:
+            raise TimedOut("no reply")
+        return made
+
+    monkeypatch.setattr(TorchSession, "create_sequences", create_and_lose)
+    with pytest.raises(TimedOut):
+        ranked.create_sequence("new")
+    with pytest.raises(SequenceExists):
+        ranked.create_sequence("old")
+    held = [[one.id for one in session.list_sequences()] for session in ranked.sessions]
+    assert held == [["old"]] * RANKS
+
+
+def test_a_deletion_reaches_the_ranks_behind_one_that_has_lost_the_sequence(
+    ranked: RankedTorchSession,
+) -> None:
+    ranked.create_sequence("a")
+    ranked.sessions[0].delete_sequence("a")
+    with pytest.raises(UnknownSequence):
+        ranked.delete_sequence("a")
+    assert not list(ranked.sessions[1].list_sequences())
 
 
 def test_a_step_that_one_rank_refuses_has_been_at_none(ranked: RankedTorchSession) -> None:

@@ -159,6 +159,35 @@ def test_each_layer_may_have_sinks_of_its_own(
             expect_same(served, got[layer][1], reply.lse, case)
 
 
+def test_tensors_of_slots_keep_their_memory_when_the_slots_are_gone(session: TorchSession) -> None:
+    kept = session.slots(2, HEADS).o(0)
+    part = kept[1:]
+    kept.fill_(7.0)
+    del kept
+    for _ in range(4):
+        others = [decode_slots(session, 2) for _ in range(3)]
+        for slots in others:
+            slots.q(0).fill_(1.0)
+            slots.o(0).fill_(2.0)
+    assert (part == 7.0).all()
+
+
+def test_inputs_written_with_gradients_are_refused_once(session: TorchSession) -> None:
+    fresh(session, ["a"])
+    slots = session.slots(1, HEADS, sinks=True)
+    weight = torch.ones(1, device=slots.q(0).device, requires_grad=True)
+    written = {"q": slots.q(0), "k": slots.k(0), "v": slots.v(0), "sinks": slots.sinks}
+    for name, tensor in written.items():
+        tensor.copy_((weight * 2.0).expand(tensor.shape))
+        refused = pytest.raises(ValueError, match=f"{name} was written with a gradient")
+        with refused, session.step(["a"], slots) as step:
+            step.attend(0)
+        assert not tensor.requires_grad
+    with session.step(["a"], slots) as step:
+        go_through(step, range(LAYERS), 1)
+    step.wait()
+
+
 def test_each_layer_may_have_a_window_of_its_own(served: Served, session: TorchSession) -> None:
     fresh(session, ["a", "b"])
     prefill(session, ["a", "b"], [20, 33])

@@ -20,7 +20,7 @@ from typing import Any, Final, Generic, ParamSpec, Self, TypeVar, get_args, get_
 from attnd.calls import attention, control, prefix, transfer
 from attnd.calls.call import Call
 from attnd.calls.prefix import FROM_NOW
-from attnd.errors import NeverReady, TransportError
+from attnd.errors import DeadlineExceeded, NeverReady, TransportError
 from attnd.moving import export, import_
 from attnd.results import CacheEvent, Health, SequenceInfo
 from attnd.retries import CallOptions, Pause, Steps, driven, driven_async
@@ -31,6 +31,9 @@ M = TypeVar("M", bound=Callable[..., Any])
 
 POLL_S: Final = 0.05
 """Seconds between two questions for readiness, or for new events."""
+
+LAST_S: Final = 0.5
+"""Seconds for an answer where the time for `wait_ready` is nearly up."""
 
 
 class Unquoted(str):
@@ -121,8 +124,9 @@ def until_ready(timeout: float = 60.0) -> Steps[None]:
     ends = time.monotonic() + timeout
     while True:
         try:
-            health: Health = yield control.ready()
-        except TransportError as error:
+            left = max(ends - time.monotonic(), LAST_S)
+            health: Health = yield replace(control.ready(), within_s=left)
+        except (TransportError, DeadlineExceeded) as error:
             health = Health(False, str(error))
         if health.ok:
             return

@@ -20,7 +20,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Generic, TypeVar, cast
 
 from attnd.calls.call import Call, Reply, Settled, parsed
@@ -268,8 +268,17 @@ def may_repeat(call: Call[T], error: AttndError) -> bool:
     return isinstance(error, ReplyLost) and call.repeatable
 
 
+def options_for(call: Call[T], options: CallOptions) -> CallOptions:
+    """With the earlier of the caller's deadline and the call's own."""
+    within_s, deadline_s = call.within_s, options.deadline_s
+    if within_s is None or (deadline_s is not None and deadline_s <= within_s):
+        return options
+    return replace(options, deadline_s=within_s)
+
+
 def execute(call: Call[T], options: CallOptions, send: Callable[[Attempt[Any]], Reply]) -> T:
     """Execute a call by attempts that block; raises `AttndError`."""
+    options = options_for(call, options)
     attempt = first_attempt(call, options)
     try:
         return parsed(call.parse, send(attempt))
@@ -281,6 +290,7 @@ async def execute_async(
     call: Call[T], options: CallOptions, send: Callable[[Attempt[Any]], Awaitable[Reply]]
 ) -> T:
     """`execute`, awaited."""
+    options = options_for(call, options)
     attempt = first_attempt(call, options)
     try:
         return parsed(call.parse, await send(attempt))

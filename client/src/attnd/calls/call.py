@@ -59,7 +59,8 @@ class Call(Generic[T]):
     after a lost reply it may be sent again, because doing it twice does no harm. `answer_bytes`:
     how many bytes of arrays the answer will have, as far as one can know. `recover`: called with
     the error of a retry after a lost reply. If the error shows that the earlier attempt was
-    executed, it returns the result, or a call that gets it; else None.
+    executed, it returns the result, or a call that gets it; else None. `within_s`: seconds for it
+    with its retries, if they are fewer than the caller's deadline.
     """
 
     operation: str
@@ -70,6 +71,7 @@ class Call(Generic[T]):
     answer_bytes: int = 0
     also_answers: tuple[int, ...] = ()
     recover: Callable[[ServiceError], Settled[T] | Call[T] | None] = no_recovery
+    within_s: float | None = None
 
 
 def parsed(parse: Callable[[Reply], T], reply: Reply) -> T:

@@ -12,7 +12,7 @@ from urllib.parse import quote, urlencode
 
 from attnd.calls.call import Call, Reply
 from attnd.errors import ProtocolError, ServiceError, service_error
-from attnd.meta import Meta, Timings
+from attnd.meta import NO_META, Meta, Timings
 from attnd.retries import Attempt
 from attnd.wire import images, operations
 from attnd.wire.dtypes import Array, Part
@@ -63,6 +63,10 @@ class Request:
         return sum(map(len, self.body))
 
 
+EMPTY: Final = {"status": 422, "code": "invalid_request", "value": "", "rule": "must not be empty"}
+"""A problem document of the service's kind, for an id in a path."""
+
+
 @dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a call
 class Response:
     """A complete answer; header names are lower case."""
@@ -80,6 +84,8 @@ def request_of(attempt: Attempt[Any]) -> Request:
     fields = call.fields
     if "{" in target:
         own = target[target.index("{") + 1 : target.index("}")]
+        if fields[own] == "":  # another path, which the service does not have
+            raise service_error(EMPTY | {"field": own, "detail": f"{own} is empty"}, NO_META)
         target = target.replace(f"{{{own}}}", quote(fields[own], safe=""))
         fields = {name: value for name, value in fields.items() if name != own}
     body: Body = ()

@@ -35,7 +35,7 @@ class Arena(Protocol[Made]):
         """Waits for the caller's outstanding work."""
 
     def array(self, offset: int, dtype: Any, shape: tuple[int, ...], owner: object) -> Made:
-        """An array over the arena; where it can, it keeps `owner`."""
+        """An array over the arena, which keeps `owner` alive."""
 
     def close(self) -> None:
         """Ends the threads of the arena."""
@@ -93,9 +93,23 @@ class Slots(OfLayers[A]):
     def attend(self, layer: int) -> A:
         """Release the layer to the engine. Later work of torch's current stream finds `o`; on CUDA
         the host does not wait. May be captured in a CUDA graph. Returns `o(layer)`."""
+        self.check_gradients(layer)
         if not self._is_rehearsal:
             self.arena.hand_over(layer)
         return self.o(layer)
+
+    def check_gradients(self, layer: int) -> None:
+        """ValueError, once, for tensors that were written with gradients, which would grow their
+        graph in every step."""
+        q, k, v, *_ = self.tensors(layer)
+        written: dict[str, Any] = {"q": q, "k": k, "v": v, "sinks": self._sinks}
+        for name, array in written.items():
+            if getattr(array, "requires_grad", False):
+                array.detach_()
+                raise ValueError(
+                    f"{name} was written with a gradient, which attnd's attention does not have: "
+                    "write it under torch.no_grad() or torch.inference_mode()"
+                )
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
@@ -118,12 +132,12 @@ class Room(Generic[A]):
         self.spare = self._begin - ALIGNMENT
         """Offset of an unused number, on which an echo works."""
         self._free = FreeSlots(arena.size - self._begin)
-        self._made: weakref.WeakSet[Slots[A]] = weakref.WeakSet()
+        self._taken: weakref.WeakSet[Slot] = weakref.WeakSet()
 
     @property
     def is_free(self) -> bool:
-        """Whether no slots of it are in use."""
-        return len(self._made) == 0
+        """Whether no slots of it, nor arrays of them, are in use."""
+        return len(self._taken) == 0
 
     @property
     def size(self) -> int:
@@ -135,6 +149,7 @@ class Room(Generic[A]):
         taken = self._free.take(size)
         if taken is None:
             return None
+        self._taken.add(taken)
         begin = self._begin + taken.offset
         at = tuple({name: begin + offset for name, offset in place.items()} for place in places)
         tensors = tuple(
@@ -152,6 +167,4 @@ class Room(Generic[A]):
             sinks = place, self.arena.array(place, shapes.float32, shapes.sinks, taken)
             values: Any = sinks[1]
             values[...] = -inf
-        made = Slots(taken, tensors, self.arena, at, sinks)
-        self._made.add(made)
-        return made
+        return Slots(taken, tensors, self.arena, at, sinks)

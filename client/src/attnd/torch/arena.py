@@ -19,7 +19,7 @@ from attnd.road.connection import Connection
 from attnd.steps.layout import Dtypes
 from attnd.steps.slots import FLAG_BYTES
 from attnd.torch import driver
-from attnd.torch.driver import device_bytes, host_bytes, mapped
+from attnd.torch.driver import device_bytes, mapped
 
 AGAIN_S: Final = 0.005
 """Seconds between two settings of the flags after the engine's end: the stream may reach another
@@ -93,7 +93,6 @@ class DeviceArena:
         self.flags = 0
         with torch.cuda.device(device):
             self.address = mapped(bytes.fromhex(description["handle"]), device)
-        self.memory = device_bytes(self.address, self.size, device)
         self._turns = [together([self], layer) for layer in range(num_layers)]
         self._done = driver.operations(
             [
@@ -119,8 +118,11 @@ class DeviceArena:
         """Wait for all work of the current stream."""
         torch.cuda.current_stream(self.device).synchronize()
 
+    @torch.inference_mode(False)
     def array(self, offset: int, dtype: Any, shape: tuple[int, ...], owner: object) -> torch.Tensor:
-        return tensor_at(self.memory, offset, dtype, shape)
+        held = device_bytes(self.address + offset, prod(shape) * dtype.itemsize, self.device)
+        held.untyped_storage().owner = owner  # type: ignore[attr-defined]
+        return plain(held, dtype, shape)
 
     def close(self) -> None:
         """Ends the watch. The memory stays mapped, for tensors that are still in use."""
@@ -137,15 +139,14 @@ def together(arenas: Sequence[DeviceArena], layer: int) -> Callable[[int], None]
 
 
 @torch.inference_mode(False)  # made within it, tensors could be written to only there
-def tensor_at(
-    memory: torch.Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]
-) -> torch.Tensor:
-    """A tensor over the bytes of an arena."""
-    return memory[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)
-
-
 def host_view(
     shared: SharedMemory, offset: int, dtype: Any, shape: tuple[int, ...], owner: object
 ) -> torch.Tensor:
     """A tensor over the session's shared memory."""
-    return tensor_at(host_bytes(shared.memory), offset, dtype, shape)
+    held = shared.hold(offset, prod(shape) * dtype.itemsize, owner)
+    return plain(torch.frombuffer(held, dtype=torch.uint8), dtype, shape)
+
+
+def plain(held: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor over all the bytes of another, and no view of it: `detach_` works."""
+    return held.view(dtype).view(shape).detach()

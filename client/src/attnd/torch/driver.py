@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes as c
 import functools
-import mmap
 from collections.abc import Callable, Sequence
 from struct import Struct
 from typing import Any, Final
@@ -137,41 +136,28 @@ new_capsule.restype = c.py_object
 new_capsule.argtypes = (c.c_void_p, c.c_char_p, c.c_void_p)
 
 NAME: Final = b"dltensor"
-DESCRIBED: Final[list[Any]] = []
-"""DLPack structs that torch can still read: a few hundred bytes for each arena, never freed."""
 
 
-@torch.inference_mode(False)
+@functools.cache
+def described(address: int, size: int, index: int) -> tuple[DLManagedTensor, Any]:
+    """DLPack's struct for bytes of a GPU, and their number. Torch reads it until the last tensor
+    over them is gone, so it is never freed."""
+    shape = (c.c_int64 * 1)(size)
+    sizes = c.cast(shape, c.POINTER(c.c_int64))
+    device, uint8 = DLDevice(DLPACK_CUDA, index), DLDataType(UNSIGNED, 8, 1)
+    return DLManagedTensor(DLTensor(address, device, 1, uint8, sizes, None, 0), None, None), shape
+
+
 def device_bytes(address: int, size: int, device: torch.device) -> torch.Tensor:
     """A tensor of bytes over device memory, as memory of `device` whichever GPU owns it.
 
     DLPack takes the device at its word; other ways ask the driver, which names the GPU that owns
     the memory, and kernels of this one would refuse it.
     """
-    shape = (c.c_int64 * 1)(size)
-    managed = DLManagedTensor(
-        DLTensor(
-            address,
-            DLDevice(DLPACK_CUDA, device.index or 0),
-            1,
-            DLDataType(UNSIGNED, 8, 1),
-            c.cast(shape, c.POINTER(c.c_int64)),
-            None,
-            0,
-        ),
-        None,
-        None,
-    )
-    DESCRIBED.append((managed, shape))
+    managed, _ = described(address, size, device.index or 0)
     capsule = new_capsule(c.addressof(managed), NAME, None)
     made: torch.Tensor = torch.utils.dlpack.from_dlpack(capsule)
     return made
-
-
-@torch.inference_mode(False)
-def host_bytes(memory: mmap.mmap) -> torch.Tensor:
-    """A tensor of bytes over the session's shared memory."""
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def mapped(handle: bytes, device: torch.device) -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, Self
 
 import torch
 
 from attnd import NewSequence
-from attnd.errors import AttndError
+from attnd.errors import AttndError, ServiceError, UnknownSequence
 from attnd.steps.host import HostArena
 from attnd.steps.layout import OfLayers, Tensors
 from attnd.steps.slots import Slots
@@ -71,11 +71,27 @@ class RankedTorchSession:
         self._create([NewSequence(sequence, parent, length)] * len(self.sessions))
 
     def _create(self, new: Sequence[NewSequence]) -> None:
-        with ExitStack() as undo:
+        made: list[TorchSession] = []
+        id = new[0].id or ""
+        try:
             for session, one in zip(self.sessions, new, strict=True):
+                made.append(session)
                 session.create_sequences([one])
-                undo.callback(session.delete_sequences, [one.id or ""])
-            undo.pop_all()
+        except BaseException as error:
+            if isinstance(error, ServiceError) or (len(made) == 1 and self._is_elsewhere(id)):
+                made.pop()  # this engine made none; after a lost reply it may have
+            for session in made:
+                with suppress(AttndError):
+                    session.delete_sequences([id])
+            raise
+
+    def _is_elsewhere(self, id: str) -> bool:
+        """Whether engines behind the first have the sequence, from an earlier call then."""
+        try:
+            self.sessions[-1].get_sequence(id)
+        except AttndError as error:
+            return not isinstance(error, UnknownSequence)
+        return True
 
     def truncate(self, sequence: str, length: int) -> None:
         """Keep the first `length` tokens of the whole sequence, at every layer and rank."""
@@ -83,8 +99,10 @@ class RankedTorchSession:
             session.truncate(sequence, length)
 
     def delete_sequence(self, sequence: str) -> None:
-        for session in self.sessions:
-            session.delete_sequence(sequence)
+        """At every rank, also where it is gone at another."""
+        with ExitStack() as each:
+            for session in reversed(self.sessions):
+                each.callback(session.delete_sequence, sequence)
 
     # Steps.
 
@@ -176,6 +194,7 @@ class RankedSlots(OfLayers[torch.Tensor]):
     def attend(self, layer: int) -> torch.Tensor:
         """As `Slots.attend`: q, k and v to the other ranks, all of them at once, and their states
         as one. Returns `o(layer)`."""
+        self.parts[0].check_gradients(layer)
         given, *others = self._inputs[layer % len(self._inputs)]
         for other in others:
             # a kernel's stores: a copy between GPUs would wait for a copy engine

@@ -120,7 +120,7 @@ def attnd_attention(
     cache, layer = cache_of(module, key, value)
     batch = cache.taken()
     refuse_others({"is_causal": is_causal, **others}, module, dropout)
-    if query.requires_grad and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value)):
         raise ValueError("attnd's attention has no gradients: run under torch.inference_mode()")
     mask = checked_mask(attention_mask, sliding_window)
     if getattr(module, "layer_idx", layer) != layer:
