@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The API by hand, in JSON. Start a service whose tensors are small enough to type:
 #
-#   python -m service --pool.num-layers 1 --pool.num-kv-heads 1 --pool.head-dim 2 --pool.dtype fp32
+#   attnd serve --pool.num-layers 1 --pool.num-kv-heads 1 --pool.head-dim 2 --pool.dtype fp32
 #
 # then: examples/curl.sh [http://127.0.0.1:8080], or ATTND_SOCKET=/path examples/curl.sh
 set -euo pipefail

@@ -64,7 +64,7 @@ def test_another_pool_is_refused_with_the_command_for_the_model(session: Session
         AttndCache(session, model)
     assert str(refused.value).endswith(
         "the model needs 3 layers x 2 KV heads x 32 in fp32: start a service for it with\n"
-        "  python -m service --pool.num-layers 3 --pool.num-kv-heads 2 --pool.head-dim 32 "
+        "  attnd serve --pool.num-layers 3 --pool.num-kv-heads 2 --pool.head-dim 32 "
         "--pool.dtype fp32"
     )
     assert pool_settings(model)["pool.num-layers"] == 3

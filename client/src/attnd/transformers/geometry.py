@@ -80,7 +80,7 @@ class Geometry:
     def command(self) -> str:
         """How to start a service with such a pool."""
         arguments = " ".join(f"--{name} {value}" for name, value in self.settings().items())
-        return f"python -m service {arguments}"
+        return f"attnd serve {arguments}"
 
 
 def pool_settings(
