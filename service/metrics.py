@@ -324,17 +324,13 @@ def family(name: str, spec: Spec, found: Mapping[Key, list[float]]) -> Metric:
     """One metric with its series, by their labels."""
     if spec.kind == "histogram":
         spread = HistogramMetricFamily(f"attnd_{name}", spec.help, labels=spec.labels)
+        bounds = [*map(floatToGoString, spec.bounds), "+Inf"]
         for labels, (*counts, total) in found.items():
-            spread.add_metric(labels, cumulative(spec.bounds, counts), total)
+            up_to = list(zip(bounds, accumulate(counts), strict=True))
+            spread.add_metric(labels, up_to, total)
         return spread
     of_kind = GaugeMetricFamily if spec.kind == "gauge" else CounterMetricFamily
     single = of_kind(f"attnd_{name}", spec.help, labels=spec.labels)
     for labels, (value,) in found.items():
         single.add_metric(labels, value)
     return single
-
-
-def cumulative(bounds: tuple[float, ...], counts: list[float]) -> list[tuple[str, float]]:
-    """(bound as text, observations up to it) for every bucket."""
-    texts = [*map(floatToGoString, bounds), "+Inf"]
-    return list(zip(texts, accumulate(counts), strict=True))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+from attnd.wire.images import RESPONSE
 from numpy.typing import NDArray
 
 from kernels.backend import NUMPY_DTYPES, TENSOR_DTYPES, Array, DType, PoolGeometry
@@ -16,7 +17,7 @@ from service.engine.loop.job import Seconds, SharedAttention, SlicedWork, SoloLa
 from service.engine.loop.request import AnswerPlace, Request
 from service.engine.loop.scheduler import handle
 from service.engine.store.store import Store
-from service.image.reading import place, read_layout, split
+from service.image.reading import read_image
 from service.operations.schema.spec import validate
 from service.operations.table import BY_NAME
 
@@ -117,9 +118,7 @@ def run(store: Store, name: str, fields: dict[str, Any], **tensors: Array) -> di
             work.run()
     if answer.image is None:
         raise SelfTestFailed(f"{name} has no answer")
-    header, begin = split(answer.image)
-    room = len(answer.image) - begin
-    return place(answer.image, begin, read_layout(header, room, "response"))
+    return read_image(answer.image, RESPONSE)[1]
 
 
 def compare(

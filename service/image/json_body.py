@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from attnd.wire.dtypes import Part
+from attnd.wire.images import RESPONSE
 
 from service.errors import InvalidRequest, MalformedBody
 from service.image.json_pieces import Pieces, is_short
@@ -24,7 +25,7 @@ from service.image.reading import (
     reading_fields,
     split,
 )
-from service.image.writing import RESPONSE, image
+from service.image.writing import image
 
 MARK: Final = secrets.token_hex(8)
 """Placeholder of a list of numbers that was cut out of a body."""

@@ -69,6 +69,15 @@ def read_layout(header: bytes, room: int, key: str = REQUEST) -> Layout:
     return finish(reading_layout(header, room, key))
 
 
+def read_image(
+    whole: bytes | memoryview, key: str = REQUEST
+) -> tuple[dict[str, Any], dict[str, Array]]:
+    """The fields under `key`, and the tensors as `place` gives them."""
+    header, start = split(whole)
+    layout = read_layout(header, len(whole) - start, key)
+    return layout.fields, place(whole, start, layout)
+
+
 def reading_layout(header: bytes, room: int, key: str = REQUEST) -> Pieces[Layout]:
     """As `read_layout`, in pieces."""
     document = yield from reading_document(header)

@@ -7,20 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 from attnd.wire.dtypes import Array, Part
-from attnd.wire.images import PROBLEM, RESPONSE, Shaped, flat, header
-
-__all__ = [
-    "PROBLEM",
-    "RESPONSE",
-    "Shaped",
-    "header",
-    "image",
-    "in_order",
-    "lay",
-    "num_bytes",
-    "shaped",
-    "size",
-]
+from attnd.wire.images import Shaped, flat, header
 
 
 def in_order(tensors: Iterable[Shaped]) -> tuple[Shaped, ...]:

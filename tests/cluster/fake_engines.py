@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 from attnd.wire.frames import NO_STAGES
+from attnd.wire.images import PROBLEM, RESPONSE
 
 from config.server import ServerSettings
 from service.cluster.membership.engine import Engine, RawReply
@@ -26,7 +27,7 @@ from service.errors import (
 )
 from service.image.json_text import dump_json
 from service.image.reading import REQUEST, place, read_layout, split
-from service.image.writing import PROBLEM, RESPONSE, image
+from service.image.writing import image
 from service.operations.schema.info import InfoAnswer
 from service.operations.schema.spec import Operation
 from service.road.caller_end.caller import Answered

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
+from attnd.wire.images import PROBLEM, RESPONSE
 
 from config.settings import load_settings
 from service.cluster.routing.router import Router
@@ -22,7 +23,7 @@ from service.doors.kit.problems import ProblemText, document_of
 from service.errors import AttndError
 from service.image.json_text import dump_json
 from service.image.reading import REQUEST, place, read_layout, split
-from service.image.writing import PROBLEM, RESPONSE, image
+from service.image.writing import image
 from service.operations.table import BY_NAME
 from service.tenants import OPEN, Tenant
 from tests.cluster.local_engines import LocalEngines

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+from attnd.wire.images import RESPONSE
 
 from config.sections import CacheSettings
 from config.settings import AuthSettings, EngineSettings, ServerSettings, Settings
@@ -34,7 +35,6 @@ from service.engine.loop.job import Job
 from service.engine.loop.scheduler import Scheduler
 from service.image.json_body import fields_text, read_header
 from service.image.reading import Layout, place, read_entry
-from service.image.writing import RESPONSE
 from service.keys import line_of
 from service.metrics import Metrics
 from service.operations.table import BY_NAME

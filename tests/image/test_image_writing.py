@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from attnd.wire.dtypes import DTYPES
+from attnd.wire.images import header
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from images import read_image
 
-from service.image.writing import header, image, in_order, lay, shaped, size
+from service.image.writing import image, in_order, lay, shaped, size
 
 ARRAYS: dict[str, Any] = {
     "o": np.arange(15).reshape(5, 3).astype(np.float16),

@@ -6,8 +6,9 @@ import json
 from typing import Any, Final
 
 import numpy as np
+from attnd.wire.images import header
 
-from service.image.writing import header, in_order, shaped, size
+from service.image.writing import in_order, shaped, size
 from service.operations.schema.info import InfoAnswer, LimitsAnswer
 from service.operations.schema.spec import Prepared, prepare
 from service.operations.table import BY_NAME

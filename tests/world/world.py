@@ -9,10 +9,11 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
+from attnd.wire.images import PROBLEM, RESPONSE
+
 from service.errors import DeadlineExceeded, NotReady
 from service.image.json_body import fields_text, read_header
 from service.image.reading import Layout, place, read_entry
-from service.image.writing import PROBLEM, RESPONSE
 from service.operations.table import BY_NAME
 from service.road.caller_end.caller import Answered, RoadCaller
 from service.road.caller_end.slots import ArenaFull, Slot

@@ -10,6 +10,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from attnd.wire.dtypes import Array
 from attnd.wire.frames import NO_REQUEST_ID
+from attnd.wire.images import PROBLEM, RESPONSE
 
 from service.cluster.placement.cost import Load, Pace, busy_until_s
 from service.cluster.routing.tags import tag_of_instance
@@ -19,8 +20,8 @@ from service.doors.kit.problems import ProblemText
 from service.errors import NotReady
 from service.image.json_body import fields_text_of_image
 from service.image.json_text import dump_json
-from service.image.reading import REQUEST, Layout, place, read_layout, split
-from service.image.writing import PROBLEM, RESPONSE, image
+from service.image.reading import REQUEST, Layout, place, read_image, split
+from service.image.writing import image
 from service.operations.schema.info import InfoAnswer
 from service.operations.schema.spec import Operation
 from service.road.caller_end.caller import Answered
@@ -218,10 +219,9 @@ class Engine:
             whole = answered.image
             if not len(whole):
                 return EngineReply({}, {}, answered.stages)
-            header, start = split(whole)
-            layout = read_layout(header, len(whole) - start, RESPONSE)
-            copied = {name: np.array(array) for name, array in place(whole, start, layout).items()}
-            return EngineReply(layout.fields, copied, answered.stages)
+            found, arrays = read_image(whole, RESPONSE)
+            copied = {name: np.array(array) for name, array in arrays.items()}
+            return EngineReply(found, copied, answered.stages)
         finally:
             self.arena.give_back(slot)
 

@@ -8,6 +8,7 @@ from typing import Any, Final, TypeVar
 
 from attnd.wire.dtypes import Array
 from attnd.wire.frames import NO_STAGES
+from attnd.wire.images import RESPONSE
 
 from service.cluster.membership.engine import Call, Engine, RawReply
 from service.doors.kit.arena import DoorArena
@@ -15,7 +16,7 @@ from service.doors.kit.link import LESS
 from service.doors.kit.problems import ProblemText
 from service.errors import AnswerTooLarge
 from service.image.json_text import dump_json
-from service.image.writing import RESPONSE, image
+from service.image.writing import image
 from service.road.caller_end.caller import Answered
 
 OUT_OF_PAGES: Final = "out_of_pages"

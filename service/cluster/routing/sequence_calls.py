@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 from attnd.wire.dtypes import Array
+from attnd.wire.images import RESPONSE
 
 from service.cluster.membership.engine import Call, EngineReply, Home, RawReply
 from service.cluster.membership.members import Members
@@ -31,7 +32,6 @@ from service.errors import (
 )
 from service.image.json_text import dump_json
 from service.image.reading import read_layout, split
-from service.image.writing import RESPONSE
 from service.operations.schema.fields import Int32
 from service.operations.schema.spec import Prepared
 from service.operations.sequences import GET_SEQUENCE

@@ -21,7 +21,7 @@ from service.cluster.routing.tags import BETWEEN, Name
 from service.cluster.sharded.epochs import ShardedSequence
 from service.cluster.sharded.operations import handle
 from service.errors import NotReady
-from service.image.reading import REQUEST, place, read_layout, split
+from service.image.reading import read_image
 from service.operations.schema.spec import Operation
 from service.road.caller_end.caller import Answered
 from service.road.caller_end.slots import Slot
@@ -56,9 +56,7 @@ class Ranks:
 
     async def call(self, call: Call) -> tuple[Answered, Slot]:
         """The reply, in a slot of the router. Raises the ranks' errors."""
-        header, start = split(call.image)
-        layout = read_layout(header, len(call.image) - start, REQUEST)
-        reply = await self.ask(call, layout.fields, place(call.image, start, layout))
+        reply = await self.ask(call, *read_image(call.image))
         if call.operation.answer is None:
             slot = self.engines[0].arena.slot(0)
             return Answered(call.operation.status, slot.view(0), 0, reply.stages), slot

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final
 
 import grpc
+from attnd.wire.images import PROBLEM
 from google.protobuf.json_format import ParseDict
 
 from config.server import ServerSettings
@@ -30,7 +31,6 @@ from service.doors.oip import models
 from service.doors.oip.models import MODELS, Model, error_text, model_of, statistics
 from service.errors import NotReady, RequestTimeout
 from service.image.json_body import fields_text_of_image
-from service.image.writing import PROBLEM
 from service.keys import Authenticator
 from service.metrics import Metrics
 

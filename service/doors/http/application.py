@@ -16,7 +16,7 @@ from service.doors.http.endpoints.models import ModelPages
 from service.doors.http.endpoints.openapi import DESCRIPTION, document
 from service.doors.http.endpoints.operation import PathEndpoint
 from service.doors.http.endpoints.pages import Pages
-from service.doors.http.live.page import LivePage
+from service.doors.http.live.page import live_routes
 from service.operations.schema.spec import Operation
 from service.operations.table import OPERATIONS
 
@@ -56,7 +56,7 @@ def make_application(door: Door) -> tuple[FastAPI, dict[tuple[str, str], Endpoin
             fixed |= {(one.method, path): endpoint.by_method[one.method].run for one in operations}
     routes.append(EventStream(door).route())
     if door.limits.live:
-        routes.extend(LivePage(door).routes())
+        routes.extend(live_routes(door))
     routes.extend(ModelPages(door, infer).routes())
     routes.extend(Pages(door, app.openapi).routes())
     return app, fixed

@@ -1,7 +1,4 @@
-"""The worker process that converts long JSON to images and back, in the door's arena.
-
-It receives orders from the door (`long_json.py`), until the door closes its end.
-"""
+"""The worker process that converts long JSON to images and back, in the door's arena."""
 
 from __future__ import annotations
 

@@ -8,14 +8,14 @@ from typing import Any, Protocol
 
 from attnd.wire.dtypes import Array
 from attnd.wire.frames import NO_REQUEST_ID
+from attnd.wire.images import PROBLEM, RESPONSE, header
 
 from config.server import ServerSettings
 from service.doors.kit.arena import DoorArena
 from service.doors.kit.problems import ProblemText
 from service.image.json_body import fields_text_of_image
 from service.image.json_text import dump_json
-from service.image.reading import REQUEST, place, read_layout, split
-from service.image.writing import PROBLEM, RESPONSE, header
+from service.image.reading import REQUEST, read_image
 from service.metrics import Metrics
 from service.operations.events import EVENTS
 from service.operations.schema.spec import Operation
@@ -76,10 +76,8 @@ async def call_engine(
     try:
         if answered.status >= 400:
             raise ProblemText(fields_text_of_image(answered.image, PROBLEM))
-        head, start = split(answered.image)
-        layout = read_layout(head, len(answered.image) - start, RESPONSE)
-        tensors = place(answered.image, start, layout)
-        return layout.fields, {name: tensor.copy() for name, tensor in tensors.items()}
+        found, tensors = read_image(answered.image, RESPONSE)
+        return found, {name: tensor.copy() for name, tensor in tensors.items()}
     finally:
         link.arena.give_back(slot)
 

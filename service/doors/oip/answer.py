@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 from attnd.wire.dtypes import DTYPE_NAMES, Part
-from attnd.wire.images import Entry
+from attnd.wire.images import RESPONSE, Entry
 
 from service.doors.oip.json_request import BINARY_SIZE, read_request
 from service.doors.oip.models import DATATYPES, VERSION, model_of
@@ -19,7 +19,6 @@ from service.image.json_body import fields_text
 from service.image.json_tensors import write_data
 from service.image.json_text import dump_json, load_json
 from service.image.reading import read_entry
-from service.image.writing import RESPONSE
 
 MAX_CACHED_BYTES: Final = 2048
 """Longest cached header: steps repeat theirs."""

@@ -9,13 +9,13 @@ from typing import Any, Final
 
 import numpy as np
 from attnd.wire.dtypes import DType, Part
+from attnd.wire.images import Shaped, header
 
 from service.doors.oip.models import DTYPES_BY_DATATYPE, NUMBERED, Model
 from service.errors import InvalidRequest, NotSupported, unknown_name
 from service.image.json_body import dump_fields
 from service.image.json_text import load_json
 from service.image.reading import MAX_RANK, MAX_VALUES, REQUEST, are_counts, is_huge
-from service.image.writing import Shaped, header
 
 TIMEOUT: Final = "timeout"
 """The request parameter with a client's deadline, in microseconds."""

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from attnd.wire.images import Shaped
 
 from kernels.backend import Attend, AttentionState, Int32, Mask, Scoring
 from kernels.masks import mask_row_offsets, packbits
@@ -29,7 +30,6 @@ from service.engine.loop.request import AnswerLayout, Request, answer_bytes
 from service.engine.loop.slices import cut_attend, paced_spans, row_keys
 from service.engine.store.plan_cache import Planned
 from service.engine.store.store import Store, write_cost
-from service.image.writing import Shaped
 from service.metrics import Mode
 from service.operations.schema.fields import check_mask_length, check_sinks
 

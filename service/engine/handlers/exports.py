@@ -8,6 +8,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from attnd.wire.images import Shaped
 
 from kernels.backend import NUMPY_DTYPES, Array, Int32
 from service.core.prefix.keys import KEY_BYTES, Prefix
@@ -19,7 +20,6 @@ from service.engine.loop.request import Request
 from service.engine.store.store import Store
 from service.errors import InvalidRequest, SequenceChanged
 from service.image.json_text import dump_json
-from service.image.writing import Shaped
 from service.operations.schema.info import InfoAnswer
 from service.operations.transfer import Header, Part
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
+from attnd.wire.images import Shaped
 
 from kernels.backend import NUMPY_DTYPES, Array, DType, Int32, Pending
 from service.core.errors import InvalidRequest
@@ -33,7 +34,6 @@ from service.engine.loop.request import Request
 from service.engine.loop.slices import even_spans, paced_spans
 from service.engine.store.store import Store, write_cost
 from service.errors import AnswerTooLarge
-from service.image.writing import Shaped
 
 if TYPE_CHECKING:
     from service.engine.handlers.shards.batch import ShardBatch

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from attnd.wire.dtypes import BOOL
+from attnd.wire.images import RESPONSE, Shaped, header
 from numpy.typing import NDArray
 
 from kernels.tensor import PinnedArray
@@ -15,7 +16,7 @@ from service.errors import AnswerTooLarge
 from service.image.json_pieces import Pieces
 from service.image.json_text import dump_json
 from service.image.reading import placing, split
-from service.image.writing import RESPONSE, Shaped, header, in_order, lay, num_bytes, size
+from service.image.writing import in_order, lay, num_bytes, size
 from service.operations.schema.info import InfoAnswer
 from service.operations.schema.spec import Operation, Prepared, preparing
 from service.road.engine_end.calls import Call

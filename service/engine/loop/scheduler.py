@@ -1,11 +1,7 @@
 """The scheduler: gives operations their turns, in order, and cuts long work into slices.
 
-Operations wait in lines, one for each namespace; the next turn is for the namespace that has used
-the least time. Compatible attention shares a launch. Long work runs one slice at a time, between
-the turns of others, and locks its sequences until it is done.
-
-A round of turns ends after `ROUND_SHARE` of a slice, so that new calls are read; a launch takes
-about a slice of work at most. The time of a turn, a launch or a slice is charged to its namespace.
+docs/structures.md shows a round. Long work locks its sequences until it is done. The time of a
+turn, a launch or a slice is charged to its namespace.
 """
 
 from __future__ import annotations

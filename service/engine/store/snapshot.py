@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from attnd.wire.images import Shaped
 from numpy.typing import NDArray
 
 from service.core.outline import Outline, outline, page_states
 from service.image.json_text import dump_json
-from service.image.writing import Shaped, in_order, shaped
+from service.image.writing import in_order, shaped
 
 if TYPE_CHECKING:
     from service.engine.store.store import Store

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qsl
 
 from attnd.wire.dtypes import Part
+from attnd.wire.images import PROBLEM, header
 
 from service.doors.http.endpoints.responses import (
     EXCHANGE,
@@ -31,7 +32,6 @@ from service.image.json_body import (
 )
 from service.image.json_text import dump_json
 from service.image.reading import REQUEST
-from service.image.writing import PROBLEM, header
 from service.operations.schema.fields import refuse
 from service.operations.schema.spec import Operation
 from service.road.caller_end.caller import Answered
@@ -132,20 +132,21 @@ class OperationEndpoint:
         self, exchange: Exchange, request: Slot, length: int, given: Mapping[str, Any]
     ) -> tuple[Slot, int]:
         """A safetensors body with the path's fields in its header, in another slot."""
-        body = exchange.body
-        if body is None:
-            raise Internal("a request was read after its response: this is a bug")
         placing = placing_fields(request.view(length), dict(given))
         parts = await self.door.long_work.do(placing, exchange.tenant.namespace)
         slot, length = self.door.link.arena.lay(parts)
-        body.take_over(slot, self.door)
-        return slot, length
+        return self.taken_over(exchange, slot), length
+
+    def taken_over(self, exchange: Exchange, slot: Slot) -> Slot:
+        """The slot, which the exchange holds from now on in place of its body's."""
+        if exchange.body is None:
+            raise Internal("a request was read after its response: this is a bug")
+        exchange.body.take_over(slot, self.door)
+        return slot
 
     async def read_json(self, exchange: Exchange, given: Mapping[str, Any]) -> tuple[Slot, int]:
         """The image of a request in JSON, or of one without a body, in a slot of the exchange."""
-        door, body = self.door, exchange.body
-        if body is None:
-            raise Internal("a request was read after its response: this is a bug")
+        door = self.door
         if self.has_body:
             limit = min(self.limits.max_json_bytes, self.limits.max_body_bytes)
             text, length = await read_body(door, exchange, limit)
@@ -154,14 +155,12 @@ class OperationEndpoint:
                 slot, length, _ = await door.long_json.image_of(
                     "image_of_json", text, length, GROWTH * length, given, namespace
                 )
-                body.take_over(slot, door)
-                return slot, length
+                return self.taken_over(exchange, slot), length
             parts = image_of_json(b"" if text is None else bytes(text.view(length)), dict(given))
         else:
             parts = [header(REQUEST, dump_json(given), ())]
         slot, length = door.link.arena.lay(parts)
-        body.take_over(slot, door)
-        return slot, length
+        return self.taken_over(exchange, slot), length
 
     def too_long_as_json(self, size: int) -> AttndError:
         """The error for a reply that is too long as JSON; `size` is its length, or its image's."""

@@ -61,27 +61,14 @@ SAFE: Final = {
 }
 
 
-class LivePage:
-    """The endpoints of one door. The files are static and need no key; the stream needs the key of
-    an operator."""
-
-    def __init__(self, door: Door) -> None:
-        self.door = door
-
-    def routes(self) -> list[BaseRoute]:
-        return [
-            Route("/live", named("live_page", self.page, needs_no_key=True), methods=["GET"]),
-            Route(LIVE_STREAM, LiveStream(self.door), name="stream_live"),
-            Route(
-                "/live/{name}", named("live_page", self.file, needs_no_key=True), methods=["GET"]
-            ),
-        ]
-
-    async def page(self, request: Request) -> Response:
-        return file_response("live.html")
-
-    async def file(self, request: Request) -> Response:
-        return file_response(request.path_params["name"])
+def live_routes(door: Door) -> list[BaseRoute]:
+    """The files are static and need no key; the stream needs the key of an operator."""
+    file = named("live_page", file_response, needs_no_key=True)
+    return [
+        Route("/live", file, methods=["GET"]),
+        Route(LIVE_STREAM, LiveStream(door), name="stream_live"),
+        Route("/live/{name}", file, methods=["GET"]),
+    ]
 
 
 class LiveStream:
@@ -130,7 +117,8 @@ class LiveStream:
                     self.feed = None
 
 
-def file_response(name: str) -> Response:
+async def file_response(request: Request) -> Response:
+    name = request.path_params.get("name", "live.html")
     content = files().get(name)
     if content is None:
         raise NoSuchRoute(f"/live/{name}: see /live")
