@@ -125,10 +125,10 @@ class ServerSettings(Section):
     keys, one namespace can use half of it for bodies and half for replies."""
 
     max_connections: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
-    """Maximum number of connections to one HTTP door. A further one closes an idle one, first
-    without a valid key, then of the host with the most; if none is idle, it gets 429 and is closed.
-    With keys, one namespace can have requests on half of them. Keep the number below the process's
-    limit of open files."""
+    """Maximum number of connections to one HTTP door. A further one closes one that has never had a
+    valid request, else an idle one, first of the host with the most; if there is none, it gets 429
+    and is closed. With keys, one namespace can have requests on half of them. Keep the number below
+    the process's limit of open files."""
 
     max_header_bytes: Annotated[int, Field(ge=1024)] = 64 * 2**10
     """Maximum size of a request's line and headers; larger ones get 431."""

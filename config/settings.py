@@ -193,13 +193,26 @@ def refuse_unknown_options(argv: Sequence[str]) -> None:
         raise SettingsError(f"{name}: unknown option{close} (--help lists all options)")
 
 
+class UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that is given twice in a mapping; YAML's readers keep the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                where = f"line {key.start_mark.line + 1}"
+                raise yaml.YAMLError(f"{where}: {key.value}: given twice: remove one")
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """The sections of one YAML file, keys with underscores; an empty file has none.
 
     A setting can be in its section or have its full name, `pool.num_pages: 64`.
     """
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.load(path.read_text(encoding="utf-8"), UniqueKeys)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise SettingsError(f"{path}: {' '.join(str(error).split())}") from error
     if values is None:

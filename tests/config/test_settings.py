@@ -167,6 +167,8 @@ def test_variables_that_kubernetes_makes_for_a_service_called_attnd_are_let_pass
         ("pool: 3", "pool = 3"),
         ("- 1", "not a mapping"),
         ("pool: {", "other.yaml"),
+        ("pool:\n  num_pages: 8\n  num_pages: 9\n", "line 3: num_pages: given twice"),
+        ("pool: {num_pages: 8}\npool: {num_layers: 2}\n", "line 2: pool: given twice"),
         ("server: {uds_mode: 600}", "server.uds_mode = 600: write it in quotes"),
         ("server: {socket_mode: 0600}", "server.socket_mode = 384: write it in quotes"),
         ("engine: {slice_ms: soon}", "engine.slice_ms = soon"),

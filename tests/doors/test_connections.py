@@ -25,6 +25,7 @@ from scripted import (
 
 from config.settings import ServerSettings
 from service.doors.http.protocol.intake import Intake
+from service.keys import line_of
 
 BODY = decode_body()
 GOOD = request("/v1/decode", BODY)
@@ -61,6 +62,7 @@ def test_bytes_that_come_just_after_a_response_follow_those_that_came_ahead_of_i
         b"POST /v1/decode HTTP/1.1\r\nhost: localhost\r\ncontent-length: -1\r\n\r\n",
         b"POST /v1/decode HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1e3\r\n\r\n",
         b"POST /v1/decode HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999999999999\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: " + b"0" * 5000 + b"2\r\n\r\n{}",
         b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\ntransfer-encoding: chunked\r\n\r\n",
         b"POST /v1/decode HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: gzip\r\n\r\n",
     ],
@@ -122,6 +124,7 @@ def test_transfer_codings_beside_chunked_are_refused(door: Running) -> None:
         (b"3\nabc\r\n", "malformed_body"),
         (b"1" * 16 + b"\r\n", "malformed_body"),
         (b"1;" + b"x" * 2000 + b"\r\n", "malformed_body"),
+        (b"1;a\rb\r\nx\r\n0\r\n\r\n", "malformed_body"),
         (b"fffffffffffff\r\nabc", "body_too_large"),
         (b"0\r\n" + b"a: b\r\n" * 20_000 + b"\r\n", "headers_too_large"),
     ],
@@ -254,11 +257,12 @@ def test_json_has_a_limit_of_its_own(quiet: Running) -> None:
         assert (problem["code"], problem["limit"]) == ("body_too_large", 4096)
 
 
+@pytest.mark.parametrize("expect", ["100-continue", "100-Continue \t"])
 def test_a_client_that_waits_for_100_continue_gets_it_when_its_head_is_right(
-    quiet: Running,
+    quiet: Running, expect: str
 ) -> None:
     with quiet.connect() as peer:
-        peer.sendall(request("/v1/decode", expect="100-continue", content_length=str(len(BODY))))
+        peer.sendall(request("/v1/decode", expect=expect, content_length=str(len(BODY))))
         assert peer.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
         peer.sendall(BODY + request("/v1/pool", method="GET", connection="close"))
         assert [reply.status for reply in replies(receive_all(peer))] == [200, 200]
@@ -363,7 +367,33 @@ def is_open(peer: socket.socket) -> bool:
         return False
 
 
-@pytest.mark.parametrize("begun", [b"", b"GET / HTTP/1.1\r\nx: y"], ids=["silent", "slow head"])
+def test_a_client_of_http_1_0_gets_no_interim_response(door: Running) -> None:
+    with door.connect() as peer:
+        head = request("/v1/decode", expect="100-continue", content_length=str(len(BODY)))
+        peer.sendall(head.replace(b"HTTP/1.1", b"HTTP/1.0", 1))
+        time.sleep(0.1)
+        peer.sendall(BODY)
+        assert receive_all(peer).startswith(b"HTTP/1.1 200")
+
+
+def test_connections_that_never_had_a_valid_key_give_place_whatever_they_do(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(line_of("secret", "a", ["read"]))
+    unread = request("/live/live.js", method="GET", content_length="") * 400
+    with serving(tmp_path, *FEW, "--auth.keys-file", str(keys)) as running, ExitStack() as stack:
+        for _ in range(4):
+            peer = stack.enter_context(running.connect())
+            peer.setblocking(False)
+            with suppress(BlockingIOError):
+                peer.sendall(unread)
+        wait_for(lambda: all(one.intake.is_held for one in running.door.connections), "all to wait")
+        assert is_open(stack.enter_context(running.connect()))
+
+
+BEGUN = {"silent": b"", "slow head": b"GET / HTTP/1.1\r\nx: y", "no request": b"X\r\n\r\n"}
+
+
+@pytest.mark.parametrize("begun", BEGUN.values(), ids=BEGUN)
 def test_connections_without_a_request_give_place_to_new_ones(tmp_path: Path, begun: bytes) -> None:
     with serving(tmp_path, *FEW) as running, ExitStack() as stack:
         served = stack.enter_context(running.connect())

@@ -77,9 +77,10 @@ def door_before(path: Path) -> Iterator[tuple[Server, str]]:
         server = Server(
             Setup(load_settings([]), Metrics(), str(path), "http-0", "", sockets=[listener])
         )
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"  # the door may close the listener
         thread = threading.Thread(target=server.run)
         thread.start()
-        yield server, f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield server, url
         thread.join(WAIT_S)
         assert not thread.is_alive()
 

@@ -157,6 +157,15 @@ def test_a_listener_that_reads_nothing_is_disconnected_though_it_sends(tmp_path:
         peer.close()
 
 
+def test_a_listener_that_leaves_in_the_middle_of_a_body_ends_its_stream(tmp_path: Path) -> None:
+    with serving(tmp_path, script=Events()) as door:
+        peer = door.connect()
+        peer.sendall(b"GET /v1/events HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1\r\n\r\n")
+        assert peer.recv(12) == b"HTTP/1.1 200"
+        peer.close()
+        wait_for(lambda: not door.door.active, "the end of the stream")
+
+
 def sent(door: Running) -> int:
     """The number of the newest event that the feed has."""
     routes = {one.name: one for one in door.door.app.router.routes}

@@ -93,16 +93,18 @@ class Door:
         return len(self.connections) <= self.max_connections or self.make_room(connection)
 
     def make_room(self, newest: Connection) -> bool:
-        """Close one idle connection for a new one; returns whether there was one.
+        """Close a connection for a new one; returns whether there was one.
 
-        Connections without a valid request go first, then connections of the host with the most,
-        then the longest idle.
+        Connections without a valid request go first, whatever they do; then idle connections of the
+        host with the most, then the longest idle.
         """
-        idle = [one for one in self.connections if one.is_idle and one is not newest]
+        idle = [one for one in self.connections if one.may_give_place and one is not newest]
         if not idle:
             return False
         counts = Counter(one.address for one in self.connections)
-        min(idle, key=lambda one: (one.is_known, -counts[one.address], one.since)).give_place()
+        chosen = min(idle, key=lambda one: (one.is_known, -counts[one.address], one.since))
+        self.connections.discard(chosen)
+        chosen.give_place()
         self.complain("idle connections are closed for new ones")
         return True
 

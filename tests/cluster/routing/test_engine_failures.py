@@ -109,6 +109,7 @@ async def test_a_full_engine_is_named_with_those_that_have_room() -> None:
         cluster.links["a"].do_next("truncate", OutOfPages(5, 0, 9, {}))
         problem = (await cluster.call("truncate", TRUNCATE)).fields
         assert (problem["engine"], problem["engines_with_room"]) == ("a", ["b", "e"])
+        assert "engine a is full; b and e have room: " in problem["detail"]
 
 
 @pytest.mark.parametrize("ending", ["commit", "delete_sequence", "truncate"])

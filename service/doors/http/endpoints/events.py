@@ -153,6 +153,8 @@ def last_event(exchange: Exchange) -> int:
     """The number of the event after which the stream begins. Raises InvalidRequest."""
     query = parse_qsl(exchange.query.decode("latin-1"), keep_blank_values=True)
     given = dict(query)
+    if len(given) < len(query):
+        refuse("query", exchange.query.decode("latin-1"), "has a parameter twice")
     if unknown := given.keys() - {"after"}:
         refuse(min(unknown), given[min(unknown)], "this route has no such parameter")
     text, name = given.get("after", str(FROM_NOW)), "after"

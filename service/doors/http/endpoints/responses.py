@@ -15,7 +15,6 @@ from attnd.wire.dtypes import Part
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from service.doors.http.protocol.bodies import ClientGone
 from service.doors.http.protocol.exchange import CONTENT_TYPES, Exchange
 from service.doors.kit.headers import PROBLEM
 from service.doors.kit.ledger import CLIENT_CLOSED
@@ -88,7 +87,7 @@ async def run(door: Door, exchange: Exchange) -> None:
         exchange.keep_alive = False
     try:
         if exchange.is_disconnected:
-            raise ClientGone
+            raise asyncio.CancelledError
         endpoint = door.endpoints.get((exchange.method, exchange.path))
         if endpoint is not None and exchange.refusal is None:
             await endpoint(exchange, NO_PARAMS)
@@ -97,8 +96,6 @@ async def run(door: Door, exchange: Exchange) -> None:
     except asyncio.CancelledError:
         if not exchange.is_disconnected:
             raise
-        finish(door, exchange, CLIENT_CLOSED, "client_gone")
-    except ClientGone:
         finish(door, exchange, CLIENT_CLOSED, "client_gone")
     except Exception as error:
         respond_problem(door, exchange, error)
@@ -259,7 +256,7 @@ async def read_body(door: Door, exchange: Exchange, limit: int) -> tuple[Slot | 
     """The slot with the whole body, None for an empty one, and the body's length.
 
     Raises BodyTooLarge, for a declared length before the body is read; MalformedBody,
-    RequestTimeout, Overloaded, NotReady, ClientGone.
+    RequestTimeout, Overloaded, NotReady.
     """
     body, connection = exchange.body, exchange.connection
     if body is None or connection is None:

@@ -76,10 +76,6 @@ class BodyShares:
 EMPTY: Final = memoryview(b"")
 
 
-class ClientGone(Exception):
-    """The client closed its connection before the response."""
-
-
 class Body:
     """One body. The event loop receives a declared length straight into a slot; chunks are copied.
 
@@ -101,7 +97,7 @@ class Body:
         self.slot: Slot | None = None
         self.view = EMPTY
         self.door: Door | None = None
-        self.failure: AttndError | ClientGone | None = None
+        self.failure: AttndError | None = None
         self.waiting: asyncio.Future[None] | None = None
 
     @property
@@ -214,7 +210,7 @@ class Body:
             self.door.shares.change(self.caller, self.booked, 0)
             self.booked = 0
 
-    def fail(self, error: AttndError | ClientGone) -> None:
+    def fail(self, error: AttndError) -> None:
         """The body will not arrive whole: `change` raises this."""
         self.failure = self.failure or error
         self.is_open = False

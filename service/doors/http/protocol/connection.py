@@ -18,7 +18,7 @@ from attnd.wire.dtypes import Part
 
 from service.doors.http.endpoints.responses import finish, problem_response, respond_problem, run
 from service.doors.http.protocol.admission import ConnectionKey
-from service.doors.http.protocol.bodies import Body, ClientGone
+from service.doors.http.protocol.bodies import Body
 from service.doors.http.protocol.exchange import Exchange
 from service.doors.http.protocol.half_closed import CONTINUE, HalfClosed
 from service.doors.http.protocol.heads import Head
@@ -208,11 +208,14 @@ class Connection(asyncio.BufferedProtocol):
             self.busy_in = ""
 
     @property
-    def is_idle(self) -> bool:
-        """Whether it waits for a request's head, and all responses are sent."""
-        if self.exchange is not None or self.is_closing:
-            return False
-        return not self.intake.is_held and not self.intake.ahead
+    def may_give_place(self) -> bool:
+        """Whether it may be closed for a new connection: it has never had a valid request, or waits
+        for a request's head or its end, and all responses are sent."""
+        if not self.is_known:
+            return True
+        if self.is_closing:
+            return not self.transport.get_write_buffer_size()
+        return self.exchange is None and not self.intake.is_held and not self.intake.ahead
 
     def welcome_body(self, exchange: Exchange, body: Body) -> None:
         """An endpoint waits for the body: continue reading."""
@@ -322,9 +325,7 @@ class Connection(asyncio.BufferedProtocol):
     def hang_up(self, exchange: Exchange) -> None:
         """The client has left: cancel its request."""
         exchange.is_disconnected = True
-        if exchange.body is not None and not exchange.body.complete:
-            exchange.body.fail(ClientGone())
-        elif self.task is not None:
+        if self.task is not None:
             self.task.cancel()
 
     def drain(self) -> None:

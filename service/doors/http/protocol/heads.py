@@ -28,6 +28,8 @@ LEAD_BYTES: Final = 256
 """Room before a body that begins with JSON: the image's header may be longer than the JSON."""
 MAX_DIGITS: Final = 12
 """Of the length of that JSON."""
+LENGTH_DIGITS: Final = 20
+"""Of `Content-Length`; llhttp accepts any number of zeros before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,8 @@ def check_once(raw: RawHeaders) -> None:
 
 
 def read_headers(raw: RawHeaders) -> Headers:
-    """Raises MalformedRequest for a header that is repeated and must not be."""
+    """Raises MalformedRequest for a header that is repeated and must not be, and for a length that
+    is not a short number."""
     found = Headers()
     if len(dict(raw)) < len(raw):
         check_once(raw)
@@ -113,6 +116,9 @@ def read_headers(raw: RawHeaders) -> Headers:
             case b"origin":
                 found.origin = value
             case b"content-length":
+                if len(value) > LENGTH_DIGITS:
+                    text = f"Content-Length has {len(value)} digits: send {LENGTH_DIGITS} at most"
+                    raise MalformedRequest(text)
                 found.content_length = int(value)
             case b"transfer-encoding":
                 found.transfer_encoding = value
@@ -258,8 +264,10 @@ class HeadParser:
         headers = read_headers(self.headers)
         if version == "1.1" and not headers.host:
             raise MalformedRequest("HTTP/1.1 requires the header Host: send the service's name")
-        if version == "1.0" and headers.transfer_encoding is not None:
-            raise MalformedRequest("HTTP/1.0 has no Transfer-Encoding: send Content-Length")
+        if version == "1.0":
+            if headers.transfer_encoding is not None:
+                raise MalformedRequest("HTTP/1.0 has no Transfer-Encoding: send Content-Length")
+            headers.expects_continue = False  # HTTP/1.0 has no interim responses
         target = split(self.url)
         if target.authority:
             headers.host = target.authority
@@ -282,7 +290,7 @@ class HeadParser:
         self.url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        name = name.lower()
+        name, value = name.lower(), value.rstrip(b" \t")  # llhttp leaves white space behind it
         if name == b"x-request-id":
             self.request_ids.append(value)
         else:

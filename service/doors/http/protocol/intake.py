@@ -148,7 +148,7 @@ def unexpected(head: Head, request_id: bytes, body: Body) -> None:
 def chunked_body(encoding: bytes, limits: ServerSettings) -> Body:
     """A body of unknown length. llhttp has checked that its head declares only one length."""
     body = Body(None, Chunks(limits.max_header_bytes), limits.max_body_bytes)
-    if encoding.strip().lower() != b"chunked":
+    if encoding.lower() != b"chunked":
         text = encoding.decode("latin-1")[:100]
         body.fail(MalformedRequest(f"Transfer-Encoding is {text}: send chunked, or none"))
     return body
