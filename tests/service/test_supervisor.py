@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from supervised import started, supervised
 
-from service.supervisor import EARLY_S, ECHO_S, YOUNG_S, Deaths
+from service.processes.deaths import EARLY_S, YOUNG_S, Deaths
+from service.supervisor import ECHO_S
 from tests.harness.processes import Process, kill, python, wait_until_dead
 
 

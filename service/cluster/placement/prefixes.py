@@ -18,7 +18,8 @@ from service.core.prefix.keys import Prefix, as_keys, root_key
 from service.core.prefix.named_pages import POOL
 from service.image.json_pieces import Pieces
 
-MAX_EVENTS: Final = 16_384
+MAX_LOGGED: Final = 16_384
+"""Pages of a namespace for which a door keeps events: as many as an engine does by default."""
 PAGES_PER_EVENT: Final = 128
 EXPECTED_S: Final = 5.0
 """For how long pages are expected where their prompt was placed. Prompts that begin alike often
@@ -176,13 +177,18 @@ class EventLog:
     """Events numbered from the microseconds of the start, so that a number from another door, or
     from before a restart, is too old."""
 
-    def __init__(self, most: int = MAX_EVENTS) -> None:
+    def __init__(self, most_pages: int = MAX_LOGGED) -> None:
         self.begin = self.newest = time.time_ns() // 1000
-        self.events: deque[Event] = deque(maxlen=most)
+        self.events: deque[Event] = deque()
+        self.most_pages = most_pages
+        self.num_pages = 0
 
     def add(self, event: Event) -> None:
         self.newest += 1
         self.events.append(event | {"id": self.newest})
+        self.num_pages += len(event["page_keys"])
+        while self.num_pages > self.most_pages:
+            self.num_pages -= len(self.events.popleft()["page_keys"])
 
     def page(self, after: int, limit: int) -> Event:
         """Up to `limit` events after a number, the number to continue after, and whether events in

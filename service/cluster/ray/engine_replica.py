@@ -30,13 +30,13 @@ from service.doors.kit.arena import DoorArena
 from service.doors.kit.link import Link
 from service.errors import NotReady
 from service.operations.table import BY_NAME
+from service.processes.deaths import YOUNG_S, Deaths
 from service.road.engine_end.listening import CannotListen, Listening, listen
 from service.tenants import OPEN, SCOPES, tenant_of
 
 LOG: Final = logging.getLogger("attnd.cluster")
 ASK_S: Final = 5.0
 MAX_ON_A_HOST: Final = 64
-YOUNG_S: Final = 10.0
 MAX_DEATHS: Final = 3
 """Deaths of a young process in a row after which Serve restarts the replica."""
 
@@ -81,9 +81,18 @@ class EngineReplica:
         self.tenant = tenant_of("cluster", SCOPES) if settings.auth.keys_file else OPEN
         self.directory = directory()
         self.engine: Engine | None = None
-        self.is_leaving = False
-        self.deaths = 0
+        self.connecting = asyncio.Lock()
+        self.has_replied = self.is_leaving = False
+        self.deaths = Deaths()
+        self.meeting = asyncio.get_running_loop().create_task(self.meet())
         self.watching = asyncio.get_running_loop().create_task(self.watch())
+
+    async def meet(self) -> None:
+        """Waits for the engine's first reply. It is reported only then: while a listed engine does
+        not reply, doors answer 503 for ids that they find nowhere."""
+        while await self.num_left() is None:
+            await asyncio.sleep(REPORT_S)
+        self.has_replied = True
 
     async def watch(self) -> None:
         """Restarts the process when it ends, and reports it to the directory."""
@@ -91,11 +100,12 @@ class EngineReplica:
         while True:
             if self.process.running.poll() is not None:
                 self.engine = None
-                self.deaths = self.deaths + 1 if time.monotonic() - started < YOUNG_S else 1
+                await asyncio.sleep(self.deaths.add(time.monotonic() - started))
                 self.process.restart()
                 started = time.monotonic()
-            with suppress(RayError):
-                await self.directory.report.remote(self.place)
+            if self.has_replied:
+                with suppress(RayError):
+                    await self.directory.report.remote(self.place)
             await asyncio.sleep(REPORT_S)
 
     @property
@@ -105,8 +115,8 @@ class EngineReplica:
 
     def check_health(self) -> None:
         """Called by Serve. Raises RuntimeError where Serve should restart the replica."""
-        if self.deaths >= MAX_DEATHS:
-            raise RuntimeError(f"the engine died {self.deaths} times within {YOUNG_S:g} s")
+        if (count := self.deaths.young) >= MAX_DEATHS:
+            raise RuntimeError(f"the engine died {count} times within {YOUNG_S:g} s of its start")
         if self.watching.done():
             raise RuntimeError("the engine is not supervised any more")
 
@@ -123,7 +133,7 @@ class EngineReplica:
 
     async def ask(self) -> EngineReply:
         """The engine's view of itself. Raises NotReady, OSError, TimeoutError."""
-        async with asyncio.timeout(ASK_S):
+        async with asyncio.timeout(ASK_S), self.connecting:
             if self.engine is None or not self.engine.is_ready:
                 link = Link(self.settings.server, self.tenant is not OPEN, arena=self.arena)
                 await link.connect(self.path, "replica", self.secret)
@@ -145,6 +155,7 @@ class EngineReplica:
         with suppress(asyncio.CancelledError):
             await draining
         self.watching.cancel()
+        self.meeting.cancel()
         with suppress(RayError):
             await self.directory.leave.remote(self.name)
         await asyncio.sleep(2 * REPORT_S)  # until all ingresses have read it

@@ -64,11 +64,12 @@ class FastPath:
         self, call: Call, header: bytes, ids: tuple[str, ...]
     ) -> Target | tuple[()] | None:
         found = self.look_up(call, ids)
-        if found is not None:
+        key = call.operation, call.tenant.namespace, header
+        if found is not None and key not in self.known:
             self.num_bytes += len(header) + ENTRY_BYTES
             if self.num_bytes > MAX_BYTES:
                 self.clear()
-            self.known[call.operation, call.tenant.namespace, header] = found
+            self.known[key] = found
         return found
 
     def clear(self) -> None:

@@ -16,6 +16,8 @@ from service.cluster.placement.prefixes import (
     EXPECTED_PAGES,
     EXPECTED_S,
     MAX_EXPECTED,
+    MAX_LOGGED,
+    PAGES_PER_EVENT,
     EventLog,
     Prefixes,
     chained_keys,
@@ -235,7 +237,7 @@ def test_the_cluster_stores_with_the_first_engine_and_removes_with_the_last() ->
 
 
 def test_numbers_of_another_door_are_too_old() -> None:
-    log = EventLog(most=3)
+    log = EventLog(most_pages=3)
     begin = log.newest
     assert log.page(-1, 10) == {"events": [], "next": begin, "too_old": False}
     for page in range(4):
@@ -246,6 +248,15 @@ def test_numbers_of_another_door_are_too_old() -> None:
     for after in (0, begin, begin + 5, 7):
         page = log.page(after, 10)
         assert page["too_old"] and len(page["events"]) == 3 and page["next"] == begin + 4
+
+
+def test_a_door_keeps_the_events_of_a_bounded_number_of_pages() -> None:
+    known, pages = Prefixes(), PAGES_PER_EVENT
+    for first in range(0, 3 * MAX_LOGGED, pages):
+        keys = [f"{page:032x}" for page in range(first, first + pages)]
+        known.add("a", stored() | {"page_keys": keys})
+    assert sum(len(one["page_keys"]) for one in known.log.events) == MAX_LOGGED
+    assert known.log.page(0, 1)["too_old"]
 
 
 def test_keys_are_chained_as_the_engine_chains_them() -> None:

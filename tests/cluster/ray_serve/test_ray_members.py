@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Iterator
 from functools import partial
@@ -94,3 +95,35 @@ def test_an_engine_is_forgotten_when_it_has_ended_and_not_when_it_is_silent(
     assert ended == {"ended", "moved", "on a dead node", "left"}
     ingress.update(new, ended, late)
     assert names(ingress) == ["leaving", "new", "silent"]
+
+
+@pytest.mark.filterwarnings("ignore")  # what Ray does as it is imported is its own
+async def test_an_engine_is_reported_from_its_first_reply_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from service.cluster.ray import engine_replica
+
+    replies: list[int | None] = [None, None, 0]
+    reported: list[int] = []
+
+    async def num_left() -> int | None:
+        return replies.pop(0)
+
+    async def report(_: str) -> None:
+        reported.append(len(replies))
+
+    monkeypatch.setattr(engine_replica, "REPORT_S", 0.02)
+    made: Any = SimpleNamespace(
+        num_left=num_left,
+        has_replied=False,
+        place="a place",
+        process=SimpleNamespace(running=SimpleNamespace(poll=lambda: None)),
+        directory=SimpleNamespace(report=SimpleNamespace(remote=report)),
+    )
+    watching = asyncio.ensure_future(engine_replica.EngineReplica.watch(made))
+    await engine_replica.EngineReplica.meet(made)
+    async with asyncio.timeout(10):
+        while not reported:
+            await asyncio.sleep(0.01)
+    watching.cancel()
+    assert set(reported) == {0}

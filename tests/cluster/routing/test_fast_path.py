@@ -145,3 +145,13 @@ async def test_a_long_call_is_forwarded_unread_once_its_sequences_are_known(
             await cluster.ok("append", fields, k=k, v=k)
             assert len(found) == known
         assert len(link.served) == 1
+
+
+def test_a_call_that_is_learned_again_takes_no_more_memory(fast_path: FastPath) -> None:
+    ids = [f"a.{HERE}", f"b.{THERE}"]
+    prepared: Any = SimpleNamespace(fields=SimpleNamespace(sequences=ids))
+    for _ in range(2):
+        fast_path.learn(call(), header(layer=0, sequences=ids), prepared)
+        taken = fast_path.num_bytes
+    fast_path.learn(call(), header(layer=0, sequences=ids), prepared)
+    assert fast_path.num_bytes == taken < MAX_HEADER_BYTES
