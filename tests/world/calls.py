@@ -95,8 +95,6 @@ class Op:
     deadline_s: float = 0.0
     sent: float = 0.0
     is_cancelled: bool = False
-    is_lost: bool = False
-    """Whether its caller lost the connection."""
     faults: int = 0
     """Length of the log of faults when it was sent."""
     space: Any = None

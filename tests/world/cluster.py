@@ -308,6 +308,7 @@ class ClusterWorld(Simulation):
     def __init__(self, plan: Plan) -> None:
         luck = random.Random(f"{plan.seed} kind")
         self.has_keys, self.has_http = luck.random() < 0.5, luck.random() < 0.4
+        self.drained_share = luck.choice((0.015, 0.08))
         super().__init__(plan)
         spaces = SPACES if self.has_keys else ("default",)
         self.rows = Rows(self.geometry)
@@ -362,7 +363,7 @@ class ClusterWorld(Simulation):
 
     async def door(self, number: int) -> DoorProcess:
         """The door of a caller, which is started again where it has died."""
-        name = f"door-{number % 2}"
+        name = f"door-{number // 2 % 2}"
         while self.doors[name].is_dead and not self.has_http:
             await asyncio.sleep(0.05)
         return self.doors[name]
@@ -408,14 +409,14 @@ class ClusterWorld(Simulation):
         if self.fault("engine dies", 0.004):
             engine.kill()
             self.loop.call_later(after, self.restart, name)
-        elif not self.doors[door].is_dead and self.fault("door dies", 0.006):
+        elif not self.doors[door].is_dead and self.fault("door dies", 0.01):
             self.doors[door].kill()
             self.loop.call_later(after, self.open, door)
         elif self.fault("engine stalls long", 0.004):
             engine.stalled_until = self.clock.now + order.choice((0.5, 4.0, 9.0))
-        elif self.fault("engine is emptied", 0.015):
+        elif self.fault("engine is emptied", self.drained_share):
             self.loop.create_task(self.drain(name, door, stop=False))
-        elif name in self.drains and self.fault("emptying ends", 0.05):
+        elif name in self.drains and self.fault("emptying ends", 4 * self.drained_share):
             self.loop.create_task(self.drain(name, door, stop=True))
 
     def restart(self, name: str) -> None:

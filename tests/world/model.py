@@ -16,6 +16,7 @@ from kernels.backend import PoolGeometry
 from tests.world.calls import Op, Rows, Sequences, check
 
 FAULT_OF: Final = {
+    "cancelled": {"connection breaks"},
     "internal": {"kernel fails", "launch fails"},
     "overloaded": {"no memory"},
     "invalid_request": {"unsupported"},

@@ -15,8 +15,10 @@ from typing import Any, Final
 from service.road.engine_end.listening import CREDENTIALS
 from tests.world.clock import Clock
 
-CAPACITY: Final = 32 * 2**10
+CAPACITIES: Final = (2**10, 2**15)
 """Bytes that a connection holds in one direction before its sender has to wait."""
+SLOW: Final = (0.005, 0.02, 0.02, 0.5)
+"""Shares of a connection's pieces that arrive late: one process may be far from another."""
 FIRST_FD: Final = 10**6
 """Numbers of the world's sockets; no descriptor of the system is so large."""
 
@@ -32,6 +34,8 @@ class Pipe:
     """One direction of a connection."""
 
     order: random.Random
+    slow: float
+    capacity: int
     chunks: deque[tuple[float, bytes]] = field(default_factory=deque)
     """Bytes under way, with the time of their arrival."""
     arrived: bytearray = field(default_factory=bytearray)
@@ -50,7 +54,7 @@ class Pipe:
         while data:
             cut = order.randint(1, len(data)) if order.random() < 0.1 else len(data)
             kind, late = order.random(), 1e-6 * 10.0 ** (3 * order.random())
-            if kind < 0.02:
+            if kind < self.slow:
                 late = 0.3 * order.random()
             self.latest = max(self.latest, now + late)
             self.chunks.append((self.latest, data[:cut]))
@@ -77,6 +81,8 @@ class SimSocket:
         self.network, self.fd = network, fd
         self.incoming, self.outgoing = incoming, outgoing
         self.is_closed = False
+        self.deaf_until = 0.0
+        """Until when its process reads nothing."""
         self.pair = 0
         """The connection's number, the same at both ends."""
         self.peer = self
@@ -105,9 +111,9 @@ class SimSocket:
     def ready_at(self, events: int) -> float:
         """When one of the events has come, as things are now."""
         out = self.outgoing
-        if events & WRITE and (out.ends < NEVER or out.unread < CAPACITY):
+        if events & WRITE and (out.ends < NEVER or out.unread < out.capacity):
             return 0.0
-        return self.incoming.readable_at if events & READ else NEVER
+        return max(self.incoming.readable_at, self.deaf_until) if events & READ else NEVER
 
     def send(self, data: Any) -> int:
         if self.is_closed:
@@ -115,7 +121,7 @@ class SimSocket:
         if self.outgoing.ends < NEVER:
             raise BrokenPipeError(32, "the other end is closed")
         data = bytes(data)
-        room = CAPACITY - self.outgoing.unread
+        room = self.outgoing.capacity - self.outgoing.unread
         if room <= 0:
             raise BlockingIOError(11, "full")
         data = data[:room]
@@ -123,6 +129,8 @@ class SimSocket:
             data = data[: self.outgoing.order.randint(1, len(data) - 1)]
         self.outgoing.put(data, self.network.clock.now)
         changed(self, self.peer)
+        if self.network.fault("connection breaks", 0.0003):
+            self.kill()
         return len(data)
 
     def sendmsg(self, buffers: Sequence[Any], ancillary: Any = (), *_: Any) -> int:
@@ -136,7 +144,9 @@ class SimSocket:
         if self.is_closed:
             raise OSError(9, "closed")
         incoming.arrive(now)
-        if incoming.readable_at > now:
+        if self.fd < self.peer.fd and self.network.fault("caller stops reading", 0.0003):
+            self.deaf_until = now + incoming.order.choice((0.3, 1.0, 4.0))
+        if max(incoming.readable_at, self.deaf_until) > now:
             raise BlockingIOError(11, "nothing has arrived")
         if incoming.is_reset and not incoming.arrived:
             raise ConnectionResetError(104, "reset")
@@ -247,9 +257,8 @@ class Network:
     def pair(self) -> tuple[SimSocket, SimSocket]:
         """The two ends of a new connection."""
         self._last_pair += 1
-        there, back = (
-            Pipe(random.Random(f"{self.seed} {self._last_pair} {way}")) for way in range(2)
-        )
+        orders = [random.Random(f"{self.seed} {self._last_pair} {way}") for way in range(2)]
+        there, back = (Pipe(one, one.choice(SLOW), one.choice(CAPACITIES)) for one in orders)
         here = SimSocket(self, self.new_fd(), back, there)
         here.peer = SimSocket(self, self.new_fd(), there, back)
         here.peer.peer = here

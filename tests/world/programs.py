@@ -169,7 +169,7 @@ class Program(ABC):
         return self.order.choice(self.names)
 
     def some(self) -> list[str]:
-        return sorted({self.name() for _ in range(self.order.choice((1, 1, 2, 3)))})
+        return sorted({self.name() for _ in range(self.order.choice((1, 1, 2, 3, 5)))})
 
     def free(self) -> list[str]:
         return [name for name in self.names if name not in self.held()]

@@ -24,7 +24,10 @@ KIND_CHARS: Final = 24
 KINDS: Final[dict[str, tuple[str, ...]]] = {
     "deaths": ("caller dies", "door dies", "engine dies", "device lost"),
     "stalls": ("engine stalls", "engine stalls long"),
-    "network": ("partial send", "short read", "frames lost"),
+    "network": (
+        *("partial send", "short read", "frames lost", "connection breaks"),
+        "caller stops reading",
+    ),
     "device": ("kernel fails", "launch fails", "no memory", "unsupported"),
     "drains": ("engine drains", "engine is emptied", "emptying ends"),
     "cancelled": ("caller cancels",),

@@ -69,8 +69,6 @@ class CallerProcess(Program):
         if self.road is not None and world.fault("caller dies", 0.01):
             sock: Any = self.road.sock
             sock.kill()
-            for (pair, _), op in world.calls.items():
-                op.is_lost = op.is_lost or pair == sock.pair
             self.road.lose("it died")
         elif world.engine.is_over:
             return
@@ -112,12 +110,9 @@ class CallerProcess(Program):
             else:
                 check((code, found) == op.reply, f"the answer to {op.name} changed on its way")
             return code, fields, {name: value.copy() for name, value in tensors.items()}
-        except asyncio.CancelledError:
-            return None
         except TimeoutError:
             raise Wrong(f"{op.name}: no answer within {ANSWER_S:g} s") from None
-        except (NotReady, DeadlineExceeded):
-            op.is_lost = True  # it may have arrived, and be answered
+        except (asyncio.CancelledError, NotReady, DeadlineExceeded):
             return None
         finally:
             for slot in (request, answer):
@@ -235,15 +230,17 @@ class World(Simulation):
             for key in list(caller.space.pins):
                 await caller.send(Op("unpin", {"page_key": key}))
             await caller.send(Op("evict", {"num_pages": self.geometry.num_pages}))
+        live = set[int]()
         for caller in self.callers:
-            if caller.road is not None:
+            if caller.road is not None and not caller.road.lost:
+                live.add(caller.pair)
                 caller.road.close()
         await asyncio.sleep(2.0)
         engine = self.engine.engine
         self.engine.check_empty()
         check(not engine.store.next_end < self.clock.now, "something expires late")
         check(not engine.callers.sessions, "sessions are left")
-        left = [op.name for op in self.model.outstanding if not op.is_lost]
+        left = [op.name for op in self.model.outstanding if op.session in live]
         check(not left, "calls wait", left)
 
 

@@ -211,8 +211,8 @@ class Drain:
             transfer = await begin_transfer(self.members, source, family, sequence)
             await transfer.run()
             handed = {"generation": transfer.header["generation"], "for_s": HANDED_S}
+            is_handed = True  # also where the reply is lost
             await ownership.set_state(source, tenant, sequence, "handed", **handed)
-            is_handed = True
             await transfer.finish()
         except BaseException:
             rolling_back = ownership.roll_back(self.members, source, family, sequence, is_handed)

@@ -41,7 +41,8 @@ async def roll_back(
     members: Members, source: Engine, family: Family, sequence: str, is_handed: bool
 ) -> None:
     """After a failed transfer: the sequence stays at the source, unless the target has it. Where
-    that is unknown the source's mark expires, so that there are never two of it."""
+    that is unknown the source's mark expires, so that there are never two of it. `is_handed`: the
+    source may have transferred the ownership, so that others may settle it."""
     tenant, target, state = family.tenant, family.target, "back"
     if target is not None:
         cancel = target.own(CANCEL_IMPORT, tenant, ASK_S, is_poll=True)

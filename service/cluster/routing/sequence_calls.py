@@ -276,8 +276,9 @@ def is_shard(raw: RawReply) -> bool:
 
 
 def joint_error(errors: Sequence[BaseException], done: Sequence[str]) -> BaseException:
-    """The first error, or the loss of all lost sequences; its `done` lists the sequences that were
-    changed all the same, by `done` here and in each error."""
+    """The first error after which a piece may have been applied, else the loss of all lost
+    sequences, else the first error; its `done` lists the sequences that were changed all the same,
+    by `done` here and in each error."""
     for error in errors:
         if isinstance(error, asyncio.CancelledError):
             return error
@@ -285,7 +286,8 @@ def joint_error(errors: Sequence[BaseException], done: Sequence[str]) -> BaseExc
     lost = [one for one in documents if one["code"] == "lost_sequence"]
     names = list(dict.fromkeys(name for one in lost for name in one["sequences"]))
     every = dict.fromkeys([*done, *(name for one in documents for name in one.get("done", ()))])
+    unclear = [at for at, one in enumerate(documents) if one["code"] == "deadline_exceeded"]
+    error = errors[unclear[0]] if unclear else LostSequence(names) if lost else errors[0]
     if not every:
-        return LostSequence(names) if lost else errors[0]
-    first = document_of(LostSequence(names), b"") if lost else documents[0]
-    return ProblemText(dump_json(first | {"done": list(every)}))
+        return error
+    return ProblemText(dump_json(document_of(error, b"") | {"done": list(every)}))

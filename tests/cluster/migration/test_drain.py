@@ -17,6 +17,7 @@ from service.cluster.migration.transfer import Family, Transfer
 from service.cluster.routing import locator
 from service.cluster.sharded.ranks import Ranks
 from service.doors.kit.problems import ProblemText
+from service.errors import NotReady
 from service.operations.rows import APPEND
 from service.operations.sequences import CREATE_SEQUENCES, DELETE_SEQUENCES
 from service.operations.transfer import CANCEL_IMPORT
@@ -530,6 +531,33 @@ async def test_a_drain_settles_the_owner_where_a_door_has_died(
         await second.drained(drained)
         await second.end_drain(drained)
         await Book(second, held=book.held).check("a")
+
+
+async def test_a_sequence_is_there_once_although_the_reply_to_its_transfer_is_lost(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another door has just finished its import."""
+    cluster.only_on(SOURCE)
+    book = Book(cluster)
+    await book.create("a")
+    await book.append("a", 3 * PAGE)
+    cluster.only_on()
+    engines, set_state = cluster.router.members.engines, ownership.set_state
+
+    async def lose_reply(source: Any, tenant: Any, name: str, state: str, **given: Any) -> None:
+        await set_state(source, tenant, name, state, **given)
+        if state == "handed":
+            for engine in engines:
+                await ownership.finish_import(engine, name, tenant)
+            raise NotReady("the session ended")
+
+    monkeypatch.setattr(ownership, "set_state", lose_reply)
+    await cluster.drain(SOURCE)
+    await cluster.drained(SOURCE)
+    await cluster.end_drain(SOURCE)
+    homes = [engine.name for engine in engines if await locator.known_at(engine, ["a"], OPEN)]
+    assert len(homes) == 1 and homes != [SOURCE]
+    await book.check("a")
 
 
 async def count_nothing(*_: Any) -> int:

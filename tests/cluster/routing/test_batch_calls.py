@@ -13,7 +13,7 @@ from service.cluster.membership.engine import Engine
 from service.cluster.routing import locator as locators
 from service.cluster.routing.sequence_calls import joint_error
 from service.doors.kit.problems import ProblemText, document_of
-from service.errors import LengthMismatch, LostSequence, NotReady
+from service.errors import DeadlineExceeded, LengthMismatch, LostSequence, NotReady
 from service.image.json_text import dump_json
 from tests.cluster.checked_calls import SCALE, Book
 from tests.cluster.harness import ATOL, HEADS, PAGE, Cluster, rows
@@ -43,6 +43,14 @@ def problem(error: Exception, done: Sequence[str] = ()) -> ProblemText:
         ),
         ([NotReady("x"), LostSequence(["d"])], [], "lost_sequence", None, ["d"]),
         ([RuntimeError("a bug")], ["c"], "internal", ["c"], None),
+        ([NotReady("x"), DeadlineExceeded("y")], [], "deadline_exceeded", None, None),
+        (
+            [LostSequence(["d"]), problem(DeadlineExceeded("y"), ["b"])],
+            ["c"],
+            "deadline_exceeded",
+            ["c", "b"],
+            None,
+        ),
     ],
 )
 def test_a_joint_error_lists_what_all_pieces_have_done(
