@@ -152,9 +152,9 @@ class Moves:
             self.woken.clear()
 
     def store(self, namespace: str) -> Iterator[Slice]:
-        pages = self.table(namespace).tolist()
-        ids = [self.tiers.id_of(page) for page in pages]
-        self.tiers.request_copies(namespace, ids, pages)
+        pages = self.table(namespace)
+        ids = self.tiers.ids_of(pages)
+        self.tiers.request_copies(namespace, ids, pages.tolist())
         while self.tiers.is_copying:
             yield waiting()
         if not all(map(self.tiers.host.find, ids)) or len(ids) < self.pages:

@@ -261,6 +261,10 @@ class Internal(AttndError):
     """A bug in the service."""
 
 
+class NotErased(AttndError):
+    """A disk failed before all of a cleared namespace was overwritten; nothing of it is found."""
+
+
 class NotSupported(AttndError):
     """A feature of a protocol that this service does not support, or has disabled."""
 

@@ -41,9 +41,12 @@ class Owner:
         for rank in sorted(self.ranks):
             if rank >= PINNED:
                 return None
-            for entry in self.ranks[rank].values():
+            queue = self.ranks[rank]
+            for _ in range(len(queue)):
+                entry = next(iter(queue.values()))
                 if not entry.holds:
                     return entry
+                queue.move_to_end(entry.key)  # in use: of the latest ones
         return None
 
     def put(self, entry: Entry) -> None:

@@ -37,6 +37,7 @@ EXAMPLES: list[tuple[AttndError, int, str, dict[str, Any]]] = [
     (errors.HeadersTooLarge("x"), 431, "headers_too_large", {}),
     (errors.Cancelled("x"), 499, "cancelled", {}),
     (errors.Internal("x"), 500, "internal", {}),
+    (errors.NotErased("x"), 500, "not_erased", {}),
     (errors.NotSupported("x"), 501, "not_supported", {}),
     (errors.NotReady("x"), 503, "not_ready", {}),
     (errors.DeadlineExceeded("x"), 504, "deadline_exceeded", {}),

@@ -37,6 +37,7 @@ AttndError                       request_id
     ├── HeadersTooLarge          431
     ├── Cancelled                499
     ├── Internal                 500
+    ├── NotErased                500
     ├── NotSupported             501
     ├── NotReady                 503 retry_after_s
     ├── SequenceMoving           503 sequences
@@ -353,6 +354,11 @@ class Cancelled(ServiceError):
 
 class Internal(ServiceError):
     """A bug in the service; its log has the traceback under the request id."""
+
+
+class NotErased(ServiceError):
+    """A `clear` could not overwrite all of the namespace on the disk, which failed: its operator
+    has to delete the files. Nothing of the namespace can be found any more."""
 
 
 ERRORS: Final[dict[str, type[ServiceError]]] = {

@@ -7,6 +7,7 @@ then, beside the copies of the next pages.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Lock, local
 from typing import Any, Final
 
@@ -71,6 +72,18 @@ class CudaPageCopies:
     ) -> None:
         """`pool`: the address of the first layer's page 0."""
         self._geometry, self._pool = geometry, pool
+        self._num_segments = num_segments(geometry)
+        self._most = max(1, min(MOST_PAGES, MOST_UNITS // (geometry.payload_bytes // 16)))
+        """Pages of one launch."""
+        self._struct = partial(
+            packed,
+            PAGE_MOVES,
+            pool=pool,
+            page_units=geometry.page_bytes // 16,
+            pool_pages=geometry.num_pages,
+            num_layers=geometry.num_layers,
+            segment_layers=geometry.segment_layers,
+        )
         self._library, self._transfers, self._guarded = library, transfers, guarded
         self._device, self._here = cupy.cuda.Device(), local()
         self._memory = LazyPinned()
@@ -78,7 +91,7 @@ class CudaPageCopies:
         up, down = runtime.memcpyHostToDevice, runtime.memcpyDeviceToHost
         self._loads = Way("load_pages", LOAD_BLOCKS, up, *streams[:2])
         self._stores = Way("store_pages", STORE_BLOCKS, down, *streams[2:])
-        self._digest_bytes = DIGEST_BYTES * num_segments(geometry)
+        self._digest_bytes = DIGEST_BYTES * self._num_segments
         last = geometry.num_layers % geometry.segment_layers or geometry.segment_layers
         is_short = last * geometry.page_bytes < LEAST_DIGESTED
         self._on_host = is_short or geometry.page_bytes % STRIPE > 0
@@ -123,8 +136,7 @@ class CudaPageCopies:
         self._memory.clear()
 
     def _begin(self, way: Way, pages: Int32, places: PagePlaces, after: object) -> EndOfCopies:
-        hosts, size = self._hosts(pages, places), self._digest_bytes
-        most = max(1, min(MOST_PAGES, MOST_UNITS // (self._geometry.payload_bytes // 16)))
+        hosts, size, most = self._hosts(pages, places), self._digest_bytes, self._most
         with self._guarded(), way.lock:
             digests = pinned_memory(max(1, len(pages) * size))
             way.digests[digests.ptr] = digests
@@ -143,7 +155,7 @@ class CudaPageCopies:
                 way.digesting.wait_event(mark(way.stream))
                 with way.digesting:
                     for part in parts:
-                        blocks = len(part[0]) * num_segments(self._geometry)
+                        blocks = len(part[0]) * self._num_segments
                         self.enqueue("digest_pages", blocks, *part)
             end = _end(way.stream if self._on_host else way.digesting)
 
@@ -161,17 +173,7 @@ class CudaPageCopies:
 
     def enqueue(self, entry: str, blocks: int, pages: Int32, hosts: Int64, digests: int) -> None:
         """Copy or digest up to `MOST_PAGES` pages, on CuPy's current stream."""
-        g = self._geometry
-        struct = packed(
-            PAGE_MOVES,
-            pool=self._pool,
-            digests=digests,
-            page_units=g.page_bytes // 16,
-            pool_pages=g.num_pages,
-            num_layers=g.num_layers,
-            segment_layers=g.segment_layers,
-            num_pages=len(pages),
-        )
+        struct = self._struct(digests=digests, num_pages=len(pages))
         places = hosts.tobytes().ljust(8 * MOST_PAGES, b"\0")
         places += pages.tobytes().ljust(4 * MOST_PAGES, b"\0")
         function = self._library.function(PAGES_SPEC, entry)

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import numpy as np
+
 from service.core.prefix.keys import Prefix
 from service.engine.loop.job import Completed, Counts, SlicedWork, Slices, Work
 from service.engine.loop.request import Request
@@ -78,10 +80,10 @@ def until_durable(
         return Completed()
     books, tiers = store.tree.books, loading.tiers
     tables = [books.leaf(name).table[:num] for name, num in zip(names, pages, strict=True)]
-    numbers = [page for table in tables for page in table.tolist()]
-    ids = [tiers.id_of(page) for page in numbers]
+    numbers = np.concatenate(tables)
+    ids = tiers.ids_of(numbers)
     ends = end_of_waits(store)
-    if tiers.request_copies(namespace, ids, numbers):
+    if tiers.request_copies(namespace, ids, numbers.tolist()):
         lay(True)
         return Completed()
 

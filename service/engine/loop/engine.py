@@ -177,11 +177,11 @@ class Engine:
             self._receive(ready, began)  # calls wait in their namespaces' lines
             received = time.monotonic()
             scheduler.launches.reply()  # to launches that are done
-            if self.store.loading is not None:
-                self.store.loading.advance()  # pages that came from other tiers, or went there
             if scheduler.expire():  # idle sequences, leases and pins
                 scheduler.take_turns()  # handlers prepare work; attention of one kind is grouped
             scheduler.launches.submit()  # the group, to the device
+            if self.store.loading is not None:
+                self.store.loading.advance()  # pages that came from other tiers, or went there
             if scheduler.long_work.count:
                 scheduler.run_slice(received)
             if scheduler.steps.count or scheduler.steps.num_aborted:

@@ -91,9 +91,10 @@ class Copier:
             return False
         left = max(1, min(LOOKED_AT, tiers.host.num_slots // 2))
         for node in nodes:
-            for page in node.pages[: -left - 1 : -1].tolist():
-                left -= 1
-                if page not in self.copying and not tiers.has_copy(tiers.id_of(page)):
+            some = node.pages[: -left - 1 : -1]
+            left -= some.size
+            for page, record_id in zip(some.tolist(), tiers.ids_of(some), strict=True):
+                if page not in self.copying and not tiers.has_copy(record_id):
                     pages.append(page)
             if not left or len(pages) >= tiers.at_once:
                 break
@@ -115,10 +116,10 @@ class Copier:
 
     # The engine's round.
 
-    def take_done(self) -> bool:
-        """Take the ends of tasks; whether there were any."""
-        has_copied = self._copier.take_done()
-        return self._writer.take_done() or has_copied
+    def take_done(self, most: int | None = None) -> bool:
+        """Take the ends of tasks, up to `most` of each kind; whether there were any."""
+        has_copied = self._copier.take_done(most)
+        return self._writer.take_done(most) or has_copied
 
     def start(self) -> bool:
         """Start copies that are due, a batch of each kind; whether there were any."""
@@ -147,16 +148,13 @@ class Copier:
 
     def _write_all(self, ends: float) -> None:
         """Copy all named pages to the disk, until a time."""
-        pages = deque(np.flatnonzero(self._named_pages.node_of >= 0).tolist())
-        while pages and self.tiers.disk is not None and time.monotonic() < ends:
-            some = [pages[at] for at in range(min(self.tiers.at_once, len(pages)))]
-            wanted = [page for page in some if self._is_wanted(page, self.tiers.id_of(page))]
-            if self._copier.is_full or not self._copy(wanted):
+        for node in filter(None, self._named_pages.nodes):
+            pages, namespace = node.pages, named(node).root.namespace
+            both = zip(self.tiers.ids_of(pages), pages.tolist(), strict=True)
+            self.request(namespace.name, both)
+        while self.is_busy and self.tiers.disk is not None and time.monotonic() < ends:
+            if not self.tiers.advance():
                 time.sleep(WAIT_S)
-            else:
-                for _ in some:
-                    pages.popleft()
-            self.tiers.advance()
 
     # Pool to host memory.
 

@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from kernels.backend import DeviceLost, EndOfCopies, PagePlaces, UInt8
+from kernels.backend import DeviceLost, EndOfCopies, Int64, PagePlaces, UInt8
 from service.core.values import Int32
 from service.engine.tiers.copier import TASKS
 from service.engine.tiers.loads import Load, Miss, Record
@@ -34,8 +34,29 @@ class Fetcher:
         """Blocks for a batch of records from disk, one set for each thread."""
         for _ in range(tiers.copies.calls):
             self._spare.put(tiers.blocks(tiers.at_once))
-        self.worker = Worker("tiers-loader", TASKS, wake, tiers.copies.calls, DeviceLost)
-        """A task copies a batch; its end verifies it."""
+        how = TASKS, wake, tiers.copies.calls, DeviceLost
+        self._workers = {
+            "host": Worker("tiers-loader", *how),
+            "disk": Worker("tiers-reader", *how),
+        }
+        """A task copies a batch from its tier; its end verifies it. Loads from host memory wait for
+        no disk."""
+
+    @property
+    def count(self) -> int:
+        """Batches under way."""
+        return sum(worker.count for worker in self._workers.values())
+
+    def is_full(self, tier: str) -> bool:
+        return self._workers[tier].is_full
+
+    def take_done(self, most: int | None) -> bool:
+        """Take the ends of batches, up to `most` of each tier; whether there were any."""
+        return max(worker.take_done(most) for worker in self._workers.values())
+
+    def close(self, timeout_s: float) -> None:
+        for worker in self._workers.values():
+            worker.close(timeout_s)
 
     def begin(self, load: Load, batch: slice) -> None:
         """Begin to write a batch of records, all of one tier, to their pages."""
@@ -43,19 +64,24 @@ class Fetcher:
         load.in_flight += 1
         began = time.monotonic()
         if records[0].tier == "disk":
-            self.worker.add(partial(self._read, load, records, pages, began))
+            self._workers["disk"].add(partial(self._read, load, records, pages, began))
             return
         slots = np.array([one.entry.slot for one in records])
         places = PagePlaces(tiers.records, slots, tiers.layout.head_bytes)
         wait = tiers.copies.write(pages, places, load.after)
-        self.worker.add(partial(self._wait, load, records, wait, began))
+        self._workers["host"].add(partial(self._wait, load, records, slots, wait, began))
 
     def _wait(
-        self, load: Load, records: Sequence[Record], wait: EndOfCopies, began: float
+        self,
+        load: Load,
+        records: Sequence[Record],
+        slots: Int64,
+        wait: EndOfCopies,
+        began: float,
     ) -> Callable[[], None]:
         """In a thread of the loader."""
         digests, tiers = wait(), self.tiers
-        heads = tiers.records[[one.entry.slot for one in records], : tiers.layout.head_bytes].data
+        heads = tiers.records[slots, : tiers.layout.head_bytes].data
         return partial(self._loaded, load, records, heads, digests, None, began)
 
     def _read(

@@ -35,7 +35,7 @@ from service.engine.tiers.loads import (
 from service.engine.tiers.lookup import Lookup
 from service.engine.tiers.pins import Pins
 from service.engine.tiers.tiers import Tiers
-from service.errors import Internal
+from service.errors import NotErased
 
 LOG: Final = logging.getLogger("attnd.tiers")
 HIDDEN: Final = "~~"
@@ -46,9 +46,8 @@ EVICTED_AT_ONCE: Final = 1024
 MAX_DELAY_S: Final = 5e-4
 """Beside answers that others wait for, time between two pieces of the engine's work for tiers."""
 STEPS: Final = 2
-MOST_STEPS: Final = 4
-"""Steps of the lookup in one piece beside answers that others wait for, and at other times; the
-first piece has one, so that the first copy soon begins."""
+"""Steps of the lookup in one piece, but for the first one, so that the first copy soon begins, and
+beside answers that others wait for."""
 
 
 class Loading:
@@ -62,31 +61,35 @@ class Loading:
         self._numbers = count()
         self.lookup = Lookup(tiers, self._by_id)
         self.pins = Pins(tiers)
-        self._latest = 0.0
-        """When the latest piece of work began."""
+        self._latest, self._has_advanced = 0.0, False
+        """When the latest piece of work began, and whether loads have the next one; ..."""
+        self._waiting = 0
+        """... if any wait for it."""
         self._wake = wake
         self._restoring: Generator[Slice, Any, None] | None = None
         if tiers.disk is not None:
             self._restoring = self.pins.restore(tiers.disk.notes(), self)
         self.fetcher = Fetcher(tiers, wake, self._end)
-        self._worker = self.fetcher.worker
 
     def num_hidden(self, namespace: str | None) -> int:
         """Hidden sequences of a namespace, or of all (None)."""
         return sum(namespace in (None, one.namespace) for one in self._loads)
 
     def advance(self) -> None:
-        """Take the ends of all tasks, and start copies that are due."""
-        if not self._is_due():
-            if self._worker.count or self.tiers.is_copying:
-                self._wake()
-            return
-        began = time.monotonic()
-        has_worked = self._worker.take_done(1 if self.tiers.is_shared() else None)
-        if has_worked and self._worker.count:
-            self._wake()  # other ends are other pieces
-        if self.tiers.advance() or has_worked:
-            self._latest = began
+        """Take the ends of tasks, and start copies that are due: all, or one piece of this where
+        calls may come that wait. Loads have every other piece then."""
+        began, is_shared = time.monotonic(), self.tiers.is_shared()
+        has_worked, is_due = False, self._is_due() and not (self._waiting and self._has_advanced)
+        if is_due:
+            most = 1 if is_shared else None
+            has_worked = self.fetcher.take_done(most)
+            if not (is_shared and has_worked):
+                has_worked |= self.tiers.advance(most)
+        if has_worked:
+            self._latest, self._has_advanced = began, is_shared
+        is_left = (is_shared and has_worked) or not is_due
+        if is_left and (self.fetcher.count or self.tiers.is_copying):
+            self._wake()
         if self._restoring is not None:
             step = next(self._restoring, None)
             if step is None:
@@ -99,14 +102,14 @@ class Loading:
         pool has, and stop the threads."""
         for load in self._loads:
             load.is_stopped = True
-        self._worker.close(CLOSE_S)
+        self.fetcher.close(CLOSE_S)
         self.tiers.close(writes_pool)
 
     def clear(self, namespace: str) -> Slices:
         """Delete all of a namespace from the lower tiers; ends when nothing of it is left there,
         nor on its way to the pool.
 
-        Raises `Internal` where the disk fails: then its files may still have some of it.
+        Raises `NotErased` where the disk fails: then its files may still have some of it.
         """
         ends: list[OSError | None] = []
         self._stop(namespace)
@@ -115,7 +118,8 @@ class Loading:
         while not ends or self._stop(namespace):
             yield waiting()
         if ends[0] is not None:
-            raise Internal(f"not all could be erased: {ends[0]}: delete cache.disk_path yourself")
+            remedy = "stop the service, and delete the files in cache.disk_path"
+            raise NotErased(f"the disk failed: {ends[0]}: {remedy}")
 
     def _stop(self, namespace: str) -> bool:
         """Stop a namespace's loads, which commit nothing more; whether there are any."""
@@ -143,11 +147,16 @@ class Loading:
             origin["pool"] = found.num_cached - origin["host"] - origin["disk"]
             if time.monotonic() >= limits.ends:
                 return origin
-            if found.is_loading and not found.records:
-                yield waiting()
+            if found.loading is not None and not found.records:
+                while found.loading in self._by_id and time.monotonic() < limits.ends:
+                    yield waiting()
                 continue
             if found.records:
-                load = self._open(namespace, prefix, found)
+                try:
+                    load = self._open(namespace, prefix, found)
+                except CoreError as error:
+                    LOG.debug("no pages are loaded: %s", error)
+                    return origin
                 try:
                     yield from self._load_found(load, found, looking, limits.ends)
                 finally:
@@ -158,7 +167,7 @@ class Loading:
                 left = None if left is None else left - load.committed
                 if load.committed < len(found.records):
                     return origin
-            if not found.is_loading:
+            if found.loading is None:
                 self.lookup.count_miss(namespace, prefix, found)
                 return origin
 
@@ -184,21 +193,23 @@ class Loading:
     ) -> Generator[Slice, Any, None]:
         """Load records while more are looked up, and commit their pages; a piece of this at once,
         between which others have their turns."""
-        can_grow, is_known, has_waited, steps = True, False, False, 1
+        can_grow, is_known, has_waited = True, False, False
         while not load.has_failed and time.monotonic() < ends:
             if can_grow and len(load.pages) < len(load.records):
-                yield from self._give_way()
+                if load.pages.size:
+                    yield from self._give_way()
                 can_grow = yield from self._grow(load, ends)
+                if self.tiers.is_shared():
+                    yield from self._give_way()
             is_busy = yield from self._feed(load, is_known)
             if len(load.labels) > load.committed:
                 if not has_waited or self.tiers.is_shared():
                     yield from self._give_way()
-                self._commit(load)
+                self._commit(load, self.tiers.at_once if self.tiers.is_shared() else None)
                 has_waited = False
             elif can_grow and not is_known:
                 yield from self._give_way()
-                steps = STEPS if self.tiers.is_shared() else min(2 * steps, MOST_STEPS)
-                for _ in range(steps):
+                for _ in range(1 if self.tiers.is_shared() else STEPS):
                     is_known = is_known or next(looking, looking) is looking
                 self._hold(load, found)
             elif is_busy:
@@ -213,10 +224,14 @@ class Loading:
 
     def _give_way(self) -> Generator[Slice, Any, None]:
         """Let others have their turns until the next piece may begin."""
-        yield empty_slice()
-        while not self._is_due():
-            yield waiting()
-        self._latest = time.monotonic()
+        self._waiting += 1
+        try:
+            yield empty_slice()
+            while not self._is_due():
+                yield waiting()
+        finally:
+            self._waiting -= 1
+        self._latest, self._has_advanced = time.monotonic(), False
 
     def _grow(self, load: Load, ends: float) -> Generator[Slice, Any, bool]:
         """Take pages for records that have none; whether there was room for all."""
@@ -246,10 +261,12 @@ class Loading:
         while (
             load.asked < len(load.pages)
             and load.in_flight < BATCHES * tiers.copies.calls
-            and not self._worker.is_full
             and not load.has_failed
         ):
             first, tier = load.asked, load.records[load.asked].tier
+            is_other = load.in_flight and load.records[first - 1].tier != tier
+            if is_other or self.fetcher.is_full(tier):
+                break  # batches of one tier end in order
             most = tiers.batch(len(load.pages) - first, is_known)
             stop = first + (most if tier == "host" else min(most, tiers.at_once))
             while load.asked < stop and load.records[load.asked].tier == tier:
@@ -259,14 +276,15 @@ class Loading:
                 yield from self._give_way()
         return bool(load.in_flight) or (load.asked < len(load.pages) and not load.has_failed)
 
-    def _commit(self, load: Load) -> None:
-        """Commit the pages that are loaded, whose records others can use then."""
-        first = load.committed
+    def _commit(self, load: Load, most: int | None = None) -> None:
+        """Commit the pages that are loaded (up to `most`), whose records others can use then."""
+        first, stop = load.committed, len(load.labels)
+        stop = stop if most is None else min(stop, first + most)
         try:
-            for names, keep in runs_of(load):
+            for names, keep in runs_of(load, stop):
                 done = self._tree.commits.commit(load.name, names, keep) - load.num_cached
                 load.committed = max(load.committed, done)
-            load.has_failed |= load.committed < len(load.labels)
+            load.has_failed |= load.committed < stop
         except CoreError as error:
             LOG.debug("loaded pages are not committed: %s", error)
             load.has_failed = True

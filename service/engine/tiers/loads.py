@@ -61,13 +61,13 @@ class Record:
 class Found:
     """Pages of a prefix: `num_cached` in the pool, and `records` of the next ones.
 
-    `is_loading`: the page after them is being loaded for another operation. `missing`: the identity
-    of the page that no tier has.
+    `loading`: the identity of the page after them, if it is being loaded for another operation.
+    `missing`: that of a page that no tier has.
     """
 
     num_cached: int = 0
     records: list[Record] = field(default_factory=list)
-    is_loading: bool = False
+    loading: bytes | None = None
     missing: bytes | None = None
 
 
@@ -100,9 +100,9 @@ class Load:
     """No operation waits for it any more: it ends with its last batch."""
 
 
-def runs_of(load: Load) -> Iterator[tuple[Prefix, Retention]]:
-    """The names of loaded pages that are not committed, as commits of equal priority."""
-    loaded = slice(load.committed, len(load.labels))
+def runs_of(load: Load, stop: int) -> Iterator[tuple[Prefix, Retention]]:
+    """The names of its first `stop` pages that are not committed, as commits of equal priority."""
+    loaded = slice(load.committed, stop)
     many = zip(load.records[loaded], load.labels[loaded], strict=True)
     first = load.num_cached + load.committed
     for (priority, with_ids), run in groupby(many, key=lambda one: one[0].keep):

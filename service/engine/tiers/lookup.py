@@ -12,7 +12,7 @@ from service.engine.tiers.loads import Found, Load, LoadLimits, Origin, Record, 
 from service.engine.tiers.page_records import next_id
 from service.engine.tiers.tiers import Tiers
 
-LOOKED_UP: Final = 8
+LOOKED_UP: Final = 16
 """Pages looked up in a step: they are loaded while others are looked up."""
 
 
@@ -30,7 +30,7 @@ class Lookup:
         found = Found()
         next(self.find(namespace, prefix, limits, found, 1), None)
         self.count_miss(namespace, prefix, found)
-        return bool(found.records) or found.is_loading
+        return bool(found.records) or found.loading is not None
 
     def origin(self, namespace: str, prefix: Prefix, limits: LoadLimits) -> Steps:
         """Where the pages of a prefix are; loads nothing."""
@@ -65,8 +65,8 @@ class Lookup:
         keys = prefix.chain(key, names.page_size, match.num_pages)
         for key in islice(keys, max(0, stop - match.num_pages)):
             record_id = next_id(record_id, key)
-            found.is_loading = record_id in self._loads
-            if found.is_loading:
+            found.loading = record_id if record_id in self._loads else None
+            if found.loading is not None:
                 return
             record = self._record(record_id, key, limits)
             if record is None or (prefix.token_ids is not None and not record.keep[1]):

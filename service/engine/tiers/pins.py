@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from service.core.errors import CoreError
 from service.core.prefix.keys import Prefix, as_keys, root_key
-from service.engine.loop.job import Slice
+from service.engine.loop.job import Slice, empty_slice
 from service.engine.tiers.loads import UNLIMITED
 from service.engine.tiers.page_records import next_id
 from service.engine.tiers.tiers import Tiers
@@ -37,10 +37,10 @@ class Pins:
         if tiers.disk is None or name in self._ids:
             return
         chain = self._tree.cache.chain(namespace, key, cache_salt)
-        pages = self._tree.cache.match(namespace, chain).table().tolist()
-        self._ids[name] = ids = [tiers.id_of(page) for page in pages]
+        pages = self._tree.cache.match(namespace, chain).table()
+        self._ids[name] = ids = tiers.ids_of(pages)
         tiers.pin(ids, 1)
-        tiers.request_copies(namespace, ids, pages)
+        tiers.request_copies(namespace, ids, pages.tolist())
         tiers.note(name, b"".join(chain.chain(b"", self._tree.page_size)).hex())
 
     def drop(self, namespace: str, key: bytes, cache_salt: str) -> bool:
@@ -65,6 +65,7 @@ class Pins:
                 record_id = next_id(record_id, key)
                 self._ids[name].append(record_id)
             self._tiers.pin(self._ids[name], 1)
+            yield empty_slice()
         for name, keys in chains.items():
             _, namespace, key_text, cache_salt = name.split("/", 3)
             yield from loading.load(namespace, Prefix(None, as_keys(keys), cache_salt), UNLIMITED)

@@ -38,8 +38,8 @@ COPIED_AT_ONCE: Final = 16
 """Maximum pages that one task of a thread moves, ..."""
 BYTES_AT_ONCE: Final = 2**25
 """... and their bytes."""
-LEAST_LAST: Final = 8
-"""Pages that are one task, though they are more than half of the last ones."""
+LEAST_LAST: Final = 6
+"""Minimum pages of each of the last tasks."""
 NEXT_S: Final = 3e-4
 """Time after an answer in which the next call is likely: it goes before work for tiers."""
 SHARED_S: Final = 0.02
@@ -114,9 +114,10 @@ class Tiers:
 
     def batch(self, left: int, are_last: bool = True) -> int:
         """Of `left` pages, those that the next task moves between the pool and host memory. Of the
-        last ones at most half: nothing else is under way while the last task ends."""
+        last ones about half: nothing else is under way while the last task ends."""
         most = self.at_once if self.is_shared() else 2 * self.at_once
-        return min(left, most, max(LEAST_LAST, left // 2) if are_last else left)
+        half = left // 2 if are_last and left >= 2 * LEAST_LAST else left
+        return min(half, most)
 
     def blocks(self, count: int) -> NDArray[np.uint8]:
         """Memory for records, `[count, block_bytes]`."""
@@ -143,9 +144,11 @@ class Tiers:
             self.disk = None
             self.report()
 
-    def advance(self) -> bool:
-        """Take the ends of tasks, and start copies that are due; whether there were any."""
-        has_worked = self.copier.take_done()
+    def advance(self, most: int | None = None) -> bool:
+        """Take the ends of tasks (up to `most`), and start copies that are due; whether there were
+        any."""
+        if (has_worked := self.copier.take_done(most)) and most is not None:
+            return True
         for _ in range(min(len(self._removed_from_disk), REPORTED_AT_ONCE)):
             entry = self._removed_from_disk.popleft()
             self.reports.removed([entry], "DISK")
@@ -162,6 +165,11 @@ class Tiers:
             disk.close()
 
     # What happens in the tree.
+
+    def ids_of(self, pages: Int32) -> list[bytes]:
+        """The identities of pages that have names."""
+        every = self._paths[pages, 0].tobytes()
+        return [every[at : at + KEY_BYTES] for at in range(0, len(every), KEY_BYTES)]
 
     def id_of(self, page: int) -> bytes:
         """The identity of a page that has a name."""

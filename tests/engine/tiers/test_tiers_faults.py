@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from service.engine.tiers import setup
+from service.engine.tiers.copier import CLOSE_S
 from service.tiers.record_store import RecordStore
-from tests.engine.handlers.test_engine_prefix import PAGE, check
+from tests.engine.handlers.test_engine_prefix import PAGE, check, keep
 from tests.engine.harness import Caller, NewCall, creation, until
 from tests.engine.tiers.test_tiers import BLOCK, PROMPTS, check_all, create, fill, on_disk, run
 from tests.tiers.faulty_files import FaultyFiles
@@ -111,8 +112,8 @@ def test_a_clear_reaches_a_disk_that_is_off(tmp_path: Path) -> None:
         files = make_faulty(caller, FaultyFiles(write_error=errno.EIO))
         await fill(caller, PROMPTS[6:9])
         await until(lambda: caller.metric('attnd_tier_up{tier="disk"}') == 0)
-        refused = await caller.refused(NewCall("clear"), "internal")
-        assert "not all could be erased" in str(refused)
+        refused = await caller.refused(NewCall("clear"), "not_erased")
+        assert "delete the files in cache.disk_path" in str(refused)
         files.write_error = None
         await caller.call("clear")
 
@@ -199,8 +200,8 @@ def test_a_clear_that_cannot_erase_says_so(tmp_path: Path) -> None:
         await fill(caller)
         await settle(caller)
         make_faulty(caller, FaultyFiles(write_error=errno.EIO))
-        refused = await caller.refused(NewCall("clear"), "internal")
-        assert "not all could be erased" in str(refused)
+        refused = await caller.refused(NewCall("clear"), "not_erased")
+        assert "delete the files in cache.disk_path" in str(refused)
         assert await check_all(caller) == [0] * 6
 
     run(scenario, on_disk(tmp_path))
@@ -236,3 +237,56 @@ def test_pages_wait_for_room_on_their_way_to_a_slow_disk(
         assert await check_all(caller, PROMPTS[:10]) == [4 * PAGE] * 10
 
     run(scenario, on_disk(tmp_path))
+
+
+def test_loads_from_host_memory_wait_for_no_disk(tmp_path: Path) -> None:
+    async def scenario(caller: Caller) -> None:
+        await fill(caller)
+        await settle(caller)
+        files = make_faulty(caller, HungFiles())
+        from_disk = {"token_ids": PROMPTS[0], "tiers": ["disk"]}
+        waiting = caller.start(NewCall("prefetch", from_disk), deadline_s=30.0)
+        await asyncio.sleep(0.05)
+        from_host = NewCall("prefetch", {"token_ids": PROMPTS[1], "tiers": ["host"]})
+        reply = await caller.submit(from_host, deadline_s=20.0)
+        assert reply.fields["cached"]["host"] == 4 * PAGE
+        assert isinstance(files, HungFiles)
+        files.ended.set()
+        assert (await waiting).fields["cached"]["disk"] == 4 * PAGE
+
+    run(scenario, on_disk(tmp_path, host_bytes=64 * BLOCK))
+
+
+def test_pages_of_one_prompt_come_from_several_tiers_in_order(tmp_path: Path) -> None:
+    async def scenario(caller: Caller) -> None:
+        await fill(caller)
+        await settle(caller)
+        loading = caller.engine.store.loading
+        assert loading is not None
+        for number, entry in enumerate(list(loading.tiers.host)):
+            if number % 2:
+                loading.tiers.drop_from_host(entry)
+        make_faulty(caller, SlowReads())
+        assert await check_all(caller) == [4 * PAGE] * 6
+
+    run(scenario, on_disk(tmp_path, host_bytes=64 * BLOCK))
+
+
+def test_a_stop_writes_down_other_namespaces_beside_one_without_room(tmp_path: Path) -> None:
+    keys = {"key-a": ("a", ["read", "append", "admin"]), "key-b": ("b", ["read", "append"])}
+
+    async def computed(caller: Caller) -> None:
+        await caller.call("set_namespace", {"name": "a", "max_host_bytes": 0})
+        await keep(caller, "x", PROMPTS[0])
+        async with caller.another("key-b") as other:
+            await keep(other, "y", PROMPTS[1])
+
+    async def found(caller: Caller) -> int:
+        async with caller.another("key-b") as other:
+            named = {"token_ids": PROMPTS[1], "lease_s": 0.0}
+            return int((await other.call("match_prefix", named)).fields["matched_len"])
+
+    began = time.monotonic()
+    run(computed, on_disk(tmp_path), keys=keys, key="key-a")
+    assert run(found, on_disk(tmp_path), keys=keys, key="key-a") == 4 * PAGE
+    assert time.monotonic() - began < CLOSE_S

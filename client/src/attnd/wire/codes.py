@@ -47,6 +47,7 @@ CODES: Final = {
         (431, "headers_too_large", "The request's headers are too large"),
         (499, "cancelled", "The caller cancelled the operation"),
         (500, "internal", "A bug in the service"),
+        (500, "not_erased", "Not all of the namespace could be erased"),
         (501, "not_supported", "The service does not do this"),
         (503, "not_ready", "The service is not ready"),
         (503, "sequence_moving", "The sequence is moving to another engine"),
