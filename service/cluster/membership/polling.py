@@ -94,6 +94,8 @@ async def read_events(members: Members, member: Member, engine: Engine, namespac
     while True:
         after = member.positions.get(namespace, 0)
         page = (await ask(engine, "events", tenant, after=after)).fields
+        if member.positions.get(namespace, 0) != after:
+            continue  # another reader was faster
         if page["too_old"] and after:
             known.forget(engine.tag, namespace)
         for event in page["events"]:

@@ -107,7 +107,8 @@ def join(
     first = replies[0][0]
     if "kv_indptr" in first:
         return join_gathered(pieces, replies)
-    fields = {name: JOINED[name](pieces, [one[name] for one, _ in replies]) for name in first}
+    names = dict.fromkeys(name for one, _ in replies for name in one)
+    fields = {name: JOINED[name](pieces, [one.get(name) for one, _ in replies]) for name in names}
     num_rows = sum(piece.rows.size for piece in pieces)
     arrays: Arrays = {}
     for name, like in replies[0][1].items():
@@ -150,6 +151,7 @@ JOINED: Final[dict[str, Callable[[Sequence[Piece], Sequence[Any]], Any]]] = {
     "committed_lens": in_order,
     "num_pages": in_order,
     "last_keys": in_order,
+    "durable": lambda _, values: all(values),
     "lse_base": lambda _, values: values[0],
     "levels": lambda _, values: max(values),
     "cascade": lambda _, values: any(values),

@@ -35,10 +35,16 @@ def join_info(_: Fields, replies: Sequence[Fields]) -> Fields:
     instances = sorted(one["instance_id"] for one in replies)
     digest = blake2b(" ".join(instances).encode(), digest_size=16).hexdigest()
     most = sum(one["limits"]["max_sequences"] for one in replies)
+    every = [tier for one in replies for tier in one.get("tiers") or ()]
+    tiers = [
+        tier | {"total_bytes": sum(o["total_bytes"] for o in every if o["name"] == tier["name"])}
+        for tier in replies[0].get("tiers") or ()
+    ]
     return replies[0] | {
         "instance_id": digest if len(replies) > 1 else instances[0],
         "num_pages": sum(one["num_pages"] for one in replies),
         "limits": replies[0]["limits"] | {"max_sequences": most},
+        "tiers": tiers or None,
     }
 
 

@@ -100,6 +100,27 @@ async def test_one_poll_reads_all_events_of_long_prompts(monkeypatch: pytest.Mon
         assert questions == before + 1, "a short page is the last"
 
 
+async def test_two_readers_of_the_same_events_log_each_once() -> None:
+    async with fake_cluster("a") as cluster:
+        link, members = cluster.links["a"], cluster.router.members
+        page = {"namespace": "default", "page_keys": ["0"]}
+        events = [page | {"type": "stored"}, page | {"type": "removed"}]
+        link.replies["events"] = {"events": events, "next": 2, "too_old": False}
+        known, arrived = members.prefixes_of("default"), asyncio.Event()
+        link.do_next("events", arrived.wait, arrived.wait)
+        reading = asyncio.gather(*(members.follow("default") for _ in range(2)))
+        while len(link.calls("events")) < 2:
+            await asyncio.sleep(0)
+        arrived.set()
+
+        async def nothing_new() -> None:
+            link.replies["events"] = {"events": [], "next": 2, "too_old": False}
+
+        link.do_next("events", nothing_new)
+        await reading
+        assert [one["type"] for one in known.log.events] == ["stored", "removed"]
+
+
 async def test_engines_of_another_geometry_can_replace_all_engines() -> None:
     async with fake_cluster("ab") as cluster:
         members = cluster.router.members

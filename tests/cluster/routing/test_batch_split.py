@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.cluster.routing.batch_split import join, split_batch
+from service.cluster.routing.batch_split import JOINED, join, split_batch
 from service.errors import InvalidRequest
 from service.operations.attention import DecodeFields, PrefillFields
 from service.operations.prefix import CommitSequencesFields
 from service.operations.rows import AppendFields, GatherFields
 from service.operations.schema.fields import Fields
 from service.operations.sequences import TruncateSequencesFields
+from service.operations.table import BY_NAME
 
 GROUPS = ([0, 3], [1], [2])
 
@@ -148,3 +149,23 @@ def test_a_mask_is_cut_by_the_lengths_of_its_sequences(is_packed: bool) -> None:
         assert piece.arrays["sinks"].tolist() == [0.5], "each engine needs all of them"
     with pytest.raises(InvalidRequest, match=name):
         split_batch(dumped(fields), arrays, GROUPS, kv + 8)
+
+
+def test_every_field_of_the_reply_to_a_batch_has_its_way_of_joining() -> None:
+    answers = [one.answer for one in BY_NAME.values() if one.routed == "sequences"]
+    named = {name for answer in answers if answer is not None for name in answer.model_fields}
+    assert named == JOINED.keys() | {"kv_indptr"}
+
+
+@pytest.mark.parametrize(
+    ("given", "joined"),
+    [((True, True), True), ((True, False), False), ((True, None), False), ((None, True), False)],
+)
+def test_a_commit_is_durable_where_all_engines_say_so(
+    given: tuple[bool | None, ...], joined: bool
+) -> None:
+    fields = CommitSequencesFields(sequences=["a", "b"], names_indptr=[0, 1, 2])
+    pieces = split_batch(dumped(fields), {}, [[0], [1]])
+    one = {"committed_lens": [4], "num_pages": [1], "last_keys": ["x"]}
+    replies = [one | ({} if durable is None else {"durable": durable}) for durable in given]
+    assert join(pieces, [(reply, {}) for reply in replies])[0]["durable"] is joined

@@ -61,12 +61,18 @@ def test_quotas_are_shared_out_and_add_up() -> None:
 
 def test_the_instance_changes_with_each_engine_and_sizes_are_added() -> None:
     engines = [
-        {"instance_id": name, "num_pages": 7, "limits": {"max_sequences": 5, "queue_depth": 2}}
-        for name in ("first", "second", "again")
+        {
+            "instance_id": name,
+            "num_pages": 7,
+            "limits": {"max_sequences": 5, "queue_depth": 2},
+            "tiers": [{"name": "host", "total_bytes": 8}, {"name": "disk", "total_bytes": size}],
+        }
+        for name, size in (("first", 100), ("second", 0), ("again", 1))
     ]
     assert JOINS["info"]({}, engines[:1]) == engines[0]
     joined = JOINS["info"]({}, engines[:2])
     assert joined["num_pages"] == 14
+    assert [tier["total_bytes"] for tier in joined["tiers"]] == [16, 100]
     assert joined["limits"] == {"max_sequences": 10, "queue_depth": 2}
     assert joined["instance_id"] == JOINS["info"]({}, engines[1::-1])["instance_id"]
     others = {JOINS["info"]({}, pair)["instance_id"] for pair in (engines[::2], engines[1:])}
