@@ -267,21 +267,9 @@ def test_sequences_of_a_collected_cache_are_deleted(session: Session) -> None:
     assert session.pool().sequences == 0
 
 
-def test_sequences_of_a_process_that_ends_are_deleted(session: Session, socket: str) -> None:
-    program = (
-        "import sys; sys.path[:0] = ['tests/models', '.']\n"
-        "from attnd import Session; from attnd.transformers import AttndCache\n"
-        "from tiny_models import generated, prompts, tiny\n"
-        "session, model = Session(sys.argv[1]), tiny()\n"
-        "cache = AttndCache(session, model)\n"
-        "generated(model, prompts(4, 5), cache)\n"
-        "print(session.pool().sequences)\n"
-    )
-    assert python(program, socket) == "2\n"
-    assert session.pool().sequences == 0
-
-
-def test_a_forked_process_leaves_the_sequences_of_its_parents_cache(socket: str) -> None:
+def test_a_process_that_ends_leaves_no_sequences_and_a_forked_one_those_of_its_parents_cache(
+    session: Session, socket: str
+) -> None:
     program = (
         "import gc, os, sys, time; sys.path[:0] = ['tests/models', '.']\n"
         "from attnd import Session; from attnd.transformers import AttndCache\n"
@@ -297,8 +285,12 @@ def test_a_forked_process_leaves_the_sequences_of_its_parents_cache(socket: str)
         "    print(session.pool().sequences)\n"
         "cache.close()\n"
         "print(session.pool().sequences)\n"
+        "left = AttndCache(session, model)\n"
+        "generated(model, prompts(4, 5), left)\n"
+        "print(session.pool().sequences)\n"
     )
-    assert python(program, socket).split() == ["2"] * 4 + ["0"]
+    assert python(program, socket).split() == ["2"] * 4 + ["0", "2"]
+    assert session.pool().sequences == 0
 
 
 def test_a_session_that_is_closed_first_deletes_the_sequences_of_its_caches(
