@@ -1,4 +1,4 @@
-"""Both clients against running services: every route, real errors, lost replies, split KV."""
+"""Both clients against running services: every route, real errors, split KV."""
 
 from __future__ import annotations
 
@@ -19,13 +19,9 @@ from attnd import (
     CascadeLevel,
     Client,
     NewSequence,
-    ReplyLost,
     Session,
     merge_states,
 )
-from attnd.http.blocking_transport import SocketTransport
-from attnd.http.messages import Request, Response
-from attnd.http.origin import origin_of
 from numpy.typing import NDArray
 
 from tests.client.client_stub import Awaited
@@ -249,48 +245,6 @@ def test_refusals_of_a_running_service_carry_their_numbers(client: Client, other
     assert large.value.limit == 2**20
     assert large.value.size > 2**20
     assert client.get_sequence("a").lengths == (1, 0)
-
-
-class Lossy:
-    """A transport that loses one answer, after the service has carried the request out."""
-
-    def __init__(self, uds: str) -> None:
-        self.inner = SocketTransport(origin_of("http://localhost", uds))
-        self.broken = False
-
-    def send(self, request: Request) -> Response:
-        response = self.inner.send(request)
-        if self.broken:
-            return response
-        self.broken = True
-        raise ReplyLost("reset by peer")
-
-    def close(self) -> None:
-        self.inner.close()
-
-
-def lossy(here: Served) -> Client:
-    return Client(transport=Lossy(here.uds))
-
-
-def test_an_append_whose_reply_was_lost_is_applied_once(client: Client, here: Served) -> None:
-    k = rows(1, 3, KV_HEADS)
-    client.create_sequence("a")
-    with lossy(here) as broken:
-        result = broken.append(0, ["a"], k, k, append_indptr=[0, 3], offsets=[0])
-    assert result.lengths == (3,)
-    assert client.get_sequence("a").lengths == (3, 0)
-
-
-def test_a_decode_whose_reply_was_lost_appends_once_and_answers(
-    client: Client, here: Served
-) -> None:
-    k, v, q = rows(1, 4, KV_HEADS), rows(2, 4, KV_HEADS), rows(3, 1, QUERY_HEADS)
-    hold(client, "a", k[:3], v[:3])
-    with lossy(here) as broken:
-        result = broken.decode(0, ["a"], q, k=k[3:], v=v[3:], offsets=[3])
-    np.testing.assert_allclose(result.o, dense(q, k, v)[0], atol=1e-5)
-    assert client.get_sequence("a").lengths == (4, 0)
 
 
 def test_the_readme_program_runs(

@@ -1,4 +1,4 @@
-"""Keys over HTTP: tenants, their bodies and connections, and files of keys that change."""
+"""Keys over HTTP: tenants, their bodies and connections, and addresses without keys."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 from attnd import Client, Forbidden, Session, Unauthorized, UnknownSequence
 from http_messages import KIND, QO_HEADS, append, check_problem, create, post, rows
-from http_process import listening, process
-from http_secrets import bearer, keys_file, write_keys
+from http_process import process
+from http_secrets import bearer, keys_file
 from http_service import Service, serving
 
 from config.settings import ServerSettings
 from service.addresses import bind_addresses
 from service.road.engine_end.listening import CannotListen
-from tests.harness.plain_http import http_client
 from tests.harness.waiting import WAIT_S, wait_for
 
 
@@ -142,45 +141,6 @@ def test_one_namespace_has_requests_on_half_of_the_connections(tmp_path: Path) -
         for stream in listened:
             stream.close()
         wait_for(lambda: not service.door.busy.by_namespace, "the others' ends")
-
-
-@pytest.mark.long
-@pytest.mark.skipif(KIND != "cpu", reason="the same for every backend")
-def test_sighup_has_the_file_read_again_by_every_process(tmp_path: Path) -> None:
-    path = tmp_path / "keys"
-    write_keys(path, "a-key-of-red")
-    with listening("--auth.keys-file", str(path)) as (running, url):
-        socket = running.find(r"sessions at ([^\s\"]+)")[1]
-        with (
-            http_client(url) as kept,
-            Session(socket, api_key="a-key-of-red", retries=0) as session,
-        ):
-            blue = bearer("a-key-of-blue")
-            kept.headers.update(bearer("a-key-of-red"))
-            create(kept, "a")
-            assert session.get_sequence("a").id == "a"
-            assert kept.get("/v1/info", headers=blue).status_code == 401
-
-            path.write_text("this is no line")
-            running.child.send_signal(1)
-            running.find("the keys are unchanged")
-            assert kept.get("/v1/sequences/a").status_code == 200
-
-            write_keys(path, "a-key-of-blue")
-            running.child.send_signal(1)
-            wait_for(lambda: kept.get("/v1/info").status_code == 401, "the key to go")
-            assert kept.get("/v1/info", headers=blue).status_code == 200
-            assert kept.get("/v1/sequences/a", headers=blue).status_code == 404
-            wait_for(lambda: refused(session), "the session to be refused")
-        assert running.stop() == 0
-
-
-def refused(session: Session) -> bool:
-    try:
-        session.info()
-    except Exception as error:
-        return isinstance(error, Unauthorized)
-    return False
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])

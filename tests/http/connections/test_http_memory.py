@@ -22,13 +22,8 @@ from http_messages import (
     PAGES,
     SAFETENSORS,
     WIRE_DTYPE,
-    append,
-    ask,
-    check_problem,
     create,
     fill,
-    post,
-    rows,
     write_body,
 )
 from http_secrets import bearer, both, keys_file
@@ -164,36 +159,6 @@ def test_memory_that_the_system_does_not_give_is_no_bug(monkeypatch: pytest.Monk
         assert (problem["status"], problem["code"]) == (429, "overloaded"), problem
         with service.client() as client:
             assert client.get("/health/ready").status_code == 200
-
-
-def test_gather_has_a_limit_and_is_read_in_parts(rng: np.random.Generator) -> None:
-    with serving("--server.max-answer-bytes", "65536") as service, service.client() as client:
-        read_in_parts(client, rng)
-
-
-def read_in_parts(client: httpx.Client, rng: np.random.Generator) -> None:
-    create(client, "a")
-    k, v = rows(rng, 60), rows(rng, 60)
-    for layer in (0, 1):
-        append(client, layer, "a", k, v)
-    forks = [f"f{i}" for i in range(40)]
-    create(client, *({"id": name, "parent": "a"} for name in forks))
-    wanted = {"layer": 0, "sequences": forks}
-    problem = check_problem(post(client, "/v1/gather", wanted), 413, "answer_too_large")
-    assert problem["size"] >= 40 * 2 * k.nbytes and problem["limit"] == 65536, problem
-    assert "start" in problem["detail"] and "stop" in problem["detail"], problem
-    step = 65536 // (2 * k[0].nbytes) // 40 or 1
-    parts: list[tuple[object, object]] = []
-    for start in range(0, 60, step):
-        part = wanted | {"start": start, "stop": min(start + step, 60)}
-        if (response := post(client, "/v1/gather", part)).status_code == 413:
-            pytest.fail(response.text)
-        reply, tensors = ask(client, "/v1/gather", part)
-        count = min(step, 60 - start)
-        assert reply["kv_indptr"] == [i * count for i in range(len(forks) + 1)]
-        parts.append((tensors["k"][:count], tensors["v"][-count:]))
-    np.testing.assert_array_equal(np.concatenate([one for one, _ in parts]), k)
-    np.testing.assert_array_equal(np.concatenate([one for _, one in parts]), v)
 
 
 @pytest.mark.parametrize(("way", "accept", "count", "peers", "mib"), [

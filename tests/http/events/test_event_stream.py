@@ -151,26 +151,6 @@ def test_http_10_and_a_client_that_closes_its_side_get_a_stream_too(service: Ser
             assert body.startswith(b": still here\n\nid: ")
 
 
-def test_a_reader_who_reads_nothing_is_left_and_delays_no_other() -> None:
-    with serving("--server.idle-timeout-s", "0.3") as running, running.client() as client:
-        running.doors[0][0].setup.sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        with socket.socket() as lazy:
-            lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            host, _, port = running.url.partition("://")[2].partition(":")
-            lazy.connect((host, int(port)))
-            lazy.sendall(b"GET /v1/events HTTP/1.1\r\nhost: localhost\r\n\r\n")
-            wait_for(lambda: running.door.active, "the stream")
-            ids = list(range(60 * PAGE_SIZE))
-            ends = time.monotonic() + 30.0
-            while running.door.active and time.monotonic() < ends:
-                store(client, ids)
-                clear(client)
-            assert running.door.active == 0
-        with listening(client) as reply:
-            clear(client)
-            assert any(event["kind"] == "cleared" for event in reply)
-
-
 @pytest.mark.parametrize(
     ("how", "field"),
     [

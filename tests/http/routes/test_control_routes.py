@@ -1,5 +1,4 @@
-"""Control routes over a real socket: sequences, the prefix cache, health, metrics; their methods,
-paths that give fields, media types."""
+"""Control routes over a real socket: the prefix cache, health, timing; paths that give fields."""
 
 from __future__ import annotations
 
@@ -12,7 +11,6 @@ from http_messages import (
     QO_HEADS,
     SAFETENSORS,
     append,
-    ask,
     check_common_headers,
     create,
     fill,
@@ -23,56 +21,9 @@ from http_messages import (
 from service.image.writing import image
 
 
-def test_sequences_are_made_forked_described_and_deleted(
-    client: httpx.Client, rng: np.random.Generator
-) -> None:
-    (made,) = create(client, "a")
-    empty = {"length": 0, "lengths": [0, 0], "pages": 0, "last_page_len": 0, "parent": None}
-    assert made == {"id": "a", **empty, "ttl_s": None, "cached_len": 0}
-    for layer in range(LAYERS):
-        append(client, layer, "a", rows(rng, 6), rows(rng, 6))
-    fork, own = create(client, {"id": "b", "parent": "a", "length": 5}, {"parent": "b"})
-    assert (fork["length"], fork["pages"], fork["last_page_len"]) == (5, 2, 1), fork
-    assert (own["length"], own["parent"]) == (5, "b"), own
-    reply = client.get("/v1/sequences/a").json()
-    assert reply == {
-        "id": "a",
-        "length": 6,
-        "lengths": [6, 6],
-        "pages": 2,
-        "last_page_len": 2,
-        "parent": None,
-        "ttl_s": None,
-    }
-    response = client.delete("/v1/sequences/a")
-    assert (response.status_code, response.content) == (204, b"")
-    check_common_headers(response)
-    assert client.get("/v1/sequences/a").status_code == 404
-    assert client.get("/v1/sequences/b").json()["length"] == 5
-
-
 def test_health_says_live_and_ready(client: httpx.Client) -> None:
     assert client.get("/health/live").json() == {"status": "live"}
     assert client.get("/health/ready").json() == {"status": "ready"}
-
-
-def test_metrics_count_operations_and_tokens(
-    client: httpx.Client, rng: np.random.Generator
-) -> None:
-    fill(client, rng, "a", 5)
-    ask(client, "/v1/decode", {"layer": 0, "sequences": ["a"]}, {"q": rows(rng, 1, QO_HEADS)})
-    response = client.get("/metrics")
-    assert response.headers["content-type"].startswith("text/plain")
-    values = {
-        line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1])
-        for line in response.text.splitlines()
-        if not line.startswith("#")
-    }
-    assert values['attnd_requests_total{code="ok",op="append"}'] >= 1
-    assert values['attnd_requests_total{code="ok",op="decode"}'] >= 1
-    assert values["attnd_tokens_appended_total"] >= 5
-    assert values['attnd_kv_pages{state="referenced"}'] == 2
-    assert values["attnd_inflight"] == 0
 
 
 def test_server_timing_shows_where_the_time_went(
