@@ -11,7 +11,7 @@ from attnd.wire.images import PROBLEM
 from google.protobuf.json_format import ParseDict
 
 from config.server import ServerSettings
-from service.doors.grpc.rpc import Admission, Rpc, problem_metadata, status_of, tenant_of
+from service.doors.grpc.rpc import Admission, Rpc, status_of, tenant_of
 from service.doors.grpc.tensors import (
     SERVICE,
     ModelStreamInferResponse,
@@ -187,7 +187,7 @@ class GrpcDoor:
 
     async def responded(self, rpc: Rpc, work: Callable[[], Awaitable[Any]]) -> Any:
         """Return the work's response, or abort with its error; records both in the ledger."""
-        context, problem = rpc.context, None
+        problem = None
         try:
             response = await work()
         except asyncio.CancelledError:
@@ -197,11 +197,8 @@ class GrpcDoor:
         except Exception as error:
             problem = document_of(error, rpc.request_id)
         if problem is not None:  # outside of the handler, so that the error's frames are freed
-            rpc.end(problem["status"], problem["code"])
-            self.ledger.add(rpc)
-            code, text = status_of(problem)
-            await context.abort(code, text, (*rpc.trailing, *problem_metadata(problem)))
-        context.set_trailing_metadata(rpc.trailing)
+            await rpc.fail(problem, self.ledger)
+        rpc.context.set_trailing_metadata(rpc.trailing)
         rpc.end()
         self.ledger.add(rpc)
         return response

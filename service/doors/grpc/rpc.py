@@ -91,18 +91,23 @@ class Rpc:
         self.status, self.code = status, code
         self.seconds = time.perf_counter() - self.started
 
+    async def fail(
+        self, problem: Mapping[str, Any], ledger: Ledger, code: grpc.StatusCode | None = None
+    ) -> None:
+        """Record the call, and abort it with a problem; `code` None: the problem's own."""
+        self.end(problem["status"], problem["code"])
+        ledger.add(self)
+        own, text = status_of(problem)
+        document = dump_json(problem)
+        metadata = ((PROBLEM_KEY, document),) if len(document) <= LONGEST_PROBLEM else ()
+        await self.context.abort(code or own, text, (*self.trailing, *metadata))
+
 
 def status_of(problem: Mapping[str, Any]) -> tuple[grpc.StatusCode, str]:
     code = CODES.get(problem["status"], grpc.StatusCode.INTERNAL)
     if problem["code"] == "sequence_exists":
         code = grpc.StatusCode.ALREADY_EXISTS
     return code, error_text(problem)[:LONGEST_TEXT]
-
-
-def problem_metadata(problem: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """The problem document as trailing metadata, unless it is too long."""
-    text = dump_json(problem)
-    return ((PROBLEM_KEY, text),) if len(text) <= LONGEST_PROBLEM else ()
 
 
 AUTHORIZATION: Final = "authorization"
@@ -180,13 +185,9 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
         async def refuse(_: Any, context: Any) -> None:
             rpc = Rpc(context, method)
-            problem = document_of(error, rpc.request_id)
-            rpc.end(problem["status"], problem["code"])
-            self.ledger.add(rpc)
-            code, text = status_of(problem)
-            if isinstance(error, Overloaded):  # as gRPC's own limits
-                code = grpc.StatusCode.RESOURCE_EXHAUSTED
-            await context.abort(code, text, (*rpc.trailing, *problem_metadata(problem)))
+            is_full = isinstance(error, Overloaded)  # as gRPC's own limits
+            code = grpc.StatusCode.RESOURCE_EXHAUSTED if is_full else None
+            await rpc.fail(document_of(error, rpc.request_id), self.ledger, code)
 
         return grpc.stream_stream_rpc_method_handler(refuse)
 

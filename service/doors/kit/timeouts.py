@@ -4,6 +4,8 @@ call would cost as much as choosing its engine."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 from service.errors import DeadlineExceeded
@@ -22,10 +24,29 @@ class Timeouts:
         self.cancelled: set[asyncio.Task[Any]] = set()
         self.timer: asyncio.TimerHandle | None = None
 
-    def limit(self, deadline_s: float) -> CallTimeout:
+    @contextmanager
+    def limit(self, deadline_s: float) -> Iterator[None]:
         """A `with` block around a call of the current task. Raises DeadlineExceeded `GRACE_S`
         after the deadline."""
-        return CallTimeout(self, deadline_s + GRACE_S)
+        task, seconds = asyncio.current_task(self.loop), deadline_s + GRACE_S
+        if task is None:
+            raise RuntimeError("a call outside of any task: this is a bug")
+        self.ends[task] = self.loop.time() + seconds
+        if self.timer is None:
+            self.timer = self.loop.call_later(CHECK_S, self.check)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if task not in self.cancelled or task.cancelling() > 1:
+                raise
+            raise DeadlineExceeded(
+                f"no engine replied within {seconds:g} s; the operation may have been applied"
+            ) from None
+        finally:
+            del self.ends[task]
+            if task in self.cancelled:
+                self.cancelled.remove(task)
+                task.uncancel()
 
     def check(self) -> None:
         """Cancel the calls whose time is over, and check again while calls are in flight."""
@@ -39,33 +60,3 @@ class Timeouts:
     def close(self) -> None:
         if self.timer is not None:
             self.timer.cancel()
-
-
-class CallTimeout:
-    """The time limit of one call in flight."""
-
-    def __init__(self, timeouts: Timeouts, seconds: float) -> None:
-        self._timeouts, self._seconds = timeouts, seconds
-
-    def __enter__(self) -> None:
-        timeouts = self._timeouts
-        task = asyncio.current_task(timeouts.loop)
-        if task is None:
-            raise RuntimeError("a call outside of any task: this is a bug")
-        self._task = task
-        timeouts.ends[task] = timeouts.loop.time() + self._seconds
-        if timeouts.timer is None:
-            timeouts.timer = timeouts.loop.call_later(CHECK_S, timeouts.check)
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        timeouts, task = self._timeouts, self._task
-        del timeouts.ends[task]
-        if task not in timeouts.cancelled:
-            return
-        only_ours = isinstance(error, asyncio.CancelledError) and task.cancelling() == 1
-        timeouts.cancelled.discard(task)
-        task.uncancel()
-        if only_ours:
-            raise DeadlineExceeded(
-                f"no engine replied within {self._seconds:g} s; the operation may have been applied"
-            ) from None
