@@ -95,10 +95,8 @@ class Forest:
         for _ in range(int(rng.integers(2, 6))):
             names = self._some()
             most = int(rng.choice([1, 3, 40, 700]))
-            counts = [
-                int(rng.integers(0, 1 + min(most, self._shape.most_tokens - self._of(n).length)))
-                for n in names
-            ]
+            room = [self._shape.most_tokens - self._tokens[name].length for name in names]
+            counts = [int(rng.integers(0, 1 + min(most, left))) for left in room]
             self._append(names, counts)
             self._attend(names, counts, "chunks")
 
@@ -106,7 +104,7 @@ class Forest:
         """Some sequences' last rows: one each, a few, or any number."""
         names = self._some()
         most = int(self._rng.choice([1, 1, 5, 300]))
-        self._attend(names, [min(most, self._of(n).length) for n in names], "batch")
+        self._attend(names, [min(most, self._tokens[n].length) for n in names], "batch")
 
     def alone(self) -> None:
         """Every sequence again, in pages of its own: all at once, and as keys of the call."""
@@ -135,7 +133,7 @@ class Forest:
             np.full(most, len(self._tokens)),
         )
         if parent is not None:
-            above = self._of(parent)
+            above = self._tokens[parent]
             made.length = int(rng.integers(0, above.length + 1))
             for mine in ("q", "k", "v", "owner"):
                 getattr(made, mine)[: made.length] = getattr(above, mine)[: made.length]
@@ -146,7 +144,7 @@ class Forest:
 
     def _append(self, names: Sequence[str], counts: Sequence[int]) -> None:
         """The next tokens of sequences, one call."""
-        some = [self._of(name) for name in names]
+        some = [self._tokens[name] for name in names]
         ends = [slice(s.length, s.length + n) for s, n in zip(some, counts, strict=True)]
         k = np.concatenate([s.k[at] for s, at in zip(some, ends, strict=True)])
         v = np.concatenate([s.v[at] for s, at in zip(some, ends, strict=True)])
@@ -210,19 +208,14 @@ class Forest:
 
     def _rows(self, name: str, count: int) -> tuple[Array, list[tuple[int, int]]]:
         """The last rows of a sequence, and who owns each position."""
-        one = self._of(name)
+        one = self._tokens[name]
         first = one.length - count
         owner = one.owner[first : one.length].tolist()
         return one.q[first : one.length], list(zip(owner, range(first, one.length), strict=True))
 
     def _some(self) -> list[str]:
-        names = list(self._tokens)
-        return [
-            str(n) for n in self._rng.permutation(names)[: self._rng.integers(1, len(names) + 1)]
-        ]
-
-    def _of(self, name: str) -> Tokens:
-        return self._tokens[name]
+        names = self._rng.permutation(list(self._tokens))
+        return list(map(str, names[: self._rng.integers(1, len(names) + 1)]))
 
     def _normal(self, size: tuple[int, ...], dtype: DType) -> Array:
         return self._rng.standard_normal(size, np.float32).astype(NUMPY_DTYPES[dtype])

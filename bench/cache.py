@@ -15,13 +15,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.cases.trace import BLOCK_TOKENS, generated_trace, read_trace, token_ids
+from bench.cases.trace import BLOCK_TOKENS, token_ids, trace_of
 from bench.core import WARM_UP, nothing, timed
 from bench.report.provenance import RESULTS, Results, command_line, provenance, publish
 from bench.report.tables import markdown, with_stamp
@@ -217,35 +216,23 @@ def table(results: Results) -> str:
     for row in results["rows"]:
         rates = (row["hit_rate"], row["lru_hit_rate"], results["endless"])
         times = (row[name] for name in ("begin_us", "append_us", "commit_us", "free_us"))
-        rows.append(
-            (
-                f"{row['share']:.0%}",
-                f"{row['num_pages']:,}",
-                *(f"{rate:.3f}" for rate in rates),
-                f"{row['hits_checked']:,}",
-                ", ".join(f"{us:.2f}" for us in times),
-            )
-        )
+        cells = [f"{row['share']:.0%}", f"{row['num_pages']:,}"]
+        cells += [*(f"{rate:.3f}" for rate in rates), f"{row['hits_checked']:,}"]
+        rows.append([*cells, ", ".join(f"{us:.2f}" for us in times)])
     head = ["of all pages", "pages", "hit rate", "exact LRU", "unbounded"]
     head += ["hits checked", "µs a page"]
     single = [(name, f"{us:.1f}") for name, us in results["times_us"].items()]
     text = f"{markdown(head, rows)}\n\n{markdown(('call', 'median µs'), single)}"
-    return with_stamp(
-        text,
-        results,
-        f"{results['trace']}, pages of {results['page_size']} tokens; "
-        "µs of begin, append, commit, delete",
-    )
+    note = f"{results['trace']}, pages of {results['page_size']} tokens"
+    return with_stamp(text, results, f"{note}; µs of begin, append, commit, delete")
 
 
 def main() -> None:
-    parser = command_line(__doc__ or "")
-    parser.add_argument("--trace", type=Path, help="without it a trace is generated")
+    parser = command_line(__doc__ or "", trace=True)
     parser.add_argument("--page-size", type=int, default=16, choices=(16, 32, 64, 128, 256, 512))
     parser.add_argument("--sizes", type=float, nargs="+", default=SIZES)
     chosen = parser.parse_args()
-    count = 300 if chosen.quick else 3000
-    trace = read_trace(chosen.trace) if chosen.trace else generated_trace(count)
+    trace = trace_of(chosen.trace, 300 if chosen.quick else 3000)
     requests = [np.array(request.blocks, np.int64) for request in trace]
     best = endless(requests)
     print(f"{len(requests)} requests, unbounded cache {best:.4f}")

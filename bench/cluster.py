@@ -17,20 +17,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
 from attnd import AsyncClient, Client
 
-from bench.cases.trace import (
-    TraceRequest,
-    generated_trace,
-    num_distinct,
-    read_trace,
-    shortened,
-    split,
-)
+from bench.cases.trace import TraceRequest, num_distinct, shortened, split, trace_of
 from bench.driver.replay import POOL, ReplayResult, replay
 from bench.driver.servers import Server, attnd
 from bench.report.provenance import RESULTS, Results, command_line, provenance, publish
@@ -58,6 +50,12 @@ FIGURES: Final = {
     "p99_ms": "p99, ms",
     "hit_rate": "token hit rate",
 }
+REQUIRED: Final = (
+    ("throughput beside separate services", "throughput_of_separate", ".3f", "at least 0.9"),
+    ("token hit rate beside one engine", "hit_rate_of_one", ".3f", "at least 0.95"),
+    ("calls a second through one door", "calls_routed_per_s", ",.0f", "at least 1,500"),
+    ("added to a small call, p50 ms", "added_ms", "+.2f", "at most 1"),
+)
 
 
 def options(num_pages: int) -> list[str]:
@@ -69,19 +67,18 @@ def options(num_pages: int) -> list[str]:
 
 async def small_calls(server: Server) -> float:
     """`get_sequence` calls a second by CALLERS tasks of one client."""
-    client = AsyncClient(server.url)
-    name = (await client.create_sequence()).id
     left = iter(range(SMALL_CALLS))
+    async with AsyncClient(server.url) as client:
+        name = (await client.create_sequence()).id
 
-    async def call() -> None:
-        for _ in left:
-            await client.get_sequence(name)
+        async def call() -> None:
+            for _ in left:
+                await client.get_sequence(name)
 
-    begun = time.perf_counter()
-    await asyncio.gather(*(call() for _ in range(CALLERS)))
-    rate = SMALL_CALLS / (time.perf_counter() - begun)
-    await client.delete_sequence(name)
-    await client.aclose()
+        begun = time.perf_counter()
+        await asyncio.gather(*(call() for _ in range(CALLERS)))
+        rate = SMALL_CALLS / (time.perf_counter() - begun)
+        await client.delete_sequence(name)
     return rate
 
 
@@ -133,9 +130,7 @@ def started(engines: int, num_pages: int) -> Iterator[list[Setup]]:
             Setup("one", [start(engines * num_pages)], engines * WORKERS),
             Setup("separate", [start(num_pages) for _ in range(engines)], WORKERS),
             Setup(
-                "cluster",
-                [start(num_pages, "--cluster.engines", str(engines))],
-                engines * WORKERS,
+                "cluster", [start(num_pages, "--cluster.engines", str(engines))], engines * WORKERS
             ),
         ]
 
@@ -206,41 +201,30 @@ def table(results: Results) -> str:
     ]
     head = ["replayed on", *FIGURES.values(), "small calls a second"]
     alone, through = results["call_ms"]
-    throughput, hit_rate, rate = (
-        results[name]
-        for name in ("throughput_of_separate", "hit_rate_of_one", "calls_routed_per_s")
-    )
-    required = [
-        ["throughput beside separate services", f"{throughput:.3f}", "at least 0.9"],
-        ["token hit rate beside one engine", f"{hit_rate:.3f}", "at least 0.95"],
-        ["calls a second through one door", f"{rate:,.0f}", "at least 1,500"],
-        ["added to a small call, p50 ms", f"{results['added_ms']:+.2f}", "at most 1"],
-    ]
-    text = (
-        f"{markdown(head, rows)}\n\n{markdown(['the cluster', 'measured', 'required'], required)}"
-    )
+    required = [(what, format(results[name], form), limit) for what, name, form, limit in REQUIRED]
+    second = markdown(["the cluster", "measured", "required"], required)
     note = (
         f"medians of {len(results['rows'][0]['rounds'])} rounds, ± half their range. A small call "
         f"took {alone:.2f} ms through a service's door and {through:.2f} ms through the cluster's. "
         f"{results['requests']} requests, pools of {results['pages_each']:,} pages each, together "
         f"{results['share']:.0%} of the distinct pages"
     )
-    return with_stamp(text, results, note)
+    return with_stamp(f"{markdown(head, rows)}\n\n{second}", results, note)
 
 
 def main() -> None:
-    parser = command_line(__doc__ or "")
-    parser.add_argument("--trace", type=Path)
+    parser = command_line(__doc__ or "", trace=True)
     parser.add_argument("--requests", type=int, default=600, help="number of replayed requests")
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--share", type=float, default=0.3, help="pages, of all distinct ones")
     parser.add_argument("--rounds", type=int, default=3)
     chosen = parser.parse_args()
+    if min(chosen.requests, chosen.engines, chosen.rounds) < 1:
+        parser.error("--requests, --engines and --rounds must be at least 1")
     if chosen.quick:
         chosen.requests, chosen.rounds = min(chosen.requests, 60), 1
     os.environ["OMP_NUM_THREADS"] = "1"  # an engine is one thread
-    trace = read_trace(chosen.trace) if chosen.trace else generated_trace(1000)
-    replayed = shortened(trace, LONGEST)
+    replayed = shortened(trace_of(chosen.trace, 1000), LONGEST)
     earlier, requests = replayed[: -chosen.requests], replayed[-chosen.requests :]
     each = pages_for(requests, chosen.share, chosen.engines)
     stamp = provenance(["attnd", "numpy", "torch"])

@@ -219,10 +219,8 @@ def placed(place: str) -> Iterator[int]:
         yield int(place == "other_gpu")
         return
     with TemporaryDirectory(prefix="attnd-mps-") as directory:
-        folders = {
-            "CUDA_MPS_PIPE_DIRECTORY": str(Path(directory, "pipe")),
-            "CUDA_MPS_LOG_DIRECTORY": str(Path(directory, "log")),
-        }
+        kinds = ("PIPE", "LOG")
+        folders = {f"CUDA_MPS_{kind}_DIRECTORY": str(Path(directory, kind)) for kind in kinds}
         os.environ.update(folders)
         try:
             subprocess.run([MPS_CONTROL, "-d"], check=True)
@@ -273,14 +271,8 @@ def median_us(target: Target, load: Decode, count: int) -> float:
 
 def torch_steps(server: Server, device: int, batch: int, kv_len: int) -> dict[str, Any]:
     """Run bench.driver.torch_steps, and return its figures."""
-    numbers = {
-        "device": device,
-        "batch": batch,
-        "kv-len": kv_len,
-        "heads": HEADS.num_qo,
-        "layers": LAYERS,
-        "steps": PLACED_STEPS,
-    }
+    numbers = {"device": device, "batch": batch, "kv-len": kv_len, "steps": PLACED_STEPS}
+    numbers |= {"heads": HEADS.num_qo, "layers": LAYERS}
     options = [word for name, value in numbers.items() for word in (f"--{name}", str(value))]
     module = ["-m", "bench.driver.torch_steps", "--socket", server.socket, *options]
     done = subprocess.run(
@@ -297,18 +289,10 @@ def placed_table(results: Results) -> str:
         alone = row["kernels_us"]
         steps, graph = row["steps"]["layer_us"], row["graph"]["layer_us"]
         best = min(steps, graph)
-        rows.append(
-            (
-                f"{row['batch']} x {row['kv_len']}",
-                PLACES[row["place"]],
-                f"{row['hand_over_us']:.0f}",
-                f"{alone:.1f}",
-                f"{steps:.1f}",
-                f"{graph:.1f}",
-                f"{best / alone:.2f} x, + {best - alone:.0f}",
-                f"{row['http_us']:.0f}",
-            )
-        )
+        cells = [f"{row['batch']} x {row['kv_len']}", PLACES[row["place"]]]
+        cells += [f"{row['hand_over_us']:.0f}", *(f"{us:.1f}" for us in (alone, steps, graph))]
+        cells += [f"{best / alone:.2f} x, + {best - alone:.0f}", f"{row['http_us']:.0f}"]
+        rows.append(cells)
     head = ["sequences", "caller", "hand-over µs", "kernels µs", "steps µs"]
     head += ["graph µs", "to kernels", "Client µs"]
     note = (

@@ -11,7 +11,7 @@ Pages of 16 tokens, 32 layers, 8 heads of 128, fp16: 2 MiB each.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from statistics import median
@@ -90,26 +90,22 @@ def bare_copies() -> dict[str, float]:
     device = [cupy.cuda.alloc(count * PIECE) for _ in range(2)]
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
 
-    def to_host() -> None:
-        for number, piece in enumerate(host[0]):
-            kind, at = runtime.memcpyDeviceToHost, device[0].ptr + number * PIECE
-            runtime.memcpyAsync(piece.ptr, at, PIECE, kind, streams[0].ptr)
+    kinds = runtime.memcpyDeviceToHost, runtime.memcpyHostToDevice
 
-    def to_device() -> None:
-        for number, piece in enumerate(host[1]):
-            kind, at = runtime.memcpyHostToDevice, device[1].ptr + number * PIECE
-            runtime.memcpyAsync(at, piece.ptr, PIECE, kind, streams[1].ptr)
-
-    def seconds(*ways: Callable[[], None]) -> float:
+    def seconds(*ways: int) -> float:
+        """Of `kinds`, each by a stream of its own."""
         began = time.perf_counter()
         for way in ways:
-            way()
+            for number, piece in enumerate(host[way]):
+                ends = piece.ptr, device[way].ptr + number * PIECE
+                to, source = ends[:: 1 - 2 * way]
+                runtime.memcpyAsync(to, source, PIECE, kinds[way], streams[way].ptr)
         for stream in streams:
             stream.synchronize()
         return time.perf_counter() - began
 
     rates, size = {}, count * PIECE / 1e9
-    for name, ways in (("load", [to_device]), ("store", [to_host]), ("both", [to_host, to_device])):
+    for name, ways in (("load", [1]), ("store", [0]), ("both", [0, 1])):
         took = median(seconds(*ways) for _ in range(REPEATS))
         rates[name] = round(len(ways) * size / took, 2)
     return rates
@@ -338,12 +334,11 @@ def services(
 
 
 def measure(quick: bool) -> Results:
-    from bench.cases.kernel_calls import fill_random
+    from bench.cases.kernel_calls import fill_pool
 
     results = provenance(PACKAGES)
     backend: Any = make_backend("cuda", GEOMETRY)
-    values = GEOMETRY.num_layers * GEOMETRY.num_pages * GEOMETRY.page_bytes // 2
-    fill_random(backend.kv.k, values, np.dtype(np.float16), backend)
+    fill_pool(backend)
     results |= {"device": backend.device, "bare": bare_copies()}
     print(results["bare"], flush=True)
     results |= {"moves": moves(backend, 3 if quick else REPEATS)}

@@ -1,6 +1,6 @@
 """Time of the CUDA kernels on the rows of workloads.json, beside the ceilings of the same GPU.
 
-    python -m bench.kernels [--only decode] [--mma-sync] [--invariant] [--sinks] [--out FILE]
+    python -m bench.kernels [--only TEXT] [--mma-sync] [--invariant] [--sinks] [--profile]
     python -m bench.kernels --random N [--seed S]
 
 A row's floor is max(bytes / read ceiling, flops / matmul ceiling), with both ceilings measured in
@@ -36,7 +36,7 @@ from kernels.cuda.wide import variants as wide
 
 REPLAYS: Final = 7
 PROFILED_MS: Final = 20
-"""Of each measurement for a profiler: so long that its own launches do not count."""
+"""Of each measurement with `--profile`: so long that the profiler's own launches do not count."""
 LONG_MS: Final = 0.05
 REST_S: Final = 0.2
 """Before each measurement: without, power limits the device, and the first of two looks best."""
@@ -61,8 +61,9 @@ read_all(const uint4* x, long long n, uint4* out) {
 """
 
 
-def graph_ms(call: Callable[[int], None], calls: int) -> float:
-    """Milliseconds per call: median of graph replays, after a warm-up."""
+def graph_ms(call: Callable[[int], None], calls: int, profile: bool = False) -> float:
+    """Milliseconds per call: median of graph replays, after a warm-up; `profile`: then more of
+    them for a profiler."""
     stream = cupy.cuda.Stream(non_blocking=True, priority=-1)
     with stream:
         call(0)
@@ -80,11 +81,12 @@ def graph_ms(call: Callable[[int], None], calls: int) -> float:
             end.record(stream)
             end.synchronize()
             times.append(cupy.cuda.get_elapsed_time(begin, end) / calls)
-        cupy.cuda.runtime.profilerStart()
-        for _ in range(ceil(PROFILED_MS / (calls * median(times)))):
-            graph.launch(stream)
-        stream.synchronize()
-        cupy.cuda.runtime.profilerStop()
+        if profile:
+            cupy.cuda.runtime.profilerStart()
+            for _ in range(ceil(PROFILED_MS / (calls * median(times)))):
+                graph.launch(stream)
+            stream.synchronize()
+            cupy.cuda.runtime.profilerStop()
     return float(median(times))
 
 
@@ -142,10 +144,9 @@ def run_facts() -> dict[str, Any]:
     }
 
 
-def measure(row: Row, run: dict[str, Any], invariant: bool, sinks: bool) -> Row:
-    """One row of the results; `invariant`, `sinks`: with those numerics, and with sinks, too."""
-    ms = timed(build(row))
-    ceilings = run["ceilings"]
+def measure(row: Row, ceilings: dict[str, float], chosen: argparse.Namespace) -> Row:
+    """One row of the results, with what the command line asks for beside it."""
+    ms = timed(build(row), chosen.profile)
     floor = max(
         row["bytes"] / ceilings["read_tbps"] / 1e9, row["flops"] / ceilings["matmul_tflops"] / 1e9
     )
@@ -158,17 +159,17 @@ def measure(row: Row, run: dict[str, Any], invariant: bool, sinks: bool) -> Row:
         "roofline": round(floor / ms, 3),
     }
     if row["kind"] == "cascade":
-        result["flat_ms"] = round(timed(build(row, flat=True)), 5)
-    if invariant and row["kind"] not in ("append", "merge"):
-        result["invariant_ms"] = round(timed(build(row, numerics="invariant")), 5)
-    if sinks and row["kind"] != "append":
-        result["sinks_ms"] = round(timed(build(row, sinks=True)), 5)
+        result["flat_ms"] = round(timed(build(row, flat=True), chosen.profile), 5)
+    if chosen.invariant and row["kind"] not in ("append", "merge"):
+        result["invariant_ms"] = round(timed(build(row, numerics="invariant"), chosen.profile), 5)
+    if chosen.sinks and row["kind"] != "append":
+        result["sinks_ms"] = round(timed(build(row, sinks=True), chosen.profile), 5)
     return result
 
 
-def timed(case: KernelCall) -> float:
+def timed(case: KernelCall, profile: bool) -> float:
     time.sleep(REST_S)
-    ms = graph_ms(case.call, case.calls)
+    ms = graph_ms(case.call, case.calls, profile)
     del case
     gc.collect()
     cupy.get_default_memory_pool().free_all_blocks()
@@ -254,6 +255,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sinks", action="store_true", help="each row with sinks, too")
     parser.add_argument("--random", type=int, metavar="N", help="workloads drawn at random instead")
     parser.add_argument("--seed", type=int, default=1, help="of --random")
+    parser.add_argument("--profile", action="store_true", help="20 ms more of each, for a profiler")
     parser.add_argument("--mma-sync", action="store_true", help="without Hopper's wide kernel")
     arguments = parser.parse_args()
     if arguments.mma_sync and arguments.out:
@@ -261,11 +263,11 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def measure_random(run: dict[str, Any], count: int, seed: int) -> None:
+def measure_random(ceilings: dict[str, float], chosen: argparse.Namespace) -> None:
     """Workloads drawn at random; the worst come last, of all that take long enough."""
-    rows = random_rows(count, np.random.default_rng(seed))
+    rows = random_rows(chosen.random, np.random.default_rng(chosen.seed))
     rows.sort(key=lambda row: (row["head_dim"], row["kv_dtype"], row["page_size"]))
-    results = [(row, measure(row, run, False, False)) for row in rows]
+    results = [(row, measure(row, ceilings, chosen)) for row in rows]
     long = [(row, result) for row, result in results if result["ms"] > LONG_MS]
     print(f"{len(results)} workloads, {len(long)} above {LONG_MS} ms; the worst of these:")
     for row, result in sorted(long, key=lambda one: one[1]["roofline"])[:10]:
@@ -284,13 +286,13 @@ def main() -> None:
         flush=True,
     )
     if arguments.random:
-        measure_random(run, arguments.random, arguments.seed)
+        measure_random(ceilings, arguments)
         return
     results = []
     for row in workloads():
         if arguments.only not in row["name"]:
             continue
-        results.append(measure(row, run, arguments.invariant, arguments.sinks))
+        results.append(measure(row, ceilings, arguments))
         print(show(row, results[-1]), flush=True)
     mixed = np.random.default_rng(0).integers(100, 3000, 256).tolist()
     batches = {"256 of 1024 keys": [1024] * 256, "256 of 100 to 3000 keys": mixed}

@@ -84,6 +84,8 @@ def main() -> None:
     parser.add_argument("--runs", default=",".join(RUNS), help="comma-separated")
     parser.add_argument("--rounds", type=int, default=2)
     chosen = parser.parse_args()
+    if unknown := set(chosen.runs.split(",")) - RUNS.keys():
+        parser.error(f"--runs {unknown.pop()}: there are {', '.join(RUNS)}")
     # a process of its own asks for the name, because this one must not open a device
     ask = [sys.executable, "-c", "import torch; print(torch.cuda.get_device_name())"]
     device = subprocess.run(ask, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()

@@ -22,9 +22,9 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import numpy as np
-from attnd import NewSequence, ServiceError
+from attnd import ServiceError
 
-from bench.cases.attacks import ATTACKS, HEADS, Attack, Door, connected, run_attack
+from bench.cases.attacks import ATTACKS, HEADS, Attack, Door, append, connected, run_attack
 from bench.driver.processes import children, spent_s
 from bench.driver.servers import Server, attnd
 from bench.report.provenance import ROOT, command_line, provenance, write_results
@@ -42,11 +42,7 @@ AHEAD_S: Final = 0.3
 """The victim decodes for this time before and after the attack."""
 OVERDUE_S: Final = 60.0
 """An attack that takes this much longer than planned is killed."""
-POOL: Final = (
-    *HEADS.pool(num_layers=2),
-    *("--pool.num-pages", "32768"),
-    *("--pool.page-size", "16"),
-)
+POOL: Final = (*HEADS.pool(num_layers=2), "--pool.num-pages=32768", "--pool.page-size=16")
 SPAWN: Final = multiprocessing.get_context("spawn")
 
 
@@ -101,6 +97,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="attacks whose name contains this text")
     chosen = parser.parse_args()
     attacks = [one for one in ATTACKS if chosen.only in one.name]
+    if not attacks:
+        parser.error(f"no attack has {chosen.only!r} in its name")
     rows = []
     for row in measure(attacks, QUICK_S if chosen.quick else ATTACK_S, chosen.before or ROOT):
         print(*row.cells(), sep=", ", flush=True)
@@ -151,9 +149,8 @@ def beside(service: Service, way: str, attack: Attack, seconds: float) -> Waits:
     (outcomes, attacker), (waits, victim) = SPAWN.Pipe(), SPAWN.Pipe()
     door = service.door(way, service.attacker_key)
     attacking = SPAWN.Process(target=attack_for, args=(attack.name, door, seconds, attacker))
-    decoding = SPAWN.Process(
-        target=decode_for, args=(service.door(way, service.victim_key), victim)
-    )
+    mine = service.door(way, service.victim_key)
+    decoding = SPAWN.Process(target=decode_for, args=(mine, victim))
     attacking.start()
     decoding.start()
     try:
@@ -218,12 +215,11 @@ def decode_for(door: Door, pipe: Any) -> None:
     Without retries, so that a refused call counts as failed.
     """
     with connected(door, timeout=OVERDUE_S, retries=0) as client:
-        names = victim_sequences(client)
+        name = client.create_sequence().id
+        append(client, name, 64)
         q = np.ones((1, HEADS.num_qo, HEADS.dim), np.float16)
-        for name in names:
-            for _ in range(50):
-                client.decode(0, [name], q)
-        name = names[0]
+        for _ in range(50):
+            client.decode(0, [name], q)
         pipe.send("warm")
         pipe.recv()
         seconds, failed = [], 0
@@ -236,14 +232,6 @@ def decode_for(door: Door, pipe: Any) -> None:
             seconds.append(time.perf_counter() - started)
             time.sleep(EVERY_S)
         pipe.send((seconds, failed))
-
-
-def victim_sequences(client: Any) -> list[str]:
-    made = client.create_sequences([NewSequence()])
-    rows = np.ones((64, HEADS.num_kv, HEADS.dim), np.float16)
-    for layer in range(2):
-        client.append(layer, [made[0].id], rows, rows, append_indptr=[0, 64])
-    return [one.id for one in made]
 
 
 if __name__ == "__main__":

@@ -123,16 +123,11 @@ def measure(
                         size = load.requests()[0].answer_bytes
                         bare_target = Target("http", bare.port, path=f"/{size}")
                         turns["http_echo"] = Turn(worker, bare_target, load)
-                        rows[case] = measure_case(
-                            case, dict(sorted(turns.items(), key=pair)), effort
-                        )
+                        # beside the same way of the other version, so both have the same noise
+                        beside = sorted(turns, key=lambda name: name.removeprefix("before_"))
+                        rows[case] = measure_case(case, {n: turns[n] for n in beside}, effort)
                     print(line(rows[case]), flush=True)
     return [rows[case] for case in cases]
-
-
-def pair(turn: tuple[str, Turn]) -> str:
-    """Sorts a way beside the same way of the other version, so that both have the same noise."""
-    return turn[0].removeprefix("before_")
 
 
 def filled_load(case: DecodeCase, server: Server, stack: ExitStack) -> Decode:
@@ -230,35 +225,26 @@ def table(results: Results) -> str:
 
 def costs_table(rows: Sequence[Mapping[str, Any]]) -> str:
     ways = [name for name in COSTS if name in rows[0]["ways"]]
+
+    def cells(row: Mapping[str, Any]) -> list[str]:
+        figures = row["ways"]
+        times = [figures["road"]["backend_p50_ms"], *(figures[n]["cost_p50_ms"] for n in ways)]
+        return [*case_cells(row), *(f"{ms:.3f}" for ms in times)]
+
     return markdown(
-        ("B", "q", "backend ms", *(f"{COSTS[name]} ms" for name in ways)),
-        (
-            (
-                *case_cells(row),
-                f"{row['ways']['road']['backend_p50_ms']:.3f}",
-                *(f"{row['ways'][name]['cost_p50_ms']:.3f}" for name in ways),
-            )
-            for row in rows
-        ),
-        keys=2,
+        ("B", "q", "backend ms", *(f"{COSTS[name]} ms" for name in ways)), map(cells, rows), keys=2
     )
 
 
 def rates_table(rows: Sequence[Mapping[str, Any]]) -> str:
     names = [COSTS[name] for name in RATES]
-    per_s = (f"{name} req/s" for name in names)
-    return markdown(
-        ("B", "q", *(f"{name} p99" for name in names), *per_s),
-        (
-            (
-                *case_cells(row),
-                *(f"{row['ways'][name]['p99_ms']:.1f}" for name in RATES),
-                *(f"{row['ways'][name]['crowd_per_s']:,.0f}" for name in RATES),
-            )
-            for row in rows
-        ),
-        keys=2,
-    )
+    head = ["B", "q", *(f"{name} p99" for name in names), *(f"{name} req/s" for name in names)]
+    cells = []
+    for row in rows:
+        ways = [row["ways"][name] for name in RATES]
+        p99 = (f"{way['p99_ms']:.1f}" for way in ways)
+        cells.append([*case_cells(row), *p99, *(f"{way['crowd_per_s']:,.0f}" for way in ways)])
+    return markdown(head, cells, keys=2)
 
 
 def before_table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import tempfile
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,15 +22,8 @@ from numpy.typing import NDArray
 
 from bench import gpu_tiers
 from bench.cache import Replay, Requests, endless, exact_lru, pages_of
-from bench.cases.trace import BLOCK_TOKENS, generated_trace, read_trace
-from bench.report.provenance import (
-    RESULTS,
-    Results,
-    command_line,
-    device_name,
-    provenance,
-    publish,
-)
+from bench.cases.trace import BLOCK_TOKENS, trace_of
+from bench.report.provenance import RESULTS, Results, command_line, device_name, provenance, publish
 from bench.report.tables import markdown, with_stamp
 from kernels import make_backend
 from kernels.backend import EndOfCopies, Int32, PagePlaces, PoolGeometry
@@ -175,35 +169,33 @@ def moves(folder: Path) -> dict[str, float]:
     copies.write(pages, payloads, None)()
     gigabytes, rates = MOVED * layout.payload_bytes / 1e9, {}
 
-    def timed(name: str, began: float) -> None:
+    @contextmanager
+    def timed(name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
         rates[name] = round(gigabytes / (time.perf_counter() - began), 2)
 
     copies.read(pages, payloads, None)()
-    began = time.perf_counter()
-    copies.read(pages, payloads, None)()
-    timed("pool to host memory, with digests", began)
-    began = time.perf_counter()
-    for key, block in zip(keys, memory, strict=True):
-        layout.seal(block.data, key, "a", b"", layout.payload_bytes)
-    timed("digests", began)
+    with timed("pool to host memory, with digests"):
+        copies.read(pages, payloads, None)()
+    with timed("digests"):
+        for key, block in zip(keys, memory, strict=True):
+            layout.seal(block.data, key, "a", b"", layout.payload_bytes)
     size = MOVED * layout.block_bytes
     with closing(RecordStore(folder / "moves", size, layout)) as store:
-        began = time.perf_counter()
-        for first in range(0, MOVED, 16):
-            some = zip(keys[first : first + 16], memory[first : first + 16], strict=True)
-            store.put([NewRecord(key, "a", 35, b"", block.data) for key, block in some])
-        timed("host memory to disk, synced", began)
-        began = time.perf_counter()
-        for key, block in zip(keys, memory, strict=True):
-            entry = store.find(key)
-            if entry is None or store.get(entry, block.data) is None:
-                raise RuntimeError("a record is missing: this is a bug")
-        timed("disk (cached by the system) to host memory, verified", began)
-    began = time.perf_counter()
-    digests = copies.write(pages, payloads, None)()
-    for key, block, own in zip(keys, memory, digests, strict=True):
-        layout.check(block.data, key, "a", own)
-    timed("host memory to pool, verified", began)
+        with timed("host memory to disk, synced"):
+            for first in range(0, MOVED, 16):
+                some = zip(keys[first : first + 16], memory[first : first + 16], strict=True)
+                store.put([NewRecord(key, "a", 35, b"", block.data) for key, block in some])
+        with timed("disk (cached by the system) to host memory, verified"):
+            for key, block in zip(keys, memory, strict=True):
+                entry = store.find(key)
+                if entry is None or store.get(entry, block.data) is None:
+                    raise RuntimeError("a record is missing: this is a bug")
+    with timed("host memory to pool, verified"):
+        digests = copies.write(pages, payloads, None)()
+        for key, block, own in zip(keys, memory, digests, strict=True):
+            layout.check(block.data, key, "a", own)
     backend.close()
     return rates
 
@@ -223,15 +215,11 @@ def start(folder: Path) -> float:
 
 
 def table(results: Results) -> str:
+    counts = ("hits_checked", "from_host", "from_disk")
     rows = [
-        (
-            row["tiers"],
-            f"{row['hit_rate']:.3f}",
-            f"{row['lru_hit_rate']:.3f}",
-            f"{row['hits_checked']:,}",
-            f"{row['from_host']:,}",
-            f"{row['from_disk']:,}",
-        )
+        [row["tiers"]]
+        + [f"{row[name]:.3f}" for name in ("hit_rate", "lru_hit_rate")]
+        + [f"{row[name]:,}" for name in counts]
         for row in results["rows"]
     ]
     head = ["tiers", "hit rate", "exact LRU", "hits checked", "from host", "from disk"]
@@ -244,8 +232,7 @@ def table(results: Results) -> str:
 
 
 def main() -> None:
-    parser = command_line(__doc__ or "")
-    parser.add_argument("--trace", type=Path, help="without it a trace is generated")
+    parser = command_line(__doc__ or "", trace=True)
     parser.add_argument("--page-size", type=int, default=512, choices=(16, 32, 64, 128, 256, 512))
     parser.add_argument("--backend", choices=("cpu", "cuda"), default="cpu")
     chosen = parser.parse_args()
@@ -254,9 +241,8 @@ def main() -> None:
         path = RESULTS / f"tiers-{device_name(found['device'])}.json"
         publish(found, gpu_tiers.table(found), path, chosen)
         return
-    trace = read_trace(chosen.trace) if chosen.trace else generated_trace(3000)
+    trace = trace_of(chosen.trace, 3000)[: 300 if chosen.quick else None]
     requests = [np.array(request.blocks, np.int64) for request in trace]
-    requests = requests[:300] if chosen.quick else requests
     print(f"{len(requests)} requests, unbounded cache {endless(requests):.4f}")
     with tempfile.TemporaryDirectory(prefix="attnd-bench-") as folder:
         results = provenance(["numpy"]) | {

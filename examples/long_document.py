@@ -10,6 +10,7 @@ compared with dense attention in float64.
 
 from __future__ import annotations
 
+import argparse
 import time
 
 import numpy as np
@@ -41,6 +42,7 @@ def rows(count: int, heads: int) -> Rows:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     k, v = rows(TOKENS, KV_HEADS), rows(TOKENS, KV_HEADS)
     with open_client(None, SETTINGS) as client:
         while len(client.engines()) < ENGINES:  # the cluster is ready with its first engine

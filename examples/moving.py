@@ -8,6 +8,7 @@ decode the same bits afterwards.
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -33,6 +34,7 @@ SETTINGS = {
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     with ExitStack() as stack:
         here, there = (
             stack.enter_context(Client(uds=stack.enter_context(serve(SETTINGS)))) for _ in range(2)

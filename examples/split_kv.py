@@ -9,6 +9,7 @@ compared with one that does, and with a dense float64 computation.
 
 from __future__ import annotations
 
+import argparse
 from contextlib import ExitStack
 
 import numpy as np
@@ -33,6 +34,7 @@ Rows = NDArray[np.float32]
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     rng = np.random.default_rng(1)
     k, v = (rng.standard_normal((TOKENS, KV_HEADS, HEAD_DIM)).astype(np.float32) for _ in "kv")
     q = rng.standard_normal((1, QUERY_HEADS, HEAD_DIM)).astype(np.float32)

@@ -9,13 +9,12 @@ docs/simulation.md lists every assumption.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
 import numpy as np
 
-from bench.cases.trace import TraceRequest, generated_trace, multiplied, read_trace
+from bench.cases.trace import TraceRequest, multiplied, trace_of
 from bench.report.provenance import RESULTS, command_line, provenance, publish
 from simulation.fleet import Fleet, Simulation
 from simulation.gpu_costs import GpuCosts
@@ -30,6 +29,8 @@ def fleet_row(requests: Sequence[TraceRequest], fleet: Fleet, seconds: float) ->
     """A fleet's hit rate and times, of the requests after the warm-up."""
     run = Simulation(fleet, GpuCosts.measured()).run(requests)
     counted = [one for one in run.outcomes if one.begun >= WARM * seconds]
+    if not counted:
+        raise SystemExit("no request came after the warm-up: raise --per-s or --seconds")
     tokens = sum(one.request.tokens for one in counted)
     first = np.percentile([one.first_s for one in counted], (50, 99))
     steps = 1e3 * np.percentile(run.steps_s, (50, 99))
@@ -51,16 +52,14 @@ def fleet_row(requests: Sequence[TraceRequest], fleet: Fleet, seconds: float) ->
 
 
 def main() -> None:
-    parser = command_line(__doc__ or "")
-    parser.add_argument("--trace", type=Path, help="without it a trace is generated")
+    parser = command_line(__doc__ or "", trace=True)
     parser.add_argument("--engines", type=int, nargs="+", default=(2400, 3000))
     parser.add_argument("--per-s", type=float, default=10_000.0)
     parser.add_argument("--seconds", type=float, default=45.0)
     chosen = parser.parse_args()
     if chosen.quick:
         chosen.engines, chosen.per_s = (80,), 100.0
-    trace = read_trace(chosen.trace) if chosen.trace else generated_trace(2000)
-    every = multiplied(trace, chosen.per_s, chosen.seconds)
+    every = multiplied(trace_of(chosen.trace, 2000), chosen.per_s, chosen.seconds)
     rows = [fleet_row(every, Fleet(engines=count), chosen.seconds) for count in chosen.engines]
     load = {"per_s": chosen.per_s, "seconds": chosen.seconds}
     results = provenance(["numpy"]) | load | {"rows": rows}

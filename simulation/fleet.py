@@ -204,13 +204,13 @@ class Simulation:
         """Schedule the arrival of the next request, which schedules the one after it."""
         request = next(requests, None)
         if request is not None:
-            self.clock.at(request.at, lambda: self.arrive_and_schedule(request, requests))
+            self.clock.at(request.at, lambda: self.arrive(request, requests))
 
-    def arrive_and_schedule(self, request: TraceRequest, requests: Iterator[TraceRequest]) -> None:
-        self.arrive(request)
-        self.schedule(requests)
+    def arrive(self, request: TraceRequest, later: Iterator[TraceRequest]) -> None:
+        self.place(request)
+        self.schedule(later)
 
-    def arrive(self, request: TraceRequest) -> None:
+    def place(self, request: TraceRequest) -> None:
         now = self.clock.now
         one = Running(request, now)
         if len(request.blocks) + 1 > self.fleet.blocks:

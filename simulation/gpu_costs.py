@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -58,7 +57,7 @@ class GpuCosts:
     def measured(cls) -> Self:
         """Of fp8 pools, from bench/results/h200.json and road-h200.json."""
         rows = {row["name"]: row for row in read_results(KERNEL_RESULTS)["rows"]}
-        road = json.loads(ROAD.read_text(encoding="utf-8"))["rows"]
+        road = read_results(ROAD)["rows"]
         fp16 = Line.through(points(rows, "decode/", "tbps", but=("fp8", "page1")))
         ((amount, seconds),) = points(rows, FP8_ROW, "tbps")
         over = [

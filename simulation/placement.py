@@ -71,8 +71,7 @@ class Placing:
     ) -> None:
         """An engine's pool has taken a prompt, and evicted other blocks."""
         holder = self._holder
-        for block in blocks:
-            holder[block] = engine
+        holder.update(dict.fromkeys(blocks, engine))
         for block in evicted:
             if holder.get(block) == engine:
                 del holder[block]

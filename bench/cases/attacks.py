@@ -27,6 +27,7 @@ from attnd.wire.images import request_image
 from numpy.typing import NDArray
 
 from bench.cases.loads import Heads
+from bench.driver.raw import LENGTH
 from service.operations.table import BY_NAME
 from service.road.caller_end.caller import Answered, RoadCaller
 from service.road.caller_end.slots import Slot
@@ -375,14 +376,13 @@ async def over_http(
     else:
         await asyncio.sleep(seconds)
     left = [one for one in workers if not one.done()]
-    statuses["-"] += len(left)
+    if left:
+        statuses["-"] = len(left)
     for one in left + listeners:
         one.cancel()
     for one in workers:
         if one.done() and not one.cancelled() and one.exception() is not None:
             statuses[type(one.exception()).__name__] += 1
-    if not statuses["-"]:
-        del statuses["-"]
 
 
 async def listen(door: Door) -> None:
@@ -409,9 +409,6 @@ def head(method: str, path: str, key: str, length: int) -> bytes:
 async def answered(reader: asyncio.StreamReader) -> str:
     """Read an answer; returns its status."""
     head = await reader.readuntil(b"\r\n\r\n")
-    length = 0
-    for line in head.lower().split(b"\r\n"):
-        if line.startswith(b"content-length:"):
-            length = int(line.split(b":")[1])
-    await reader.readexactly(length)
+    length = LENGTH.search(head)
+    await reader.readexactly(int(length[1]) if length else 0)
     return head.split(b" ", 2)[1].decode()

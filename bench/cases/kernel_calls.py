@@ -49,6 +49,14 @@ def fill_random(address: int, count: int, dtype: np.dtype[Any], owner: Any) -> N
     cupy.cuda.get_current_stream().synchronize()
 
 
+def fill_pool(backend: CudaBackend) -> None:
+    """Unit-normal K and V in all pages of all layers."""
+    pool = backend.geometry
+    kind = NUMPY_DTYPES[pool.dtype]
+    values = pool.num_layers * pool.num_pages * pool.page_bytes // kind.itemsize
+    fill_random(backend.kv.k, values, kind, backend)
+
+
 def random_array(shape: Sequence[int], dtype: DType) -> Any:
     """Device bytes of unit-normal values."""
     kind, count = NUMPY_DTYPES[dtype], int(np.prod(shape))
@@ -75,12 +83,7 @@ def pool_case(row: Row, flat: bool, numerics: Numerics, sinks: bool) -> KernelCa
     g, plan = pool_plan(row, flat)
     layers = g.num_layers
     backend = CudaBackend(g, numerics=numerics)
-    fill_random(
-        backend.kv.k,
-        layers * g.num_pages * g.page_bytes // NUMPY_DTYPES[g.dtype].itemsize,
-        NUMPY_DTYPES[g.dtype],
-        backend,
-    )
+    fill_pool(backend)
     config = config_of(row, backend.kv)
     device_plan = backend.attention.make([(0, plan)], config)
     call, owners = attend_call(row, backend, config, device_plan, len(plan.positions), sinks)

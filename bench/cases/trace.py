@@ -29,10 +29,21 @@ class TraceRequest:
     output: int
 
 
+def trace_of(path: Path | None, count: int) -> list[TraceRequest]:
+    """The requests of a file, or `count` generated ones; ends the program where there are none."""
+    try:
+        requests = generated_trace(count) if path is None else read_trace(path)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise SystemExit(f"{path} is no trace: {error!r}") from error
+    if not requests:
+        raise SystemExit(f"{path} has no requests with prompts")
+    return requests
+
+
 def read_trace(path: Path) -> list[TraceRequest]:
     """The requests of a file in the format of Mooncake's published traces, in order."""
     with path.open(encoding="utf-8") as lines:
-        records = [json.loads(line) for line in lines]
+        records = [json.loads(line) for line in lines if line.strip()]
     return [
         TraceRequest(
             one["timestamp"] / 1e3,
@@ -75,11 +86,7 @@ def token_ids(pages: NDArray[np.int64], page_size: int) -> NDArray[np.uint32]:
 def shortened(requests: Iterable[TraceRequest], longest: int) -> list[TraceRequest]:
     """The same requests, every prompt cut to its first `longest` blocks."""
     return [
-        replace(
-            one,
-            blocks=one.blocks[:longest],
-            tokens=min(one.tokens, longest * BLOCK_TOKENS),
-        )
+        replace(one, blocks=one.blocks[:longest], tokens=min(one.tokens, longest * BLOCK_TOKENS))
         for one in requests
     ]
 

@@ -16,11 +16,11 @@ from typing import Any, Final, Literal
 import cupy
 import numpy as np
 
-from bench.cases.kernel_calls import fill_random, random_array
+from bench.cases.kernel_calls import fill_pool, random_array
 from bench.cases.kernel_plans import level_of, row_levels
 from bench.cases.loads import Decode, Request
 from bench.driver.calls import Call, Sample
-from kernels.backend import NUMPY_DTYPES, Attend, Int32, Plan, PoolGeometry, Scoring
+from kernels.backend import Attend, Int32, Plan, PoolGeometry, Scoring
 from kernels.cuda.attention.config import AttentionConfig
 from kernels.cuda.backend import CudaBackend
 
@@ -116,11 +116,8 @@ def placed(shape: Shape) -> tuple[CudaBackend, Plan, Int32]:
     row = {"kind": "decode", "kv_lens": [kv_len] * batch, "page_size": PAGE_SIZE}
     levels, positions, pages = row_levels(row)
     plan = Plan(tuple(level_of(nodes, PAGE_SIZE) for nodes in levels), positions)
-    geometry = PoolGeometry(POOL_LAYERS, pages, PAGE_SIZE, num_kv, dim)
-    backend = CudaBackend(geometry)
-    kind = NUMPY_DTYPES[geometry.dtype]
-    count = POOL_LAYERS * pages * geometry.page_bytes // kind.itemsize
-    fill_random(backend.kv.k, count, kind, backend)
+    backend = CudaBackend(PoolGeometry(POOL_LAYERS, pages, PAGE_SIZE, num_kv, dim))
+    fill_pool(backend)
     level = plan.levels[0]
     last = level.kv_indices[level.kv_indptr[1:] - 1]
     slots = last * PAGE_SIZE + level.kv_last_page_len - 1

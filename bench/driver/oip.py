@@ -34,10 +34,7 @@ def http_request(request: Request) -> bytes:
         }
         for name, tensor in request.tensors.items()
     ]
-    document = {
-        "inputs": inputs,
-        "parameters": {**parameters(request), "binary_data_output": True},
-    }
+    document = {"inputs": inputs, "parameters": {**parameters(request), "binary_data_output": True}}
     text = json.dumps(document).encode()
     body = b"".join([text, *(tensor.tobytes() for tensor in request.tensors.values())])
     head = f"POST /v2/models/{request.operation}/infer HTTP/1.1\r\nhost: 127.0.0.1\r\n"

@@ -42,11 +42,7 @@ class Server:
 
 @contextmanager
 def attnd(
-    *options: str,
-    root: Path = ROOT,
-    kind: str = "cpu",
-    grpc: bool = False,
-    reads_log: bool = True,
+    *options: str, root: Path = ROOT, kind: str = "cpu", grpc: bool = False, reads_log: bool = True
 ) -> Iterator[Server]:
     """The service of a checkout with a backend and further options.
 
@@ -57,9 +53,8 @@ def attnd(
     with TemporaryDirectory(prefix="attnd-bench-") as directory:
         socket_path = str(Path(directory, "engine.sock"))
         arguments += ["--server.socket", socket_path]
-        grpc_port = 0
+        grpc_port = free_port() if grpc else 0
         if grpc:
-            grpc_port = free_port()
             arguments += ["--server.grpc-port", str(grpc_port)]
         with running(arguments, port, root, reads_log) as server:
             yield replace(server, socket=socket_path, grpc_port=grpc_port)

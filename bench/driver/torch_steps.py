@@ -97,10 +97,7 @@ def fill(session: TorchSession, names: list[str], heads: int, layers: int, kv_le
     for first in range(0, len(names), some):
         for _ in range(kv_len // chunk):
             indptr = list(range(0, some * chunk + 1, chunk))
-            step: Step[torch.Tensor] = session.step(
-                names[first : first + some], slots, qo_indptr=indptr
-            )
-            with step:
+            with session.step(names[first : first + some], slots, qo_indptr=indptr) as step:
                 for layer in range(layers):
                     step.attend(layer)
     step.wait()
@@ -114,11 +111,9 @@ def main() -> None:
     chosen = parser.parse_args()
     names = [f"s{number}" for number in range(chosen.batch)]
     warnings.simplefilter("ignore", RuntimeWarning)
-    arena = 256 * 2**20
     torch.cuda.set_device(chosen.device)
-    with TorchSession(
-        chosen.socket, timeout=120.0, device=chosen.device, arena_bytes=arena
-    ) as session:
+    options: dict[str, Any] = {"device": chosen.device, "arena_bytes": 256 * 2**20}
+    with TorchSession(chosen.socket, timeout=120.0, **options) as session:
         for name in names:
             session.create_sequence(name)
         fill(session, names, chosen.heads, chosen.layers, chosen.kv_len)

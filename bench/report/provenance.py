@@ -92,12 +92,11 @@ def write_results(path: Path, results: Results) -> None:
     print(f"wrote {path}")
 
 
-def command_line(doc: str, *, before: bool = False) -> argparse.ArgumentParser:
-    """The options that all benchmarks have: `--quick`, `--out`, and `--before` for some."""
+def command_line(doc: str, *, before: bool = False, trace: bool = False) -> argparse.ArgumentParser:
+    """The options that all benchmarks have: `--quick`, `--out`, and `--before` or `--trace` for
+    some."""
     parser = argparse.ArgumentParser(
-        description=doc,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--quick", action="store_true", help="a short run; written only with --out")
     parser.add_argument("--out", type=Path, help="results file, in place of bench/results")
@@ -105,6 +104,8 @@ def command_line(doc: str, *, before: bool = False) -> argparse.ArgumentParser:
         parser.add_argument(
             "--before", type=Path, metavar="DIR", help="checkout of another version to run beside"
         )
+    if trace:
+        parser.add_argument("--trace", type=Path, help="without it a trace is generated")
     return parser
 
 

@@ -36,6 +36,13 @@ def test_the_readme_lists_every_example() -> None:
             assert path.name in output, f"{path.name} is not in examples/README.md"
 
 
+def test_every_example_explains_itself() -> None:
+    for path in sorted(EXAMPLES.glob("*.py")):
+        if "if __name__" in path.read_text():
+            done = processes.run(sys.executable, str(path), "--help", timeout=60)
+            assert done.returncode == 0 and done.stdout.startswith("usage:"), path.name
+
+
 def test_quickstart_shows_levels_and_bytes_saved() -> None:
     output = python("quickstart.py")
     assert "4 forks: 67 pages in use" in output, output

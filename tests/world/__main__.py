@@ -11,13 +11,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 def arguments() -> argparse.Namespace:
+    from tests.world import put_back
+
     parser = argparse.ArgumentParser(prog="python -m tests.world", description=__doc__)
     parser.add_argument("--seeds", type=int, default=100, help="number of seeds")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="longest time")
-    parser.add_argument("--bug", help="a patch of tests/world/bugs to find, or `all`")
-    parser.add_argument("--world", default="all", help="engine, cluster, disk, or all")
+    bugs = (*put_back.names(), "all")
+    parser.add_argument("--bug", choices=bugs, metavar="BUG", help="of tests/world/bugs, or `all`")
+    worlds = ("engine", "cluster", "disk", "all")
+    parser.add_argument("--world", default="all", choices=worlds, help="(default: all)")
     parser.add_argument("--table", action="store_true", help="print operations and faults")
     parser.add_argument("--seed", type=int, help="replay this one, with its trace")
     parser.add_argument("--statements", type=int, default=40, help="of each caller")

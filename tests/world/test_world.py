@@ -28,6 +28,12 @@ def test_the_service_agrees_with_the_model(first: int, seconds: int, jobs: int) 
     assert status == 0, output
 
 
+@pytest.mark.parametrize("option", ["--world", "--bug"])
+def test_an_unknown_name_is_refused_with_the_known_ones(option: str) -> None:
+    status, output = world(option, "nowhere")
+    assert status == 2 and "invalid choice: 'nowhere' (choose from" in output, output
+
+
 @pytest.mark.parametrize("name", ["engine", "cluster", "disk"])
 def test_a_seed_repeats_exactly(name: str) -> None:
     first, second = (world("--world", name, "--seed", "3") for _ in range(2))
