@@ -18,12 +18,13 @@ from service.doors.grpc.tensors import (
     decoder,
     message,
     read_infer_request,
-    read_request,
+    reading_request,
     write_answer,
 )
 from service.doors.kit.headers import call_id_of
 from service.doors.kit.ledger import CLIENT_CLOSED, Ledger
 from service.doors.kit.link import QUIET_S, Link
+from service.doors.kit.pieces import OneByOne
 from service.doors.kit.problems import ProblemText, document_of
 from service.doors.kit.tracing import Tracing
 from service.doors.kit.upstream import MakeUpstream, trim
@@ -57,6 +58,7 @@ class GrpcDoor:
         self.link = make_upstream(limits, authenticator is not None, metrics)
         self.ledger = Ledger(metrics, tracing)
         self.admission = Admission(limits, authenticator, self.ledger, UNGUARDED)
+        self.long_work = OneByOne()
         self.draining = asyncio.Event()
         """Set once draining."""
         self.calls = 0
@@ -163,7 +165,7 @@ class GrpcDoor:
         rpc.op = model.name
         link = self.link
         link.ready()
-        call = read_request(model, request)
+        call = await self.long_work.do(reading_request(model, request), rpc.tenant.namespace)
         slot, length = link.arena.lay(call.pieces())
         try:
             answered, place = await link.call(
@@ -229,6 +231,7 @@ class GrpcDoor:
         made = message(method.output_type.name)
 
         async def handle(_: Any, context: Any) -> None:
+            self.admission.probe_came()
             rpc = Rpc(context, method.name)
             rpc.op = op
             await context.write(ParseDict(answer(None), made()))

@@ -113,6 +113,8 @@ def status_of(problem: Mapping[str, Any]) -> tuple[grpc.StatusCode, str]:
 AUTHORIZATION: Final = "authorization"
 LATER_S: Final = 0.5
 """A stream times out by itself; another call without a message is cancelled this much later."""
+MAX_PROBES: Final = 256
+"""Calls without a key at once; each ends within milliseconds if its client reads."""
 SHARES: Final = 2
 """With keys, one namespace may have 1/2 of all calls."""
 
@@ -134,6 +136,8 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         """Methods that respond without a key, and without a message."""
         self.taken: Counter[str] = Counter()
         """Calls by namespace."""
+        self.probes: dict[Any, None] = {}
+        """Tasks of calls without a key, oldest first."""
         self.silent: dict[Any, asyncio.TimerHandle] = {}
         """Timers of calls without a message, by their tasks."""
 
@@ -173,6 +177,17 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self.taken[name] -= 1
         if not self.taken[name]:
             del self.taken[name]
+
+    def probe_came(self) -> None:
+        """Count the current call, which needs no key; ends the oldest one where too many wait for
+        their clients to read."""
+        task: Any = asyncio.current_task()
+        if len(self.probes) >= MAX_PROBES:
+            oldest = next(iter(self.probes))
+            del self.probes[oldest]
+            oldest.cancel()
+        self.probes[task] = None
+        task.add_done_callback(lambda task: self.probes.pop(task, None))
 
     def message_came(self, task: Any = None) -> None:
         """A call has its first message: stop its timer."""

@@ -50,6 +50,8 @@ LOG: Final = logging.getLogger("attnd.grpc")
 MESSAGE_BYTES: Final = 2**20
 """Room for a message beside the bytes of its tensors."""
 MAX_MS: Final = 2**31 - 1
+MORE_STREAMS: Final = 64
+"""Streams of one connection beyond all calls of the door: for health checks and rejections."""
 
 
 class Server:
@@ -128,7 +130,8 @@ class Server:
 
 
 def options(limits: ServerSettings) -> list[tuple[str, int]]:
-    """gRPC's options: a second service on the port fails, idle connections are closed."""
+    """gRPC's options: a second service on the port fails, idle connections are closed. A client's
+    library waits with calls beyond a connection's limit."""
     largest = min(limits.grpc_max_message_bytes, limits.max_body_bytes + MESSAGE_BYTES)
     idle_ms = min(int(limits.idle_timeout_s * 1e3) + 1, MAX_MS)
     return [
@@ -136,6 +139,7 @@ def options(limits: ServerSettings) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", largest),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_metadata_size", limits.max_header_bytes),
+        ("grpc.max_concurrent_streams", limits.grpc_max_calls + MORE_STREAMS),
         ("grpc.max_connection_idle_ms", idle_ms),
         ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1e3)),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,7 +30,8 @@ from service.doors.oip.request import (
     refuse_regions,
 )
 from service.errors import InvalidRequest, MalformedBody
-from service.image.reading import MAX_TENSORS
+from service.image.json_pieces import Pieces
+from service.image.reading import MAX_RANK, MAX_TENSORS
 
 DESCRIPTORS: Final = Path(__file__).with_name("open_inference.binpb")
 POOL: Final = DescriptorPool()
@@ -38,15 +40,73 @@ for file in FileDescriptorSet.FromString(DESCRIPTORS.read_bytes()).file:
 SERVICE: Final = POOL.FindServiceByName("inference.GRPCInferenceService")
 
 
+MAX_FIELDS: Final = 4096
+"""Fields of a message and of the messages in it. The library takes a microsecond for each, and does
+nothing else meanwhile: 16 megabytes of empty ones are half a minute."""
+VARINT_BYTES: Final = 10
+NUMBERS_AT_ONCE: Final = 32 * 2**10
+"""Numbers of an input that are converted in one piece: a few milliseconds."""
+Inner = dict[int, "Inner"]
+"""The messages in a message, by their fields' numbers."""
+PARAMETERS: Final[Inner] = {2: {}}
+INNER: Final[dict[str, Inner]] = {
+    "ModelInferRequest": {
+        4: PARAMETERS,
+        5: {4: PARAMETERS, 5: {}},  # an input, its parameters and contents
+        6: {2: PARAMETERS},  # a requested output
+    }
+}
+
+
+def count_fields(data: bytes, at: int, end: int, inner: Inner, count: int = 0) -> int:
+    """Add the fields in `data[at:end]` to `count`. Raises MalformedBody beyond `MAX_FIELDS`, and
+    IndexError where the data ends in a field."""
+    while at < end:
+        count += 1
+        if count > MAX_FIELDS:
+            rule = "send numbers packed, or in raw_input_contents"
+            raise MalformedBody(f"the message has more than {MAX_FIELDS} fields: {rule}")
+        tag, at = varint(data, at)
+        match tag & 7:
+            case 0:
+                _, at = varint(data, at)
+            case 1:
+                at += 8
+            case 2:
+                size, at = varint(data, at)
+                if (deeper := inner.get(tag >> 3)) is not None:
+                    count = count_fields(data, at, min(at + size, end), deeper, count)
+                at += size
+            case 5:
+                at += 4
+            case _:
+                raise MalformedBody("the message has a group, which no method takes")
+    return count
+
+
+def varint(data: bytes, at: int) -> tuple[int, int]:
+    """The number at `at`, and the first byte after it."""
+    value = 0
+    for shift in range(VARINT_BYTES):
+        byte = data[at + shift]
+        value |= (byte & 0x7F) << 7 * shift
+        if byte < 0x80:
+            return value, at + shift + 1
+    raise MalformedBody(f"the message has a number of more than {VARINT_BYTES} bytes")
+
+
 def message(name: str) -> Any:
     return GetMessageClass(POOL.FindMessageTypeByName(f"inference.{name}"))
 
 
 def decoder(name: str) -> Callable[[bytes], Any]:
     """A function that reads a message of that name, and raises MalformedBody."""
-    read = message(name).FromString
+    read, inner = message(name).FromString, INNER.get(name, {})
 
     def decode(data: bytes) -> Any:
+        if len(data) > 2 * MAX_FIELDS:  # every field has two bytes
+            with suppress(IndexError):  # the library says what is wrong
+                count_fields(data, 0, len(data), inner)
         try:
             return read(data)
         except DecodeError as error:
@@ -76,15 +136,16 @@ CONTENTS: Final = {
 """The field with an input's numbers, by datatype; others come as raw bytes only."""
 
 
-def read_request(model: Model, request: Any) -> Call:
-    """A request as a call. Raises InvalidRequest, MalformedBody, NotSupported."""
+def reading_request(model: Model, request: Any) -> Pieces[Call]:
+    """A request as a call, read in pieces. Raises InvalidRequest, MalformedBody, NotSupported."""
     parameters = read_parameters(request.parameters)
     deadline_us = read_timeout(parameters.pop(TIMEOUT, 0))
     outputs = tuple((output.name, True) for output in request.outputs)
     for output in request.outputs:
         check_parameters(output)
     wanted = Wanted(request.id, outputs, deadline_us=deadline_us)
-    return make_call(model, parameters, read_inputs(model, request), wanted)
+    inputs = yield from reading_inputs(model, request)
+    return make_call(model, parameters, inputs, wanted)
 
 
 def check_parameters(tensor: Any) -> None:
@@ -104,7 +165,7 @@ def read_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def read_inputs(model: Model, request: Any) -> list[Input]:
+def reading_inputs(model: Model, request: Any) -> Pieces[list[Input]]:
     """The inputs; all come as raw bytes, or all as numbers."""
     if len(request.inputs) > MAX_TENSORS:
         raise InvalidRequest("inputs", len(request.inputs), f"at most {MAX_TENSORS} tensors")
@@ -118,25 +179,32 @@ def read_inputs(model: Model, request: Any) -> list[Input]:
     inputs = []
     for given in request.inputs:
         check_parameters(given)
-        shape = tuple(given.shape)
-        dtype, needed = check_input(model, given.name, given.datatype, list(shape))
+        shape = given.shape[: MAX_RANK + 1]
+        dtype, needed = check_input(model, given.name, given.datatype, shape)
         if is_raw and given.HasField("contents"):
             rule = "must be given once: in contents or in raw_input_contents"
             raise InvalidRequest(f"{given.name}.contents", "given", rule)
-        data = next(raw) if is_raw else read_contents(given, dtype)
+        data = next(raw) if is_raw else (yield from reading_contents(given, dtype, needed))
         check_size(given.name, len(data), needed)
-        inputs.append(Input(given.name, dtype, shape, data))
+        inputs.append(Input(given.name, dtype, tuple(shape), data))
     return inputs
 
 
-def read_contents(given: Any, dtype: DType) -> Part:
-    """The bytes of an input that comes as numbers."""
+def reading_contents(given: Any, dtype: DType, needed: int) -> Pieces[Part]:
+    """The bytes of an input that comes as numbers, which have `needed` bytes."""
     field = CONTENTS.get(given.datatype)
     if field is None:
         rule = f"{given.datatype} has no field for numbers: send raw_input_contents"
         raise InvalidRequest(f"{given.name}.contents", "given", rule)
+    values = getattr(given.contents, field)
+    check_size(given.name, len(values) * dtype.itemsize, needed)
+    array: Any = np.empty(len(values), dtype)
     try:
-        array: Any = np.array(getattr(given.contents, field), dtype)
+        for begin in range(0, len(values), NUMBERS_AT_ONCE):
+            if begin:
+                yield
+            end = begin + NUMBERS_AT_ONCE
+            array[begin:end] = values[begin:end]
     except OverflowError:
         rule = f"must be within the range of {given.datatype}"
         raise InvalidRequest(f"{given.name}.contents", field, rule) from None

@@ -128,6 +128,8 @@ def field_value(model: Model, name: str, value: Any) -> Any:
         raise unknown_name(name, value, f"model {model.name}", "parameter", tuple(model.fields))
     if not isinstance(value, str) or name in model.text_fields:
         return value
+    if (count := value.count(",")) > MAX_VALUES:
+        raise InvalidRequest(name, f"{count} values", f"must be at most {MAX_VALUES} values")
     return load_json(value.encode("utf-8", "surrogatepass"), f"parameter {name}")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -15,7 +17,7 @@ from http_service import serving
 from triton_callers import grpc_door
 
 from service.doors.grpc import door as door_module
-from service.doors.grpc.server import Server
+from service.doors.grpc.server import MORE_STREAMS, Server
 from service.doors.grpc.tensors import message
 from tests.harness.waiting import WAIT_S, wait_for
 
@@ -181,3 +183,12 @@ def test_a_message_above_the_limit_is_refused(stack: ExitStack) -> None:
         channel = connect(door, stack)
         assert code_of(channel, data=bytes(65537)) == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert infer(channel)
+
+
+def test_a_connection_has_a_limit_of_streams(guarded: Server) -> None:
+    with socket.create_connection(("127.0.0.1", guarded.port), WAIT_S) as peer:
+        peer.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
+        length, kind = struct.unpack(">HB", peer.recv(9, socket.MSG_WAITALL)[1:4])
+        assert kind == 4
+        settings = dict(struct.iter_unpack(">HI", peer.recv(length, socket.MSG_WAITALL)))
+    assert settings[3] == PLACES + MORE_STREAMS
