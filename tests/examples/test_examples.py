@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests.harness import processes
 
@@ -125,24 +128,22 @@ def test_a_half_precision_pool_says_where_tokens_differ_and_why() -> None:
     assert (int(equal[1]) == 256) == ("diverges at token" not in output), output
 
 
-def test_logits_too_far_apart_end_with_a_failure_and_near_ties_do_not() -> None:
-    program = (
-        "import torch, transformers_generate as example\n"
-        "logits = torch.eye(32) * torch.linspace(0.9, 1.0, 32)\n"
-        "reference = example.Generation([list(range(32))], [logits])\n"
-        "flipped = [*range(9), 3, *range(10, 32)]\n"
-        "example.compare(example.Generation([flipped], [logits - 0.04]), reference, 'fp16')\n"
-        "for off, tokens, dtype in [(0.06, range(32), 'fp16'), (0, flipped, 'fp32')]:\n"
-        "    try:\n"
-        "        example.compare(example.Generation([tokens], [logits + off]), reference, dtype)\n"
-        "    except SystemExit as failed:\n"
-        "        print(failed)\n"
-    )
-    output = run(sys.executable, "-c", program, PYTHONPATH=str(EXAMPLES))
+def test_logits_too_far_apart_end_with_a_failure_and_near_ties_do_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    example: Any = importlib.import_module("transformers_generate")
+    logits = torch.eye(32) * torch.linspace(0.9, 1.0, 32)
+    reference = example.Generation([list(range(32))], [logits])
+    flipped = [*range(9), 3, *range(10, 32)]
+    example.compare(example.Generation([flipped], [logits - 0.04]), reference, "fp16")
+    with pytest.raises(SystemExit, match=r"FAILED: logits may differ by 0\.05 at fp16"):
+        example.compare(example.Generation([range(32)], [logits + 0.06]), reference, "fp16")
+    with pytest.raises(SystemExit, match=r"FAILED: logits may differ by 0\.001 at fp32"):
+        example.compare(example.Generation([flipped], [logits]), reference, "fp32")
+    output = capsys.readouterr().out
     assert "continuation 0 diverges at token 9: 3 for 9, whose logits are 9.3e-01 apart" in output
     assert "equal but for near-ties\n" in output, output
-    assert "FAILED: logits may differ by 0.05 at fp16" in output, output
-    assert "FAILED: logits may differ by 0.001 at fp32" in output, output
 
 
 def test_every_step_of_curl_gets_its_answer() -> None:

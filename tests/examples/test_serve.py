@@ -460,7 +460,7 @@ def test_the_default_model_answers_as_generate_does() -> None:
             return_tensors="pt",
             return_dict=True,
         )["input_ids"]
-        out = model.generate(ids, max_new_tokens=24, do_sample=False)
+        out = model.generate(ids, max_new_tokens=10, do_sample=False)
         text: str = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
         return text
 
@@ -471,7 +471,7 @@ def test_the_default_model_answers_as_generate_does() -> None:
                 model=name,
                 messages=[{"role": "user", "content": question}],
                 temperature=0,
-                max_tokens=24,
+                max_tokens=10,
             )
             return text_of(reply)
 

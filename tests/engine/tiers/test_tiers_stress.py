@@ -69,8 +69,16 @@ def settings(kind: str, path: Path) -> CacheSettings:
             return on_disk(path, **both, write="commit" if kind == "commit" else "evict")
 
 
-@pytest.mark.parametrize("kind", ["host", "disk", "both", "commit"])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    [
+        *(("host", 0), ("disk", 1), ("both", 1), ("commit", 0)),
+        *(
+            pytest.param(kind, seed, marks=pytest.mark.long)
+            for kind, seed in (("host", 1), ("disk", 0), ("both", 0), ("commit", 1))
+        ),
+    ],
+)
 def test_random_programs_find_only_what_is_right(
     tmp_path: Path, kind: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
