@@ -117,7 +117,7 @@ def error_of(argv: list[str]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("argv", "rule"),
+    ("argv", "reply"),
     [
         (["--pool.num-pgaes", "3"], "did you mean --pool.num-pages?"),
         (["--pool.num_pgaes=3"], "did you mean --pool.num-pages?"),
@@ -130,47 +130,70 @@ def error_of(argv: list[str]) -> str:
         (["--server.port", "99999"], "must be less than or equal to 65535"),
         (["--server.live", "maybe"], "must be true or false"),
         (["--pool", "3"], "a section, not a setting"),
+        (["--pool.head-dim", "many"], "pool.head_dim = many"),
+        (["--pool.bogus", "1"], "--pool.bogus"),
+        (["--pool.layout", "HDN"], "pool.layout = HDN"),
+        (["--pool.dtype", "fp64"], "pool.dtype = fp64"),
+        (["--pool.memory-fraction", "1.5"], "pool.memory_fraction = 1.5"),
+        (["--pool.num-pages", "8", "--pool.memory-fraction", "0.5"], "pool.memory_fraction"),
+        (["--pool.k-scale", "2"], "pool.k_scale = 2.0: only fp8"),
+        (["--pool.v-scale", "0.5", "--pool.dtype", "bf16"], "pool.v_scale = 0.5: only fp8"),
+        (["--pool.k-scale", "inf", "--pool.dtype", "fp8_e4m3"], "pool.k_scale = inf"),
+        (["--pool.num-pages", "2000000000"], "pool.num_pages = 2000000000"),
+        (["--backend.kind", "tpu"], "backend.kind = tpu"),
+        (["--backend.kind", "cpu", "--backend.device", "1"], "backend.device = 1"),
+        (["--server.port", "65536"], "server.port = 65536"),
+        (["--server.queue-depth", "0"], "server.queue_depth = 0"),
+        (["--server.deadline-s", "0"], "server.deadline_s = 0"),
+        (["--server.uds-mode", "rw-"], "server.uds_mode = rw-"),
+        (["--server.socket-mode", "4777"], "server.socket_mode = 4777"),
+        (["--server.socket-uids", "-1"], "server.socket_uids.0 = -1"),
+        (["--server.socket", "/run/a", "--server.uds", "/run/a"], "server.socket = /run/a"),
+        (["--server.http-workers", "0"], "server.http_workers = 0"),
+        (["--server.max-sessions", "0"], "server.max_sessions = 0"),
+        (["--server.max-connections", "0"], "server.max_connections = 0"),
+        (["--server.max-header-bytes", "10"], "server.max_header_bytes = 10"),
+        (["--server.max-header-count", "0"], "server.max_header_count = 0"),
+        (["--server.idle-timeout-s", "0"], "server.idle_timeout_s = 0"),
+        (["--server.receive-timeout-s", "nan"], "server.receive_timeout_s = nan"),
+        (["--server.max-inflight-bytes", "1048576"], "server.max_inflight_bytes = 1048576"),
+        (["--server.max-body-bytes", "2147483648"], "server.max_inflight_bytes = 1073741824"),
+        (["--server.max-arena-bytes", "1"], "server.max_arena_bytes = 1"),
+        (["--server.max-arena-bytes", "65536"], "server.max_inflight_bytes = 1073741824"),
+        (["--engine.slice-ms", "0"], "engine.slice_ms = 0"),
+        (["--engine.max-sequences", "0"], "engine.max_sequences = 0"),
+        (["--log.level", "loud"], "log.level = loud"),
+        (["stray"], "stray"),
     ],
 )
-def test_a_wrong_option_comes_with_its_rule_or_the_one_that_was_meant(
-    argv: list[str], rule: str
+def test_a_wrong_argument_is_one_line_with_the_key_and_its_rule_or_the_one_that_was_meant(
+    argv: list[str], reply: str
 ) -> None:
-    assert rule in error_of(argv)
-
-
-def spelled(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """`pool.num_pages` = 77 in one of its spellings; the command line."""
-    texts = {
-        "yaml _": "pool: {num_pages: 77}",
-        "yaml -": "pool: {num-pages: 77}",
-        "yaml . _": "pool.num_pages: 77",
-        "yaml . -": "pool.num-pages: 77\nserver: {port: 1234}",
-    }
-    match kind:
-        case "--_":
-            return ["--pool.num_pages", "77"]
-        case "--_=":
-            return ["--pool.num_pages=77"]
-        case "---":
-            return ["--pool.num-pages", "77"]
-        case "env _":
-            monkeypatch.setenv("ATTND_POOL__NUM_PAGES", "77")
-            return []
-        case "env -":
-            monkeypatch.setenv("ATTND_POOL__NUM-PAGES", "77")
-            return []
-    file = tmp_path / "with_underscores.yaml"
-    file.write_text(texts[kind])
-    return ["--config", str(file)]
+    assert reply in error_of(argv)
 
 
 @pytest.mark.parametrize(
-    "kind", ["--_", "--_=", "---", "env _", "env -", "yaml _", "yaml -", "yaml . _", "yaml . -"]
+    ("argv", "variable", "text"),
+    [
+        (["--pool.num_pages", "77"], "", ""),
+        (["--pool.num_pages=77"], "", ""),
+        (["--pool.num-pages", "77"], "", ""),
+        ([], "ATTND_POOL__NUM_PAGES", ""),
+        ([], "ATTND_POOL__NUM-PAGES", ""),
+        ([], "", "pool: {num_pages: 77}"),
+        ([], "", "pool: {num-pages: 77}"),
+        ([], "", "pool.num_pages: 77"),
+        ([], "", "pool.num-pages: 77\nserver: {port: 1234}"),
+    ],
 )
 def test_settings_may_be_spelled_with_dashes_or_underscores(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: list[str], variable: str, text: str
 ) -> None:
-    assert load_settings(spelled(kind, tmp_path, monkeypatch)).pool.num_pages == 77
+    file = tmp_path / "with_underscores.yaml"
+    file.write_text(text)
+    if variable:
+        monkeypatch.setenv(variable, "77")
+    assert load_settings([*argv, "--config", str(file)]).pool.num_pages == 77
 
 
 def test_values_keep_their_underscores() -> None:
@@ -179,28 +202,51 @@ def test_values_keep_their_underscores() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "rule"),
+    ("text", "reply"),
     [
         ("pool: {num_pgaes: 3}", "pool.num_pgaes: unknown setting: did you mean num_pages?"),
         ("pol: {num_pages: 3}", "did you mean pool?"),
         ("pool: {num_pages: 3, num-pages: 4}", "given twice"),
         ("pool.num_pages: 3\npool: {num-pages: 4}", "given twice"),
         ("pool: {num-pages: -4}", "pool.num_pages = -4: must be greater than or equal to 1"),
+        ("pool: {bogus: 1}", "pool.bogus: unknown"),
+        ("pols: {page_size: 1}", "pols: unknown section"),
+        ("pool: {page_size: 0}", "pool.page_size = 0"),
+        ("pool: 3", "pool = 3"),
+        ("- 1", "not a mapping"),
+        ("pool: {", "other.yaml"),
+        ("pool:\n  num_pages: 8\n  num_pages: 9\n", "line 3: num_pages: given twice"),
+        ("pool: {num_pages: 8}\npool: {num_layers: 2}\n", "line 2: pool: given twice"),
+        ("server: {uds_mode: 600}", "server.uds_mode = 600: write it in quotes"),
+        ("server: {socket_mode: 0600}", "server.socket_mode = 384: write it in quotes"),
+        ("engine: {slice_ms: soon}", "engine.slice_ms = soon"),
     ],
 )
-def test_a_wrong_key_of_a_file_comes_with_the_one_that_was_meant(
-    tmp_path: Path, text: str, rule: str
+def test_a_wrong_file_is_one_line_with_the_key_and_its_rule_or_the_one_that_was_meant(
+    tmp_path: Path, text: str, reply: str
 ) -> None:
-    file = tmp_path / "a.yaml"
+    file = tmp_path / "other.yaml"
     file.write_text(text)
-    assert rule in error_of([f"--config={file}"])
+    assert reply in error_of([f"--config={file}"])
 
 
-def test_a_misspelled_variable_comes_with_the_one_that_was_meant(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("name", "value", "reply"),
+    [
+        ("ATTND_POOL__NUM_PAGES", "-3", "pool.num_pages = -3"),
+        ("ATTND_POOL__BOGUS", "1", "ATTND_POOL__BOGUS: unknown"),
+        ("ATTND_POOL_NUM_PAGES", "64", "ATTND_POOL_NUM_PAGES: unknown"),
+        ("ATTND_POOL_NUM_PAGES", "3", "did you mean ATTND_POOL__NUM_PAGES?"),
+        ("ATTND_BOGUS", "1", "ATTND_BOGUS: unknown"),
+        ("ATTND_SERVER__ALLOWED_HOSTS", "a,b", "ATTND_SERVER__ALLOWED_HOSTS = a,b: must be a list"),
+        ("ATTND_CLUSTER__MEMBERS", "[", "ATTND_CLUSTER__MEMBERS = [: must be a list in JSON"),
+    ],
+)
+def test_a_wrong_environment_is_one_line_with_the_key_or_the_one_that_was_meant(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, reply: str
 ) -> None:
-    monkeypatch.setenv("ATTND_POOL_NUM_PAGES", "3")
-    assert "did you mean ATTND_POOL__NUM_PAGES?" in error_of([])
+    monkeypatch.setenv(name, value)
+    assert reply in error_of([])
 
 
 def test_help_names_every_setting_and_no_type_of_python(capsys: pytest.CaptureFixture[str]) -> None:
