@@ -11,7 +11,6 @@ import contextvars
 import random
 import sys
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Final
@@ -33,7 +32,7 @@ from service.errors import AttndError
 from service.operations.table import BY_NAME
 from service.tenants import OPEN, SCOPES, Tenant, tenant_of
 from tests.images import write_image
-from tests.world.calls import NOT_NOW, NUM_LAYERS, Op, Outcome, Rows, Sequences, Step, check
+from tests.world.calls import NOT_NOW, Op, Outcome, Rows, Sequences, Step, check
 from tests.world.clients import HttpLoop, SimPoll, call_with, client_of, http_door, serve
 from tests.world.history import FOREVER, Effect, History
 from tests.world.model import Namespace
@@ -318,7 +317,7 @@ class ClusterWorld(Simulation):
         self.is_settled = False
         self.abandoned: set[str] = set()
         """Sequences whose rows are not known, since an answer was lost."""
-        self.names = [f"engine-{number}" for number in range(self.order.choice((2, 3)))]
+        self.names = [f"engine-{number}" for number in range(self.order.choice((2, 3, 3)))]
         self.drains: dict[str, float] = {}
         """Engines that are being drained, and since when."""
 
@@ -459,10 +458,8 @@ class ClusterWorld(Simulation):
     async def settle(self, callers: list[ClusterCaller]) -> None:
         """Faults end; then every sequence is in one place, nothing else is left, and all can be
         given back."""
-        self.plan = replace(self.plan, faults=False)
+        self.end_faults()
         for name in self.names:
-            self.engines[name].device.is_armed = False
-            self.engines[name].stalled_until = 0.0
             self.restart(name)
         await asyncio.sleep(5.0)
         await self.drained()
@@ -474,9 +471,7 @@ class ClusterWorld(Simulation):
             caller.order = random.Random(f"{self.plan.seed} {caller.number} end")
             for name in sorted(caller.history.every_name()):
                 if (await caller.send(Op("get_sequence", {"id": name})))[0] == "ok":
-                    for layer in range(NUM_LAYERS):
-                        fields = {"layer": layer, "sequences": [name], "dtype": "fp32"}
-                        await caller.send(Op("gather", fields))
+                    await caller.gather_all(name)
         self.check_places()
         for caller in callers:
             await caller.send(Op("delete_sequences", {"prefix": ""}))

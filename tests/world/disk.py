@@ -7,7 +7,6 @@ SQLite's own files are real: their commits are durable once they return.
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import random
 import shutil
@@ -109,8 +108,6 @@ class DiskWorld:
             except Exception as error:
                 self.result.error = f"{type(error).__name__}: {error}"
             self.store.close()
-        trace = "\n".join(self.result.trace)
-        self.result.digest = hashlib.sha256(trace.encode()).hexdigest()[:16]
         return self.result
 
     def open(self) -> None:

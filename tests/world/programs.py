@@ -18,7 +18,7 @@ GRAMMAR: Final = {
     "create": (3, 10),
     "prompt": (8, 4),
     "fork": (9, 8),
-    "append": (12, 14),
+    "append": (12, 18),
     "decode": (12, 12),
     "prefill": (4, 0),
     "gather": (4, 10),
@@ -147,6 +147,12 @@ class Program(ABC):
         else:
             await getattr(self, f"_{name}")()
 
+    async def gather_all(self, name: str) -> None:
+        """All rows of a sequence, at each layer."""
+        for layer in range(NUM_LAYERS):
+            fields = {"layer": layer, "sequences": [name], "dtype": "fp32"}
+            await self.send(Op("gather", fields))
+
     def _draw(self) -> str:
         held = self.held()
         living = sum(any(held[name].rows) for name in self.names if name in held)
@@ -169,7 +175,7 @@ class Program(ABC):
         return self.order.choice(self.names)
 
     def some(self) -> list[str]:
-        return sorted({self.name() for _ in range(self.order.choice((1, 1, 2, 3, 5)))})
+        return sorted({self.name() for _ in range(self.order.choice((1, 2, 3, 5)))})
 
     def free(self) -> list[str]:
         return [name for name in self.names if name not in self.held()]
@@ -250,8 +256,9 @@ class Program(ABC):
         else:
             fields["layer"] = layer
             k, v = self.rows.content(flat, layer)
-        if self.order.random() < 0.3:
+        if self.order.random() < 0.5:
             fields["offsets"] = [len(self.at(name, layer)) for name in names]
+            fields["offsets"][-1] += self.order.random() < 0.15
         await self.send(Op("append", fields, {"k": k, "v": v}, rows))
 
     async def _decode(self) -> None:

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from config.sections import CacheSettings
@@ -63,12 +63,16 @@ class Result:
     seconds: float = 0.0
     rounds: int = 0
     calls: int = 0
-    digest: str = ""
     faults: Counter[str] = field(default_factory=Counter)
     coverage: Counter[tuple[str, str]] = field(default_factory=Counter)
     trace: list[str] = field(default_factory=list)
     is_unclear: bool = False
     """Whether it was given up, since too much may have happened."""
+
+    @property
+    def digest(self) -> str:
+        """Of its trace: equal runs have equal ones."""
+        return hashlib.sha256("\n".join(self.trace).encode()).hexdigest()[:16]
 
 
 class EngineProcess:
@@ -197,7 +201,6 @@ class Simulation(ABC):
         self.selector = SimSelector(self.network, order, self.wait)
         self.loop = self.make_loop()
         self.engines: dict[str, EngineProcess] = {}
-        self._digest = hashlib.sha256()
 
     def make_loop(self) -> asyncio.SelectorEventLoop:
         return asyncio.SelectorEventLoop(self.selector)
@@ -242,6 +245,11 @@ class Simulation(ABC):
         self.note(name)
         return True
 
+    def end_faults(self) -> None:
+        self.plan = replace(self.plan, faults=False)
+        for engine in self.engines.values():
+            engine.device.is_armed, engine.stalled_until = False, 0.0
+
     def count(self, op: Op, code: str) -> None:
         """A call was answered."""
         for fault in set(self.faults[op.faults :]):
@@ -252,9 +260,7 @@ class Simulation(ABC):
         return self.fault(name, share)
 
     def note(self, text: str) -> None:
-        line = f"{self.clock.now - 1000:.6f} {text}"
-        self._digest.update(line.encode())
-        self.result.trace.append(line)
+        self.result.trace.append(f"{self.clock.now - 1000:.6f} {text}")
 
     def fail(self, error: BaseException) -> None:
         """The first failure counts."""
@@ -329,5 +335,4 @@ class Simulation(ABC):
             gc.enable()
             logging.disable(logging.NOTSET)
         self.result.faults = Counter(self.faults)
-        self.result.digest = self._digest.hexdigest()[:16]
         return self.result

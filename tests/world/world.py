@@ -6,8 +6,8 @@ import asyncio
 import json
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, Final
+from zlib import crc32
 
 from attnd.wire.images import PROBLEM, RESPONSE
 
@@ -19,7 +19,7 @@ from service.road.caller_end.caller import Answered, RoadCaller
 from service.road.caller_end.slots import ArenaFull, Slot
 from service.road.engine_end.session import Session, problem_image
 from tests.images import write_image
-from tests.world.calls import NUM_LAYERS, Op, Sequences, Wrong, check
+from tests.world.calls import Op, Sequences, Wrong, check
 from tests.world.model import Model
 from tests.world.network import SimSocket
 from tests.world.programs import SHORT_S, Program
@@ -198,9 +198,8 @@ class World(Simulation):
         if op is None or self.engine.is_over or op not in self.model.outstanding:
             return
         self.count(op, code)
-        self._digest.update(image)
-        text = json.dumps(op.fields, default=str)[:300]
-        self.note(f"  {call.tenant.namespace} {op.name} {code} {text}")
+        text, seen = json.dumps(op.fields, default=str)[:300], crc32(image)
+        self.note(f"  {call.tenant.namespace} {op.name} {code} {seen:08x} {text}")
         op.reply = code, image
         _, fields, tensors = parse(200 if code == "ok" else 400, image)
         try:
@@ -218,14 +217,11 @@ class World(Simulation):
 
     async def settle(self) -> None:
         """Faults end; what is left agrees with the model, and can all be given back."""
-        self.plan = replace(self.plan, faults=False)
-        self.engine.device.is_armed = False
+        self.end_faults()
         await asyncio.sleep(6.0)
         for caller in self.callers[:2]:
             for name in list(caller.space.sequences):
-                for layer in range(NUM_LAYERS):
-                    fields = {"layer": layer, "sequences": [name], "dtype": "fp32"}
-                    await caller.send(Op("gather", fields))
+                await caller.gather_all(name)
             await caller.send(Op("delete_sequences", {"prefix": ""}))
             for key in list(caller.space.pins):
                 await caller.send(Op("unpin", {"page_key": key}))
