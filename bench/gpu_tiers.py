@@ -143,7 +143,8 @@ class Moves:
             left = {work: piece for work in left if (piece := next(work, None)) is not None}
             if not left:
                 return time.perf_counter() - began
-            if all(piece.kind == WAIT for piece in left.values()):
+            is_waiting = all(piece.kind == WAIT for piece in left.values())
+            if is_waiting and self.loading.poll_s != 0.0:
                 self.woken.wait(1e-3)
             self.woken.clear()
 

@@ -70,12 +70,12 @@ class Numbers:
     def read(self, pages: Int32, to: PagePlaces, after: object) -> EndOfCopies:
         for page, row in zip(pages.tolist(), to.rows.tolist(), strict=True):
             to.blocks[row, to.skip :] = self.held[page : page + 1].view(np.uint8)
-        return lambda: [b""] * len(pages)
+        return EndOfCopies(lambda: [b""] * len(pages))
 
     def write(self, pages: Int32, source: PagePlaces, after: object) -> EndOfCopies:
         for page, row in zip(pages.tolist(), source.rows.tolist(), strict=True):
             self.held[page] = source.blocks[row, source.skip :].view(np.int64)[0]
-        return lambda: [b""] * len(pages)
+        return EndOfCopies(lambda: [b""] * len(pages))
 
 
 class TierMoves:

@@ -201,9 +201,19 @@ class PagePlaces:
     skip: int = 0
 
 
-EndOfCopies = Callable[[], list[bytes]]
-"""Waits, in any thread, for the end of copies of pages, and returns the digests of each of them
-(`kernels.digests`), computed on the device where the pages are in its memory."""
+@dataclass(frozen=True, slots=True, eq=False)
+class EndOfCopies:
+    """Called in any thread, it waits for the end of copies of pages, and returns the digests of
+    each of them (`kernels.digests`), computed on the device where the pages are in its memory.
+
+    `has_come` says whether a call would not wait; None where the call itself copies.
+    """
+
+    wait: Callable[[], list[bytes]]
+    has_come: Callable[[], bool] | None = None
+
+    def __call__(self) -> list[bytes]:
+        return self.wait()
 
 
 class PageCopies(Protocol):

@@ -182,10 +182,10 @@ class HostPageCopies:
         return None
 
     def read(self, pages: Int32, to: PagePlaces, after: object) -> EndOfCopies:
-        return partial(self._copy, pages, to, is_load=False)
+        return EndOfCopies(partial(self._copy, pages, to, is_load=False))
 
     def write(self, pages: Int32, source: PagePlaces, after: object) -> EndOfCopies:
-        return partial(self._copy, pages, source, is_load=True)
+        return EndOfCopies(partial(self._copy, pages, source, is_load=True))
 
     def _copy(self, pages: Int32, places: PagePlaces, is_load: bool) -> list[bytes]:
         size = self._geometry.payload_bytes

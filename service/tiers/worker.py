@@ -18,9 +18,10 @@ Task = Callable[[], Callable[[], None]]
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A task, and its end once it has run."""
+    """A task, and its end once it has run; `is_ready` where no thread runs it."""
 
     task: Task
+    is_ready: Callable[[], bool] | None = None
     end: Callable[[], None] | None = None
 
 
@@ -57,20 +58,32 @@ class Worker:
     def is_full(self) -> bool:
         return len(self._tickets) >= self._most
 
-    def add(self, task: Task) -> None:
-        """Queue a task; the owner checks `is_full` first where it can wait."""
-        ticket = Ticket(task)
+    @property
+    def is_polled(self) -> bool:
+        """Whether the next end is of a task that no thread runs."""
+        return bool(self._tickets) and self._tickets[0].is_ready is not None
+
+    def add(self, task: Task, is_ready: Callable[[], bool] | None = None) -> None:
+        """Queue a task; the owner checks `is_full` first where it can wait. A task with `is_ready`
+        runs in the owner's thread, once that says so: `take_done` asks."""
+        ticket = Ticket(task, is_ready)
         self._tickets.append(ticket)
-        self._waiting.put(ticket)
+        if is_ready is None:
+            self._waiting.put(ticket)
 
     def take_done(self, most: int | None = None) -> bool:
         """Run the ends of finished tasks (up to `most`), in the order of the tasks; whether there
         were any."""
         count = 0
-        while count != most and self._tickets and (end := self._tickets[0].end) is not None:
+        while count != most and self._tickets:
+            ticket = self._tickets[0]
+            if ticket.end is None and ticket.is_ready is not None and ticket.is_ready():
+                self._run_one(ticket)
+            if ticket.end is None:
+                break
             count += 1
             self._tickets.popleft()
-            end()
+            ticket.end()
         return count > 0
 
     def close(self, timeout_s: float) -> bool:
@@ -78,20 +91,26 @@ class Worker:
         ends = time.monotonic() + timeout_s
         for _ in self._threads:
             self._waiting.put(None)
+        for ticket in self._tickets:
+            if ticket.is_ready is not None:
+                self._run_one(ticket)
         for thread in self._threads:
             thread.join(max(0.0, ends - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
         while (ticket := self._waiting.get()) is not None:
-            try:
-                ticket.end = ticket.task()
-            except self._fatal as error:
-                ticket.end = raising(error)
-            except Exception:
-                LOG.exception("a task of %s failed: this is a bug", self._threads[0].name)
-                ticket.end = nothing
+            self._run_one(ticket)
             self._wake()
+
+    def _run_one(self, ticket: Ticket) -> None:
+        try:
+            ticket.end = ticket.task()
+        except self._fatal as error:
+            ticket.end = raising(error)
+        except Exception:
+            LOG.exception("a task of %s failed: this is a bug", self._threads[0].name)
+            ticket.end = nothing
 
 
 def nothing() -> None:

@@ -55,3 +55,35 @@ def test_a_fatal_failure_is_raised_in_the_owners_thread_and_others_are_logged(
         worker.take_done()
     assert "this is a bug" in caplog.text
     assert worker.count == 0
+
+
+def test_a_task_that_is_polled_runs_in_the_owners_thread_once_it_is_ready() -> None:
+    ended: list[str] = []
+    ready = threading.Event()
+    ran_in: list[str] = []
+
+    def task() -> Callable[[], None]:
+        ran_in.append(threading.current_thread().name)
+        return partial(ended.append, "polled")
+
+    woken = threading.Semaphore(0)
+    worker = Worker("w", 2, woken.release)
+    worker.add(task, ready.is_set)
+    worker.add(lambda: partial(ended.append, "later"))
+    assert woken.acquire(timeout=30.0)
+    assert not worker.take_done()
+    assert (ended, worker.is_polled, worker.count) == ([], True, 2)
+    ready.set()
+    assert worker.take_done(1)
+    assert (ended, worker.is_polled) == (["polled"], False)
+    assert worker.take_done()
+    assert (ended, ran_in) == (["polled", "later"], [threading.current_thread().name])
+
+
+def test_a_worker_that_is_closed_finishes_tasks_that_are_polled() -> None:
+    ended: list[str] = []
+    worker = Worker("w", 2, lambda: None)
+    worker.add(lambda: partial(ended.append, "polled"), lambda: False)
+    assert worker.close(30.0)
+    assert worker.take_done()
+    assert ended == ["polled"]

@@ -23,7 +23,7 @@ from kernels.cuda.device.host_memory import pinned_memory
 from kernels.cuda.device.launch import Launcher, Library
 from kernels.cuda.device.lazy_pinned import LazyPinned
 from kernels.cuda.device.pending import Guard
-from kernels.cuda.device.transfer import Transfers, mark
+from kernels.cuda.device.transfer import Transfers, mark, passed
 from kernels.digests import DIGEST_BYTES, host_digests, num_segments
 
 PAGES_SPEC: Final[Spec] = spec("pages/pages")
@@ -169,7 +169,11 @@ class CudaPageCopies:
             every = bytes(np.ndarray((len(pages) * size,), np.uint8, digests))
             return [every[at : at + size] for at in range(0, len(every), size)]
 
-        return wait
+        def has_come() -> bool:
+            with self._guarded():
+                return passed(end)
+
+        return EndOfCopies(wait, None if self._on_host else has_come)
 
     def enqueue(self, entry: str, blocks: int, pages: Int32, hosts: Int64, digests: int) -> None:
         """Copy or digest up to `MOST_PAGES` pages, on CuPy's current stream."""

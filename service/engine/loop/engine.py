@@ -203,6 +203,9 @@ class Engine:
     def wait_s(self) -> float:
         """Seconds to wait for sockets: none while calls that come could join work in hand."""
         scheduler, launches = self.scheduler, self.scheduler.launches.in_flight
+        poll_s = None if self.store.loading is None else self.store.loading.poll_s
+        if poll_s == 0.0:
+            return poll_s
         if (oldest := launches[0] if launches else scheduler.long_work.running) is not None:
             return 1e-3 if time.monotonic() - oldest.started > SPIN_S else 0.0
         if scheduler.is_busy:
@@ -210,6 +213,8 @@ class Engine:
             return 0.0 if is_due or scheduler.is_behind else 1e-3
         if self._stats.replies:
             return QUIET_S
+        if poll_s is not None:
+            return poll_s
         if scheduler.steps.num_aborted:
             return FREE_S
         ends = min(self.store.next_end, self._beat_due)

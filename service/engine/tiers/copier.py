@@ -109,6 +109,16 @@ class Copier:
         """Whether copies wait or are under way."""
         return bool(self._to_copy or self._to_write or self._copier.count + self._writer.count)
 
+    @property
+    def is_polled(self) -> bool:
+        """Whether the engine's thread has to look for the next end."""
+        return self._copier.is_polled
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a thread writes to the disk."""
+        return self._writer.count > 0
+
     def is_awaited(self, page: int) -> bool:
         """Whether a page's copy is under way, or waits for room that others free."""
         has_no_room = self._copier.is_full or self.tiers.host.is_jammed
@@ -218,7 +228,7 @@ class Copier:
     def _begin(self, copies: Sequence[PageCopy], places: PagePlaces) -> None:
         moves = self.tiers.copies
         wait = moves.read(np.array([one.page for one in copies], np.int32), places, moves.mark())
-        self._copier.add(partial(self._wait, copies, wait, time.monotonic()))
+        self._copier.add(partial(self._wait, copies, wait, time.monotonic()), wait.has_come)
 
     def _place(self, page: int, is_next: bool) -> PageCopy | None:
         """A place in host memory for a page that has a name; None where there is none."""
@@ -239,7 +249,7 @@ class Copier:
     def _wait(
         self, copies: Sequence[PageCopy], wait: EndOfCopies, began: float
     ) -> Callable[[], None]:
-        """In the copier's thread."""
+        """In the copier's thread, or once the copies are done."""
         digests = wait()
         return partial(self._copied, copies, digests, began)
 

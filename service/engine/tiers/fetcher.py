@@ -47,6 +47,16 @@ class Fetcher:
         """Batches under way."""
         return sum(worker.count for worker in self._workers.values())
 
+    @property
+    def is_polled(self) -> bool:
+        """Whether the engine's thread has to look for the next end."""
+        return self._workers["host"].is_polled
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether threads read the disk."""
+        return self._workers["disk"].count > 0
+
     def is_full(self, tier: str) -> bool:
         return self._workers[tier].is_full
 
@@ -69,7 +79,8 @@ class Fetcher:
         slots = np.array([one.entry.slot for one in records])
         places = PagePlaces(tiers.records, slots, tiers.layout.head_bytes)
         wait = tiers.copies.write(pages, places, load.after)
-        self._workers["host"].add(partial(self._wait, load, records, slots, wait, began))
+        task = partial(self._wait, load, records, slots, wait, began)
+        self._workers["host"].add(task, wait.has_come)
 
     def _wait(
         self,
@@ -79,7 +90,7 @@ class Fetcher:
         wait: EndOfCopies,
         began: float,
     ) -> Callable[[], None]:
-        """In a thread of the loader."""
+        """In a thread of the loader, or once the copies are done."""
         digests, tiers = wait(), self.tiers
         heads = tiers.records[slots, : tiers.layout.head_bytes].data
         return partial(self._loaded, load, records, heads, digests, None, began)

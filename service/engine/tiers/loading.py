@@ -45,6 +45,7 @@ BATCHES: Final = 2
 EVICTED_AT_ONCE: Final = 1024
 MAX_DELAY_S: Final = 5e-4
 """Beside answers that others wait for, time between two pieces of the engine's work for tiers."""
+POLL_S: Final = 1e-3
 STEPS: Final = 2
 """Steps of the lookup in one piece, but for the first one, so that the first copy soon begins, and
 beside answers that others wait for."""
@@ -96,6 +97,15 @@ class Loading:
                 self._restoring = None
             elif step.kind != WAIT:
                 self._wake()
+
+    @property
+    def poll_s(self) -> float | None:
+        """Longest time until the next `advance`; None: `wake` is called. While copies are under way
+        the engine's thread stays awake, but not beside threads that need the interpreter."""
+        copier = self.tiers.copier
+        if not (self.fetcher.is_polled or copier.is_polled):
+            return None
+        return POLL_S if self.fetcher.is_reading or copier.is_writing else 0.0
 
     def close(self, writes_pool: bool) -> None:
         """End all loads, finish copies under way, with `writes_pool` also copy pages that only the
@@ -152,11 +162,7 @@ class Loading:
                     yield waiting()
                 continue
             if found.records:
-                try:
-                    load = self._open(namespace, prefix, found)
-                except CoreError as error:
-                    LOG.debug("no pages are loaded: %s", error)
-                    return origin
+                load = self._open(namespace, prefix, found)
                 try:
                     yield from self._load_found(load, found, looking, limits.ends)
                 finally:

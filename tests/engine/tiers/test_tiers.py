@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -15,7 +17,8 @@ import pytest
 
 from config.sections import CacheSettings
 from kernels import make_backend
-from kernels.backend import PagePlaces
+from kernels.backend import EndOfCopies, PagePlaces
+from kernels.cpu.pool import HostPageCopies
 from service.core.prefix.keys import Prefix, root_key
 from service.core.prefix.nodes import Node
 from service.core.sequences.transfer import fill as take_pages
@@ -106,6 +109,33 @@ def test_pages_that_the_pool_evicted_come_back_from_disk(tmp_path: Path) -> None
         assert await check_all(caller) == [4 * PAGE] * 6
 
     run(scenario, on_disk(tmp_path))
+
+
+@pytest.mark.parametrize("host_bytes", [0, 64 * BLOCK])
+def test_ends_of_copies_are_noticed_without_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host_bytes: int
+) -> None:
+    """As on a GPU: the engine's thread looks for them."""
+    copy, threads = HostPageCopies._copy, set()
+
+    def begin(self: HostPageCopies, pages: Any, places: PagePlaces, _: object, way: bool) -> Any:
+        looks = iter(range(3))
+
+        def wait() -> list[bytes]:
+            threads.add(threading.current_thread().name)
+            return copy(self, pages, places, way)
+
+        return EndOfCopies(wait, lambda: next(looks, None) is None)
+
+    monkeypatch.setattr(HostPageCopies, "read", partialmethod(begin, way=False))
+    monkeypatch.setattr(HostPageCopies, "write", partialmethod(begin, way=True))
+
+    async def scenario(caller: Caller) -> None:
+        await fill(caller)
+        assert await check_all(caller) == [4 * PAGE] * 6
+        assert not any("tiers-copier" in name or "tiers-loader" in name for name in threads)
+
+    run(scenario, on_disk(tmp_path, host_bytes=host_bytes))
 
 
 def test_a_reply_says_where_its_tokens_were(tmp_path: Path) -> None:
@@ -606,6 +636,27 @@ def test_concurrent_requests_load_a_record_once(tmp_path: Path) -> None:
     run(scenario, HOST)
 
 
+def test_requests_that_wait_for_another_ones_load_do_not_look_up_again(tmp_path: Path) -> None:
+    async def scenario(caller: Caller) -> None:
+        await fill(caller)
+        loading, looked_up = caller.engine.store.loading, []
+        assert loading is not None and loading.tiers.disk is not None
+        find, gate = loading.lookup.find, threading.Event()
+        loading.lookup.find = lambda *a: looked_up.append(a) or find(*a)  # type: ignore
+        read = loading.tiers.disk.read
+        loading.tiers.disk.read = lambda *a: gate.wait(30.0) and read(*a)  # type: ignore
+        named = {"token_ids": PROMPTS[0]}
+        calls = [caller.start(NewCall("prefetch", named), deadline_s=30.0) for _ in range(5)]
+        await until(lambda: loading.fetcher.count > 0)
+        await asyncio.sleep(0.2)
+        assert len(looked_up) <= 3 * len(calls)
+        gate.set()
+        for call in calls:
+            assert (await call).fields["matched_len"] == 4 * PAGE
+
+    run(scenario, on_disk(tmp_path))
+
+
 def test_a_quota_holds_in_every_tier_and_survives_a_restart(tmp_path: Path) -> None:
     cache = on_disk(tmp_path, host_bytes=32 * BLOCK)
     quota = {"name": "default", "max_host_bytes": 8 * BLOCK, "max_disk_bytes": 10 * BLOCK}
@@ -674,6 +725,9 @@ def test_events_name_the_medium(tmp_path: Path) -> None:
     async def scenario(caller: Caller) -> None:
         await fill(caller)
         await check_all(caller)
+        loading = caller.engine.store.loading
+        assert loading is not None
+        await until(lambda: not loading.tiers.is_copying)
         events = (await caller.call("events", {"after": 0})).fields["events"]
         media = {(one["type"], one["medium"]) for one in events if "medium" in one}
         assert {
