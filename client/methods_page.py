@@ -54,7 +54,6 @@ writes this page from the docstrings.
 
 
 def page() -> str:
-    """The text of METHODS.md."""
     parts = [INTRODUCTION]
     for heading, names in GROUPS.items():
         parts += [f"## {heading}\n", *[entry(name) for name in names]]
@@ -84,7 +83,6 @@ def brief(parameter: inspect.Parameter) -> inspect.Parameter:
 
 
 def find(name: str) -> Any:
-    """A public method by name."""
     return next(getattr(one, name) for one in (Client, AsyncClient, Session) if hasattr(one, name))
 
 

@@ -227,7 +227,6 @@ def is_linked(node: Node, names: NamedPages) -> bool:
 
 
 def check_node(node: Node) -> None:
-    """Check one node against its parent and children."""
     where = f"the node of pages {node.start} to {node.end} of its path"
     above = 0 if node.parent is None else node.parent.end
     if node.pages.size == 0 or node.start != above:
@@ -243,7 +242,6 @@ def check_node(node: Node) -> None:
 
 
 def check_leaf(leaf: Leaf, books: SequenceBooks, page_size: int) -> None:
-    """Check one leaf against its books and its parent."""
     lengths = books.lengths[:, leaf.index]
     pages = int(books.num_pages[leaf.index])
     where = f"{leaf.id} with {pages} pages of {page_size}"
@@ -267,7 +265,6 @@ def check_leaf(leaf: Leaf, books: SequenceBooks, page_size: int) -> None:
 
 
 def check_named(node: Node, books: NamedPages) -> None:
-    """Check one named node against its books, children and parent."""
     name = named(node)
     where = f"the named node of pages {node.start} to {node.end} of its path"
     if node.pages.size == 0 or (books.node_of[node.pages] != name.number).any():

@@ -63,7 +63,6 @@ def read_tensors(value: object, texts: dict[str, bytes]) -> dict[str, Array]:
 
 
 def read_tensor(field: str, entry: object, texts: dict[str, bytes]) -> Array:
-    """One tensor, its data converted to its dtype."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data"}:
         raise InvalidRequest(field, entry, "must be an object of dtype, shape and data")
     name, shape, data = entry["dtype"], entry["shape"], entry["data"]
@@ -136,7 +135,6 @@ def read_floats(field: str, data: list[Any], name: str) -> Array:
 
 
 def read_number(field: str, value: object) -> float:
-    """One element of a float tensor."""
     if isinstance(value, str) and value in SPELLED:
         return SPELLED[value]
     if isinstance(value, float) and math.isinf(value):  # 1e400 is

@@ -20,7 +20,6 @@ def num_bytes(tensor: Shaped) -> int:
 
 
 def size(head: bytes, tensors: Iterable[Shaped]) -> int:
-    """Bytes of the whole image."""
     return len(head) + sum(map(num_bytes, tensors))
 
 

@@ -105,7 +105,6 @@ class RecordLayout:
         return head[text : text + label_len], length
 
     def payload(self, block: memoryview) -> memoryview:
-        """The place of a block's payload."""
         return block[self.head_bytes :]
 
     def _digest(self, head: bytes, block: memoryview | bytes, digests: bytes | None) -> bytes:

@@ -37,7 +37,6 @@ class Owner:
     ranks: dict[int, OrderedDict[bytes, Entry]] = field(default_factory=dict)
 
     def first(self) -> Entry | None:
-        """The record to evict next."""
         for rank in sorted(self.ranks):
             if rank >= PINNED:
                 return None

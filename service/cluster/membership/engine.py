@@ -195,7 +195,6 @@ class Engine:
     # calls
 
     async def call(self, call: Call) -> RawReply:
-        """See `Home`."""
         if call.request is None:
             raise RuntimeError("a call without an image cannot be forwarded: this is a bug")
         return await self.exchange(call, call.request, len(call.image))
@@ -213,7 +212,6 @@ class Engine:
     async def ask(
         self, call: Call, fields: Mapping[str, Any], arrays: Mapping[str, Array] | None = None
     ) -> EngineReply:
-        """See `Home`."""
         answered, slot = await self.send(call, fields, arrays or {})
         try:
             whole = answered.image
@@ -259,7 +257,6 @@ class Engine:
     def own(
         self, operation: Operation, tenant: Tenant, deadline_s: float, *, is_poll: bool = False
     ) -> Call:
-        """See `Home`."""
         most, us = self.link.limits.max_answer_bytes, int(deadline_s * 1e6)
         return Call(operation, NO_IMAGE, most, us, NO_REQUEST_ID, tenant, is_poll=is_poll)
 

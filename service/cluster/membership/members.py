@@ -183,7 +183,6 @@ class Members:
             await asyncio.sleep(FILE_POLL_S)
 
     def update(self, entries: Collection[MemberEntry]) -> None:
-        """Makes these the members."""
         by_name = {one.name: one for one in entries}
         for name, member in list(self.by_name.items()):
             if name not in by_name or by_name[name].address != member.address:

@@ -106,5 +106,4 @@ async def read_events(members: Members, member: Member, engine: Engine, namespac
 
 
 def num_ids(events: list[dict[str, Any]]) -> int:
-    """The page keys and token ids of events."""
     return sum(len(one.get("page_keys", ())) + len(one.get("token_ids", ())) for one in events)

@@ -58,7 +58,6 @@ class EngineProcess:
             os.close(cells)
 
     def restart(self) -> None:
-        """Starts it again after its end."""
         self.files.read_again()
         self.running = self.start()
 
@@ -67,7 +66,6 @@ class EngineProcess:
         self.running.wait()
 
     def close(self) -> None:
-        """Kills it and closes its sockets."""
         self.kill()
         os.close(self.files.fd)
         self.listening.unlink()

@@ -179,7 +179,6 @@ class Transfer:
         return await ask(self.target, IMPORT, self.tenant, fields, part.arrays)
 
     async def finish(self) -> None:
-        """Gives the import its name."""
         end = {"id": self.sequence, "digest": self.digest}
         await ask(self.target, IMPORT, self.tenant, end)
 

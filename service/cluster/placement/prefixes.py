@@ -159,7 +159,6 @@ class Prefixes:
         return count, self.expected.get(keys[count].hex(), NOT_EXPECTED)[2]
 
     def tags(self, key: str, now: float) -> frozenset[str]:
-        """The engines of one page."""
         there = self.engines_with.get(key, NO_TAGS)
         if not self.expected:
             return there

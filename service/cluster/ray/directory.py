@@ -63,7 +63,6 @@ class Directory:
         self.places.pop(name, None)
 
     def read(self) -> list[Place]:
-        """The engines that have reported lately."""
         now = time.monotonic()
         return [place for place, at in self.places.values() if now - at < SILENT_S]
 

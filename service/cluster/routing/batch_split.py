@@ -137,7 +137,6 @@ def join_gathered(
 
 
 def in_order(pieces: Sequence[Piece], values: Sequence[list[Any]]) -> list[Any]:
-    """One value for each sequence, in the order of the request."""
     found: list[Any] = [None] * sum(len(piece.positions) for piece in pieces)
     for piece, some in zip(pieces, values, strict=True):
         for at, value in zip(piece.positions, some, strict=True):

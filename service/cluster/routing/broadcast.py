@@ -165,7 +165,6 @@ class Broadcast:
         return self.reply(call, page)
 
     async def engines(self, call: Call, fields: Fields) -> RawReply:
-        """A view of each engine, by its name in the cluster."""
         replies = await ask_all(self.members, call, fields)
         views = [
             view | {"name": engine.name}

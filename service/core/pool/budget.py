@@ -89,7 +89,6 @@ class Budget:
         return pages
 
     def release(self, owner: Namespace, pages: Int32) -> None:
-        """Return pages that nothing holds any more."""
         self.allocator.release(pages)
         owner.used -= pages.size
 

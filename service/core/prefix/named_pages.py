@@ -124,7 +124,6 @@ class NamedPages:
             self.listener(Stored(root.namespace.name, keys, before, token_ids))
 
     def _write(self, pages: Int32, number: int, keys: bytes, ids: TokenIds | None) -> None:
-        """Write the rows of newly named pages."""
         if pages.size > 1:
             self.keys[pages] = as_keys(keys)
             self.node_of[pages] = number

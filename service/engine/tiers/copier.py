@@ -101,12 +101,10 @@ class Copier:
         return bool(pages) and self._copy(pages[: tiers.at_once], are_next=True)
 
     def run_on_disk(self, task: Task) -> None:
-        """Run a task in the writer's thread."""
         self._writer.add(task)
 
     @property
     def is_busy(self) -> bool:
-        """Whether copies wait or are under way."""
         return bool(self._to_copy or self._to_write or self._copier.count + self._writer.count)
 
     @property

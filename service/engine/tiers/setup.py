@@ -90,7 +90,6 @@ def check_sizes(cache: CacheSettings, block_bytes: int) -> None:
 
 
 def restore_quotas(store: Store, tiers: Tiers, disk: RecordStore) -> None:
-    """Set the quotas that were set before the restart."""
     for name, value in disk.notes().items():
         if name.startswith(QUOTA):
             namespace, quota = name.removeprefix(QUOTA), json.loads(value)

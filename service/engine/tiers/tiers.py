@@ -393,7 +393,6 @@ class Tiers:
     # Reports.
 
     def describe(self) -> list[dict[str, Any]]:
-        """The tiers for `/v1/info`."""
         host = self.layout.block_bytes * self.host.num_slots if self.keeps_host else None
         disk = None if self.disk_bytes is None else self.disk_bytes * bool(self.disk)
         return self.reports.describe({"host": host, "disk": disk})
@@ -405,13 +404,11 @@ class Tiers:
             self.report()
 
     def report(self) -> None:
-        """Update the gauges."""
         up = {"host": self.keeps_host, "disk": self.disk is not None}
         self.reports.set_gauges(self.num_records, up)
 
     @property
     def num_records(self) -> dict[str, int]:
-        """Pages in each tier."""
         host = len(self.host) if self.keeps_host else 0
         return {"host": host, "disk": 0 if self.disk is None else self.disk.count()}
 

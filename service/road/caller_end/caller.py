@@ -250,7 +250,6 @@ class RoadCaller:
         self.on_frames()
 
     def on_frames(self) -> None:
-        """Process the frames that have arrived."""
         reader = self.reader
         try:
             while not self.lost and (found := reader.next()) is not None:

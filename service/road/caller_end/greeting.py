@@ -175,7 +175,6 @@ def refused(payload: bytes) -> NotReady:
 
 
 async def readable(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
-    """Wait until the socket can be read."""
     ready = asyncio.Event()
     loop.add_reader(sock, ready.set)
     try:

@@ -153,7 +153,6 @@ class Slots:
             return self.stretches.free
 
     def grow(self, size: int) -> None:
-        """The mapping has `size` bytes now."""
         with self.lock:
             self.stretches.grow(size)
 
@@ -172,7 +171,6 @@ class Slots:
         return None
 
     def collect(self) -> None:
-        """Add freed slots to the free stretches."""
         while self.returned:
             self.stretches.put(*self.returned.popleft())
 

@@ -309,7 +309,6 @@ class Session:
             self.grow()
 
     def send_state(self, state: State) -> None:
-        """Send the engine's present state to the caller."""
         self.state = state
         if self.greeted:
             self.send(message(f.STATE, state))
@@ -332,7 +331,6 @@ class Session:
     def send_problem(
         self, number: int, error: BaseException, stages: Stages = f.NO_STAGES, needed: int = 0
     ) -> None:
-        """Send an answer with an error's problem inside the frame."""
         status, image = problem_image(error)
         length = len(image)
         size = f.ANSWER_PAYLOAD.size + length

@@ -177,7 +177,6 @@ class Connection:
         return any(event & ~select.POLLOUT for _, event in events)
 
     def read(self, ends: float) -> Response:
-        """The whole answer."""
         reader = self._reader
         try:
             while True:

@@ -54,7 +54,6 @@ class Origin:
         return f"unix:{self.uds}" if self.uds else f"{self.host}:{self.port}"
 
     def head(self, request: Request) -> bytes:
-        """The request line and the headers."""
         length = request.body_bytes
         lines = "".join([f"{name}: {value}\r\n" for name, value in request.headers.items()])
         if length or request.method in ("POST", "PUT"):

@@ -91,7 +91,6 @@ class Slots:
         return True
 
     def grow(self, size: int) -> None:
-        """The arena has `size` bytes now."""
         with self._lock:
             self.stretches.grow(size)
             self.size = self.stretches.size

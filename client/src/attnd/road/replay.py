@@ -97,7 +97,6 @@ class Replays:
     def remember(
         self, key: Key, call: Call[Any], args: Args, kwargs: Kwargs, connection: Connection | None
     ) -> None:
-        """Remember a call that was answered over this connection."""
         places = places_of(key[0], call, args, kwargs)
         if places is None or connection is None or not connection.is_usable:
             return

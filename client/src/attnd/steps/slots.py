@@ -87,7 +87,6 @@ class Slots(OfLayers[A]):
         return self._first.dtype
 
     def tensors(self, layer: int) -> Tensors[A]:
-        """The arrays of a layer."""
         return self._tensors[layer % len(self._tensors)]
 
     def attend(self, layer: int) -> A:

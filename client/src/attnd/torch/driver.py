@@ -36,7 +36,6 @@ class IpcHandle(c.Structure):
 
 @functools.cache
 def library() -> Any:
-    """The driver, with the calls' types set."""
     cuda = c.CDLL("libcuda.so.1")
     cuda.cuIpcOpenMemHandle_v2.argtypes = (c.POINTER(c.c_uint64), IpcHandle, c.c_uint)
     cuda.cuStreamBatchMemOp_v2.argtypes = (c.c_void_p, c.c_uint, c.c_char_p, c.c_uint)

@@ -250,7 +250,6 @@ class Batch:
         return names
 
     def clear(self) -> None:
-        """Delete the sequences."""
         try:
             self.settle()
         finally:

@@ -33,7 +33,6 @@ class Columns:
         return counted
 
     def select(self, rows: Sequence[int]) -> Columns:
-        """These rows, in this order."""
         return Columns(self.stored[list(rows)], self.covered)
 
     def crop(self, count: int) -> Columns:

@@ -72,7 +72,6 @@ class FreeList:
             begins[i:i], lengths[i:i] = [offset], [length]
 
     def grow(self, size: int) -> None:
-        """The arena has `size` bytes now."""
         if size > self.size:
             self.put(self.size, size - self.size)
             self.size = size
