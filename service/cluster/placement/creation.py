@@ -23,7 +23,7 @@ from service.cluster.routing.outcomes import (
     outcome_of,
     unknown_ids,
 )
-from service.cluster.routing.replies import longest, reply, results_of
+from service.cluster.routing.replies import longest, reply, results_of, run_in_background
 from service.cluster.routing.sequence_calls import SequenceCalls
 from service.cluster.routing.tags import new_id, tags_of
 from service.core.prefix.keys import Prefix
@@ -31,6 +31,7 @@ from service.doors.kit.problems import ProblemText
 from service.errors import AttndError, InvalidRequest, LostSequence, SequenceMoving
 from service.image.json_pieces import Pieces
 from service.operations.schema.spec import Prepared
+from service.road.caller_end.caller import AnswerLost
 
 MAX_NEW: Final = 1000
 """Maximum number of sequences per call, as in an engine's reply (`json_text.MAX_LISTS`)."""
@@ -194,6 +195,10 @@ class Creation:
             answered, slot = await engine.send(self.making, fields | more, arrays)
         except (ProblemText, AttndError) as error:
             self.errors[engine.tag] = error
+            if isinstance(error, AnswerLost) and not more:  # else they expire
+                every = zip(self.new, fields["sequences"], strict=True)
+                names = [made["id"] for one, made in every if one.id is None]
+                run_in_background(self.unique.undo_when_back(engine.tag, names))
             raise
         made: dict[str, Home] = {one["id"]: engine for one in fields["sequences"]}
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -28,9 +29,12 @@ from service.errors import (
     SequenceMoving,
 )
 from service.operations.internal import HAND_OVER
+from service.operations.sequences import DELETE_SEQUENCES
 
 REPLY_S: Final = 10.0
 LONGEST_S: Final = 3600.0
+LOOK_S: Final = 1.0
+"""Between two looks for an engine that may come back."""
 MAX_PARALLEL: Final = 64
 """Sequences of one call about which engines are asked one by one at the same time."""
 
@@ -81,6 +85,18 @@ class UniqueIds:
         for name, home in made.items():
             home.forget(self.call, [name])
         await asyncio.shield(self.set_state(made, "gone"))
+
+    async def undo_when_back(self, tag: str, names: list[str]) -> None:
+        """Deletes sequences that an engine may have made before its session ended, once it comes
+        back with them. Nobody knows the ids: a caller's own could be in use again."""
+        members, tenant = self.calls.members, self.calls.members.acting_for(self.call.tenant)
+        while not members.is_dead(tag):
+            if (engine := members.by_tag.get(tag)) is not None:
+                call = engine.own(DELETE_SEQUENCES, tenant, REPLY_S, is_poll=True)
+                with suppress(ProblemText, AttndError):
+                    await engine.ask(call, {"ids": names})
+                    return
+            await asyncio.sleep(LOOK_S)
 
     async def set_state(
         self, made: Mapping[str, Home], state: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from service.cluster.membership.engine import Call
 from service.cluster.migration.ownership import roll_back, settle
 from service.cluster.migration.transfer import Family
+from service.cluster.placement import unique_ids
 from service.cluster.placement.cost import Load
 from service.cluster.placement.inflight_prompts import InflightPrompts
 from service.errors import (
@@ -21,6 +23,7 @@ from service.errors import (
     SequenceMoving,
     UnknownSequence,
 )
+from service.road.caller_end.caller import AnswerLost
 from service.tenants import OPEN
 from tests.cluster.fake_engines import FakeCluster, FakeLink, fake_cluster
 from tests.cluster.harness import PAGE, SETTINGS
@@ -383,3 +386,30 @@ async def test_a_prompt_that_has_waited_leaves_its_engine_the_rest_of_the_deadli
         new = {"sequences": [{"prefix": {"token_ids": list(range(PAGE))}}]}
         assert (await cluster.call("create_sequences", new, deadline_s=2.0)).status == 201
     assert deadlines == [1_000_000]
+
+
+async def test_what_an_engine_has_made_without_a_reply_is_deleted_when_it_comes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(unique_ids, "LOOK_S", 0.01)
+    async with fake_cluster("ab") as cluster:
+        members, link = cluster.router.members, cluster.links["a"]
+        engine, member = cluster.engine_of("a"), members.by_name["a"]
+        engine.load, cluster.engine_of("b").load = Load(free=1000), Load(free=900)
+
+        async def makes_and_leaves() -> None:
+            link.create(link.calls("create_sequences")[-1]["sequences"])
+            cluster.lose("a", is_dead=False)
+            raise AnswerLost("the session ended")
+
+        link.do_next("create_sequences", makes_and_leaves)
+        status, made = await create(cluster, {})
+        assert status == 201 and cluster.ids_at()["b"] == set(made)
+        (orphan,) = link.ids
+        await asyncio.sleep(0.05)
+        assert not link.calls("delete_sequences")
+        member.engine = members.by_tag[engine.tag] = engine
+        async with asyncio.timeout(10):
+            while not link.calls("delete_sequences"):
+                await asyncio.sleep(0.01)
+        assert link.calls("delete_sequences") == [{"ids": [orphan]}]
