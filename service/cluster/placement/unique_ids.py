@@ -88,7 +88,7 @@ class UniqueIds:
 
     async def undo_when_back(self, tag: str, names: list[str]) -> None:
         """Deletes sequences that an engine may have made before its session ended, once it comes
-        back with them. Nobody knows the ids: a caller's own could be in use again."""
+        back with them. Only for ids that no caller knows: a chosen one may be in use again."""
         members, tenant = self.calls.members, self.calls.members.acting_for(self.call.tenant)
         while not members.is_dead(tag):
             if (engine := members.by_tag.get(tag)) is not None:
