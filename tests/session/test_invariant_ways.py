@@ -81,7 +81,7 @@ class Model:
 def test_a_prompt_has_its_logits_cached_or_not_alone_and_in_a_batch_of_64(ways: Ways) -> None:
     rng, model, session = np.random.default_rng(3), Model(4), ways.session
     prompt = rng.integers(0, VOCABULARY, 4 * PAGE + 6)
-    others = [rng.integers(0, VOCABULARY, rng.integers(1, 90)) for _ in range(BATCH - 2)]
+    others = [rng.integers(0, VOCABULARY, rng.integers(1, 30)) for _ in range(BATCH - 2)]
     session.create_sequence("cold")
     (wanted,) = model.logits(session, ["cold"], [prompt])
     session.commit("cold", Prefix(prompt[: 4 * PAGE]))

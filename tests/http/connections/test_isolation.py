@@ -381,7 +381,7 @@ def test_an_id_of_another_namespace_takes_as_long_as_an_unknown_one(
 
 
 VALUES: Final = {"red": 11.0, "blue": 77.0}
-TURNS: Final = 200
+TURNS: Final = 120
 
 
 def test_no_reply_has_a_value_of_another_namespace(service: Service) -> None:
