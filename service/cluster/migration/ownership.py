@@ -122,21 +122,15 @@ async def settle(members: Members, name: str, tenant: Tenant) -> None:
     tenant = members.acting_for(tenant)
     members.check_all_respond()
     engines = members.engines
-    source = await handed_by(engines, name, tenant)
-    if source is None:
-        return
-    others = [one for one in engines if one is not source]
-    await gather_all([finish_import(one, name, tenant) for one in others])
-    ranks: dict[int, int] = {}
-    for shard in await gather_all([shard_at(one, name, tenant) for one in others]):
-        if shard == "moving":
-            return  # another shard of it: which of the two has arrived is not known here
-        if shard is not None:
-            ranks[shard["rank"]] = shard["ranks"]
-    is_whole = bool(ranks) and len(ranks) == max(ranks.values())
-    has_left = is_whole or await has_arrived(source, others, name, tenant)
-    state = "gone" if has_left else "back"
-    await question(source, HAND_OVER, tenant, {"id": name, "state": state})
+    for source in await handed_by(engines, name, tenant):
+        others = [one for one in engines if one is not source]
+        await gather_all([finish_import(one, name, tenant) for one in others])
+        shards = await gather_all([shard_at(one, name, tenant) for one in others])
+        ranks = {one["rank"]: one["ranks"] for one in shards if isinstance(one, dict)}
+        is_whole = "moving" not in shards and len(ranks) == max(ranks.values(), default=-1)
+        has_left = is_whole or await has_arrived(source, others, name, tenant)
+        state = "gone" if has_left else "back"
+        await question(source, HAND_OVER, tenant, {"id": name, "state": state})
 
 
 async def has_arrived(source: Engine, others: list[Engine], name: str, tenant: Tenant) -> bool:
@@ -156,8 +150,9 @@ async def has_arrived(source: Engine, others: list[Engine], name: str, tenant: T
     return False
 
 
-async def handed_by(engines: list[Engine], name: str, tenant: Tenant) -> Engine | None:
-    """The one engine that has handed a sequence over."""
+async def handed_by(engines: list[Engine], name: str, tenant: Tenant) -> list[Engine]:
+    """The engines that have handed a sequence over, or a shard of it: also one that it has left for
+    another one, which has handed it over since."""
     found: list[Engine] = []
     for engine in engines:
         try:
@@ -165,7 +160,7 @@ async def handed_by(engines: list[Engine], name: str, tenant: Tenant) -> Engine 
         except ProblemText as error:
             if name in error.problem.get("handed", ()):
                 found.append(engine)
-    return found[0] if len(found) == 1 else None
+    return found
 
 
 async def finish_import(engine: Engine, name: str, tenant: Tenant) -> None:

@@ -560,6 +560,24 @@ async def test_a_sequence_is_there_once_although_the_reply_to_its_transfer_is_lo
     await book.check("a")
 
 
+@THREE
+async def test_the_owner_of_a_sequence_is_settled_although_two_doors_have_died_as_they_moved_it(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two engines have handed it over, one after the other."""
+    book = Book(cluster)
+    cluster.only_on(SOURCE)
+    await book.create("a")
+    await book.append("a", 3 * PAGE)
+    for source, target in ((SOURCE, "engine-1"), ("engine-1", "engine-2")):
+        cluster.only_on(target)
+        await abandon(cluster, source, "named", monkeypatch)
+        await cluster.end_drain(source)
+    await book.check("a")
+    listed = (await cluster.fields("list_sequences"))["sequences"]
+    assert [one["id"] for one in listed] == ["a"]
+
+
 async def count_nothing(*_: Any) -> int:
     return 0
 
