@@ -6,13 +6,15 @@ import inspect
 import math
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import attnd
 import numpy as np
 import pytest
 import torch
 from attnd import AsyncClient, Client, Prefix, Session
+from attnd.methods import Operations
+from attnd.steps.stepper import Stepper
 from scripted_server import WHOLE, ScriptedServer, answering
 
 from tests.client.client_stub import (
@@ -54,6 +56,17 @@ def test_integers_of_every_kind_are_sent_as_integers(
     script = Script(answer({"sequences": [SEQUENCE]}))
     ask(kind, script, "create_sequences", [new])
     assert script.fields()["sequences"] == [{"id": "a", "parent": "b", "length": 5, "ttl_s": 60.0}]
+
+
+def test_the_types_of_all_ints_take_numpys() -> None:
+    """As strict checkers see it: where an argument is an int, it may be numpy's."""
+    of_steps = {"step": Stepper.step, "slots": Stepper.slots}
+    builds = {name: one.build for name, one in vars(Operations).items() if hasattr(one, "build")}
+    for name, build in (builds | of_steps).items():
+        for field, kind in get_type_hints(build).items():
+            kinds = [kind, *get_args(kind)]
+            if field != "return" and int in kinds:
+                assert np.integer[Any] in kinds, f"{name}({field}) is {kind}"
 
 
 def test_floats_flags_and_strings_of_numpy_are_sent_as_they_are(kind: Kind) -> None:

@@ -18,6 +18,7 @@ from functools import wraps
 from typing import Any, Final, Generic, ParamSpec, Self, TypeVar, get_args, get_type_hints, overload
 
 from attnd.calls import attention, control, prefix, transfer
+from attnd.calls.arguments import Int
 from attnd.calls.call import Call
 from attnd.calls.prefix import FROM_NOW
 from attnd.errors import DeadlineExceeded, NeverReady, TransportError
@@ -234,7 +235,7 @@ class Calls(Operations, make=blocking):
     def send(self, call: Call[T]) -> T:
         """Execute one call, retries included; raises `AttndError`."""
 
-    def list_sequences(self, *, page_size: int | None = None) -> Iterator[SequenceInfo]:
+    def list_sequences(self, *, page_size: Int | None = None) -> Iterator[SequenceInfo]:
         """Every sequence by id, fetched `page_size` at a time (None: the service's default)."""
         after: str | None = None
         while True:
@@ -243,7 +244,7 @@ class Calls(Operations, make=blocking):
             if (after := page.next) is None:
                 return
 
-    def events(self, after: int = FROM_NOW, *, poll_s: float = POLL_S) -> Iterator[CacheEvent]:
+    def events(self, after: Int = FROM_NOW, *, poll_s: float = POLL_S) -> Iterator[CacheEvent]:
         """Changes of cached pages, without end; see `event_page` for `after`.
 
         Asks every `poll_s` seconds while there are no new events. Raises the errors of a call.
@@ -263,7 +264,7 @@ class AsyncCalls(Operations, make=awaiting):
     async def send(self, call: Call[T]) -> T:
         """Execute one call, retries included; raises `AttndError`."""
 
-    async def list_sequences(self, *, page_size: int | None = None) -> AsyncIterator[SequenceInfo]:
+    async def list_sequences(self, *, page_size: Int | None = None) -> AsyncIterator[SequenceInfo]:
         """As `Client.list_sequences`."""
         after: str | None = None
         while True:
@@ -274,7 +275,7 @@ class AsyncCalls(Operations, make=awaiting):
                 return
 
     async def events(
-        self, after: int = FROM_NOW, *, poll_s: float = POLL_S
+        self, after: Int = FROM_NOW, *, poll_s: float = POLL_S
     ) -> AsyncIterator[CacheEvent]:
         """As `Client.events`."""
         while True:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, Final
 
 from attnd.calls import transfer
+from attnd.calls.arguments import Int
 from attnd.calls.call import Call
 from attnd.calls.prefix import commit
 from attnd.calls.transfer import ExportHeader, ExportPart, ImportState
@@ -45,7 +46,7 @@ def silent(done: int, of: int) -> None:
 
 
 def export(
-    sequence: str, to: Place, *, part_bytes: int | None = None, progress: Progress = silent
+    sequence: str, to: Place, *, part_bytes: Int | None = None, progress: Progress = silent
 ) -> Steps[ExportHeader]:
     """Write a sequence's KV to a file: a path, or a binary file that is open.
 
@@ -145,7 +146,7 @@ def copy_sequence(
     sequence: str,
     name: str | None = None,
     *,
-    part_bytes: int | None = None,
+    part_bytes: Int | None = None,
     options: ImportOptions = DEFAULT,
     progress: Progress = silent,
 ) -> ImportState:

@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 
 T = TypeVar("T")
 Array = NDArray[Any]
-Indices = Sequence[int] | NDArray[np.integer[Any]]
+Int = int | np.integer[Any]
+"""A number of any caller's, which requests have as an int."""
+Indices = Sequence[Int] | NDArray[np.integer[Any]]
 """Lengths, offsets or an indptr: ints, or an integer array."""
 
 PLAIN: Final = frozenset({int, float, bool, str, type(None), list, dict})

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypedDict, Unpack
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from attnd.calls.arguments import Indices, instances, sequence_ids, whole_numbers
+from attnd.calls.arguments import Indices, Int, instances, sequence_ids, whole_numbers
 from attnd.calls.call import (
     Call,
     Reply,
@@ -68,7 +68,7 @@ def appended(reply: Reply) -> AppendResult:
 
 
 def append(
-    layer: int | Indices,
+    layer: Int | Indices,
     sequences: Sequence[str],
     k: Array,
     v: Array,
@@ -105,15 +105,16 @@ def append(
     return tensor_call("append", fields, arrays, appended, repeatable=known, recover=recovery)
 
 
-def layer_fields(layer: int | Indices) -> dict[str, Any]:
+def layer_fields(layer: Int | Indices) -> dict[str, Any]:
     """`layer` for one, `layers` for several."""
-    if isinstance(layer, (Sequence, np.ndarray)) and np.ndim(layer):
-        return {"layers": whole_numbers(layer, "layer")}
+    given: Any = layer
+    if isinstance(given, (Sequence, np.ndarray)) and np.ndim(given):
+        return {"layers": whole_numbers(given, "layer")}
     return {"layer": layer}
 
 
 def decode(
-    layer: int,
+    layer: Int,
     sequences: Sequence[str],
     q: Array,
     *,
@@ -137,7 +138,7 @@ def decode(
 
 
 def prefill(
-    layer: int,
+    layer: Int,
     sequences: Sequence[str],
     q: Array,
     qo_indptr: Indices,
@@ -189,7 +190,7 @@ def ragged_prefill(
 
 
 def cascade(
-    layer: int,
+    layer: Int,
     levels: Sequence[CascadeLevel],
     q: Array,
     *,
@@ -244,11 +245,11 @@ def merge(
 
 
 def gather(
-    layer: int,
+    layer: Int,
     sequences: Sequence[str],
     *,
-    start: int | None = None,
-    stop: int | None = None,
+    start: Int | None = None,
+    stop: Int | None = None,
     dtype: str | None = None,
 ) -> Call[GatherResult]:
     """K and V of sequences at a layer, dequantised to `dtype`: all, or tokens `start:stop` of each.

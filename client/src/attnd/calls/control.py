@@ -10,6 +10,7 @@ import numpy as np
 
 from attnd.calls.arguments import (
     Indices,
+    Int,
     instances,
     plain,
     plain_fields,
@@ -59,10 +60,10 @@ class NewSequence:
 
     id: str | None = None
     parent: str | None = None
-    length: int | None = None
+    length: Int | None = None
     prefix: Prefix | None = None
     ttl_s: float | None = None
-    ranks: int | None = None
+    ranks: Int | None = None
     shard: tuple[int, int] | None = None
 
     def document(self) -> dict[str, Any]:
@@ -92,10 +93,10 @@ def create_sequence(
     id: str | None = None,
     *,
     parent: str | None = None,
-    length: int | None = None,
+    length: Int | None = None,
     prefix: Prefix | None = None,
     ttl_s: float | None = None,
-    ranks: int | None = None,
+    ranks: Int | None = None,
 ) -> Call[SequenceInfo]:
     """`create_sequences` of one: empty, `parent` forked at `length` (None: all of it), or beginning
     with the cached part of `prefix` (`cached_len` of the result). In a cluster its pages may be
@@ -132,7 +133,7 @@ def delete_sequences(ids: Iterable[str] | None = None, *, prefix: str | None = N
     return Call("delete_sequences", reads_number("num_deleted"), fields=fields)
 
 
-def sequence_page(after: str | None = None, limit: int | None = None) -> Call[SequencePage]:
+def sequence_page(after: str | None = None, limit: Int | None = None) -> Call[SequencePage]:
     """Up to `limit` sequences by id, those after `after` (None: from the start)."""
 
     def parse(reply: Reply) -> SequencePage:
@@ -153,7 +154,7 @@ def delete_sequence(sequence: str) -> Call[None]:
     return Call("delete_sequence", nothing, fields=fields, recover=settled_by(UnknownSequence))
 
 
-def truncate(sequence: str, length: int, *, keep: Indices | None = None) -> Call[SequenceInfo]:
+def truncate(sequence: str, length: Int, *, keep: Indices | None = None) -> Call[SequenceInfo]:
     """Cut every layer to `length` tokens, and keep those at `keep` as well.
 
     `keep` are tokens behind `length`, in rising order, counted from the start of the sequence, such
@@ -185,7 +186,7 @@ def truncate_sequences(
     return Call("truncate_sequences", SEQUENCES, repeatable=not any(kept), fields=fields)
 
 
-def page_table(sequences: Sequence[str], layer: int = 0) -> Call[PageTable]:
+def page_table(sequences: Sequence[str], layer: Int = 0) -> Call[PageTable]:
     """The CSR page table at a layer, and the cascade levels; raises `UnknownSequence`."""
     fields = plain_fields({"sequences": sequence_ids(sequences), "layer": layer})
     return Call("page_table", page_table_of, fields=fields)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from attnd.calls.arguments import (
     Indices,
+    Int,
     plain_fields,
     sequence_id,
     sequence_ids,
@@ -32,7 +33,7 @@ from attnd.calls.call import (
 from attnd.errors import UnknownLease, UnknownPage
 from attnd.results import CacheEvent, CommitResult, EventPage, Hold, Lease, Namespace, PrefixMatch
 
-TokenIds = Sequence[int] | NDArray[np.integer[Any]]
+TokenIds = Indices
 PageKeys = Sequence[str | bytes] | NDArray[np.uint8]
 
 KEY_BYTES: Final = 16
@@ -57,7 +58,7 @@ class Prefix:
     page_keys: PageKeys | None = None
     cache_salt: str = ""
     tiers: Sequence[str] | None = None
-    max_load_pages: int | None = None
+    max_load_pages: Int | None = None
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """The tensor that names the pages; raises ValueError unless exactly one is given."""
@@ -159,8 +160,8 @@ def commit(
     sequence: str,
     prefix: Prefix,
     *,
-    offset: int = 0,
-    priority: int | None = None,
+    offset: Int = 0,
+    priority: Int | None = None,
     duration_s: float | None = None,
 ) -> Call[CommitResult]:
     """Name the sequence's full pages up to the end of `prefix`: they stay cached after its
@@ -187,7 +188,7 @@ def commit_sequences(
     prefixes: Sequence[Prefix],
     *,
     offsets: Indices | None = None,
-    priority: int | None = None,
+    priority: Int | None = None,
     duration_s: float | None = None,
 ) -> Call[tuple[CommitResult, ...]]:
     """`commit` for many sequences, all or none, each with its own prefix.
@@ -268,7 +269,7 @@ def holds() -> Call[tuple[Hold, ...]]:
     return Call("holds", reads_many(Hold, "holds"))
 
 
-def evict(num_pages_at_most: int) -> Call[int]:
+def evict(num_pages_at_most: Int) -> Call[int]:
     """Evict cached pages in the order of eviction; returns their number."""
     fields = {"num_pages": whole_number(num_pages_at_most, "num_pages_at_most")}
     return Call("evict", reads_number("num_pages"), repeatable=False, fields=fields)
@@ -288,10 +289,10 @@ def get_namespace(name: str) -> Call[Namespace]:
 def set_namespace(
     name: str,
     *,
-    max_pages: int | None = None,
-    reserved_pages: int = 0,
-    max_host_bytes: int | None = None,
-    max_disk_bytes: int | None = None,
+    max_pages: Int | None = None,
+    reserved_pages: Int = 0,
+    max_host_bytes: Int | None = None,
+    max_disk_bytes: Int | None = None,
 ) -> Call[Namespace]:
     """Set a namespace's quota: `max_pages` of the pool, `reserved_pages` that other namespaces
     cannot use, and bytes in the tiers below the pool (None: no limit). Needs the scope `admin`."""
@@ -307,7 +308,7 @@ def set_namespace(
 EVENTS: Final = reads_many(CacheEvent, "events")
 
 
-def event_page(after: int = FROM_NOW, limit: int | None = None) -> Call[EventPage]:
+def event_page(after: Int = FROM_NOW, limit: Int | None = None) -> Call[EventPage]:
     """Changes of cached pages since event `after` (0: all events kept; -1: none, only the number of
     the latest event), at most `limit`."""
     fields = plain_fields({"after": after, "limit": limit})

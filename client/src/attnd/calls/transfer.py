@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from attnd.calls.arguments import plain_fields, sequence_id
+from attnd.calls.arguments import Int, plain_fields, sequence_id, whole_number
 from attnd.calls.call import Call, Reply, Settled, no_recovery, nothing, reads_into, settled_by
 from attnd.calls.prefix import Prefix
 from attnd.errors import PartMismatch, SequenceExists, ServiceError, UnknownImport
@@ -78,7 +78,7 @@ class ImportState:
     meta: Meta = field(default=NO_META, compare=False, repr=False)
 
 
-def export_header(sequence: str, *, part_bytes: int | None = None) -> Call[ExportHeader]:
+def export_header(sequence: str, *, part_bytes: Int | None = None) -> Call[ExportHeader]:
     """The header of a sequence's export, with at most `part_bytes` bytes of k and v in a part.
 
     Raises `UnknownSequence`.
@@ -88,12 +88,13 @@ def export_header(sequence: str, *, part_bytes: int | None = None) -> Call[Expor
 
 
 def export_part(
-    sequence: str, header: ExportHeader, number: int, *, before: str
+    sequence: str, header: ExportHeader, number: Int, *, before: str
 ) -> Call[ExportPart]:
     """One part of a sequence. Raises `SequenceChanged` where it differs from the header."""
+    part = whole_number(number, "number")
     fields = {
         "id": sequence_id(sequence),
-        "part": number,
+        "part": part,
         "before": before,
         "generation": header.generation,
         "part_bytes": header.fields["part_bytes"],
@@ -102,7 +103,7 @@ def export_part(
     def part_of(reply: Reply) -> ExportPart:
         arrays = reply.tensors
         digest = str(reply.fields["digest"])
-        return ExportPart(number, before, digest, arrays["k"], arrays["v"], reply.meta)
+        return ExportPart(part, before, digest, arrays["k"], arrays["v"], reply.meta)
 
     room = int(header.fields["part_bytes"])
     return Call("export_sequence", part_of, fields=fields, answer_bytes=room)

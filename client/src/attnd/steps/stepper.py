@@ -7,7 +7,14 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, Concatenate, Final, Generic, Literal, ParamSpec, TypeVar
 
-from attnd.calls.arguments import plain_fields, sequence_ids, whole_number, whole_numbers
+from attnd.calls.arguments import (
+    Indices,
+    Int,
+    plain_fields,
+    sequence_ids,
+    whole_number,
+    whole_numbers,
+)
 from attnd.errors import ArenaFull, Overloaded
 from attnd.results import Info
 from attnd.road.attempts import microseconds
@@ -63,11 +70,11 @@ class Stepper(Generic[A]):
 
     def slots(
         self,
-        rows: int,
-        num_qo_heads: int,
+        rows: Int,
+        num_qo_heads: Int,
         *,
         dtype: Any = None,
-        rotation: int = 1,
+        rotation: Int = 1,
         sinks: bool = False,
     ) -> Slots[A]:
         """Arrays for the layers of steps of up to `rows` rows: keep them, and use them again.
@@ -119,14 +126,14 @@ class Stepper(Generic[A]):
         sequences: Sequence[str],
         slots: Slots[A],
         *,
-        layers: Sequence[int] | None = None,
-        qo_indptr: Sequence[int] | None = None,
+        layers: Indices | None = None,
+        qo_indptr: Indices | None = None,
         causal: bool = True,
         append: bool = True,
-        offsets: Sequence[int] | None = None,
+        offsets: Indices | None = None,
         sm_scale: float | None = None,
         logits_soft_cap: float = 0.0,
-        window_left: int | Sequence[int] = -1,
+        window_left: Int | Indices = -1,
         lse_base: Literal["e", "2"] = "e",
         cascade: Literal["auto", "always", "never"] = "auto",
         deadline: float | None = None,
