@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
-import secrets
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -36,7 +34,7 @@ from service.cluster.migration.transfer import (
 )
 from service.cluster.routing.locator import Locator
 from service.cluster.routing.replies import gather_all
-from service.cluster.routing.tags import BETWEEN
+from service.cluster.routing.tags import ANCHOR, BETWEEN, new_anchor
 from service.doors.kit.problems import ProblemText
 from service.errors import NotReady
 from service.operations.sequences import CREATE_SEQUENCES, GET_SEQUENCE, LIST_SEQUENCES, MAX_LISTED
@@ -48,7 +46,6 @@ MAX_PARALLEL: Final = 4
 """Families that are moved at once, each with two parts of 4 MiB in memory."""
 MAX_TRIES: Final = 4
 MAX_ANCHORS: Final = 3
-ANCHOR: Final = re.compile(r"moving\.[0-9a-f]{16}")
 SHORT_TAIL: Final = 4
 """Parts that may be copied while calls are held up."""
 HANDED_S: Final = 3600.0
@@ -240,7 +237,7 @@ class Drain:
             length = length // size * size
             if not length:
                 break
-            anchor = f"moving.{secrets.token_hex(8)}"
+            anchor = new_anchor()
             new = {"id": anchor, "parent": sequence, "length": length, "ttl_s": ANCHOR_TTL_S}
             if layout is not None:  # in tokens of all ranks
                 new["length"] = layout.whole_for(length // size, size)

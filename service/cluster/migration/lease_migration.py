@@ -7,7 +7,6 @@ their names at the target. A pin or lease exists at the target before the source
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -25,6 +24,7 @@ from service.cluster.migration.transfer import (
     begin_transfer,
 )
 from service.cluster.routing.replies import gather_all
+from service.cluster.routing.tags import new_anchor
 from service.doors.kit.problems import ProblemText
 from service.operations.prefix import HOLDS, PIN, RELEASE_LEASE, RENEW_LEASE, UNPIN
 from service.operations.sequences import CREATE_SEQUENCES
@@ -71,7 +71,7 @@ async def move_page(
     """Copies a page and all before it, then moves their pins and leases. Raises NoRoom, and what
     engines raise: then the source keeps the rest."""
     key, salt = page
-    anchor = f"moving.{secrets.token_hex(8)}"
+    anchor = new_anchor()
     family = Family(tenant, [anchor], all_anchors=[anchor], tags=[source.tag])
     held = {"page_key": key, "cache_salt": salt}
     try:

@@ -25,7 +25,7 @@ from service.cluster.routing.outcomes import (
 )
 from service.cluster.routing.replies import longest, reply, results_of, run_in_background
 from service.cluster.routing.sequence_calls import SequenceCalls
-from service.cluster.routing.tags import new_id, tags_of
+from service.cluster.routing.tags import new_id, refuse_anchor, tags_of
 from service.core.prefix.keys import Prefix
 from service.doors.kit.problems import ProblemText
 from service.errors import AttndError, InvalidRequest, LostSequence, SequenceMoving
@@ -77,6 +77,7 @@ def new_sequences(call: Call, prepared: Prepared) -> list[New]:
     sums, found = fields.prefix_indptr, []
     for index, one in enumerate(fields.sequences):
         given = one.model_dump(exclude_unset=True)
+        refuse_anchor(f"sequences.{index}.id", one.id)
         if one.shard is not None:
             rule = "a cluster shards by itself: use ranks instead"
             raise InvalidRequest(f"sequences.{index}.shard", given["shard"], rule)

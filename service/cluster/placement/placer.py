@@ -20,7 +20,7 @@ from service.cluster.routing.locator import ASK_DEADLINE_S, Locator
 from service.cluster.routing.outcomes import NEXT_ENGINE, Outcome
 from service.cluster.routing.replies import results_of
 from service.cluster.routing.sequence_calls import SequenceCalls
-from service.cluster.routing.tags import BETWEEN
+from service.cluster.routing.tags import BETWEEN, refuse_anchor
 from service.core.prefix.keys import Prefix
 from service.doors.kit.pieces import OneByOne
 from service.errors import InvalidRequest, NotReady
@@ -173,6 +173,7 @@ class ImportCall:
                 return await self.go_on(engine)
             if header is None:
                 return await self.members.least_busy().call(self.call)  # replies unknown_import
+            refuse_anchor("id", self.fields.id)
             await self.unique.refuse_taken([self.fields.id])
             self.is_new = True
         return await self.begin()

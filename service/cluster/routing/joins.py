@@ -40,7 +40,9 @@ def join_info(_: Fields, replies: Sequence[Fields]) -> Fields:
         tier | {"total_bytes": sum(o["total_bytes"] for o in every if o["name"] == tier["name"])}
         for tier in replies[0].get("tiers") or ()
     ]
+    are_invariant = all(one.get("numerics") == "invariant" for one in replies)
     return replies[0] | {
+        "numerics": "invariant" if are_invariant else "fast",
         "instance_id": digest if len(replies) > 1 else instances[0],
         "num_pages": sum(one["num_pages"] for one in replies),
         "limits": replies[0]["limits"] | {"max_sequences": most},

@@ -15,6 +15,8 @@ import secrets
 from collections import OrderedDict
 from typing import Final
 
+from service.errors import InvalidRequest
+
 TAG_DIGITS: Final = 8
 BETWEEN: Final = "-"
 """Separates the tags of a sharded sequence's engines."""
@@ -36,6 +38,22 @@ def tags_of(tag: str) -> list[str]:
 def new_id(tag: str) -> str:
     """A unique id: 80 random bits, and the engine's tag."""
     return f"seq-{base64.b32encode(secrets.token_bytes(10)).decode().lower()}.{tag}"
+
+
+ANCHOR: Final = re.compile(r"moving\.[0-9a-f]{16}")
+
+
+def new_anchor() -> str:
+    """A unique id for a copy that a drain makes for a while. Callers cannot choose such ids: a
+    drain does not move these sequences."""
+    return f"moving.{secrets.token_hex(8)}"
+
+
+def refuse_anchor(field: str, name: str | None) -> None:
+    """Raises InvalidRequest for an id that is reserved for such copies."""
+    if name is not None and ANCHOR.fullmatch(name):
+        rule = "is reserved for copies of sequences that move: choose another id"
+        raise InvalidRequest(field, name, rule)
 
 
 def tag_in(name: str) -> str | None:

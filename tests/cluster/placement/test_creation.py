@@ -14,6 +14,7 @@ from service.cluster.migration.transfer import Family
 from service.cluster.placement import unique_ids
 from service.cluster.placement.cost import Load
 from service.cluster.placement.inflight_prompts import InflightPrompts
+from service.cluster.routing.tags import new_anchor
 from service.errors import (
     InvalidRequest,
     NotReady,
@@ -413,3 +414,11 @@ async def test_what_an_engine_has_made_without_a_reply_is_deleted_when_it_comes_
             while not link.calls("delete_sequences"):
                 await asyncio.sleep(0.01)
         assert link.calls("delete_sequences") == [{"ids": [orphan]}]
+
+
+async def test_ids_of_copies_that_drains_make_cannot_be_chosen() -> None:
+    async with fake_cluster("ab") as cluster:
+        for _ in range(20):
+            status, problem = await create(cluster, {"id": new_anchor(), "ttl_s": 30.0})
+            assert (status, problem["field"]) == (422, "sequences.0.id")
+        assert (await create(cluster, {"id": "moving.0123456789abcdefg"}))[0] == 201

@@ -135,3 +135,9 @@ async def test_an_import_of_an_id_that_names_an_engine_begins_where_there_is_roo
             assert begun_at(cluster, name) == ["b"]
             assert (await step(cluster, name, {"digest": DIGEST}))[0] // 100 == 2
             assert name in cluster.links["b"].ids
+
+
+async def test_an_import_cannot_have_the_id_of_a_copy_that_a_drain_makes() -> None:
+    async with fake_cluster("ab") as cluster:
+        assert await step(cluster, "moving.0123456789abcdef", BEGIN) == (422, "invalid_request")
+        assert not any(link.imports for link in cluster.links.values())

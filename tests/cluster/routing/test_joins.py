@@ -64,6 +64,7 @@ def test_the_instance_changes_with_each_engine_and_sizes_are_added() -> None:
         {
             "instance_id": name,
             "num_pages": 7,
+            "numerics": "fast" if name == "second" else "invariant",
             "limits": {"max_sequences": 5, "queue_depth": 2},
             "tiers": [{"name": "host", "total_bytes": 8}, {"name": "disk", "total_bytes": size}],
         }
@@ -72,6 +73,7 @@ def test_the_instance_changes_with_each_engine_and_sizes_are_added() -> None:
     assert JOINS["info"]({}, engines[:1]) == engines[0]
     joined = JOINS["info"]({}, engines[:2])
     assert joined["num_pages"] == 14
+    assert joined["numerics"] == "fast", "what all engines promise"
     assert [tier["total_bytes"] for tier in joined["tiers"]] == [16, 100]
     assert joined["limits"] == {"max_sequences": 10, "queue_depth": 2}
     assert joined["instance_id"] == JOINS["info"]({}, engines[1::-1])["instance_id"]
