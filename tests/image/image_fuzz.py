@@ -18,8 +18,9 @@ from typing import Any, Final
 from service.engine.handlers.exports import header_digest
 from service.errors import AttndError, InvalidRequest, MalformedBody
 from service.image.json_body import image_of_json
+from service.image.json_pieces import finish
 from service.image.reading import place, split
-from service.operations.schema.spec import Prepared, prepare
+from service.operations.schema.spec import Prepared, preparing
 from service.operations.table import BY_NAME, OPERATIONS
 from service.operations.transfer import Header
 from tests.operations.declared import INFO as DECLARED
@@ -191,7 +192,7 @@ def judge(case: Case) -> str:
     """How the case went: `right`, or the code of its refusal. Raises where a promise is broken."""
     try:
         header, start = split(case.body)
-        prepared = prepare(BY_NAME[case.operation], header, len(case.body) - start, INFO)
+        prepared = finish(preparing(BY_NAME[case.operation], header, len(case.body) - start, INFO))
         tensors = place(case.body, start, prepared.layout)
     except (MalformedBody, InvalidRequest) as error:
         if len(str(error)) > 1000:

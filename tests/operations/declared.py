@@ -8,9 +8,10 @@ from typing import Any, Final
 import numpy as np
 from attnd.wire.images import header
 
+from service.image.json_pieces import finish
 from service.image.writing import in_order, shaped, size
 from service.operations.schema.info import InfoAnswer, LimitsAnswer
-from service.operations.schema.spec import Prepared, prepare
+from service.operations.schema.spec import Prepared, preparing
 from service.operations.table import BY_NAME
 
 LAYERS, KV_HEADS, QO_HEADS, HEAD_DIM = 2, 2, 4, 64
@@ -46,7 +47,7 @@ def prepared(name: str, fields: Any, tensors: dict[str, Any] | None = None) -> P
     """A request with these fields and tensors, by its header."""
     shapes = in_order(shaped(tensors or {}))
     head = header("request", json.dumps(fields), shapes)
-    return prepare(BY_NAME[name], head[8:], size(b"", shapes), INFO)
+    return finish(preparing(BY_NAME[name], head[8:], size(b"", shapes), INFO))
 
 
 def rows(n: int, heads: int = KV_HEADS, dtype: Any = np.float32) -> Any:

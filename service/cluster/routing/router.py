@@ -35,10 +35,10 @@ from service.doors.kit.pieces import OneByOne
 from service.doors.kit.problems import ProblemText
 from service.doors.kit.timeouts import Timeouts
 from service.errors import InvalidRequest, NotReady
-from service.image.json_pieces import is_short
+from service.image.json_pieces import finish, is_short
 from service.image.reading import LENGTH_BYTES, split
 from service.metrics import Metrics
-from service.operations.schema.spec import Operation, Prepared, Routing, prepare, preparing
+from service.operations.schema.spec import Operation, Prepared, Routing, preparing
 from service.operations.status import ENGINE_NAME, UNKNOWN_ENGINE
 from service.road.caller_end.slots import Slot
 from service.tenants import Tenant
@@ -179,7 +179,7 @@ class Router:
         return found
 
     def read(self, operation: Operation, header: bytes, room: int) -> Prepared:
-        return prepare(operation, header, room, self.members.info)
+        return finish(preparing(operation, header, room, self.members.info))
 
     async def drain(self, call: Call, prepared: Prepared) -> RawReply:
         """Starts or stops the draining of a named engine."""

@@ -12,7 +12,7 @@ from attnd.wire.operations import ROUTES
 from pydantic import ValidationError
 
 from service.errors import invalid_fields, unknown_tensor
-from service.image.json_pieces import ITEMS, Pieces, finish
+from service.image.json_pieces import ITEMS, Pieces
 from service.image.reading import Layout, reading_layout
 from service.operations.schema.fields import NAMING, Entries, Fields, refuse
 from service.operations.schema.info import InfoAnswer
@@ -152,23 +152,17 @@ class Prepared:
     """Whatever the engine derives from the header alone, for all requests of that header."""
 
 
-def prepare(
+def preparing(
     operation: Operation, header: bytes, room: int, info: InfoAnswer, tenant: Tenant = OPEN
-) -> Prepared:
-    """Check a request by its image's header, with `room` bytes of tensors after it.
+) -> Pieces[Prepared]:
+    """Check a request by its image's header, with `room` bytes of tensors after it, in pieces of
+    some milliseconds.
 
     Sequence ids in the result have the tenant's prefix, as in the tree. The engine checks what
     depends on the pool's state: ids, lengths, pages, and the length of a mask over the pool.
 
     Raises `Forbidden`, `MalformedBody` and `InvalidRequest`.
     """
-    return finish(preparing(operation, header, room, info, tenant))
-
-
-def preparing(
-    operation: Operation, header: bytes, room: int, info: InfoAnswer, tenant: Tenant = OPEN
-) -> Pieces[Prepared]:
-    """`prepare` in pieces of some milliseconds."""
     tenant.require(operation.scope, operation.name)
     layout = yield from reading_layout(header, room)
     fields = yield from validating(operation.fields, layout.fields)
