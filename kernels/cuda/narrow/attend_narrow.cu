@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   for (int index = begin; index < end; ++index) {
     const WorkItem item = read_item(p, index, end);  // in L1, from when `next` came by
     queries.store(own.queries());
-    if (lane < kRows) own.describe(lane, place.query, item, head, p);
+    if (lane < kRows) own.describe(lane, place, item, head, p);
     RowRules rules;
 #pragma unroll
     for (int n = 0; n < kN; ++n)

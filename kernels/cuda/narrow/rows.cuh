@@ -30,18 +30,24 @@ __device__ __forceinline__ int my_row(int n) {
   return n * 8 + (threadIdx.x & 31) / 4 % kTileRows;
 }
 
+// Whether a row's query head is worked out with its place, while reads are under way: the division is too slow to be on
+// the way of the queries. There are no registers for it heads first.
+constexpr bool kKeepsHead = !kHeadsFirst;
+
 // Where packed row `lane` of an item is, and by what rules it sees keys.
 struct RowPlace {
   int query;     // row of q and o, in heads; -1: no such row
   int position;
+  int head;      // query head, if kKeepsHead
 };
 
 __device__ __forceinline__ RowPlace find_row(const AttendParams& p, const WorkItem& item, int head) {
   const int lane = threadIdx.x & 31;
-  RowPlace place = {-1, 0};
+  RowPlace place = {-1, 0, 0};
   if (lane < item.num_rows) {
     const PackedRow row(item.row_begin + lane, p.group_size);
     place.query = row.query(p, head);
+    place.head = row.query_head(p, head);
     place.position = p.positions[row.plan_row];
   }
   return place;

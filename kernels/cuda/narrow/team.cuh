@@ -36,12 +36,13 @@ struct WarpShared {
     return reinterpret_cast<float*>(at + kRowsAt + kRowsBytes)[row];
   }
   // Describes row `row` of an item; the sink of a final one is on the way until `write_state`.
-  __device__ __forceinline__ void describe(int row, int query_row, const WorkItem& item, int head,
+  __device__ __forceinline__ void describe(int row, const RowPlace& place, const WorkItem& item, int head,
                                            const AttendParams& p) const {
-    query(row) = query_row;
-    if (has_sinks(p) && item.partial == kFinal && query_row >= 0) {
-      const PackedRow packed(item.row_begin + row, p.group_size);  // kept, it costs registers
-      copy_async_4(&sink(row), p.sinks + (p.sinks_of_rows ? query_row : packed.query_head(p, head)));
+    query(row) = place.query;
+    if (has_sinks(p) && item.partial == kFinal && place.query >= 0) {
+      const PackedRow packed(item.row_begin + row, p.group_size);
+      const int query_head = kKeepsHead ? place.head : packed.query_head(p, head);
+      copy_async_4(&sink(row), p.sinks + (p.sinks_of_rows ? place.query : query_head));
     }
   }
 };
@@ -88,11 +89,13 @@ __device__ __forceinline__ void write_state(const Accumulator<kN>& acc, const At
     const WarpShared leader{own.at - team.rank * kWarpBytes};
     for (int unit = team.rank * 32 + lane; unit < units; unit += team.size * 32) {
       const int row = unit / (kHeadDim / 4), dim = unit % (kHeadDim / 4) * 4;
-      float max = minus_infinity();
+      // a sink is the first member, whose o is 0
+      const float sink = has_sinks(p) && final ? own.sink(n * 8 + row) * kLog2E : minus_infinity();
+      float max = sink;
 #pragma unroll 4
       for (int w = 0; w < team.size; ++w)
         max = fmaxf(max, WarpShared{leader.at + w * kWarpBytes}.max_sum(row)[0]);
-      float sum = 0.0f;
+      float sum = state_rescale(sink, max);
       float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 4
       for (int w = 0; w < team.size; ++w) {
@@ -109,14 +112,7 @@ __device__ __forceinline__ void write_state(const Accumulator<kN>& acc, const At
           o.z = fmaf(live ? x.z : 0.0f, weight, o.z), o.w = fmaf(live ? x.w : 0.0f, weight, o.w);
         }
       }
-      float kept = 1.0f;
-      if (has_sinks(p) && final) {  // one member more, whose o is 0
-        const float sink = own.sink(n * 8 + row) * kLog2E, top = fmaxf(max, sink);
-        kept = state_rescale(max, top);
-        sum = fmaf(sum, kept, state_rescale(sink, top));
-        max = top;
-      }
-      const float inverse = state_inverse(sum) * kept * p.v_scale, lse = state_lse(max, sum);
+      const float inverse = state_inverse(sum) * p.v_scale, lse = state_lse(max, sum);
       o.x *= inverse, o.y *= inverse, o.z *= inverse, o.w *= inverse;
       const int64 at = final ? own.query(n * 8 + row)
                              : partial_place(item.partial + n * 8 + row, p.num_kv_heads, head);

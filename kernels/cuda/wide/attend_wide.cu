@@ -156,9 +156,10 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WidePar
     }
     wait_for_tile(shared.keys_full(keys.stage()), keys.parity());
     visit_next(tile, shared, keys.stage());
-    clear_values(shared, values, valid, consumer);
+    if (kTurns) clear_values(shared, values, valid, consumer);
     take_turn(consumer);
     issue_scores(s, q, shared.queries(queries.stage()) + my_queries, shared.keys(keys.stage()));
+    if (!kTurns) clear_values(shared, values, valid, consumer);  // under the scores, as no turn is held
     wait_for_tile(shared.values_full(values.stage()), values.parity());
     issue_values(o, p, shared.values(values.stage()));
     valid = switching ? unit.item.num_keys - tile.index * kTileKeys : kTileKeys;
@@ -167,9 +168,7 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WidePar
     pin(s);
     release(shared.keys_empty(keys.stage()));
     keys.advance();
-    if (ends_with(tile, ends) && !switching) {
-      barrier_arrive(shared.query_empty(queries.stage()));
-    }
+    if (ends_with(tile, ends)) barrier_arrive(shared.query_empty(queries.stage()));
     const bool raised = softmax_tile(s, rows, tile, factor, shared, slots.stage(), params);
     // A sum is never negative. The branch ends a basic block: without it ptxas moves the wait for P V
     // up over the softmax, and nothing overlaps.
@@ -186,8 +185,6 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WidePar
       write_unit(finished, o, params, shared);
       clear(o);
       pin(o);  // not before: the outputs still have their registers
-      // only now, because rows of the unit just written are still read above
-      if (ends_with(tile, ends)) barrier_arrive(shared.query_empty(queries.stage()));
     } else if (raised) {
       rows.rescale(o, factor);
     }

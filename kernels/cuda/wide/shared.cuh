@@ -84,8 +84,9 @@ constexpr int kQueryBytes = kConsumers * kConsumerQueryBytes;
 constexpr int kStagedBytes = kIsFp8 ? kTileKeys * kRowBytes : 0;
 constexpr int kStaged = STAGED;
 constexpr int kUnitSlots = kIsFp8 ? 4 : 2;  // fp8 pools are read up to three tiles ahead
-// Rows are needed until o is written; q only until its last scores, or until it is in registers.
-constexpr int kRowSlots = kQueryStages + 1 + kQueriesInRegisters;
+// Rows are needed until o is written, under the next unit's first scores; q only until its last scores, or until it
+// is in registers.
+constexpr int kRowSlots = kQueryStages + 2;
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 

@@ -102,8 +102,7 @@ class WideVariant:
             self.query_stages * self.tile_rows * (2 * self.head_dim + 16 * self.query_registers)
         )
         staged = self.staged * self.tile_keys * self.head_dim * self.converts
-        slots = self.query_stages + 1 + self.query_registers
-        rows = slots * self.tile_rows * (24 if self.has_mask else 16)
+        rows = (self.query_stages + 2) * self.tile_rows * (24 if self.has_mask else 16)
         units = 4 if self.converts else 2
         barriers = 4 * self.stages + 2 * self.query_stages + 2 * units + 1
         visits = 4 * self.stages if self.has_mask else 0
