@@ -20,6 +20,7 @@ import pytest
 from attnd import AsyncClient, Client, Retries
 from attnd.http import async_transport as awaiting
 from attnd.http import blocking_transport as blocking
+from attnd.http.responses import ResponseReader
 from scripted_server import BODY, HEAD, WHOLE, Peer, ScriptedServer, answer_of, answering, once
 
 from tests.client.client_stub import SEQUENCE, Kind, client_of
@@ -93,6 +94,18 @@ def test_a_child_of_a_fork_uses_no_connection_of_its_parent() -> None:
         assert os.waitpid(child, 0)[1] == 0
         get(client)
         assert len(server.peers) == 2
+
+
+def test_thousands_of_interim_answers_are_passed_over() -> None:
+    reader, response = ResponseReader(), None
+    left = b"HTTP/1.1 103 Early Hints\r\nx: " + b"y" * 40_000 + b"\r\n\r\n"
+    left += b"HTTP/1.1 100 Continue\r\n\r\n" * 2500 + WHOLE
+    while left:
+        room = reader.buffer()
+        count = min(len(room), len(left))
+        room[:count], left = left[:count], left[count:]
+        response = reader.received(count)
+    assert response is not None and response.content.tobytes() == BODY
 
 
 @pytest.mark.parametrize(

@@ -112,19 +112,20 @@ class ResponseReader:
         return self._finish(joined(parsing.chunks))
 
     def _read_head(self, searched: int) -> Response | None:
-        end = self._scratch.find(b"\r\n\r\n", searched, self._have) + 4
-        if end < 4:
-            if self._have >= MAX_HEAD_BYTES:
-                raise ProtocolError(f"the answer's head has more than {MAX_HEAD_BYTES} bytes")
-            return None
-        parsing = Parsing()
-        parsing.feed(self._scratch[:end])
-        if 100 <= parsing.status < 200:
+        while True:
+            end = self._scratch.find(b"\r\n\r\n", searched, self._have) + 4
+            if end < 4:
+                if self._have >= MAX_HEAD_BYTES:
+                    raise ProtocolError(f"the answer's head has more than {MAX_HEAD_BYTES} bytes")
+                return None
+            parsing = Parsing()
+            parsing.feed(self._scratch[:end])
+            if not 100 <= parsing.status < 200:
+                break
             parsing.end()  # an interim answer: the real one follows it
             left = self._scratch[end : self._have]
             self._view[: len(left)] = left
-            self._have = len(left)
-            return self._read_head(0)
+            self._have, searched = len(left), 0
         self._parsing = parsing
         length = parsing.length
         if length is None:
