@@ -84,7 +84,7 @@ class Welcome:
     limits: dict[str, int | float]
     state: str
     reason: str
-    proof: str = ""
+    proof: Word = ""
     """Over TCP: the proof for HELLO's nonce."""
 
 

@@ -207,7 +207,7 @@ async def met_by(challenge: bytes, welcome: bytes) -> tuple[BaseException, bytes
     raise AssertionError("the door talks to an engine that does not know the secret")
 
 
-@pytest.mark.parametrize("shown", [None, "", "0" * 64, proof(SECRET, "0" * 64)])
+@pytest.mark.parametrize("shown", [None, "", "é" * 64, "0" * 64, proof(SECRET, "0" * 64)])
 def test_a_door_does_not_talk_to_an_engine_that_does_not_know_the_secret(shown: str | None) -> None:
     welcome = {
         "version": 1,

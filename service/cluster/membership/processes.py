@@ -14,7 +14,7 @@ from config.sections import Settings
 from service.addresses import Addresses
 from service.launch import command_of
 from service.processes.cells import make_shared
-from service.processes.handover import CheckedFiles, Child, Shared, start
+from service.processes.handover import CANNOT_START, CheckedFiles, Child, Shared, start
 from service.road.engine_end.listening import Listening
 
 ENGINE: Final = command_of("service.engine")
@@ -89,7 +89,7 @@ class Doors:
         for child in self.children:
             status = self.processes[child.process].poll()
             if status is not None:
-                if self.shared.settings.server.port and status == 3:
+                if self.shared.settings.server.port and status == CANNOT_START:
                     raise RuntimeError(f"{child.process} cannot serve: its log says why")
                 if self.shared.files is not None:  # nothing sends SIGHUP here
                     self.shared.files.read_again()
