@@ -22,10 +22,10 @@ engine is tried once for FULL and LOST. Engines report errors in one way: they r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from enum import Enum, auto
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from service.cluster.membership.engine import Call
 from service.doors.kit.problems import ProblemText
@@ -95,9 +95,11 @@ class Attempts(Protocol[T_co]):
 class Retries:
     """The retry loop of a router."""
 
-    def __init__(self, settle: Callable[[str, Tenant], Awaitable[None]]) -> None:
+    def __init__(self, settle: Callable[[str, Tenant], Coroutine[Any, Any, None]]) -> None:
         """`settle(id, tenant)` decides where a sequence is whose move was abandoned."""
         self.settle = settle
+        self.settling: dict[tuple[str, str], asyncio.Task[None]] = {}
+        """By namespace and id: the calls that wait for a sequence share one."""
 
     async def run(self, call: Call, attempts: Attempts[T]) -> T:
         """The reply of the first attempt that succeeds. Raises as the table above says."""
@@ -116,6 +118,17 @@ class Retries:
         handed = error.problem.get("handed", ()) if isinstance(error, ProblemText) else ()
         if call.retrying_s > SETTLE_AFTER_S:
             for name in handed:
-                with suppress(ProblemText, AttndError):
-                    await self.settle(name, call.tenant)
+                await self.settle_once(name, call.tenant)
         await asyncio.sleep(RETRY_PAUSE_S)
+
+    async def settle_once(self, name: str, tenant: Tenant) -> None:
+        key = tenant.namespace, name
+        if (task := self.settling.get(key)) is None:
+            task = self.settling[key] = asyncio.create_task(self.try_to_settle(name, tenant))
+            task.add_done_callback(lambda _: self.settling.pop(key))
+        await asyncio.shield(task)
+
+    async def try_to_settle(self, name: str, tenant: Tenant) -> None:
+        """Where that fails, the calls try again."""
+        with suppress(ProblemText, AttndError):
+            await self.settle(name, tenant)
