@@ -13,6 +13,12 @@ pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDERS = ("service.core.shards", "service.engine.handlers.shards", "service.cluster.sharded")
+PLAIN = (
+    *("tests/cluster/routing/test_router.py", "tests/cluster/routing/test_broadcasts.py"),
+    *("tests/engine/handlers/test_cascades.py", "tests/engine/handlers/test_sequences.py"),
+    "tests/session/test_session_steps.py",
+)
+"""Tests of routers, of handlers, and of steps on one engine."""
 BLOCKING = f"""
 import sys
 
@@ -37,12 +43,13 @@ def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=280,
     )
 
 
-def test_a_cluster_without_sharded_sequences_never_imports_sharding(tmp_path: Path) -> None:
+def test_tests_without_sharded_sequences_never_import_sharding(tmp_path: Path) -> None:
     for name in FOLDERS:
         assert "is for sharded sequences" in python(tmp_path, "-c", f"import {name}").stderr
-    ran = python(tmp_path, "-m", "tests.cluster.sharded.plain_service")
-    assert ran.returncode == 0 and "done" in ran.stdout, ran.stderr[-4000:]
+    options = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not long")
+    ran = python(tmp_path, *options, *PLAIN)
+    assert ran.returncode == 0, ran.stdout[-4000:]
