@@ -20,13 +20,15 @@ import openai
 import pytest
 import torch
 import yaml
-from attnd import Client
+from attnd import AttndError, Client
 from attnd.transformers import pool_settings
 from selenium.webdriver import Chrome, Keys
 from selenium.webdriver.common.by import By
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from examples.local_service import serve_tcp
+from examples.serve import launch
+from examples.serve.__main__ import arguments
 from tests.browser import browser, prefers
 from tests.harness import processes
 from tests.harness.plain_http import status_of
@@ -443,9 +445,7 @@ def test_the_page_fits_its_window(
 
 def test_the_default_model_answers_as_generate_does() -> None:
     """SmolLM2, alone and in a batch, the second time from the cache."""
-    from examples.serve.launch import load
-
-    model, tokenizer, name = load(None)
+    model, tokenizer, name = launch.load(None)
     composed = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
     environment = composed["services"]["attnd-chat"]["environment"]
     for setting, value in pool_settings(model).items():
@@ -532,16 +532,14 @@ def descendants(pid: int) -> list[int]:
     return found + [one for child in found for one in descendants(child)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_both_services_and_callers_get_an_error(
-    folder: Path, number: signal.Signals
-) -> None:
+def test_a_signal_ends_both_services_and_callers_get_an_error(folder: Path) -> None:
+    """SIGINT; every other server here ends by SIGTERM."""
     with running(folder) as server:
         short = server.chat("short?", stream=True, max_tokens=3)
         long = server.chat("long?", stream=True, max_tokens=None)
         next(iter(long))
         pids = descendants(server.process.child.pid)
-        server.process.send_signal(number)
+        server.process.send_signal(signal.SIGINT)
         assert [one.choices[0].finish_reason for one in short][-1] == "length"
         with pytest.raises(openai.APIError, match="the server is stopping"):
             list(long)
@@ -552,14 +550,9 @@ def test_a_signal_ends_both_services_and_callers_get_an_error(
 
 
 def test_what_cannot_start_says_why_in_one_line(server: Server, folder: Path) -> None:
-    port, attnd = (url.rsplit(":", 1)[1] for url in (server.url, server.attnd))
-    free = ["--port", str(free_port())]
     for options, says in (
-        (["--port", port], "ddress already in use"),
-        ([*free, "--attnd-port", attnd], f"another program listens on port {attnd}"),
-        ([*free, "--model", str(folder.parent)], "there is no config.json"),
-        ([*free, "--attnd", str(folder / "none")], "no engine at"),
-        ([*free, "--attnd", "http://example.com"], "is another host"),
+        (["--port", server.url.rsplit(":", 1)[1]], "ddress already in use"),
+        (["--port", str(free_port()), "--attnd", "http://example.com"], "is another host"),
     ):
         command = [sys.executable, "-m", "examples.serve", "--model", folder, *options]
         done = run(*command)
@@ -567,22 +560,33 @@ def test_what_cannot_start_says_why_in_one_line(server: Server, folder: Path) ->
         assert says in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
 
 
-def test_a_running_attnd_serves_by_url_and_socket_but_not_another_geometry(
-    server: Server, folder: Path, tmp_path: Path, expect: Any
+def test_a_start_without_what_it_needs_is_an_error_that_names_it(
+    server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with pytest.raises(ValueError, match=r"there is no config\.json"):
+        launch.load(folder.parent)
+    model = LlamaForCausalLM.from_pretrained(folder)
+    shallow = LlamaConfig.from_pretrained(folder)
+    shallow.num_hidden_layers = 1
     port = server.attnd.rsplit(":", 1)[1]
-    by_socket = f"{tempfile.gettempdir()}/attnd-{os.getuid()}/{port}.sock"
-    for place in (server.attnd, by_socket):
-        with running(folder, "--attnd", place, "--live", f"{server.attnd}/live") as other:
-            reply = other.chat("elsewhere?")
-            assert text_of(reply) == expect("elsewhere?")
-            page = httpx.get(other.url).text
-            assert f'href="{server.attnd}/live"' in page
+    for started, options, says in (
+        (model, ["--attnd-port", port], f"another program listens on port {port}"),
+        (model, ["--attnd", str(folder / "none")], "no engine at"),
+        (LlamaForCausalLM(shallow), ["--attnd", server.attnd], "the service's pool is 2 layers"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["serve", *options])
+        errors = (AttndError, OSError, RuntimeError, ValueError)
+        with pytest.raises(errors, match=says), ExitStack() as stack:
+            launch.start(arguments(), started, stack)
+
+
+def test_a_running_attnd_serves_by_its_socket(server: Server, folder: Path, expect: Any) -> None:
+    port = server.attnd.rsplit(":", 1)[1]
+    place = f"{tempfile.gettempdir()}/attnd-{os.getuid()}/{port}.sock"
+    server.chat("elsewhere?")
+    with running(folder, "--attnd", place, "--live", f"{server.attnd}/live") as other:
+        reply = other.chat("elsewhere?")
+        assert text_of(reply) == expect("elsewhere?")
+        page = httpx.get(other.url).text
+        assert f'href="{server.attnd}/live"' in page
     assert reply.usage.prompt_tokens_details.cached_tokens >= 100  # the first one's
-    config = LlamaConfig.from_pretrained(folder)
-    config.num_hidden_layers = 1
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
-    PreTrainedTokenizerFast.from_pretrained(folder).save_pretrained(tmp_path)
-    command = [sys.executable, "-m", "examples.serve", "--port", str(free_port())]
-    done = run(*command, "--model", tmp_path, "--attnd", server.attnd)
-    assert done.returncode == 1 and "the service's pool is 2 layers" in done.stderr
