@@ -31,6 +31,9 @@ MAX_YOUNG_DEATHS: Final = 5
 GRACE_S: Final = 5.0
 """Time after server.drain_timeout_s before processes are killed."""
 
+RETRY_S: Final = 1.0
+"""Between attempts to start a process that the system refuses."""
+
 ECHO_S: Final = 0.2
 """A second signal this soon is ignored: `timeout` and shells signal the process and its group."""
 
@@ -190,7 +193,11 @@ class Supervisor:
             if at <= time.monotonic():
                 del self._due[name]
                 self._restarts[name][0] += 1.0
-                self._start(child)
+                try:
+                    self._start(child)
+                except OSError as error:  # no process, memory or file is free: others still serve
+                    LOG.error("%s cannot be restarted: %s: trying again", name, error)
+                    self._due[name] = (time.monotonic() + RETRY_S, child)
 
     def _kill_overdue(self) -> None:
         now = time.monotonic()

@@ -96,7 +96,8 @@ class Sums:
         if count != links.count:
             raise IntegrityError(f"the links count {links.count} nodes, there are {count}")
         serials = books.serials[[leaf.index for leaf in books]]
-        if (distinct := np.unique(serials).size) != len(books):
+        # np.unique imports a module at its first call, for which no descriptor may be free
+        if (distinct := len(set(serials.tolist()))) != len(books):
             raise IntegrityError(f"{len(books)} sequences have {distinct} serials")
 
     def check_pages(self) -> None:

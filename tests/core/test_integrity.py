@@ -1,6 +1,7 @@
 """The integrity check finds every kind of damage, and says it in numbers."""
 
 import random
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,6 +12,7 @@ from core_pool import TokenPool, int32
 
 from service.core import integrity
 from service.core.errors import CoreError, IntegrityError
+from service.core.plans.plan import explicit_levels
 from service.core.prefix.keys import Prefix
 from service.core.prefix.nodes import Leaf, Name, Node
 from service.core.tree import PrefixTree
@@ -148,6 +150,16 @@ def chain(depth: int) -> TokenPool:
         pool.fork(f"n{number}", f"n{number - 1}")
         pool.append(f"n{number}", [number])
     return pool
+
+
+def test_neither_the_check_nor_a_plan_imports_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An import needs a file descriptor, and callers may have all."""
+    pool = chain(3)
+    monkeypatch.delattr(np, "ma", raising=False)
+    monkeypatch.setitem(sys.modules, "numpy.ma", None)
+    pool.tree.check_integrity()
+    levels = [(["n0", "n1"], int32(0, 1, 3))]
+    assert explicit_levels(pool.tree, 0, levels, False).tokens_flat == 1 + 2
 
 
 @pytest.mark.timing

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from supervised import started, supervised
 
+from config.settings import load_settings
+from service import supervisor
 from service.processes.deaths import EARLY_S, YOUNG_S, Deaths
+from service.processes.handover import Child, Shared
 from service.supervisor import ECHO_S
 from tests.harness.processes import Process, kill, python, wait_until_dead
 
@@ -191,6 +196,20 @@ def test_when_a_door_is_killed_it_is_started_again_and_the_others_do_not_notice(
         ups = [entry["process"] for entry in service.entries() if entry["message"] == "up"]
     assert sorted(ups) == ["engine", "http-0", "http-0", "http-1"]
     assert service.messages("warning") == ["http-0 was killed by SIGKILL: restarting it"]
+
+
+def test_a_process_that_the_system_cannot_start_again_is_tried_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(child: Child, shared: Shared) -> NoReturn:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(supervisor, "start", refuse)
+    door = Child("http-0", (), ())
+    one = supervisor.Supervisor([door], Shared(load_settings(), 0, "", "", ""), lambda: None)
+    one._due["http-0"] = (0.0, door)
+    one._start_again()
+    assert one._due["http-0"] == (pytest.approx(time.monotonic() + 1.0, abs=0.5), door)
 
 
 @pytest.mark.long

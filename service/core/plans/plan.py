@@ -219,6 +219,7 @@ def _check_disjoint(
 
 def _flat_tokens(batches: Sequence[PlanBatch]) -> int:
     """Keys read if each run of rows with the same sequences read them separately."""
-    runs = np.unique(np.concatenate([batch.qo_indptr for batch in batches]))[:-1]
+    ends = np.sort(np.concatenate([batch.qo_indptr for batch in batches]))
+    runs = ends[:-1][ends[1:] != ends[:-1]]  # as np.unique, which imports a module at first
     places = [np.searchsorted(batch.qo_indptr, runs, "right") - 1 for batch in batches]
     return sum(int(b.kv_lens[at].sum()) for b, at in zip(batches, places, strict=True))

@@ -7,8 +7,10 @@ import logging
 import resource
 import sys
 from collections import Counter
+from collections.abc import Coroutine
 from email.utils import formatdate
-from typing import Final
+from socket import socket
+from typing import Any, Final
 
 from config.sections import Settings
 from config.server import ServerSettings
@@ -63,6 +65,8 @@ class Door:
         self.turns = Turns()
         self.buffer = bytearray(READ_BYTES)
         self.connections: set[Connection] = set()
+        self.handshakes: dict[asyncio.Task[None], None] = {}
+        """TLS handshakes under way, the oldest first."""
         self.shares = BodyShares(limits.max_inflight_bytes)
         self.read_budget = ReadBudget(self.loop)
         soft, spare = descriptors()
@@ -129,6 +133,23 @@ class Door:
             self.last_complaint = now
             LOG.warning("%s: %s", what, self.full)
 
+    def begin_handshake(self, client: socket, work: Coroutine[Any, Any, None]) -> None:
+        """Begin and count a handshake; cancels the oldest one if there are too many of both
+        kinds."""
+
+        def end(task: asyncio.Task[None]) -> None:
+            self.handshakes.pop(task, None)
+            if task.cancelled():
+                client.close()
+
+        task = self.loop.create_task(work)
+        self.handshakes[task] = None
+        task.add_done_callback(end)
+        if len(self.connections) + len(self.handshakes) > self.max_connections + self.max_lingering:
+            oldest = next(iter(self.handshakes))
+            del self.handshakes[oldest]
+            oldest.cancel()
+
     def may_linger(self, connection: Connection) -> bool:
         """Whether a closing connection may wait for its client without taking another's place."""
         return len(self.connections) < self.max_connections + self.max_lingering
@@ -164,6 +185,8 @@ class Door:
         """Close connections once their responses are sent, or after `seconds`; then the link."""
         self.sweeping.cancel()
         ends = self.loop.time() + seconds
+        for handshake in self.handshakes:
+            handshake.cancel()
         for connection in list(self.connections):
             connection.transport.close()
         while self.connections and self.loop.time() < ends:

@@ -13,8 +13,9 @@ import uvicorn
 from service.doors.http.door import Door
 from service.doors.http.protocol.admission import HostRule
 from service.doors.http.protocol.connection import Connection
+from service.doors.http.protocol.tls_acceptor import TlsAcceptor
 from service.doors.kit.process import DRAINING, ENGINE_LATER_S, Setup, connect
-from service.doors.kit.tls import HANDSHAKE_S, Tls, make_tls
+from service.doors.kit.tls import Tls, make_tls
 from service.doors.kit.tracing import make_tracing
 from service.errors import NotReady
 from service.keys import make_authenticator
@@ -40,7 +41,7 @@ class Server(uvicorn.Server):
         self.loop: asyncio.AbstractEventLoop | None = None
         self.door: Door | None = None
         self.connecting: asyncio.Task[None] | None = None
-        self.accepting: list[asyncio.AbstractServer] = []
+        self.accepting: list[asyncio.AbstractServer | TlsAcceptor] = []
         self.ends = 0.0
         """When the drain must be over, by the loop's clock."""
         self.failed = ""
@@ -139,13 +140,12 @@ async def not_called(scope: Any, receive: Any, send: Any) -> None:
 
 async def listen(
     loop: asyncio.AbstractEventLoop, door: Door, sock: socket.socket, tls: Tls | None
-) -> asyncio.AbstractServer:
+) -> asyncio.AbstractServer | TlsAcceptor:
     def connection() -> Connection:
         return Connection(door)
 
     if sock.family == socket.AF_UNIX:
         return await loop.create_unix_server(connection, sock=sock, backlog=BACKLOG)
-    secure: dict[str, Any] = {}
     if tls is not None:
-        secure = {"ssl": tls.context, "ssl_handshake_timeout": HANDSHAKE_S}
-    return await loop.create_server(connection, sock=sock, backlog=BACKLOG, **secure)
+        return TlsAcceptor(door, sock, tls)
+    return await loop.create_server(connection, sock=sock, backlog=BACKLOG)

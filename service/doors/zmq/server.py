@@ -90,6 +90,11 @@ POLL_S: Final = 0.05
 LINGER_MS: Final = 200
 """Time for the last events to be sent."""
 SEQUENCE_BYTES: Final = 8
+MAX_SUBSCRIPTIONS: Final = 10_000
+"""Of all subscribers together; each has one."""
+CHANGES: Final = {b"\x01": 1, b"\x00": -1}
+"""How a message to a publisher changes the number of subscriptions, by its first byte."""
+BIND_S: Final = 0.01
 MAX_BYTES: Final = 1024
 """Longest message of a subscriber; one that sends more is disconnected."""
 
@@ -117,11 +122,16 @@ class Server:
         context = zmq.asyncio.Context()
         tasks: list[asyncio.Task[Any]] = []
         try:
-            out = self.bound(context, zmq.PUB, self.cache.zmq_endpoint)
+            self.out = self.bound(context, zmq.XPUB, self.cache.zmq_endpoint)
             replies = self.bound(context, zmq.ROUTER, self.cache.zmq_replay_endpoint)
             failed = await connect(self.setup, self.link)
             if failed is None:
-                work = (self.publish(out), self.replay(replies), self.ended.wait())
+                work = (
+                    self.publish(),
+                    self.limit_subscriptions(context),
+                    self.replay(replies),
+                    self.ended.wait(),
+                )
                 tasks += [loop.create_task(one) for one in work]
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
@@ -142,13 +152,16 @@ class Server:
         # a whole replay may wait for a client; beyond that messages are dropped
         sock.sndhwm = self.cache.events_history + 1
         sock.maxmsgsize = MAX_BYTES
+        if kind == zmq.XPUB:
+            sock.setsockopt(zmq.XPUB_VERBOSER, 1)  # reports every subscription and its end
         if endpoint is None:
             return sock
         try:
             sock.bind(endpoint)
         except zmq.ZMQError as error:
+            sock.close(linger=0)
             raise zmq.ZMQError(error.errno, f"{endpoint}: {error}") from None
-        purpose = "events" if kind == zmq.PUB else "replays of events"
+        purpose = "events" if kind == zmq.XPUB else "replays of events"
         LOG.info("%s over ZeroMQ at %s", purpose, endpoint)
         return sock
 
@@ -159,7 +172,26 @@ class Server:
     def read_again(self) -> None:
         """Nothing: the door's namespace is a setting, not a key's."""
 
-    async def publish(self, out: Any) -> None:
+    async def limit_subscriptions(self, context: Any) -> None:
+        """Disconnect all subscribers when they have too many subscriptions, which take memory:
+        ZeroMQ does not say whose they are. Subscribers connect again."""
+        while True:
+            count = 0
+            while count <= MAX_SUBSCRIPTIONS:
+                change = await self.out.recv()
+                count += CHANGES.get(change[:1], 0)
+            LOG.warning(
+                "more than %d subscriptions at %s: all subscribers are disconnected",
+                MAX_SUBSCRIPTIONS,
+                self.cache.zmq_endpoint,
+            )
+            self.out.close(linger=0)
+            while self.out.closed:
+                await asyncio.sleep(BIND_S)
+                with suppress(zmq.ZMQError):  # the system still closes the socket before
+                    self.out = self.bound(context, zmq.XPUB, self.cache.zmq_endpoint)
+
+    async def publish(self) -> None:
         """Send new events, until the engine accepts no more calls."""
         topic, last = self.cache.zmq_topic.encode(), FROM_NOW
         with suppress(NotReady):
@@ -167,7 +199,9 @@ class Server:
                 page = await self.page(last)
                 for event in page["events"]:
                     body = payload(event, time.time(), self.cache.zmq_layout)
-                    await out.send_multipart([topic, sequence(event["id"]), body])
+                    while self.out.closed:
+                        await asyncio.sleep(BIND_S)
+                    await self.out.send_multipart([topic, sequence(event["id"]), body])
                 last = page["next"]
                 if not page["events"]:
                     await asyncio.sleep(POLL_S)

@@ -17,6 +17,7 @@ from service.errors import DeadlineExceeded, NotReady
 from service.road.caller_end.greeting import PeerProcess, greet, greet_remote
 from service.road.caller_end.slots import Mapping, OwnArena, Slot, Slots
 from service.road.messages import (
+    MOST_TENANTS,
     Announced,
     Grow,
     Grown,
@@ -146,11 +147,14 @@ class RoadCaller:
     def number_of(self, tenant: Tenant) -> int:
         """The number of a tenant in calls; the first time it is announced to the engine.
 
-        Raises NotReady.
+        The number of the tenant that was announced first is taken where there is no other: calls
+        that were sent before keep their tenant. Raises NotReady.
         """
         number = self.numbers.get(tenant)
         if number is None:
             number = len(self.numbers) + 1
+            if number > MOST_TENANTS:
+                number = self.numbers.pop(next(iter(self.numbers)))
             content = Announced(number, tenant.namespace, tuple(tenant.scopes))
             self.send(message(f.TENANT, content))
             self.numbers[tenant] = number

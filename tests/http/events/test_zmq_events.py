@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from http_service import SECRET, Service, serving
 
 from config.settings import SettingsError, load_settings
 from service.doors.kit.process import Setup
+from service.doors.zmq import server
 from service.doors.zmq.server import Server, payload
 from service.metrics import Metrics
 from tests.harness.plain_http import http_client
@@ -214,6 +215,34 @@ def test_a_subscriber_tracks_the_cache_and_requests_missed_events(tmp_path: Path
             assert late.replay(one.last) == 1
             assert late.replay(one.last + 1) == 0
             assert late.replay(0) == 4
+
+
+def test_too_many_subscriptions_disconnect_all_and_subscribers_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "MAX_SUBSCRIPTIONS", 50)
+    with (
+        serving(*endpoints(tmp_path)) as service,
+        service.client() as client,
+        publishing(service) as publisher,
+        subscribed(tmp_path) as one,
+        one.context.socket(zmq.SUB) as many,
+    ):
+        one.replay(0)
+        before = publisher.out
+        many.linger = 0
+        many.connect(f"ipc://{tmp_path}/events")
+        for number in range(51):
+            many.setsockopt_string(zmq.SUBSCRIBE, f"{number}")
+        wait_for(lambda: publisher.out is not before, "another socket")
+        many.disconnect(f"ipc://{tmp_path}/events")
+        one.sub.rcvtimeo = 100
+        for number in range(100):  # until the subscriber is back
+            store(client, list(range(number, number + PAGE_SIZE)))
+            with suppress(zmq.Again):
+                assert one.hear()[0]["type"] == "BlockStored"
+                break
+        assert one.blocks
 
 
 @pytest.mark.long
