@@ -150,7 +150,7 @@ class Moves:
 
     def store(self, namespace: str) -> Iterator[Slice]:
         pages = self.table(namespace)
-        ids = self.tiers.ids_of(pages)
+        ids = self.tiers.paths.ids_of(pages)
         self.tiers.request_copies(namespace, ids, pages.tolist())
         while self.tiers.is_copying:
             yield waiting()
@@ -165,7 +165,7 @@ class Moves:
     def forget(self) -> None:
         """Drop the records of the prompt that is stored."""
         for page in self.table(STORED).tolist():
-            if (entry := self.tiers.host.find(self.tiers.id_of(page))) is not None:
+            if (entry := self.tiers.host.find(self.tiers.paths.id_of(page))) is not None:
                 self.tiers.drop_from_host(entry)
 
     def content(self) -> Any:

@@ -81,7 +81,7 @@ def until_durable(
     books, tiers = store.tree.books, loading.tiers
     tables = [books.leaf(name).table[:num] for name, num in zip(names, pages, strict=True)]
     numbers = np.concatenate(tables)
-    ids = tiers.ids_of(numbers)
+    ids = tiers.paths.ids_of(numbers)
     ends = end_of_waits(store)
     if tiers.request_copies(namespace, ids, numbers.tolist()):
         lay(True)

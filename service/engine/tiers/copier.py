@@ -93,7 +93,7 @@ class Copier:
         for node in nodes:
             some = node.pages[: -left - 1 : -1]
             left -= some.size
-            for page, record_id in zip(some.tolist(), tiers.ids_of(some), strict=True):
+            for page, record_id in zip(some.tolist(), tiers.paths.ids_of(some), strict=True):
                 if page not in self.copying and not tiers.has_copy(record_id):
                     pages.append(page)
             if not left or len(pages) >= tiers.at_once:
@@ -158,7 +158,7 @@ class Copier:
         """Copy all named pages to the disk, until a time."""
         for node in filter(None, self._named_pages.nodes):
             pages, namespace = node.pages, named(node).root.namespace
-            both = zip(self.tiers.ids_of(pages), pages.tolist(), strict=True)
+            both = zip(self.tiers.paths.ids_of(pages), pages.tolist(), strict=True)
             self.request(namespace.name, both)
         while self.is_busy and self.tiers.disk is not None and time.monotonic() < ends:
             if not self.tiers.advance():
@@ -196,7 +196,7 @@ class Copier:
     def _is_wanted(self, page: int, record_id: bytes) -> bool:
         """Whether a queued page has the same identity, and no copy."""
         tiers = self.tiers
-        is_same = self._named_pages.node_of.item(page) >= 0 and tiers.id_of(page) == record_id
+        is_same = self._named_pages.node_of.item(page) >= 0 and tiers.paths.id_of(page) == record_id
         known = tiers.host.has(record_id) or tiers.on_disk(record_id)
         return is_same and not known and page not in self.copying
 
@@ -231,12 +231,12 @@ class Copier:
     def _place(self, page: int, is_next: bool) -> PageCopy | None:
         """A place in host memory for a page that has a name; None where there is none."""
         tiers, names = self.tiers, self._named_pages
-        node, record_id = names.nodes[names.node_of.item(page)], tiers.id_of(page)
+        node, record_id = names.nodes[names.node_of.item(page)], tiers.paths.id_of(page)
         if node is None or page in self.copying or tiers.host.has(record_id):
             return None
         name = named(node)
         keep = name.keep.priority, name.with_ids
-        tag = TAG.pack(names.key_of(page), tiers.key_before(page), *keep)
+        tag = TAG.pack(names.key_of(page), tiers.paths.key_before(page), *keep)
         rank = name.keep.priority if is_next else IN_POOL
         entry = tiers.host.place(record_id, name.root.namespace.name, rank, tag)
         if entry is None:
@@ -317,7 +317,7 @@ class Copier:
         tiers.count("disk", "in", sum(kept), began)
         for copy, is_kept in zip(writes, kept, strict=True):
             written = tiers.disk.find(copy.entry.key) if tiers.disk is not None else None
-            if written is not None and tiers.is_doomed(copy.entry):
+            if written is not None and not copy.entry.is_ready:  # it was deleted meanwhile
                 tiers.drop_from_disk([written])
             elif is_kept and tiers.disk is not None:
                 tiers.reports.stored(copy.entry, copy.label, "DISK")

@@ -56,7 +56,7 @@ class Lookup:
         key = record_id = root_key(namespace, prefix.cache_salt)
         if match.node is not None:
             page = match.node.pages.item(match.num_pages - 1 - match.node.start)
-            key, record_id = names.key_of(page), self.tiers.id_of(page)
+            key, record_id = names.key_of(page), self.tiers.paths.id_of(page)
         most = limits.max_pages if most is None else most
         stop = prefix.num_pages(names.page_size)
         stop = stop if most is None else min(stop, match.num_pages + most)

@@ -6,8 +6,11 @@ import struct
 from hashlib import blake2b
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from kernels.backend import PoolGeometry
-from service.core.prefix.keys import KEY_BYTES
+from service.core.prefix.keys import KEY_BYTES, WORDS, Keys, as_keys
+from service.core.values import Int32
 from service.tiers.records import STAMP_BYTES, RecordLayout
 
 TAG: Final = struct.Struct(f"<{KEY_BYTES}s{KEY_BYTES}sH?")
@@ -22,6 +25,35 @@ def next_id(before: bytes, key: bytes) -> bytes:
     which covers namespace and salt. A page of equal key on another path is another page.
     """
     return blake2b(before + key, digest_size=KEY_BYTES).digest()
+
+
+class PagePaths:
+    """Of each page that has a name: its identity, and the key of the page before it."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._rows: Keys = np.zeros((num_pages, 2, WORDS), np.uint64)
+        self._bytes = self._rows.data.cast("B")
+
+    def add(self, pages: Int32, before: bytes, key: bytes, keys: bytes) -> list[bytes]:
+        """The identities of committed pages of these concatenated `keys`. The page before them has
+        the identity `before` and this `key`; the root, its key for both."""
+        record_ids = []
+        for at in range(0, len(keys), KEY_BYTES):
+            before = next_id(before, keys[at : at + KEY_BYTES])
+            record_ids.append(before)
+        self._rows[pages, 0] = as_keys(b"".join(record_ids))
+        self._rows[pages, 1] = as_keys(key + keys[:-KEY_BYTES])
+        return record_ids
+
+    def id_of(self, page: int) -> bytes:
+        return self._bytes[2 * page * KEY_BYTES : (2 * page + 1) * KEY_BYTES].tobytes()
+
+    def ids_of(self, pages: Int32) -> list[bytes]:
+        every = self._rows[pages, 0].tobytes()
+        return [every[at : at + KEY_BYTES] for at in range(0, len(every), KEY_BYTES)]
+
+    def key_before(self, page: int) -> bytes:
+        return self._bytes[(2 * page + 1) * KEY_BYTES : (2 * page + 2) * KEY_BYTES].tobytes()
 
 
 def layout_of(geometry: PoolGeometry, model: str) -> RecordLayout:

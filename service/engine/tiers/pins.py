@@ -38,7 +38,7 @@ class Pins:
             return
         chain = self._tree.cache.chain(namespace, key, cache_salt)
         pages = self._tree.cache.match(namespace, chain).table()
-        self._ids[name] = ids = tiers.ids_of(pages)
+        self._ids[name] = ids = tiers.paths.ids_of(pages)
         tiers.pin(ids, 1)
         tiers.request_copies(namespace, ids, pages.tolist())
         tiers.note(name, b"".join(chain.chain(b"", self._tree.page_size)).hex())

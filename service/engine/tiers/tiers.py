@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 from kernels.backend import PageCopies
 from service.core.pool.budget import Urgency
 from service.core.pool.namespaces import Root
-from service.core.prefix.keys import KEY_BYTES, WORDS, as_keys
+from service.core.prefix.keys import KEY_BYTES
 from service.core.prefix.nodes import DEFAULT_PRIORITY, Int32, Name, Node, named
 from service.core.tree import PrefixTree
 from service.engine.tiers.copier import IN_POOL, Copier
 from service.engine.tiers.misses import Misses
-from service.engine.tiers.page_records import next_id
+from service.engine.tiers.page_records import PagePaths
 from service.engine.tiers.reports import Reports, TierName, Way
 from service.metrics import Metrics
 from service.tiers.record_store import RecordStore
@@ -90,9 +90,7 @@ class Tiers:
         """The memory of the records in host memory, by their slot."""
         self._limits: dict[str, tuple[int | None, int | None]] = {}
         """Maximum bytes of namespaces in host memory and on disk."""
-        self._paths = np.zeros((tree.allocator.num_pages, 2, WORDS), np.uint64)
-        """Of each page that has a name: its identity, and the key of the page before it."""
-        self._path_bytes = self._paths.data.cast("B")
+        self.paths = PagePaths(tree.allocator.num_pages)
         self._doomed: set[Entry] = set()
         """Held records of host memory that are removed once they are not held."""
         self._pins: Counter[bytes] = Counter()
@@ -166,19 +164,6 @@ class Tiers:
 
     # What happens in the tree.
 
-    def ids_of(self, pages: Int32) -> list[bytes]:
-        """The identities of pages that have names."""
-        every = self._paths[pages, 0].tobytes()
-        return [every[at : at + KEY_BYTES] for at in range(0, len(every), KEY_BYTES)]
-
-    def id_of(self, page: int) -> bytes:
-        """The identity of a page that has a name."""
-        return self._path_bytes[2 * page * KEY_BYTES : (2 * page + 1) * KEY_BYTES].tobytes()
-
-    def key_before(self, page: int) -> bytes:
-        """The key of the page before one that has a name; before the first, the root's."""
-        return self._path_bytes[(2 * page + 1) * KEY_BYTES : (2 * page + 2) * KEY_BYTES].tobytes()
-
     def named(self, node: Node, root: Root, keys: bytes) -> None:
         """`Watcher`: note the identities of committed pages, and queue them for copies."""
         names = self.tree.cache.named
@@ -188,13 +173,8 @@ class Tiers:
             first = ids if named(node).with_ids else keys[:KEY_BYTES]
             self.misses.named(root.namespace.name, first, key)
         else:
-            before, key = self.id_of(node.parent.pages.item(-1)), names.last_key(node.parent)
-        record_ids = []
-        for at in range(0, len(keys), KEY_BYTES):
-            before = next_id(before, keys[at : at + KEY_BYTES])
-            record_ids.append(before)
-        self._paths[node.pages, 0] = as_keys(b"".join(record_ids))
-        self._paths[node.pages, 1] = as_keys(key + keys[:-KEY_BYTES])
+            before, key = self.paths.id_of(node.parent.pages.item(-1)), names.last_key(node.parent)
+        record_ids = self.paths.add(node.pages, before, key, keys)
         if self.writes_commits and self.disk is not None:
             both = zip(record_ids, node.pages.tolist(), strict=True)
             self.copier.request(root.namespace.name, both)
@@ -202,7 +182,7 @@ class Tiers:
     def unnamed(self, pages: Int32, name: Name) -> None:
         """`Watcher`: records of pages that leave the pool are now the most recently used ones."""
         for page in pages.tolist():
-            record_id = self.id_of(page)
+            record_id = self.paths.id_of(page)
             if (copy := self.copier.copying.get(page)) is not None and copy.entry.key == record_id:
                 copy.is_void = True
             if self._discarded is not None:
@@ -222,7 +202,7 @@ class Tiers:
         Pages that cannot be copied are lost, the last ones first.
         """
         pages, count = node.pages[-size:].tolist(), 0
-        while count < size and self.has_copy(self.id_of(pages[-1 - count])):
+        while count < size and self.has_copy(self.paths.id_of(pages[-1 - count])):
             count += 1
         if count or urgency == "now" or not (self.keeps_host or self.disk):
             return count or size
@@ -356,10 +336,6 @@ class Tiers:
         self._remove_from_host(entry)
         self.reports.removed([entry], "CPU")
         self.report()
-
-    def is_doomed(self, entry: Entry) -> bool:
-        """Whether a held record of host memory was deleted."""
-        return entry in self._doomed
 
     def _remove_from_host(self, entry: Entry) -> None:
         entry.is_ready = False
