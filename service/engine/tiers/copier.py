@@ -226,7 +226,8 @@ class Copier:
     def _begin(self, copies: Sequence[PageCopy], places: PagePlaces) -> None:
         moves = self.tiers.copies
         wait = moves.read(np.array([one.page for one in copies], np.int32), places, moves.mark())
-        self._copier.add(partial(self._wait, copies, wait, time.monotonic()), wait.has_come)
+        is_ready = None if self.tiers.is_shared() else wait.has_come
+        self._copier.add(partial(self._wait, copies, wait, time.monotonic()), is_ready)
 
     def _place(self, page: int, is_next: bool) -> PageCopy | None:
         """A place in host memory for a page that has a name; None where there is none."""

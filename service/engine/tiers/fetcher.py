@@ -80,7 +80,7 @@ class Fetcher:
         places = PagePlaces(tiers.records, slots, tiers.layout.head_bytes)
         wait = tiers.copies.write(pages, places, load.after)
         task = partial(self._wait, load, records, slots, wait, began)
-        self._workers["host"].add(task, wait.has_come)
+        self._workers["host"].add(task, None if tiers.is_shared() else wait.has_come)
 
     def _wait(
         self,

@@ -100,8 +100,9 @@ class Loading:
 
     @property
     def poll_s(self) -> float | None:
-        """Longest time until the next `advance`; None: `wake` is called. While copies are under way
-        the engine's thread stays awake, but not beside threads that need the interpreter."""
+        """Longest time until the next `advance`; None: `wake` is called. Without other work the
+        engine's thread stays awake while copies are under way: it is faster than after a sleep. It
+        does not keep the interpreter from threads at the disk."""
         copier = self.tiers.copier
         if not (self.fetcher.is_polled or copier.is_polled):
             return None

@@ -112,10 +112,12 @@ def test_pages_that_the_pool_evicted_come_back_from_disk(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("host_bytes", [0, 64 * BLOCK])
-def test_ends_of_copies_are_noticed_without_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host_bytes: int
+@pytest.mark.parametrize("shared_s", [0.0, 3600.0])
+def test_ends_of_copies_are_noticed_without_threads_unless_calls_may_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host_bytes: int, shared_s: float
 ) -> None:
     """As on a GPU: the engine's thread looks for them."""
+    monkeypatch.setattr(all_tiers, "SHARED_S", shared_s)
     copy, threads = HostPageCopies._copy, set()
 
     def begin(self: HostPageCopies, pages: Any, places: PagePlaces, _: object, way: bool) -> Any:
@@ -133,7 +135,8 @@ def test_ends_of_copies_are_noticed_without_threads(
     async def scenario(caller: Caller) -> None:
         await fill(caller)
         assert await check_all(caller) == [4 * PAGE] * 6
-        assert not any("tiers-copier" in name or "tiers-loader" in name for name in threads)
+        waits = {name for name in threads if name in ("tiers-copier", "tiers-loader")}
+        assert bool(waits) == (shared_s > 0.0)
 
     run(scenario, on_disk(tmp_path, host_bytes=host_bytes))
 
