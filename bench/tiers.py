@@ -34,8 +34,8 @@ from service.engine.tiers.loads import UNLIMITED, Origin
 from service.engine.tiers.page_records import TAG, layout_of
 from service.engine.tiers.tiers import Tiers
 from service.metrics import Metrics
-from service.tiers.record_store import NewRecord, RecordStore
-from service.tiers.records import RecordLayout
+from service.tiers.record_store import RecordStore
+from service.tiers.records import NewRecord, RecordLayout
 
 TIERS_RESULTS: Final = RESULTS / "tiers-cpu.json"
 POOL_SHARE: Final = 0.05

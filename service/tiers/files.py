@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -66,3 +67,10 @@ def write_all(files: Files, fd: int, data: memoryview, offset: int) -> None:
         if count <= 0:
             raise OSError(errno.EIO, "the file took no more bytes")
         done += count
+
+
+def sizes_of(path: Path) -> int:
+    """Bytes that the files of a directory take; 0 if there is none."""
+    with suppress(OSError):
+        return sum(one.stat().st_size for one in os.scandir(path) if one.is_file())
+    return 0

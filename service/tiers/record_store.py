@@ -12,13 +12,12 @@ import os
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Final
 
 from service.tiers.files import Files, read_all, write_all
-from service.tiers.records import InvalidRecord, RecordLayout
+from service.tiers.records import InvalidRecord, NewRecord, RecordLayout
 from service.tiers.shelf import Entry, Shelf
 
 LOG: Final = logging.getLogger("attnd.tiers")
@@ -34,17 +33,6 @@ create table if not exists notes (name text primary key, value text);
 
 class StoreUnavailable(RuntimeError):
     """The directory cannot be used; the message is one line with the remedy."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class NewRecord:
-    """A sealed block to keep, with its columns of the index."""
-
-    key: bytes
-    namespace: str
-    rank: int
-    tag: bytes
-    block: memoryview
 
 
 class RecordStore:
@@ -213,12 +201,11 @@ class RecordStore:
                 with self._transaction(is_durable=True) as index:
                     index.execute("delete from records where namespace = ?", (namespace,))
             finally:  # where the index has no room on a full disk, zeros have
-                for slot in dirty:
-                    offset = slot * self.layout.block_bytes
-                    write_all(self._files, self._data_fd, self._zeros, offset)
-                    del self._dirty[slot]
+                errors = list(filter(None, map(self._erase, dirty)))
                 if dirty:
                     self._files.sync(self._data_fd)
+            if errors:
+                raise errors[0]
             return len(removed)
 
     def note(self, name: str, value: str | None) -> None:
@@ -334,6 +321,22 @@ class RecordStore:
             return found
         return self._shelf.place(record.key, record.namespace, record.rank, record.tag)
 
+    def _erase(self, slot: int) -> OSError | None:
+        """Overwrite a free place; why that failed. A full disk has no room for zeros where a file
+        has no bytes."""
+        offset, found = slot * self.layout.block_bytes, bytearray(self.layout.block_bytes)
+        try:
+            write_all(self._files, self._data_fd, self._zeros, offset)
+        except OSError as error:
+            try:
+                read_all(self._files, self._data_fd, memoryview(found), offset)
+            except OSError:
+                return error
+            if any(found):
+                return error
+        del self._dirty[slot]
+        return None
+
     def _take_given_up(self) -> list[Entry]:
         removed = self._given_up.copy()
         self._given_up.clear()
@@ -385,10 +388,3 @@ class RecordStore:
             for one in (data, *self.path.glob(f"{data.stem}.index*")):
                 one.unlink(missing_ok=True)
         self._others = []
-
-
-def sizes_of(path: Path) -> int:
-    """Bytes that the files of a directory take; 0 if there is none."""
-    with suppress(OSError):
-        return sum(one.stat().st_size for one in os.scandir(path) if one.is_file())
-    return 0

@@ -114,3 +114,14 @@ class RecordLayout:
             parts = (xxh3_128_digest(block[at:end]) for at, end in zip(starts, ends, strict=True))
             digests = b"".join(parts)
         return xxh3_128_digest(head[: HEADER.size - DIGEST_BYTES] + head[HEADER.size :] + digests)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NewRecord:
+    """A sealed block to keep, with its columns of the index."""
+
+    key: bytes
+    namespace: str
+    rank: int
+    tag: bytes
+    block: memoryview

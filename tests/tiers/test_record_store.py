@@ -20,8 +20,8 @@ import pytest
 from faulty_files import FaultyFiles
 from xxhash import xxh3_128_digest
 
-from service.tiers.record_store import NewRecord, RecordStore, StoreUnavailable
-from service.tiers.records import InvalidRecord, RecordLayout
+from service.tiers.record_store import RecordStore, StoreUnavailable
+from service.tiers.records import InvalidRecord, NewRecord, RecordLayout
 from service.tiers.shelf import PINNED
 
 FLIPS = int(os.environ.get("FLIPS", "2000"))
@@ -289,6 +289,38 @@ def test_a_clear_erases_where_the_index_cannot_be_written(store: RecordStore) ->
     again = reopened(store)
     assert kept(again) == []
     again.close()
+
+
+class FullDisk(FaultyFiles):
+    """A file that cannot grow beyond `room` bytes."""
+
+    room = 2 * LAYOUT.block_bytes
+
+    def write(self, fd: int, data: memoryview, offset: int) -> int:
+        if offset >= self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(fd, data[: self.room - offset], offset)
+
+
+def test_a_clear_erases_a_full_disk(tmp_path: Path) -> None:
+    """Places that could not be written to have no bytes, and need no room for zeros."""
+    store = RecordStore(tmp_path, ROOM, LAYOUT, FullDisk())
+    assert store.put([record(1), record(2)]) == [True, True]
+    with pytest.raises(OSError, match="No space left"):
+        store.put([record(number) for number in range(3, 7)])
+    assert store.clear("a") == 2
+    store.close()
+    assert not any((tmp_path / f"{LAYOUT.block_bytes}.data").read_bytes())
+
+
+def test_a_clear_erases_what_it_can(store: RecordStore, files: FaultyFiles) -> None:
+    store.put([record(number) for number in range(4)])
+    files.write_error, files.writes_until_error = errno.EIO, 2
+    with pytest.raises(OSError, match="EIO"):
+        store.clear("a")
+    files.write_error = None
+    store.clear("a")
+    assert not any((store.path / f"{LAYOUT.block_bytes}.data").read_bytes())
 
 
 def test_a_clear_reaches_files_of_another_geometry(store: RecordStore) -> None:

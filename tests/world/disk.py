@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from service.tiers.files import Files
-from service.tiers.record_store import NewRecord, RecordStore
-from service.tiers.records import InvalidRecord, RecordLayout
+from service.tiers.record_store import RecordStore
+from service.tiers.records import InvalidRecord, NewRecord, RecordLayout
 from service.tiers.shelf import Entry
 from tests.world.calls import check
 from tests.world.simulation import Plan, Result

@@ -21,7 +21,7 @@ import numpy as np
 from kernels.backend import DeviceLost, EndOfCopies, PagePlaces
 from service.core.prefix.nodes import Node, named
 from service.engine.tiers.page_records import TAG, PageTag
-from service.tiers.record_store import NewRecord
+from service.tiers.records import NewRecord
 from service.tiers.shelf import Entry
 from service.tiers.worker import Task, Worker
 

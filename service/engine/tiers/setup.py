@@ -17,7 +17,8 @@ from service.engine.tiers.loading import Loading
 from service.engine.tiers.page_records import layout_of
 from service.engine.tiers.tiers import Tiers
 from service.metrics import Metrics
-from service.tiers.record_store import RecordStore, sizes_of
+from service.tiers.files import sizes_of
+from service.tiers.record_store import RecordStore
 
 LOG: Final = logging.getLogger("attnd.tiers")
 STAGING_BYTES: Final = 64 * 2**20
