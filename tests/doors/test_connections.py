@@ -257,6 +257,21 @@ def test_json_has_a_limit_of_its_own(quiet: Running) -> None:
         assert (problem["code"], problem["limit"]) == ("body_too_large", 4096)
 
 
+ODD = {"inference_header_content_length": "1", "connection": "close"}
+
+
+def test_no_request_but_an_inference_has_bytes_before_its_body(quiet: Running) -> None:
+    """They would be those of another client's request, in the same slot before."""
+    other = decode_body(2)
+    assert only(quiet.say(request("/v1/decode", other, connection="close"))).status == 200
+    reply = only(quiet.say(request("/v1/decode", BODY, **ODD)))
+    assert (reply.status, reply.body[-32:]) == (200, BODY[-32:])
+    spelled = ODD | {"content_type": "application/json"}
+    quiet.engine.heard.clear()
+    quiet.say(request("/v1/prefix/match", b'{"token_ids": [7]}', **spelled))
+    assert [heard.fields for heard in quiet.engine.heard] == [{"token_ids": [7]}]
+
+
 @pytest.mark.parametrize("expect", ["100-continue", "100-Continue \t"])
 def test_a_client_that_waits_for_100_continue_gets_it_when_its_head_is_right(
     quiet: Running, expect: str

@@ -75,7 +75,9 @@ class ModelEndpoint:
         door.link.ready()
         if headers.deadline is not None:
             exchange.read_deadline()
-        received, length = await read_body(door, exchange, self.limits.max_body_bytes)
+        received, length = await read_body(
+            door, exchange, self.limits.max_body_bytes, has_lead=True
+        )
         body = exchange.body
         if received is None or body is None:
             raise MalformedBody("0 bytes: an inference request is a JSON object")

@@ -15,7 +15,7 @@ from attnd.wire.dtypes import Part
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from service.doors.http.protocol.exchange import CONTENT_TYPES, Exchange
+from service.doors.http.protocol.exchange import CONTENT_TYPES, INFERENCE_PATHS, Exchange
 from service.doors.kit.headers import PROBLEM
 from service.doors.kit.ledger import CLIENT_CLOSED
 from service.doors.kit.problems import ProblemText, document_of
@@ -28,16 +28,13 @@ if TYPE_CHECKING:
     from service.doors.http.door import Door
     from service.doors.http.protocol.connection import Connection
 
-INFERENCE_PATHS: Final = "/v2/"
-"""Problem documents below this path have the protocol's field `error`, too."""
-
 
 def problem_response(error: BaseException, exchange: Exchange) -> tuple[int, str, bytes, bytes]:
     """Status, code, document, and header lines for an error."""
     if isinstance(error, HTTPException):
         error = router_error(error, exchange)
     document = document_of(error, exchange.request_id)
-    if exchange.path.startswith(INFERENCE_PATHS):
+    if exchange.path.startswith(INFERENCE_PATHS):  # its clients read the field `error`
         document["error"] = error_text(document)
     headers = CONTENT_TYPES[PROBLEM] + headers_of(document)
     return document["status"], document["code"], dump_json(document).encode(), headers
@@ -252,8 +249,11 @@ def finish(door: Door, exchange: Exchange, status: int, code: str) -> None:
         connection.answered(exchange, is_whole=body is None or body.complete)
 
 
-async def read_body(door: Door, exchange: Exchange, limit: int) -> tuple[Slot | None, int]:
-    """The slot with the whole body, None for an empty one, and the body's length.
+async def read_body(
+    door: Door, exchange: Exchange, limit: int, *, has_lead: bool = False
+) -> tuple[Slot | None, int]:
+    """The slot with the whole body, None for an empty one, and the body's length. With `has_lead`
+    the body begins after its `lead`: the bytes before it are those of an earlier request.
 
     Raises BodyTooLarge, for a declared length before the body is read; MalformedBody,
     RequestTimeout, Overloaded, NotReady.
@@ -261,6 +261,8 @@ async def read_body(door: Door, exchange: Exchange, limit: int) -> tuple[Slot | 
     body, connection = exchange.body, exchange.connection
     if body is None or connection is None:
         raise Internal("a body was read after the response: this is a bug")
+    if body.lead and not has_lead:
+        raise Internal("a body begins behind other bytes: this is a bug")
     body.check(limit)
     while not body.complete:
         if body.wanted:

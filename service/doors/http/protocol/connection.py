@@ -19,7 +19,7 @@ from attnd.wire.dtypes import Part
 from service.doors.http.endpoints.responses import finish, problem_response, respond_problem, run
 from service.doors.http.protocol.admission import ConnectionKey
 from service.doors.http.protocol.bodies import Body
-from service.doors.http.protocol.exchange import Exchange
+from service.doors.http.protocol.exchange import INFERENCE_PATHS, Exchange
 from service.doors.http.protocol.half_closed import CONTINUE, HalfClosed
 from service.doors.http.protocol.heads import Head
 from service.doors.http.protocol.intake import Intake
@@ -178,7 +178,8 @@ class Connection(asyncio.BufferedProtocol):
         if exchange.refusal is None:
             self.is_known = True
             if exchange.method in WITH_BODY:
-                body.begin(door, caller, headers.lead)
+                lead = headers.lead if exchange.path.startswith(INFERENCE_PATHS) else 0
+                body.begin(door, caller, lead)
         door.active += 1
         if door.turns.take():
             self.start(exchange)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 DEADLINE_HEADER: Final = "X-Attnd-Deadline-Ms"
 MIN_DEADLINE_MS: Final = 1.0
 MAX_DEADLINE_MS: Final = 3_600_000.0
+INFERENCE_PATHS: Final = "/v2/"
+"""Below this path are the routes of the Open Inference Protocol."""
 NO_HEADERS: Final = Headers()
 NO_BODY: Final = frozenset({204, 304})
 STATUS_LINES: Final = {
