@@ -139,6 +139,8 @@ def test_logits_too_far_apart_end_with_a_failure_and_near_ties_do_not(
     example.compare(example.Generation([flipped], [logits - 0.04]), reference, "fp16")
     with pytest.raises(SystemExit, match=r"FAILED: logits may differ by 0\.05 at fp16"):
         example.compare(example.Generation([range(32)], [logits + 0.06]), reference, "fp16")
+    with pytest.raises(SystemExit, match=r"FAILED: logits may differ by 0\.05 at fp16"):
+        example.compare(example.Generation([range(32)], [logits + torch.nan]), reference, "fp16")
     with pytest.raises(SystemExit, match=r"FAILED: logits may differ by 0\.001 at fp32"):
         example.compare(example.Generation([flipped], [logits]), reference, "fp32")
     output = capsys.readouterr().out
