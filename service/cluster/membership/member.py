@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from service.cluster.membership.engine import Engine
+from service.doors.kit.problems import ProblemText
 from service.road.caller_end.greeting import PeerProcess
 from service.road.tcp import is_remote
 from service.tenants import Tenant
@@ -49,6 +50,8 @@ class Member:
     session: asyncio.Task[None] | None = None
     positions: dict[str, int] = field(default_factory=dict)
     """The number of the latest event read, by namespace."""
+    no_events: ProblemText | None = None
+    """The refusal of an engine that keeps no events."""
 
     def disconnected(self, now: float) -> None:
         """There is no session from now on. An engine of this host is awaited until it is met or

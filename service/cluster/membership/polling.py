@@ -93,7 +93,12 @@ async def read_events(members: Members, member: Member, engine: Engine, namespac
     tenant = tenant_of(namespace, ("read",)) if members.has_keys else OPEN
     while True:
         after = member.positions.get(namespace, 0)
-        page = (await ask(engine, "events", tenant, after=after)).fields
+        try:
+            page = (await ask(engine, "events", tenant, after=after)).fields
+        except ProblemText as error:
+            member.no_events = error if error.problem["code"] == "invalid_request" else None
+            raise
+        member.no_events = None
         if member.positions.get(namespace, 0) != after:
             continue  # another reader was faster
         if page["too_old"] and after:

@@ -161,6 +161,9 @@ class Broadcast:
         fields, members, space = prepared.fields, self.members, call.tenant.namespace
         if space not in members.prefixes:
             await members.follow(space)
+        for member in members.by_name.values():
+            if member.engine is not None and member.no_events is not None:
+                raise member.no_events
         page = members.prefixes_of(space).log.page(fields.after, fields.limit)
         return self.reply(call, page)
 

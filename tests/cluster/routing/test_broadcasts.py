@@ -84,6 +84,17 @@ async def test_engines_are_shown_and_drained_by_their_names_in_the_cluster() -> 
         assert cluster.links["b"].calls("drain_engine") == [{"name": "engine", "stop": True}]
 
 
+async def test_events_of_engines_that_keep_none_are_refused_each_time() -> None:
+    none = InvalidRequest("cache.events_history", 0, "keeps no events")
+    async with fake_cluster("ab") as cluster:
+        cluster.links["a"].replies["events"] = {"events": [], "next": 1, "too_old": False}
+        cluster.links["b"].do_next("events", none)
+        for _ in range(2):
+            assert (await cluster.error("events", {"after": 0}))[:2] == (422, "invalid_request")
+        cluster.lose("b", is_dead=True)
+        assert (await cluster.call("events", {"after": 0})).status == 200
+
+
 SILENT = NotReady("the engine does not respond")
 PAGE_KEY = {"page_key": 32 * "0"}
 HARD = PAGE_KEY | {"hard": True}
