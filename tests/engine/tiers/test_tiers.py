@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
-from functools import partialmethod
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -584,6 +584,57 @@ def test_after_an_answer_the_next_call_goes_before_loads(monkeypatch: pytest.Mon
         assert loading.tiers.is_awaited()
         monkeypatch.setattr(all_tiers, "NEXT_S", 0.0)
         assert not loading.tiers.is_awaited()
+
+    run(scenario, HOST)
+
+
+@pytest.mark.parametrize(("shared_s", "taken"), [(0.0, [4, 4, 4]), (3600.0, [1, 2, 3])])
+def test_work_for_tiers_comes_in_single_pieces_where_calls_may_come(
+    monkeypatch: pytest.MonkeyPatch, shared_s: float, taken: list[int]
+) -> None:
+    monkeypatch.setattr(all_tiers, "SHARED_S", shared_s)
+
+    async def scenario(caller: Caller) -> None:
+        await fill(caller)
+        store, ended = caller.engine.store, list[int]()
+        loading = store.loading
+        assert loading is not None
+        await until(lambda: not loading.tiers.is_copying)
+        store.loading = None  # the engine's own rounds take no pieces meanwhile
+        monkeypatch.setattr(loading.tiers, "is_awaited", lambda: False)
+        for number in range(4):
+            worker = (loading.fetcher._workers["host"], loading.tiers.copier._copier)[number // 2]
+            worker.add(lambda number=number: partial(ended.append, number), lambda: True)
+        counts = []
+        for _ in range(3):
+            loading.advance()
+            counts.append(len(ended))
+        assert counts == taken
+        loading._waiting = 1
+        before = len(ended)
+        for _ in range(2):  # a load that waits has every other piece
+            loading.advance()
+        assert len(ended) == before
+        loading._waiting, store.loading = 0, loading
+
+    run(scenario, HOST)
+
+
+def test_a_call_goes_to_the_device_before_work_for_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(caller: Caller) -> None:
+        await begin(caller, "a", PROMPTS[0])
+        engine, order = caller.engine, list[str]()
+        loading, launches = engine.store.loading, engine.scheduler.launches
+        assert loading is not None
+        start, advance = launches._start, loading.advance
+        monkeypatch.setattr(launches, "_start", lambda group: order.append("call") or start(group))
+        monkeypatch.setattr(loading, "advance", lambda: order.append("tiers") or advance())
+        receive = engine._receive
+        monkeypatch.setattr(engine, "_receive", lambda *a: order.append("round") or receive(*a))
+        await check(caller, "a", PROMPTS[0])
+        rounds = " ".join(order).split("round")
+        assert any("call" in one for one in rounds)
+        assert all(one.split()[:1] == ["call"] for one in rounds if "call" in one)
 
     run(scenario, HOST)
 
