@@ -86,10 +86,7 @@ class Waits:
         return self.service, self.way, self.attack, *waits[:2], waits[2] + mark, self.outcome
 
 
-HEAD: Final = (
-    *("service", "way", "attack", "victim p50 ms", "p99 ms", "max ms"),
-    "the attacker got",
-)
+HEAD: Final = ("service", "way", "attack", "victim p50 ms", "p99 ms", "max ms", "the attacker got")
 
 
 def main() -> None:

@@ -60,9 +60,8 @@ class GpuCosts:
         road = read_results(ROAD)["rows"]
         fp16 = Line.through(points(rows, "decode/", "tbps", but=("fp8", "page1")))
         ((amount, seconds),) = points(rows, FP8_ROW, "tbps")
-        over = [
-            one["graph"]["layer_us"] - one["kernels_us"] for one in road if one["place"] == PLACE
-        ]
+        there = [row for row in road if row["place"] == PLACE]
+        over = [row["graph"]["layer_us"] - row["kernels_us"] for row in there]
         return cls(
             Line(fp16.fixed_s, amount / (seconds - fp16.fixed_s)),
             Line.through(points(rows, "prefill/", "tflops", but=("ragged",))),
@@ -80,12 +79,11 @@ def points(
     rows: Mapping[str, Any], prefix: str, rate: str, but: Sequence[str] = ()
 ) -> list[tuple[float, float]]:
     """Amount and seconds of the workloads of one kind."""
-    chosen = [
-        row
+    return [
+        (row[rate] * row["ms"] * 1e9, row["ms"] / 1e3)
         for name, row in rows.items()
         if name.startswith(prefix) and not any(word in name for word in but)
     ]
-    return [(row[rate] * row["ms"] * 1e9, row["ms"] / 1e3) for row in chosen]
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,13 +137,8 @@ def append_case(row: Row) -> KernelCall:
 
     def call(i: int) -> None:
         at = i % layers * step
-        backend.enqueue_rows(
-            "append_rows",
-            i % layers,
-            "fp16",
-            rows,
-            (k.data.ptr + at, v.data.ptr + at, slots_at.data.ptr),
-        )
+        given = k.data.ptr + at, v.data.ptr + at, slots_at.data.ptr
+        backend.enqueue_rows("append_rows", i % layers, "fp16", rows, given)
 
     return KernelCall(call, max(6, layers), (backend, k, v, slots_at))
 

@@ -25,13 +25,8 @@ PAGE: Final = 16
 """Tokens of a page. A block of the trace becomes a page."""
 DECODES: Final = 4
 """Tokens that every request decodes."""
-POOL: Final = {
-    "num-layers": 1,
-    "num-kv-heads": KV_HEADS,
-    "head-dim": HEAD_DIM,
-    "page-size": PAGE,
-    "dtype": "fp32",
-}
+HEADS: Final = {"num-kv-heads": KV_HEADS, "head-dim": HEAD_DIM}
+POOL: Final = HEADS | {"num-layers": 1, "page-size": PAGE, "dtype": "fp32"}
 
 
 @dataclass(slots=True)

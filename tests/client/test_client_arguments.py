@@ -146,6 +146,7 @@ REFUSED: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("decode", (0, ["a", "b"], Q.tolist()), {}, r"np.asarray\(q"),
     ("decode", (0, ["a", "b"], Q), {"k": K.tolist(), "v": K}, r"np.asarray\(k"),
     ("decode", (0, ["a", "b"], torch.ones(2, 4, 8)), {}, r"numpy\(\)"),
+    ("decode", (0, ["a", "b"], np.ma.masked_less(Q, 0)), {}, r"filled\(0\)"),
     ("append", (0, ["a", "b"], K, torch.ones(2, 2, 8)), {}, r"v is a torch.Tensor"),
     ("prefill", (0, ["a", "b"], Q, [0, 1, 2]), {"mask": [True]}, r"mask is \[True\]"),
     ("merge", (Q.tolist(), Q), {}, r"np.asarray\(o"),

@@ -120,10 +120,12 @@ def plain(value: Any, field: str) -> Any:
 
 
 def check_array(name: str, array: Any) -> None:
-    """Raises TypeError for anything but a numpy array."""
-    if isinstance(array, np.ndarray):
+    """Raises TypeError for anything but a numpy array, and for one with a mask of its elements."""
+    if isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray):
         return
-    if hasattr(array, "detach") and hasattr(array, "cpu"):
+    if hasattr(array, "filled"):
+        remedy = "give an array of all its elements, `.filled(0)`"
+    elif hasattr(array, "detach") and hasattr(array, "cpu"):
         remedy = "give its numpy array, `.detach().cpu().numpy()` (bfloat16: after `.half()` or "
         remedy += "`.float()`), or use attnd.torch.TorchSession"
     elif hasattr(array, "get") and hasattr(array, "device"):
