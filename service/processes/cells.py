@@ -92,8 +92,8 @@ def num_words(length: int) -> int:
 
 BETWEEN: Final = "/"
 """Separates a metric's name and its labels."""
-MOST_ENGINES: Final = 256
-"""Beyond this, the counts of the engines with the oldest reports are added up."""
+MOST_LOST: Final = 256
+"""Beyond this, the counts of the engines that were lost first are added up."""
 Counts = Mapping[str, Sequence[float]]
 
 
@@ -123,29 +123,29 @@ class RemoteCounts:
         """`size_of`: cells of a metric's series, by its name; 0 for an unknown metric."""
         self._size_of = size_of
         self._is_gauge = is_gauge
-        self._engines: OrderedDict[str, dict[Key, Sequence[float]]] = OrderedDict()
+        self._engines: dict[str, dict[Key, Sequence[float]]] = {}
+        self._lost: OrderedDict[str, dict[Key, Sequence[float]]] = OrderedDict()
         self._folded: dict[Key, list[float]] = {}
 
     def take(self, tag: str, counts: Counts) -> None:
         """An engine has reported its counts since its start."""
         found = {tuple(name.split(BETWEEN)): block for name, block in counts.items()}
+        self._lost.pop(tag, None)
         self._engines[tag] = {
             key: block for key, block in found.items() if self._size_of(key[0]) == len(block)
         }
-        self._engines.move_to_end(tag)
-        if len(self._engines) > MOST_ENGINES:
-            _, oldest = self._engines.popitem(last=False)
-            for key, block in oldest.items():
-                if not self._is_gauge(key[0]):
-                    add_block(self._folded, key, block)
 
     def lose(self, tag: str) -> None:
         """An engine can no longer be called."""
-        blocks = self._engines.get(tag, {})
-        for key in [key for key in blocks if self._is_gauge(key[0])]:
-            del blocks[key]
+        if (blocks := self._engines.pop(tag, None)) is None:
+            return
+        self._lost[tag] = {key: one for key, one in blocks.items() if not self._is_gauge(key[0])}
+        if len(self._lost) > MOST_LOST:
+            for key, block in self._lost.popitem(last=False)[1].items():
+                add_block(self._folded, key, block)
 
     def __iter__(self) -> Iterator[Mapping[Key, Sequence[float]]]:
         """The blocks of each engine, and the sums of dropped ones."""
         yield from self._engines.values()
+        yield from self._lost.values()
         yield self._folded
