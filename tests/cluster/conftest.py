@@ -26,17 +26,13 @@ def three_engines() -> Iterator[LocalEngines]:
 
 
 @pytest.fixture
-def mortal_engines() -> Iterator[LocalEngines]:
-    """Three engines of a test's own, which it may kill."""
-    with local_engines(3, SETTINGS) as engines:
-        yield engines
-
-
-@pytest.fixture
-def cluster(request: pytest.FixtureRequest) -> LocalEngines:
+def cluster(request: pytest.FixtureRequest) -> Iterator[LocalEngines]:
     """The engines of an async test; `pytest_pyfunc_call` gives it a `Cluster` of them."""
     engines: LocalEngines = request.getfixturevalue(getattr(request, "param", "two_engines"))
-    return engines
+    yield engines
+    for name, process in engines.processes.items():
+        if process.poll() is not None:  # the test killed it, and failed
+            engines.start(name)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,7 +1,7 @@
 """Calls to a router in the test's process, with numpy in and out.
 
 An async test with the argument `cluster: Cluster` gets a router of its own over two engines, or
-over the engines of its mark `THREE` or `MORTAL`; `run` checks afterwards that no page has leaked.
+over three by its mark `THREE`; `run` checks afterwards that no page has leaked.
 """
 
 from __future__ import annotations
@@ -56,8 +56,6 @@ SETTINGS: Final = load_settings(
 WAIT_S: Final = 180.0
 THREE: Final = pytest.mark.parametrize("cluster", ["three_engines"], indirect=True)
 """Three engines, shared by tests that leave them as they were."""
-MORTAL: Final = pytest.mark.parametrize("cluster", ["mortal_engines"], indirect=True)
-"""Three engines of the test's own, which it may kill."""
 
 
 @dataclass(slots=True)

@@ -380,9 +380,9 @@ async def test_pins_stay_while_no_other_engine_has_room(
 @pytest.mark.long
 @pytest.mark.parametrize("victim", [SOURCE, "engine-1"])
 def test_an_engine_that_dies_during_a_drain_loses_only_its_own_sequences(
-    mortal_engines: LocalEngines, victim: str
+    three_engines: LocalEngines, victim: str
 ) -> None:
-    engines = mortal_engines
+    engines = three_engines
 
     async def test(first: Cluster) -> None:
         async with another_door(first) as second:

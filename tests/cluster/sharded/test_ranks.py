@@ -18,7 +18,7 @@ from service.cluster.sharded.ranks import Ranks
 from service.operations.rows import APPEND
 from service.tenants import OPEN
 from tests.cluster.checked_calls import Book
-from tests.cluster.harness import DIM, HEADS, LAYERS, MORTAL, PAGE, PAGES, THREE, Cluster, rows, run
+from tests.cluster.harness import DIM, HEADS, LAYERS, PAGE, PAGES, THREE, Cluster, rows, run
 from tests.cluster.local_engines import LocalEngines
 
 Array = Any
@@ -240,7 +240,7 @@ async def test_a_door_without_a_cache_finds_all_shards_and_cuts_an_unfinished_ap
 
 
 @pytest.mark.long
-@MORTAL
+@THREE
 async def test_a_rank_that_dies_loses_its_sequences_and_no_others(cluster: Cluster) -> None:
     engines = cluster.engines
     book = Book(cluster)

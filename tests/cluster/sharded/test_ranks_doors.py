@@ -21,9 +21,9 @@ from tests.cluster.harness import (
     FLOAT,
     HEADS,
     LAYERS,
-    MORTAL,
     PAGE,
     PAGES,
+    THREE,
     Cluster,
     another_door,
     rows,
@@ -260,7 +260,7 @@ async def engine_lost(door: Cluster, left: int) -> None:
 
 
 @pytest.mark.long
-@MORTAL
+@THREE
 async def test_a_rank_that_dies_under_two_doors_leaves_no_pages_behind(cluster: Cluster) -> None:
     engines = cluster.engines
     async with another_door(cluster) as second:
