@@ -43,6 +43,7 @@ from service.errors import (
 from service.operations.internal import HAND_OVER
 from service.operations.schema.fields import check_sinks
 from service.operations.sequences import GET_SEQUENCE
+from service.road.caller_end.caller import AnswerLost
 
 if TYPE_CHECKING:
     from service.cluster.sharded.ranks import Ranks
@@ -289,7 +290,7 @@ async def truncate(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> Engin
     try:
         return await retried(ranks, call, [fields["id"]], attempt, to_write=True)
     except NotReady as error:
-        if is_cut and any(engine.is_silent for engine in ranks.engines):
+        if is_cut and not isinstance(error, AnswerLost):  # that one's engine may be dead
             raise DeadlineExceeded(f"{error}: it may have been applied") from error
         raise
 
