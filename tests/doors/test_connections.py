@@ -454,6 +454,21 @@ def test_a_client_that_resets_takes_its_call_back(door: Running) -> None:
     wait_for(lambda: door.engine.cancelled, "the call to be taken back")
 
 
+def test_bytes_that_came_ahead_of_the_end_are_dropped(
+    door: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    with door.connect() as peer:
+        assert is_open(peer)
+        (connection,) = door.door.connections
+        connection.intake.ahead = b"no request\r\n\r\n"
+        door.on_loop(connection.transport.abort)
+        wait_for(lambda: not door.door.connections, "the end of the connection")
+        door.on_loop(connection.resume)  # as a response before the end has scheduled it
+        with door.connect() as other:
+            assert is_open(other)
+    assert not [one for one in caplog.records if one.name == "asyncio"]
+
+
 @pytest.mark.parametrize("wait_s", [0.0, 0.4])
 def test_a_client_that_closes_only_its_own_side_gets_its_answer(
     door: Running, wait_s: float

@@ -157,6 +157,16 @@ def test_a_listener_that_reads_nothing_is_disconnected_though_it_sends(tmp_path:
         peer.close()
 
 
+async def test_a_listener_that_is_cancelled_as_news_come_is_cancelled() -> None:
+    waiters = Waiters(Turns(), "")
+    waiting = asyncio.create_task(waiters.wait(10.0))
+    await asyncio.sleep(0)
+    waiters.wake()
+    asyncio.get_running_loop().call_soon(waiting.cancel)  # after the turn in which it is woken
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
 def test_a_listener_that_leaves_in_the_middle_of_a_body_ends_its_stream(tmp_path: Path) -> None:
     with serving(tmp_path, script=Events()) as door:
         peer = door.connect()

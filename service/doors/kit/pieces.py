@@ -161,7 +161,8 @@ class Waiters:
         waiting = asyncio.get_running_loop().create_future()
         self._waiting[waiting] = None
         try:
-            await asyncio.wait_for(waiting, seconds)
+            async with asyncio.timeout(seconds):  # wait_for loses a cancellation beside news
+                await waiting
         except TimeoutError:
             return False
         finally:

@@ -126,6 +126,7 @@ class Intake:
         if self.parser is not None:
             self.parser.close()
         self.parser = self.seen = None
+        self.ahead = b""
         self.on_head = unexpected
 
     def can_continue(self, must_close: bool) -> bool:
