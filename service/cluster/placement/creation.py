@@ -28,7 +28,14 @@ from service.cluster.routing.sequence_calls import SequenceCalls
 from service.cluster.routing.tags import new_id, refuse_anchor, tags_of
 from service.core.prefix.keys import Prefix
 from service.doors.kit.problems import ProblemText
-from service.errors import AttndError, InvalidRequest, LostSequence, SequenceMoving
+from service.errors import (
+    AttndError,
+    InvalidRequest,
+    LostSequence,
+    NotReady,
+    SequenceExists,
+    SequenceMoving,
+)
 from service.image.json_pieces import Pieces
 from service.operations.schema.spec import Prepared
 from service.road.caller_end.caller import AnswerLost
@@ -113,6 +120,8 @@ class Creation:
         """Homes of the parents that exist already."""
         self.has_parents = False
         self.excluded: set[str] = set()
+        self.is_unclear = False
+        """Whether an engine whose session ended may have made some in an earlier attempt."""
         self.homes: list[Home] = []
         self.errors: dict[str, Exception] = {}
         """Of the latest attempt, by the tag of the home."""
@@ -126,7 +135,13 @@ class Creation:
             await self.locate_parents()
         waits = await self.placer.long_work.do(self.place(), self.call.tenant.namespace)
         await self.prompts.wait(self.making, waits)
-        return await self.make()
+        try:
+            return await self.make()
+        except SequenceExists as error:
+            if not self.is_unclear:
+                raise
+            text = "an engine whose session ended may have made one of the ids, which expires"
+            raise NotReady(f"{text}: retry later") from error
 
     async def locate_parents(self) -> None:
         names = [one.parent for one in self.new if one.parent and one.parent not in self.index]
@@ -236,6 +251,7 @@ class Creation:
             return
         failed = self.errors.keys()
         self.excluded |= failed
+        self.is_unclear |= any(isinstance(one, AnswerLost) for one in self.errors.values())
         bound = {home.tag for home in self.parents.values()}
         bound |= {home.tag for home in self.homes if not isinstance(home, Engine)}
         may_retry = all(outcome_of(one) in NEXT_ENGINE for one in self.errors.values())

@@ -197,6 +197,21 @@ async def test_an_id_that_another_door_makes_meanwhile_is_made_by_neither(
         await cluster.ok("get_sequence", {"id": "same"})
 
 
+async def test_an_id_that_its_own_call_may_have_made_already_is_a_503_and_not_taken() -> None:
+    async with fake_cluster("ab") as cluster:
+        cluster.engine_of("a").load, cluster.engine_of("b").load = Load(free=1000), Load(free=900)
+        link = cluster.links["a"]
+
+        async def makes_and_breaks() -> None:
+            link.create(link.calls("create_sequences")[-1]["sequences"])
+            raise AnswerLost("the session ended")
+
+        link.do_next("create_sequences", makes_and_breaks)
+        status, problem = await create(cluster, {"id": "one"})
+        assert (status, problem["code"]) == (503, "not_ready")
+        assert cluster.ids_at() == {"a": {"one"}, "b": set()}, "it expires at a"
+
+
 async def test_while_an_engine_drains_ids_are_looked_for_twice() -> None:
     async with fake_cluster("abc") as cluster:
         cluster.engine_of("b").is_draining = True
