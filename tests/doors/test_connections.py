@@ -454,6 +454,25 @@ def test_a_client_that_resets_takes_its_call_back(door: Running) -> None:
     wait_for(lambda: door.engine.cancelled, "the call to be taken back")
 
 
+@pytest.mark.parametrize("length", [len(GOOD), len(GOOD) - 1], ids=["whole", "part"])
+def test_a_client_that_leaves_before_its_request_begins_leaves_nothing(
+    door: Running, length: int
+) -> None:
+    def send_and_leave() -> None:
+        connection.intake.read(GOOD, 0, length)
+        connection.transport.abort()
+        connection.connection_lost(None)  # as TLS reports both in one pass
+
+    before = door.counted("client_gone", "unknown")
+    with door.connect() as peer:
+        assert is_open(peer)
+        (connection,) = door.door.connections
+        door.on_loop(send_and_leave)
+        wait_for(lambda: not door.door.connections, "the end of the connection")
+        wait_for(lambda: not door.door.active, "the end of the request")
+    wait_for(lambda: door.counted("client_gone", "unknown") == before + 1, "the count")
+
+
 def test_bytes_that_came_ahead_of_the_end_are_dropped(
     door: Running, caplog: pytest.LogCaptureFixture
 ) -> None:

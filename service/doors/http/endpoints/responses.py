@@ -80,6 +80,7 @@ NO_PARAMS: Final[dict[str, str]] = {}
 
 async def run(door: Door, exchange: Exchange) -> None:
     """One request, from its head to its entry in the ledger."""
+    exchange.is_running = True
     if door.link.draining:
         exchange.keep_alive = False
     try:

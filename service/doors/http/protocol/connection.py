@@ -326,8 +326,8 @@ class Connection(asyncio.BufferedProtocol):
     def hang_up(self, exchange: Exchange) -> None:
         """The client has left: cancel its request."""
         exchange.is_disconnected = True
-        if self.task is not None:
-            self.task.cancel()
+        if self.task is not None and exchange.is_running:  # a task that is cancelled before its
+            self.task.cancel()  # first step runs nothing, and would release nothing
 
     def drain(self) -> None:
         """The door drains: refuse a request that has not been received to its end."""

@@ -50,7 +50,7 @@ class Exchange:
         self.stages: Sequence[float] = NO_STAGES
         self.connection: Connection | None = None
         self.body: Body | None = None
-        self.is_answered = self.is_disconnected = False
+        self.is_answered = self.is_disconnected = self.is_running = False
         self.tenant = OPEN
         self.refusal: AttndError | None = None
         """Why the request has no tenant: only endpoints without a key respond."""
