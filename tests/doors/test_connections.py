@@ -401,7 +401,8 @@ def test_connections_that_never_had_a_valid_key_give_place_whatever_they_do(tmp_
             peer.setblocking(False)
             with suppress(BlockingIOError):
                 peer.sendall(unread)
-        wait_for(lambda: all(one.intake.is_held for one in running.door.connections), "all to wait")
+        held = running.door.connections
+        wait_for(lambda: [one.intake.is_held for one in held] == [True] * 4, "all to wait")
         assert is_open(stack.enter_context(running.connect()))
 
 
