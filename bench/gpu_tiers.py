@@ -97,8 +97,9 @@ def bare_copies() -> dict[str, float]:
         began = time.perf_counter()
         for way in ways:
             for number, piece in enumerate(host[way]):
-                ends = piece.ptr, device[way].ptr + number * PIECE
-                to, source = ends[:: 1 - 2 * way]
+                to, source = piece.ptr, device[way].ptr + number * PIECE
+                if kinds[way] == runtime.memcpyHostToDevice:
+                    to, source = source, to
                 runtime.memcpyAsync(to, source, PIECE, kinds[way], streams[way].ptr)
         for stream in streams:
             stream.synchronize()

@@ -23,14 +23,23 @@ def kernels_table(results: Results, h100: Results) -> str:
     for workload in workloads():
         name = workload["name"]
         row, other = rows.get(name, {}), others.get(name, {})
-        speed = {"of": row["ms"] / row["invariant_ms"]} if "invariant_ms" in row else {}
-        columns = (
-            *((row, "ms", ".4f"), (workload, "flashinfer_ms", ".4f"), (row, "tbps", ".2f")),
-            *((row, "tflops", ".0f"), (row, "roofline", ".3f"), (workload, "at_least", "")),
-            *((row, "flat_ms", ".4f"), (row, "invariant_ms", ".4f"), (speed, "of", ".2f")),
-            *((other, "ms", ".4f"), (other, "roofline", ".3f")),
+        share = row["ms"] / row["invariant_ms"] if "invariant_ms" in row else None
+        cells.append(
+            (
+                name,
+                number(row.get("ms"), ".4f"),
+                number(workload.get("flashinfer_ms"), ".4f"),
+                number(row.get("tbps"), ".2f"),
+                number(row.get("tflops"), ".0f"),
+                number(row.get("roofline"), ".3f"),
+                number(workload.get("at_least"), ""),
+                number(row.get("flat_ms"), ".4f"),
+                number(row.get("invariant_ms"), ".4f"),
+                number(share, ".2f"),
+                number(other.get("ms"), ".4f"),
+                number(other.get("roofline"), ".3f"),
+            )
         )
-        cells.append([name, *(number(of.get(key), form) for of, key, form in columns)])
     cpu = [
         (batch, f"{times['cold_plan_us']:.0f}", f"{times['cached_launch_us']:.0f}")
         for batch, times in results["cpu_us"].items()

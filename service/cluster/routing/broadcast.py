@@ -57,7 +57,7 @@ async def ask_all(
             if not (if_there and members.is_dead(engine.tag)):
                 errors.append(one)
     away = [one for one in errors if isinstance(one, NotReady)]
-    if errors and not (if_there and replies and (name == "pin" or not away)):
+    if errors and not (if_there and replies and (name not in BY_ALL or not away)):
         if if_there:
             members.check_reachable()
         raise (away or errors)[0]
