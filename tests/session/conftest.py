@@ -1,11 +1,14 @@
-"""One service for all steps: each test leaves it as it was."""
+"""One service for all steps, left by each test as it was; and an engine that plays a script."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 
+from tests.session.scripted_engine import Bench
 from tests.session.stepping import Served, serve
 
 
@@ -13,3 +16,9 @@ from tests.session.stepping import Served, serve
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with serve("cpu", tmp_path_factory.mktemp("served")) as running:
         yield running
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    with closing(Bench(str(tmp_path / "s"))) as made:
+        yield made

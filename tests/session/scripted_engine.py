@@ -1,4 +1,4 @@
-"""An engine that plays a script over the road: frames and images written down here once more."""
+"""An engine that plays a script over the road, and the sessions that a test has with it."""
 
 from __future__ import annotations
 
@@ -7,39 +7,25 @@ import json
 import mmap
 import os
 import socket
-import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import ml_dtypes
 import numpy as np
+from attnd import Retries, Session
+from attnd.wire import frames as f
+from attnd.wire.images import contents_of
 from numpy.typing import NDArray
 
+from service.operations.table import BY_NUMBER, OPERATIONS
 from tests.harness.listener import Listener
+from tests.images import write_image
 
 Arrays = dict[str, NDArray[Any]]
-
-CALL, ANSWER, CANCEL = 1, 2, 3
-HELLO, WELCOME, GROW, GROWN, STATE, REFUSED = 16, 17, 18, 19, 20, 21
-HEADER: Final = struct.Struct("<HHI")
-CALL_PAYLOAD: Final = struct.Struct("<QHHIQQQQ16s")
-ANSWER_PAYLOAD: Final = struct.Struct("<QHHIQQ6f")
-NAMES: Final = (
-    *("create_sequences", "list_sequences", "get_sequence", "delete_sequence", "truncate"),
-    *("page_table", "append", "gather", "decode", "prefill", "ragged_prefill", "cascade"),
-    *("merge", "info", "pool"),
-)
-ROUTES: Final = {name: number for number, name in enumerate(NAMES, 1)}
-DTYPES: Final = {
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "I32": np.dtype(np.int32),
-    "U8": np.dtype(np.uint8),
-    "BOOL": np.dtype(np.bool_),
-}
+ROUTES: Final = {one.name: one.number for one in OPERATIONS}
 STAGES: Final = (0.5, 0.25, 0.0, 2.0, 0.0, 0.125)
+QUICK: Final = Retries(2, first_wait_s=0.01, max_wait_s=0.05)
+MIB: Final = 2**20
 
 
 @dataclass(slots=True, eq=False)
@@ -97,6 +83,17 @@ Step = Answers | Problem | Drop | Never | Later
 Script = Callable[[Seen], Step]
 
 
+class Scripted:
+    """Plays one step per call, the last one for ever."""
+
+    def __init__(self, *steps: Step | Script) -> None:
+        self.steps = list(steps)
+
+    def __call__(self, seen: Seen) -> Step:
+        step = self.steps.pop(0) if len(self.steps) > 1 else self.steps[0]
+        return step(seen) if callable(step) else step
+
+
 class ScriptedEngine(Listener):
     """Listens at `path`; every call is answered as `script` says. Close it, or use `with`."""
 
@@ -119,7 +116,7 @@ class ScriptedEngine(Listener):
         """Push a state to every session."""
         self.state = state
         for connected in self.connections:
-            connected.sendall(json_frame(STATE, {"state": state, "reason": reason}))
+            connected.sendall(f.json_frame(f.STATE, {"state": state, "reason": reason}))
 
 
 class Serving:
@@ -132,41 +129,25 @@ class Serving:
         self.later: list[tuple[Seen, Answers]] = []
 
     def run(self) -> None:
+        reader = f.Reader(f.FROM_CALLER)
         try:
-            while (frame := self.receive()) is not None:
-                if not self.handle(*frame):
-                    return
+            while reader.receive(self.socket):
+                for kind, start, size in reader.frames():
+                    if not self.handle(kind, bytes(reader.window[start : start + size])):
+                        return
         finally:
             os.close(self.fd)
 
-    def receive(self) -> tuple[int, bytes] | None:
-        head = self.exactly(HEADER.size)
-        if head is None:
-            return None
-        kind, flags, size = HEADER.unpack(head)
-        assert flags == 0
-        payload = self.exactly(size)
-        return None if payload is None else (kind, payload)
-
-    def exactly(self, size: int) -> bytes | None:
-        received = b""
-        while len(received) < size:
-            more = self.socket.recv(size - len(received))
-            if not more:
-                return None
-            received += more
-        return received
-
     def handle(self, kind: int, payload: bytes) -> bool:
         """Deal with one frame; False ends the connection."""
-        if kind == HELLO:
+        if kind == f.HELLO:
             return self.welcome(json.loads(payload))
-        if kind == GROW:
+        if kind == f.GROW:
             self.resize(min(json.loads(payload)["arena_bytes"], self.engine.limit))
-            self.socket.sendall(json_frame(GROWN, {"arena_bytes": len(self.memory)}))
-        elif kind == CANCEL:
-            self.engine.cancelled.append(struct.unpack("<Q", payload)[0])
-        elif kind == CALL:
+            self.socket.sendall(f.json_frame(f.GROWN, {"arena_bytes": len(self.memory)}))
+        elif kind == f.CANCEL:
+            self.engine.cancelled.append(f.CALL_ID.unpack(payload)[0])
+        elif kind == f.CALL:
             return self.call(payload)
         return True
 
@@ -174,7 +155,7 @@ class Serving:
         assert hello["version"] == 1
         assert hello["door"] is False
         if self.engine.refusal is not None:
-            self.socket.sendall(json_frame(REFUSED, self.engine.refusal))
+            self.socket.sendall(f.json_frame(f.REFUSED, self.engine.refusal))
             return False
         self.resize(min(hello["arena_bytes"], self.engine.limit))
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
@@ -190,7 +171,7 @@ class Serving:
             "state": self.engine.state,
             "reason": "",
         }
-        socket.send_fds(self.socket, [json_frame(WELCOME, content)], [self.fd])
+        socket.send_fds(self.socket, [f.json_frame(f.WELCOME, content)], [self.fd])
         return True
 
     def resize(self, size: int) -> None:
@@ -215,32 +196,23 @@ class Serving:
         return True
 
     def read(self, payload: bytes) -> Seen:
-        number, route, reserved, *call, name = CALL_PAYLOAD.unpack(payload)
+        number, route, reserved, *call, name = f.CALL_PAYLOAD.unpack(payload)
         _, offset, length, place, capacity = call
         assert reserved == 0
         assert offset % 64 == place % 64 == 0
-        assert offset + length <= len(self.memory)
         assert place + capacity <= len(self.memory)
-        size = int.from_bytes(self.memory[offset : offset + 8], "little")
-        start = offset + 8 + size
-        assert (start - offset) % 8 == 0
-        table = json.loads(self.memory[offset + 8 : start])
-        fields = json.loads(table.pop("__metadata__")["request"])
-        views: Arrays = {}
-        end = 0
-        for name_, detail in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
-            begin, after = detail["data_offsets"]
-            assert begin == end, "a hole"
-            array = np.ndarray(detail["shape"], DTYPES[detail["dtype"]], self.memory, start + begin)
-            assert array.nbytes == after - begin
-            views[name_] = array
-            end = after
-        assert start + end == offset + length
+        image = np.frombuffer(self.memory, np.uint8, length, offset)
+        start, contents = contents_of(image)
+        views = {
+            one.name: np.ndarray(one.shape, one.dtype, image, start + one.begin)
+            for one in contents.entries
+        }
         arrays = {key: array.copy() for key, array in views.items()}
-        return Seen(number, NAMES[route - 1], *call, name, fields, arrays, views)
+        fields = contents.metadata["request"]
+        return Seen(number, BY_NUMBER[route].name, *call, name, fields, arrays, views)
 
     def answer(self, seen: Seen, step: Answers) -> None:
-        image = answer_image(step.fields, step.arrays)
+        image = write_image(step.fields, step.arrays, "response")
         if len(image) > seen.capacity:
             numbers = {"size": len(image), "limit": seen.capacity}
             self.refuse(seen, 413, "answer_too_large", len(image), **numbers)
@@ -250,37 +222,40 @@ class Serving:
 
     def refuse(self, seen: Seen, status: int, code: str, needed: int, **numbers: Any) -> None:
         document = {"title": "A title", "status": status, "detail": "what happened", "code": code}
-        image = metadata_image({"problem": json.dumps({**document, **numbers})})
+        image = write_image(document | numbers, {}, "problem")
         self.send(seen, status, 1, len(image), needed, image)
 
     def send(
         self, seen: Seen, status: int, flags: int, length: int, needed: int, inline: bytes = b""
     ) -> None:
-        payload = ANSWER_PAYLOAD.pack(seen.number, status, flags, 0, length, needed, *STAGES)
-        self.socket.sendall(HEADER.pack(ANSWER, 0, len(payload + inline)) + payload + inline)
+        payload = f.ANSWER_PAYLOAD.pack(seen.number, status, flags, 0, length, needed, *STAGES)
+        self.socket.sendall(f.frame(f.ANSWER, payload + inline))
 
 
-def json_frame(kind: int, content: Mapping[str, Any]) -> bytes:
-    payload = json.dumps(content).encode()
-    return HEADER.pack(kind, 0, len(payload)) + payload
+class Bench:
+    """An engine and sessions with it; `close` closes all."""
 
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.engine: ScriptedEngine | None = None
+        self.sessions: list[Session] = []
 
-def answer_image(fields: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> bytes:
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    table: dict[str, Any] = {}
-    data = b""
-    for name, array in arrays.items():
-        raw = array.tobytes()
-        table[name] = {
-            "dtype": names[array.dtype],
-            "shape": array.shape,
-            "data_offsets": [len(data), len(data) + len(raw)],
-        }
-        data += raw
-    return metadata_image({"response": json.dumps(fields)}, table) + data
+    def start(self, *steps: Step | Script, **options: Any) -> ScriptedEngine:
+        self.engine = ScriptedEngine(self.path, Scripted(*steps), **options)
+        return self.engine
 
+    def stop(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+            os.unlink(self.path)
+        self.engine = None
 
-def metadata_image(metadata: Mapping[str, str], table: Mapping[str, Any] = {}) -> bytes:
-    header = json.dumps({"__metadata__": metadata, **table}).encode()
-    header += b" " * (-len(header) % 8)
-    return len(header).to_bytes(8, "little") + header
+    def session(self, **options: Any) -> Session:
+        settings = {"retries": QUICK, "timeout": 5.0, "arena_bytes": MIB, **options}
+        self.sessions.append(Session(self.path, **settings))
+        return self.sessions[-1]
+
+    def close(self) -> None:
+        for session in self.sessions:
+            session.close()
+        self.stop()

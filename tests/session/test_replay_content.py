@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 from attnd import Session
 
 from tests.client.client_stub import QUICK, Kind, Message, Script, attended, client_of
-from tests.session.scripted_engine import Answers, ScriptedEngine, Seen
+from tests.session.scripted_engine import Answers, Bench, Seen
 
 ROWS = 6
 IDS = ("a", "b", "c", "d")
@@ -58,10 +57,10 @@ class OverHttp:
 
 
 class OverTheRoad:
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.engine = ScriptedEngine(path, self.play)
-        self.session = Session(path, retries=QUICK)
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.engine = bench.start(self.play)
+        self.session = bench.session()
 
     def play(self, seen: Seen) -> Answers:
         if seen.operation == "append":
@@ -80,12 +79,8 @@ class OverTheRoad:
         return self.send(self.session, call)
 
     def fresh(self, call: Call) -> Message:
-        with Session(self.path, retries=QUICK) as session:
+        with self.bench.session() as session:
             return self.send(session, call)
-
-    def close(self) -> None:
-        self.session.close()
-        self.engine.close()
 
 
 ANSWER = attended(ROWS, dtype=np.float32, lengths=[1])
@@ -93,11 +88,12 @@ ANSWER = attended(ROWS, dtype=np.float32, lengths=[1])
 
 
 @pytest.fixture(params=["sync", "async", "session"])
-def sent(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Sent]:
-    kind = request.param
-    made = OverTheRoad(str(tmp_path / "engine.sock")) if kind == "session" else OverHttp(kind)
-    yield made
-    made.close()
+def sent(request: pytest.FixtureRequest, bench: Bench) -> Iterator[Sent]:
+    if request.param == "session":
+        yield OverTheRoad(bench)
+    else:
+        with closing(OverHttp(request.param)) as made:
+            yield made
 
 
 def check(sent: Sent, call: Call) -> None:

@@ -6,26 +6,27 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import attnd
 import ml_dtypes
 import numpy as np
 import pytest
-from attnd import NewSequence, Retries, Session
+from attnd import NewSequence
 from attnd.road.pending import Answer
 
 from tests.client.client_stub import SEQUENCE
 from tests.session.scripted_engine import (
+    MIB,
     Answers,
+    Bench,
     Drop,
     Later,
     Never,
     Problem,
-    ScriptedEngine,
+    Scripted,
     Seen,
     Step,
 )
@@ -33,8 +34,6 @@ from tests.session.scripted_engine import (
 BF16 = np.dtype(ml_dtypes.bfloat16)
 Q = np.arange(64, dtype=np.float32).reshape(2, 4, 8)
 K = np.ones((2, 2, 8), np.float32)
-QUICK = Retries(2, first_wait_s=0.01, max_wait_s=0.05)
-MIB = 2**20
 
 
 def attended(seen: Seen) -> Step:
@@ -43,50 +42,6 @@ def attended(seen: Seen) -> Step:
     lse = np.broadcast_to(np.arange(len(q), dtype=np.float32)[:, None], q.shape[:2])
     fields = {"lse_base": "e", "levels": 1, "cascade": False}
     return Answers(fields, {"o": q + np.ones((), q.dtype), "lse": np.array(lse)})
-
-
-class Scripted:
-    """Plays one step per call, the last one for ever."""
-
-    def __init__(self, *steps: Step | Callable[[Seen], Step]) -> None:
-        self.steps = list(steps)
-
-    def __call__(self, seen: Seen) -> Step:
-        step = self.steps.pop(0) if len(self.steps) > 1 else self.steps[0]
-        return step(seen) if callable(step) else step
-
-
-class Bench:
-    """An engine and sessions with it, all closed in the end."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.engine: ScriptedEngine | None = None
-        self.sessions: list[Session] = []
-
-    def start(self, *steps: Step | Callable[[Seen], Step], **options: Any) -> ScriptedEngine:
-        self.engine = ScriptedEngine(self.path, Scripted(*steps), **options)
-        return self.engine
-
-    def stop(self) -> None:
-        if self.engine is not None:
-            self.engine.close()
-            os.unlink(self.path)
-        self.engine = None
-
-    def session(self, **options: Any) -> Session:
-        settings = {"retries": QUICK, "timeout": 5.0, "arena_bytes": MIB, **options}
-        self.sessions.append(Session(self.path, **settings))
-        return self.sessions[-1]
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(str(tmp_path / "s"))
-    yield bench
-    for session in bench.sessions:
-        session.close()
-    bench.stop()
 
 
 # Requests and results.
@@ -552,19 +507,6 @@ def test_an_interrupt_of_the_thread_that_reads_ends_the_call_whose_answer_it_rea
             reads.result(5)
         with pytest.raises(attnd.ReplyLost):
             other.result(5)
-
-
-def test_one_area_used_by_two_threads_at_once_is_right(bench: Bench) -> None:
-    bench.start(attended)
-    session = bench.session()
-    q = session.empty("q", (4, 4, 8))
-    q[...] = 6
-
-    def work(layer: int) -> bool:
-        return all(bool((session.decode(layer, ["a"], q).o == 7).all()) for _ in range(50))
-
-    with ThreadPoolExecutor(4) as threads:
-        assert all(threads.map(work, range(4)))
 
 
 def test_threads_make_the_arena_grow_together(bench: Bench) -> None:
