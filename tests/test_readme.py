@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 import pytest
+from attnd import AsyncClient, Client, Session
 
 from bench.driver.servers import attnd
 from config.settings import load_settings
 from service.errors import KINDS
 from tests.harness.plain_http import http_client
+from tests.harness.processes import run
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 README: Final = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -150,3 +153,44 @@ def test_the_operations_page_has_the_defaults_of_the_limits() -> None:
             is_number = not isinstance(default, str)
             stated = float(number) * units.get(unit, 1) if is_number else value
             assert default == stated, f"{key}: {value}"
+
+
+# The client's pages.
+
+CLIENT: Final = ROOT / "client"
+
+
+@pytest.mark.parametrize("made", [Client, AsyncClient, Session])
+def test_every_public_method_is_listed(made: type) -> None:
+    listed = set(re.findall(r"^### `(\w+)`", (CLIENT / "METHODS.md").read_text(), re.M))
+    methods = {name for name in dir(made) if callable(getattr(made, name))}
+    assert {name for name in methods if not name.startswith("_")} <= listed
+
+
+def test_every_method_in_the_readmes_list_exists() -> None:
+    text = (CLIENT / "README.md").read_text()
+    methods = text[text.index("- **Sequences**") : text.index("- **One client per process**")]
+    named = set(re.findall(r"`(\w+)`", methods))
+    assert named <= {*dir(Client), *dir(AsyncClient), *dir(Session)}
+    assert "commit_sequences" in named
+
+
+def test_the_page_of_methods_is_up_to_date() -> None:
+    done = run(sys.executable, CLIENT / "methods_page.py", "--check", cwd=CLIENT / "src")
+    assert done.returncode == 0, "run `make map`"
+
+
+# The page of examples/serve names lines of its code.
+
+SERVE: Final = ROOT / "examples" / "serve"
+
+
+def test_line_references_point_at_the_definitions_that_they_name() -> None:
+    readme = (SERVE / "README.md").read_text(encoding="utf-8")
+    found = re.findall(r"\[`(\w+)`\]\((\w+\.py)#L(\d+)\)", readme)
+    assert len(found) >= 12
+    for name, file, line in found:
+        text = (SERVE / file).read_text(encoding="utf-8").splitlines()[int(line) - 1]
+        assert re.match(rf"\s*(async )?(def|class) {name}\b", text), (
+            f"{name}, {file}:{line}: {text}"
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -125,10 +125,16 @@ class Awaited:
         return Awaited(self.client.with_options(**options), self.runner)
 
     def __getattr__(self, name: str) -> Any:
-        async def awaited(*args: Any, **kwargs: Any) -> Any:
-            return await getattr(self.client, name)(*args, **kwargs)
+        async def awaited(made: Any) -> Any:
+            return await made
 
-        return lambda *args, **kwargs: self.runner.run(awaited(*args, **kwargs))
+        def call(*args: Any, **kwargs: Any) -> Any:
+            made = getattr(self.client, name)(*args, **kwargs)
+            if isinstance(made, AsyncIterator):
+                return iter(lambda: self.runner.run(awaited(anext(made))), None)
+            return self.runner.run(awaited(made))
+
+        return call
 
     def close(self) -> None:
         self.runner.run(self.client.aclose())

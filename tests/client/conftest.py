@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
-from attnd import Client
+from attnd import AsyncClient, Client, Session
 
-from tests.client.client_stub import Kind
+from tests.client.client_stub import Awaited, Kind
 from tests.client.running_service import connect, service
 
 
@@ -62,9 +62,24 @@ def other(there: str) -> Iterator[Client]:
         clear(client)
 
 
-def clear(client: Client) -> None:
+@pytest.fixture(params=["client", "async client", "session"])
+def caller(here: Served, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A test with this argument runs by every way in; all its methods block."""
+    if request.param == "client":
+        made: Any = Client(uds=here.uds)
+    elif request.param == "session":
+        made = Session(here.road)
+    else:
+        made = Awaited(AsyncClient(uds=here.uds))
+    with made:
+        yield made
+        clear(made)
+
+
+def clear(client: Any) -> None:
     """Delete everything, and see that nothing leaked."""
     client.delete_sequences(prefix="")
     client.clear()
     pool = client.pool()
-    assert (pool.referenced, pool.imports, pool.integrity) == (0, 0, "ok")
+    assert (pool.referenced, pool.cached, pool.pinned, pool.imports) == (0, 0, 0, 0)
+    assert pool.integrity == "ok"

@@ -2,55 +2,33 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 from attnd import (
-    AsyncClient,
-    Client,
     Hold,
     InvalidRequest,
     KeyMismatch,
     NewSequence,
     Prefix,
-    Session,
     UnknownLease,
     UnknownPage,
 )
 
-from tests.client.conftest import Served
-from tests.client.running_service import connect
-
 PAGE = 16
 IDS = list(range(1000, 1000 + 4 * PAGE))
-Caller = Client | Session
 
 
-@pytest.fixture(params=["client", "session"])
-def caller(here: Served, request: pytest.FixtureRequest) -> Iterator[Caller]:
-    with connect(here.address) as client:
-        if request.param == "client":
-            yield client
-        else:
-            with Session(here.road) as session:
-                yield session
-        client.delete_sequences(prefix="")
-        client.clear()
-        pool = client.pool()
-        assert (pool.referenced, pool.cached, pool.pinned, pool.integrity) == (0, 0, 0, "ok")
-
-
-def fill(caller: Caller, name: str, count: int) -> None:
+def fill(caller: Any, name: str, count: int) -> None:
     """Append `count` tokens at both layers."""
     for layer in range(2):
         rows = np.full((count, 2, 64), layer + 1.0, np.float32)
         caller.append(layer, [name], rows, -rows, append_indptr=[0, count])
 
 
-def store(caller: Caller, prefix: Prefix, tokens: int = len(IDS)) -> str:
+def store(caller: Any, prefix: Prefix, tokens: int = len(IDS)) -> str:
     """Commit a prompt and delete its sequence; the key of its last page."""
     name = caller.create_sequence().id
     fill(caller, name, tokens)
@@ -61,7 +39,7 @@ def store(caller: Caller, prefix: Prefix, tokens: int = len(IDS)) -> str:
     return reply.last_key
 
 
-def test_a_prompt_is_found_again_by_ids_and_by_keys(caller: Caller) -> None:
+def test_a_prompt_is_found_again_by_ids_and_by_keys(caller: Any) -> None:
     keys = np.arange(64, dtype=np.uint8).reshape(4, 16)
     store(caller, Prefix(token_ids=IDS))
     assert store(caller, Prefix(page_keys=keys, cache_salt="own")) == keys[3].tobytes().hex()
@@ -81,8 +59,8 @@ def test_a_prompt_is_found_again_by_ids_and_by_keys(caller: Caller) -> None:
     assert caller.match_prefix(Prefix(token_ids=[])).num_pages == 0
 
 
-def test_a_view_with_a_salt_salts_every_prefix_and_page_key_without_one(caller: Caller) -> None:
-    def length(one: Caller, prefix: Prefix) -> int:
+def test_a_view_with_a_salt_salts_every_prefix_and_page_key_without_one(caller: Any) -> None:
+    def length(one: Any, prefix: Prefix) -> int:
         return one.match_prefix(prefix, lease_s=0).matched_len
 
     salted = caller.with_options(cache_salt="model-a")
@@ -109,7 +87,7 @@ def test_a_view_with_a_salt_salts_every_prefix_and_page_key_without_one(caller: 
     assert length(plain, Prefix(token_ids=IDS)) == 0
 
 
-def test_leases_and_pins_hold_cached_pages(caller: Caller) -> None:
+def test_leases_and_pins_hold_cached_pages(caller: Any) -> None:
     key = store(caller, Prefix(token_ids=IDS))
     lease = caller.match_prefix(Prefix(token_ids=IDS[:PAGE])).lease
     assert lease is not None
@@ -134,7 +112,7 @@ def test_leases_and_pins_hold_cached_pages(caller: Caller) -> None:
     assert caller.pin(key, soft_ttl_s=5.0) == 4
 
 
-def test_a_snapshot_shows_every_page_and_the_tree(caller: Caller) -> None:
+def test_a_snapshot_shows_every_page_and_the_tree(caller: Any) -> None:
     store(caller, Prefix(token_ids=IDS))
     name = caller.create_sequence().id
     fill(caller, name, 2 * PAGE)
@@ -147,7 +125,7 @@ def test_a_snapshot_shows_every_page_and_the_tree(caller: Caller) -> None:
     assert seen.tree.parents.tolist() == [-1, 0, 0] and (seen.tree.idle_s < 60.0).all()
 
 
-def test_wrong_names_are_refused(caller: Caller) -> None:
+def test_wrong_names_are_refused(caller: Any) -> None:
     name = caller.create_sequence("a", ttl_s=100.0)
     assert name.ttl_s == 100.0
     fill(caller, "a", len(IDS))
@@ -165,7 +143,7 @@ def test_wrong_names_are_refused(caller: Caller) -> None:
             caller.match_prefix(Prefix(page_keys=keys))
 
 
-def test_quotas_are_set_and_returned(caller: Caller) -> None:
+def test_quotas_are_set_and_returned(caller: Any) -> None:
     reply = caller.set_namespace("else", max_pages=20, reserved_pages=10)
     assert (reply.max_pages, reply.reserved_pages, reply.used) == (20, 10, 0)
     assert caller.pool().free == 128 - 10
@@ -174,7 +152,7 @@ def test_quotas_are_set_and_returned(caller: Caller) -> None:
     assert caller.get_namespace("default").cached == caller.pool().cached
 
 
-def test_events_report_changes_of_pages(caller: Caller) -> None:
+def test_events_report_changes_of_pages(caller: Any) -> None:
     last = caller.event_page().next
     key = store(caller, Prefix(token_ids=IDS))
     caller.clear()
@@ -187,33 +165,3 @@ def test_events_report_changes_of_pages(caller: Caller) -> None:
     store(caller, Prefix(token_ids=IDS))
     assert next(reply).id == last + 4
     assert next(caller.events(last + 99)).type == "too_old"
-
-
-async def test_the_asyncio_client_does_the_same(here: Served) -> None:
-    async with AsyncClient(uds=here.uds) as client:
-        name = (await client.create_sequence("async-1")).id
-        rows = np.ones((32, 2, 64), np.float32)
-        for layer in range(2):
-            await client.append(layer, [name], rows, rows, append_indptr=[0, 32])
-        assert (await client.commit(name, Prefix(token_ids=IDS[:32]))).num_pages == 2
-        assert await client.delete_sequences(prefix="async-") == 1
-        found = await client.match_prefix(Prefix(token_ids=IDS))
-        assert found.matched_len == 32 and found.lease is not None
-        assert await client.clear() == 0, "the lease holds them"
-        assert (await client.pool()).leases == 1
-        await client.release_lease(found.lease.id)
-        assert await client.clear() == 2
-
-
-def test_events_can_be_awaited(here: Served) -> None:
-    async def first() -> str:
-        async with AsyncClient(uds=here.uds) as client:
-            last = (await client.event_page()).next
-            reply = client.events(last + 99)
-            assert (await anext(reply)).type == "too_old"
-            await client.clear()
-            async for event in client.events(last, poll_s=0.01):
-                return event.type
-        return ""
-
-    assert asyncio.run(first()) == "cleared"

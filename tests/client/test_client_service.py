@@ -12,6 +12,7 @@ from typing import Any
 import attnd
 import ml_dtypes
 import numpy as np
+import oracle
 import pytest
 from attnd import (
     AsyncClient,
@@ -38,15 +39,10 @@ def rows(seed: int, count: int, heads: int, dtype: Any = np.float32) -> Array:
     return rng.standard_normal((count, heads, HEAD_DIM)).astype(dtype)
 
 
-def dense(q: Array, k: Array, v: Array, visible: Array | None = None) -> tuple[Array, Array]:
-    """o and natural lse in float64; visible [queries, keys]."""
-    group = q.shape[1] // k.shape[1]
-    q, k, v = (x.astype(np.float64) for x in (q, k, v))
-    scores = np.einsum("qhd,khd->qhk", q, np.repeat(k, group, 1)) * HEAD_DIM**-0.5
-    if visible is not None:
-        scores = np.where(visible[:, None, :], scores, -np.inf)
-    lse = np.logaddexp.reduce(scores, axis=-1)
-    return np.einsum("qhk,khd->qhd", np.exp(scores - lse[..., None]), np.repeat(v, group, 1)), lse
+def dense(q: Array, k: Array, v: Array, seen: Array | None = None) -> tuple[Array, Array]:
+    """o and natural lse in float64; seen [queries, keys]."""
+    seen = np.ones((len(q), len(k)), bool) if seen is None else seen
+    return oracle.attend(q, k, v, seen, sm_scale=HEAD_DIM**-0.5)
 
 
 def hold(client: Client, name: str, k: Array, v: Array) -> str:

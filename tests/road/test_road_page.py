@@ -63,10 +63,3 @@ def test_documented_limits_equal_the_code() -> None:
     assert f"leaves {MAX_OUTPUT_BYTES >> 20} MiB of answers unread" in PAGE
     assert f"| a caller's JSON frame | {f.MAX_JSON_BYTES >> 10} KiB |" in PAGE
     assert f"| an ANSWER's frame | {f.MAX_INLINE_BYTES >> 20} MiB of image" in PAGE
-
-
-def test_the_page_names_no_section_that_is_not_there() -> None:
-    titles = re.findall(r"^## (.+)$", PAGE, re.MULTILINE)
-    anchors = {title.lower().replace(" ", "-").replace(",", "") for title in titles}
-    for anchor in re.findall(r"\]\(#([a-z-]+)\)", PAGE):
-        assert anchor in anchors, anchor
