@@ -15,6 +15,7 @@ from attnd.wire import frames as f
 
 from service.errors import Overloaded
 from service.road.engine_end.listening import (
+    SO_PASSRIGHTS,
     CannotListen,
     Peer,
     SpareDescriptor,
@@ -22,6 +23,7 @@ from service.road.engine_end.listening import (
     default_path,
     listen,
     may_connect,
+    permit_descriptors,
     turn_away,
 )
 
@@ -185,4 +187,27 @@ def test_without_descriptors_a_connection_is_turned_away_and_not_left_waiting(
         assert b"no descriptor is left" in caller.recv(4096)
     assert accept(listening.sock) is None
     spare.close()
+    listening.close()
+
+
+def test_peers_cannot_send_descriptors_until_they_are_permitted_to(tmp_path: Path) -> None:
+    """To close a socket that lingers blocks, even where its descriptor was not asked for."""
+    listening = listen(tmp_path / "engine.sock", private=False)
+    try:
+        forbids = not listening.sock.getsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS)
+    except OSError:
+        pytest.skip("Linux before 6.16: any peer can send descriptors")
+    assert forbids
+    with socket.socket(socket.AF_UNIX) as caller, open(os.devnull, "rb") as null:
+        caller.connect(str(listening.path))
+        with pytest.raises(PermissionError):
+            socket.send_fds(caller, [b"x"], [null.fileno()])
+        accepted = accept(listening.sock)
+        assert accepted is not None
+        with accepted[0] as sock:
+            with pytest.raises(PermissionError):
+                socket.send_fds(caller, [b"x"], [null.fileno()])
+            assert permit_descriptors(sock)
+            assert not permit_descriptors(sock), "it is permitted already"
+            assert socket.send_fds(caller, [b"x"], [null.fileno()]) == 1
     listening.close()

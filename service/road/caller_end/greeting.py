@@ -81,6 +81,8 @@ def receive(sock: socket.socket, size: int, most_fds: int) -> tuple[bytes, list[
 
 
 MAX_DESCRIPTORS: Final = 4
+PERMIT_S: Final = 0.002
+"""Interval between two attempts to send a descriptor."""
 
 
 async def greet_remote(
@@ -129,7 +131,7 @@ async def greet(
     ask_for_sender(sock, is_wanted=True)
     data = message(f.HELLO, replace(hello, brings_arena=own is not None))
     with suppress(BrokenPipeError, ConnectionResetError):  # the engine has refused: read why
-        sent = 0 if own is None else socket.send_fds(sock, [data], [own.fd])
+        sent = 0 if own is None else await send_with(own.fd, sock, data)
         await loop.sock_sendall(sock, data[sent:])
     reader = f.Reader(f.FROM_ENGINE)
     descriptors: list[int] = []
@@ -152,6 +154,20 @@ async def greet(
             os.close(descriptor)
         raise
     return reader, welcome, mapping
+
+
+async def send_with(fd: int, sock: socket.socket, hello: bytes) -> int:
+    """Send HELLO with a descriptor; returns the bytes sent. Linux 6.16 takes none before the engine
+    permits it, to a door that has said HELLO without it. May raise OSError."""
+    is_permitted = True
+    while True:
+        try:
+            return socket.send_fds(sock, [hello], [fd])
+        except PermissionError:
+            if is_permitted:
+                await asyncio.get_running_loop().sock_sendall(sock, hello)
+            is_permitted = False
+            await asyncio.sleep(PERMIT_S)
 
 
 def read_welcome(reader: f.Reader) -> Welcome | None:

@@ -21,6 +21,10 @@ class DoorArena:
     def __init__(self) -> None:
         self.descriptor = -1
 
+    @property
+    def has_come(self) -> bool:
+        return self.descriptor >= 0
+
     def receive(self, sock: socket.socket, reader: Reader) -> int:
         """As the reader's `receive`; keeps a descriptor that comes along. Of several, the last."""
         data, descriptors, _, _ = socket.recv_fds(sock, BUFFER_BYTES, 1, CLOSE_ON_EXEC)
@@ -34,8 +38,6 @@ class DoorArena:
         """The session's arena: its own, or its door's. Raises OSError, FrameError."""
         if not hello.brings_arena:
             return Arena.make(hello.arena_bytes, config.max_arena_bytes, config.pinning)
-        if self.descriptor < 0:
-            raise FrameError("brings_arena without a descriptor: send it with HELLO")
         try:
             arena = Arena.of_door(self.descriptor, config.max_arena_bytes, config.pinning)
         except ValueError as error:

@@ -19,6 +19,8 @@ from service.road.messages import refusal
 BACKLOG: Final = 256
 CREDENTIALS: Final = struct.Struct("<iII")
 """pid, uid, gid of SO_PEERCRED."""
+SO_PASSRIGHTS: Final = 83
+"""Option of Linux 6.16: whether the peers of a socket can send it descriptors."""
 
 
 class Unusable(Exception):
@@ -128,11 +130,14 @@ def check_free(path: Path) -> None:
 
 
 def bind(path: Path, mode: int) -> socket.socket:
-    """A listening socket whose file has `mode` from its first moment on."""
+    """A listening socket whose file has `mode` from its first moment on. Peers cannot send
+    descriptors: to close one can block its receiver for as long as its sender likes (SO_LINGER)."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o777 & ~mode)
     try:
         sock.bind(str(path))
+        with contextlib.suppress(OSError):  # an older kernel
+            sock.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 0)
         sock.listen(BACKLOG)
     except BaseException:
         sock.close()
@@ -165,6 +170,17 @@ def peer(sock: socket.socket) -> Peer:
 def may_connect(who: Peer, uids: frozenset[int]) -> bool:
     """Our own user, root, and the users of server.socket_uids."""
     return who.uid in (-1, 0, os.getuid()) or who.uid in uids
+
+
+def permit_descriptors(sock: socket.socket) -> bool:
+    """Let the peer send descriptors; False where it could do so before."""
+    try:
+        if sock.getsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS):
+            return False
+        sock.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 1)
+    except OSError:  # an older kernel
+        return False
+    return True
 
 
 def turn_away(sock: socket.socket, error: BaseException) -> None:

@@ -31,6 +31,7 @@ from service.road.engine_end.calls import (
     read_stepping,
 )
 from service.road.engine_end.door_arena import DoorArena
+from service.road.engine_end.listening import permit_descriptors
 from service.road.messages import Challenge, Grow, Grown, Hello, State, Welcome, message, read
 from service.road.messages import refusal as refused
 from service.road.output import Output, Unread
@@ -225,6 +226,10 @@ class Session:
                 self.config.make_room(self.standing.tenants[0].namespace)
             if hello.brings_arena and not self.standing.is_door:
                 raise f.FrameError("brings_arena from a caller that is no door: leave it out")
+            if hello.brings_arena and not self.door_arena.has_come:
+                if permit_descriptors(self.sock):
+                    return  # HELLO comes again, with it
+                raise f.FrameError("brings_arena without a descriptor: send it with HELLO")
             self.welcome(hello)
             return
         if kind == f.TENANT:
