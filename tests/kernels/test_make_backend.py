@@ -89,6 +89,15 @@ def test_the_cpu_backend_is_made_without_importing_cupy() -> None:
     subprocess.run([sys.executable, "-c", script], cwd=root, check=True)
 
 
+def test_planning_imports_at_the_start_what_numpy_imports_at_the_first_call() -> None:
+    script = (
+        "import sys, numpy; import kernels.cuda.plan.planner; known = set(sys.modules)\n"
+        "numpy.unique(numpy.array([2, 1, 2])); assert set(sys.modules) == known"
+    )
+    root = Path(__file__).resolve().parents[2]
+    subprocess.run([sys.executable, "-c", script], cwd=root, check=True)
+
+
 @pytest.mark.parametrize("page", [-1, 4])
 def test_a_page_outside_the_pool_is_refused(backend, rng, page) -> None:
     pooled = Pooled(backend(GEOMETRY), rng, "fp16")

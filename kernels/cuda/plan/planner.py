@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+import numpy.ma  # np.unique imports it at its first call: not amid a request
 
 from kernels.backend import Int32, Level, Plan
 from kernels.cuda.plan.cutting import cut_at_splits

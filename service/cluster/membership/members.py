@@ -48,7 +48,10 @@ POLL_S: Final = 0.25
 FIRST_WAIT_S: Final = 0.05
 LONGEST_WAIT_S: Final = 1.0
 """Before another session is tried."""
-ALIKE: Final = ("num_layers", "page_size", "num_kv_heads", "head_dim", "dtype")
+ALIKE: Final = (
+    *("num_layers", "page_size", "num_kv_heads", "head_dim"),
+    *("dtype", "k_scale", "v_scale"),
+)
 """Settings of the pool that all engines must share."""
 EXIT_S: Final = 0.5
 """A killed process closes its sockets before it counts as having exited."""
@@ -276,8 +279,8 @@ class Members:
         return engine
 
     def check_alike(self, member: Member, engine: Engine) -> None:
-        """Raises NotReady for an engine whose pool has another geometry than those of the others
-        that are there or may come back."""
+        """Raises NotReady for an engine whose pool has other settings than those of the others that
+        are there or may come back."""
         now, info = time.monotonic(), engine.info
         others = (one for one in self.by_name.values() if one is not member and one.is_met)
         if self.first_info is None or all(one.is_lost(now) for one in others):

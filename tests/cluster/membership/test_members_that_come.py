@@ -121,6 +121,17 @@ async def test_two_readers_of_the_same_events_log_each_once() -> None:
         assert [one["type"] for one in known.log.events] == ["stored", "removed"]
 
 
+@pytest.mark.parametrize("name", ["dtype", "k_scale", "v_scale"])
+async def test_an_engine_that_stores_other_numbers_is_refused(name: str) -> None:
+    async with fake_cluster("ab") as cluster:
+        a, b = cluster.router.members.by_name.values()
+        a.is_met = b.is_met = True
+        other = cluster.engine_of("b")
+        other.info = INFO.model_copy(update={name: 2.0})
+        with pytest.raises(NotReady, match=rf"pool\.{name} = 2\.0, expected"):
+            cluster.router.members.check_alike(b, other)
+
+
 async def test_engines_of_another_geometry_can_replace_all_engines() -> None:
     async with fake_cluster("ab") as cluster:
         members = cluster.router.members

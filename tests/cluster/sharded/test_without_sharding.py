@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.long
-
 ROOT = Path(__file__).resolve().parents[3]
 FOLDERS = ("service.core.shards", "service.engine.handlers.shards", "service.cluster.sharded")
 PLAIN = (
@@ -47,6 +45,16 @@ def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_a_door_imports_sharding_at_the_start_of_a_cluster_only() -> None:
+    script = "import sys, {}; print('service.cluster.sharded.operations' in sys.modules)"
+    for package, imports in (("cluster", "True"), ("doors", "False")):
+        door = f"service.{package}.__main__"
+        command = [sys.executable, "-c", script.format(door)]
+        ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        assert ran.stdout.strip() == imports, door
+
+
+@pytest.mark.long
 def test_tests_without_sharded_sequences_never_import_sharding(tmp_path: Path) -> None:
     for name in FOLDERS:
         assert "is for sharded sequences" in python(tmp_path, "-c", f"import {name}").stderr
