@@ -43,45 +43,65 @@ SERVICE: Final = POOL.FindServiceByName("inference.GRPCInferenceService")
 MAX_FIELDS: Final = 4096
 """Fields of a message and of the messages in it. The library takes a microsecond for each, and does
 nothing else meanwhile: 16 megabytes of empty ones are half a minute."""
+MAX_READ_BYTES: Final = 2 * 2**20
+"""Bytes of a message beside those that the library copies as they are. It takes a second for a
+hundred megabytes of integers or text."""
 VARINT_BYTES: Final = 10
 NUMBERS_AT_ONCE: Final = 32 * 2**10
 """Numbers of an input that are converted in one piece: a few milliseconds."""
-Inner = dict[int, "Inner"]
-"""The messages in a message, by their fields' numbers."""
+Inner = dict[int, "Inner | None"]
+"""The messages in a message, by their fields' numbers; None for a field that is copied as it is."""
 PARAMETERS: Final[Inner] = {2: {}}
+CONTENTS_OF_FLOATS: Final[Inner] = {6: None, 7: None}
 INNER: Final[dict[str, Inner]] = {
     "ModelInferRequest": {
         4: PARAMETERS,
-        5: {4: PARAMETERS, 5: {}},  # an input, its parameters and contents
+        5: {4: PARAMETERS, 5: CONTENTS_OF_FLOATS},  # an input, its parameters and contents
         6: {2: PARAMETERS},  # a requested output
+        7: None,  # raw_input_contents
     }
 }
 
 
-def count_fields(data: bytes, at: int, end: int, inner: Inner, count: int = 0) -> int:
-    """Add the fields in `data[at:end]` to `count`. Raises MalformedBody beyond `MAX_FIELDS`, and
-    IndexError where the data ends in a field."""
-    while at < end:
-        count += 1
-        if count > MAX_FIELDS:
-            rule = "send numbers packed, or in raw_input_contents"
-            raise MalformedBody(f"the message has more than {MAX_FIELDS} fields: {rule}")
-        tag, at = varint(data, at)
-        match tag & 7:
-            case 0:
-                _, at = varint(data, at)
-            case 1:
-                at += 8
-            case 2:
-                size, at = varint(data, at)
-                if (deeper := inner.get(tag >> 3)) is not None:
-                    count = count_fields(data, at, min(at + size, end), deeper, count)
-                at += size
-            case 5:
-                at += 4
-            case _:
-                raise MalformedBody("the message has a group, which no method takes")
-    return count
+class Scan:
+    """A look at a message before the library reads it."""
+
+    def __init__(self, data: bytes, inner: Inner) -> None:
+        self.data = data
+        self.num_fields = 0
+        self.copied = 0
+        """Bytes that the library copies as they are."""
+        with suppress(IndexError):  # the message ends in a field: the library says so
+            self.look(0, len(data), inner)
+
+    def look(self, at: int, end: int, inner: Inner) -> None:
+        """Look at the fields in `data[at:end]`. Raises MalformedBody beyond `MAX_FIELDS`, and
+        IndexError where the data ends in a field."""
+        data = self.data
+        while at < end:
+            self.num_fields += 1
+            if self.num_fields > MAX_FIELDS:
+                rule = "send numbers packed, or in raw_input_contents"
+                raise MalformedBody(f"the message has more than {MAX_FIELDS} fields: {rule}")
+            tag, at = varint(data, at)
+            match tag & 7:
+                case 0:
+                    _, at = varint(data, at)
+                case 1:
+                    at += 8
+                case 2:
+                    size, at = varint(data, at)
+                    after, number = min(at + size, end), tag >> 3
+                    if number in inner:
+                        if (deeper := inner[number]) is None:
+                            self.copied += after - at
+                        else:
+                            self.look(at, after, deeper)
+                    at += size
+                case 5:
+                    at += 4
+                case _:
+                    raise MalformedBody("the message has a group, which no method takes")
 
 
 def varint(data: bytes, at: int) -> tuple[int, int]:
@@ -105,8 +125,10 @@ def decoder(name: str) -> Callable[[bytes], Any]:
 
     def decode(data: bytes) -> Any:
         if len(data) > 2 * MAX_FIELDS:  # every field has two bytes
-            with suppress(IndexError):  # the library says what is wrong
-                count_fields(data, 0, len(data), inner)
+            scan = Scan(data, inner)
+            if (left := len(data) - scan.copied) > MAX_READ_BYTES:
+                rule = f"at most {MAX_READ_BYTES}: send tensors in raw_input_contents"
+                raise MalformedBody(f"the message has {left} bytes beside raw tensors, {rule}")
         try:
             return read(data)
         except DecodeError as error:

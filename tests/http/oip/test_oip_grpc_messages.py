@@ -12,6 +12,7 @@ from config.settings import ServerSettings
 from service.doors.grpc.rpc import MAX_PROBES, Admission
 from service.doors.grpc.tensors import (
     MAX_FIELDS,
+    MAX_READ_BYTES,
     NUMBERS_AT_ONCE,
     decoder,
     message,
@@ -74,6 +75,41 @@ def test_a_message_that_is_cut_off_or_wrong_is_malformed(end: bytes) -> None:
     assert read_infer_request(long).raw_input_contents == [bytes(4 * MAX_FIELDS)]
     with pytest.raises(MalformedBody):
         read_infer_request(long + end)
+
+
+def long_shape(into: Any) -> None:
+    into.inputs.add(name="q", shape=[1] * (MAX_READ_BYTES + 1))
+
+
+def many_integers(into: Any) -> None:
+    into.inputs.add().contents.uint_contents.extend([1] * (MAX_READ_BYTES + 1))
+
+
+def long_text(into: Any) -> None:
+    into.parameters["id"].string_param = "x" * (MAX_READ_BYTES + 1)
+
+
+def long_name(into: Any) -> None:
+    into.model_name = "x" * (MAX_READ_BYTES + 1)
+
+
+@pytest.mark.parametrize("fill", [long_shape, many_integers, long_text, long_name])
+@pytest.mark.parametrize("end", [b"", b"\x3a\xff"], ids=["whole", "cut off"])
+def test_a_message_that_takes_long_to_read_is_refused_before(fill: Any, end: bytes) -> None:
+    given = request()
+    fill(given)
+    data = given.SerializeToString() + end
+    with pytest.raises(MalformedBody, match=f"at most {MAX_READ_BYTES}: send tensors in raw"):
+        read_infer_request(data)
+    with pytest.raises(MalformedBody, match=f"at most {MAX_READ_BYTES}"):
+        decoder("ModelMetadataRequest")(data)
+
+
+def test_tensors_that_are_copied_as_they_are_may_be_longer() -> None:
+    floats = np.ones(MAX_READ_BYTES // 4 + 1, np.float32)
+    given = request(raw_input_contents=[bytes(MAX_READ_BYTES + 1)])
+    given.inputs.add().contents.fp32_contents.extend(floats.tolist())
+    assert read_infer_request(given.SerializeToString()) == given
 
 
 def test_numbers_are_converted_in_pieces() -> None:
