@@ -11,7 +11,7 @@ import grpc.aio
 
 from config.server import ServerSettings
 from service.doors.grpc.door import GrpcDoor
-from service.doors.kit.process import DRAINING, ENGINE_LATER_S, Setup, connect
+from service.doors.kit.process import DRAINING, ENGINE_LATER_S, Setup, connect, descriptors
 from service.doors.kit.tls import HANDSHAKE_S, Tls, make_tls
 from service.doors.kit.tracing import make_tracing
 from service.keys import make_authenticator
@@ -49,7 +49,9 @@ def configuration(server: ServerSettings, read: ReadFile) -> Any:
 LOG: Final = logging.getLogger("attnd.grpc")
 MESSAGE_BYTES: Final = 2**20
 """Room for a message beside the bytes of its tensors."""
-MAX_MS: Final = 2**31 - 1
+MAX_INT: Final = 2**31 - 1
+UNCOMPRESSED: Final = 1
+"""64 KB of gzip can be a message of 64 MB, with which the door is busy for a quarter second."""
 MORE_STREAMS: Final = 64
 """Streams of one connection beyond all calls of the door: for health checks and rejections."""
 
@@ -133,7 +135,8 @@ def options(limits: ServerSettings) -> list[tuple[str, int]]:
     """gRPC's options: a second service on the port fails, idle connections are closed. A client's
     library waits with calls beyond a connection's limit."""
     largest = min(limits.grpc_max_message_bytes, limits.max_body_bytes + MESSAGE_BYTES)
-    idle_ms = min(int(limits.idle_timeout_s * 1e3) + 1, MAX_MS)
+    idle_ms = min(int(limits.idle_timeout_s * 1e3) + 1, MAX_INT)
+    most, spare = descriptors()
     return [
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", largest),
@@ -141,5 +144,7 @@ def options(limits: ServerSettings) -> list[tuple[str, int]]:
         ("grpc.max_metadata_size", limits.max_header_bytes),
         ("grpc.max_concurrent_streams", limits.grpc_max_calls + MORE_STREAMS),
         ("grpc.max_connection_idle_ms", idle_ms),
+        ("grpc.max_allowed_incoming_connections", min(most - spare, MAX_INT)),
+        ("grpc.compression_enabled_algorithms_bitset", UNCOMPRESSED),
         ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1e3)),
     ]

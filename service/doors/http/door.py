@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
-import sys
 from collections import Counter
 from collections.abc import Coroutine
 from email.utils import formatdate
@@ -23,6 +21,7 @@ from service.doors.http.protocol.read_budget import ReadBudget
 from service.doors.kit.ledger import Ledger
 from service.doors.kit.link import QUIET_S, Link
 from service.doors.kit.pieces import OneByOne, Turns
+from service.doors.kit.process import descriptors
 from service.doors.kit.tracing import Tracing
 from service.doors.kit.upstream import MakeUpstream, trim
 from service.errors import AttndError, NotReady, Overloaded
@@ -33,8 +32,6 @@ LOG: Final = logging.getLogger("attnd.http")
 READ_BYTES: Final = 64 * 2**10
 """The buffer into which all connections receive heads and short bodies."""
 SWEEP_S: Final = 0.5
-SPARE_DESCRIPTORS: Final = 128
-"""Half of them are for the road, logs and listening sockets, half for connections being refused."""
 COMPLAIN_EVERY_S: Final = 10.0
 
 
@@ -196,11 +193,3 @@ class Door:
         self.ledger.settle()
         self.long_json.close()
         self.link.close()
-
-
-def descriptors() -> tuple[int, int]:
-    """The limit of open files, and how many of them are not for connections."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        soft = sys.maxsize
-    return soft, min(SPARE_DESCRIPTORS, soft // 2)

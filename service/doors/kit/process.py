@@ -8,6 +8,7 @@ import logging
 import os
 import resource
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -157,3 +158,15 @@ def raise_limit_of_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+SPARE_DESCRIPTORS: Final = 128
+"""Half of them are for the road, logs and listening sockets, half for connections being refused."""
+
+
+def descriptors() -> tuple[int, int]:
+    """The limit of open files, and how many of them are not for connections."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        soft = sys.maxsize
+    return soft, min(SPARE_DESCRIPTORS, soft // 2)

@@ -17,6 +17,7 @@ from http_service import serving
 from triton_callers import grpc_door
 
 from service.doors.grpc import door as door_module
+from service.doors.grpc import server as server_module
 from service.doors.grpc.server import MORE_STREAMS, Server
 from service.doors.grpc.tensors import message
 from tests.harness.waiting import WAIT_S, wait_for
@@ -192,3 +193,26 @@ def test_a_connection_has_a_limit_of_streams(guarded: Server) -> None:
         assert kind == 4
         settings = dict(struct.iter_unpack(">HI", peer.recv(length, socket.MSG_WAITALL)))
     assert settings[3] == PLACES + MORE_STREAMS
+
+
+def test_compressed_messages_are_refused(guarded: Server) -> None:
+    address, gzip = f"127.0.0.1:{guarded.port}", grpc.Compression.Gzip
+    with grpc.insecure_channel(address, compression=gzip) as channel:
+        assert code_of(channel, RED) == grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_descriptors_stay_for_all_else_than_connections(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = 4
+    monkeypatch.setattr(server_module, "descriptors", lambda: (100 + most, 100))
+    service = stack.enter_context(serving())
+    door = stack.enter_context(grpc_door(service))
+    address = ("127.0.0.1", door.port)
+    peers = [stack.enter_context(socket.create_connection(address, 1.0)) for _ in range(most + 1)]
+    first_bytes = []
+    for peer in peers:
+        with suppress(ConnectionError):
+            peer.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
+            first_bytes.append(peer.recv(1))
+    assert sum(map(bool, first_bytes)) == most
