@@ -18,6 +18,7 @@ import pytest
 from attnd.wire.images import PROBLEM, RESPONSE
 
 from config.settings import load_settings
+from service.cluster.placement.prefixes import Prefixes
 from service.cluster.routing.router import Router
 from service.doors.kit.problems import ProblemText, document_of
 from service.errors import AttndError
@@ -194,6 +195,11 @@ def run(engines: LocalEngines, test: Callable[[Cluster], Coroutine[Any, Any, Non
             router.close()
 
     asyncio.run(main())
+
+
+def num_pages(known: Prefixes, medium: str) -> int:
+    """The number of pages that engines have in a medium."""
+    return len(set[str]().union(*known.pages[medium].values()))
 
 
 def rows(rng: np.random.Generator, count: int, heads: int = HEADS) -> Any:

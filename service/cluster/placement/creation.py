@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -32,7 +33,6 @@ from service.errors import (
     AttndError,
     InvalidRequest,
     LostSequence,
-    NotReady,
     SequenceExists,
     SequenceMoving,
 )
@@ -118,10 +118,9 @@ class Creation:
         """Chosen ids that other engines may have; an only engine refuses its own by itself."""
         self.parents: dict[str, Home] = {}
         """Homes of the parents that exist already."""
-        self.has_parents = False
+        self.has_looked = False
+        """For the chosen ids, which were not taken, and for the parents."""
         self.excluded: set[str] = set()
-        self.is_unclear = False
-        """Whether an engine whose session ended may have made some in an earlier attempt."""
         self.homes: list[Home] = []
         self.errors: dict[str, Exception] = {}
         """Of the latest attempt, by the tag of the home."""
@@ -129,25 +128,19 @@ class Creation:
     async def attempt(self) -> RawReply:
         """Places and makes all. Raises SequenceExists and what engines raise; then none is made."""
         self.errors = {}
-        if not self.has_parents:
+        if not self.has_looked:
             if self.shared_ids:
                 await self.unique.refuse_taken(self.shared_ids)
             await self.locate_parents()
         waits = await self.placer.long_work.do(self.place(), self.call.tenant.namespace)
         await self.prompts.wait(self.making, waits)
-        try:
-            return await self.make()
-        except SequenceExists as error:
-            if not self.is_unclear:
-                raise
-            text = "an engine whose session ended may have made one of the ids, which expires"
-            raise NotReady(f"{text}: retry later") from error
+        return await self.make()
 
     async def locate_parents(self) -> None:
         names = [one.parent for one in self.new if one.parent and one.parent not in self.index]
         homes = await self.locator.locate(names, self.call.tenant)
         self.parents = dict(zip(names, homes, strict=True))
-        self.has_parents = True
+        self.has_looked = True
 
     def place(self) -> Pieces[list[Wait]]:
         """In pieces: sets the home of each, and returns the prompts to wait for."""
@@ -236,8 +229,12 @@ class Creation:
     # where an attempt has failed
 
     async def recover(self, outcome: Outcome, error: Exception) -> None:
-        """Locates parents that have moved; else excludes the engines that failed, where others can
-        do their work. Raises `error` where none can."""
+        """Looks again for an id that was made since the look, and locates parents that have moved;
+        else excludes the engines that failed, where others can do their work. Raises `error` where
+        none can."""
+        if self.shared_ids and self.has_looked and is_taken(error):
+            await self.look_again(list(self.shared_ids))
+            return
         if not self.errors:
             raise error
         unknown = {name for one in self.errors.values() for name in unknown_ids(one)}
@@ -246,18 +243,27 @@ class Creation:
             await self.locator.find(moved, self.call.tenant)
             if not may_retry:
                 raise SequenceMoving(moved)
-            self.has_parents = False
+            self.has_looked = False
             await asyncio.sleep(RETRY_PAUSE_S)
             return
         failed = self.errors.keys()
         self.excluded |= failed
-        self.is_unclear |= any(isinstance(one, AnswerLost) for one in self.errors.values())
         bound = {home.tag for home in self.parents.values()}
         bound |= {home.tag for home in self.homes if not isinstance(home, Engine)}
         may_retry = all(outcome_of(one) in NEXT_ENGINE for one in self.errors.values())
         if bound & failed or not may_retry or not self.placer.candidates(self.excluded):
             await self.check_parents()
             raise error
+
+    async def look_again(self, ids: list[str]) -> None:
+        """Prepares another look for chosen ids. Of doors that make one at once each may have found
+        another's: the first to try again makes it. Where this call may have made it, at an engine
+        whose session has ended, it is not confirmed, and looks as if it moved. Raises
+        SequenceMoving."""
+        if not self.call.may_retry():
+            raise SequenceMoving(ids)
+        self.has_looked = False
+        await asyncio.sleep(random.uniform(0.0, RETRY_PAUSE_S + self.call.retrying_s))
 
     async def check_parents(self) -> None:
         """Raises LostSequence for parents that were lost with their engine, NotReady while that may
@@ -272,6 +278,13 @@ class Creation:
         self.members.check_reachable(tags)
         if lost:
             raise LostSequence(list(lost))
+
+
+def is_taken(error: Exception) -> bool:
+    """Whether a door, or an engine, has found that an id is taken."""
+    if isinstance(error, ProblemText):
+        return bool(error.problem["code"] == "sequence_exists")
+    return isinstance(error, SequenceExists)
 
 
 def request_for(home: Home, new: list[New]) -> tuple[Fields, dict[str, Array]]:

@@ -3,10 +3,10 @@ the cluster's own events, made from the engines'."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from itertools import islice
 from typing import Any, Final
 
@@ -14,6 +14,7 @@ import numpy as np
 from attnd.wire.dtypes import Array
 
 from service.cluster.placement.inflight_prompts import InflightPrompt
+from service.cluster.routing.replies import run_in_background
 from service.core.prefix.keys import Prefix, as_keys, root_key
 from service.core.prefix.named_pages import POOL
 from service.image.json_pieces import Pieces
@@ -32,20 +33,17 @@ KEYS_PER_PIECE: Final = 1024
 Event = dict[str, Any]
 Expected = tuple[str, float, InflightPrompt | None]
 """The tag of a page's future engine, until when it is expected, and the prompt that brings it."""
-NO_TAGS: Final[frozenset[str]] = frozenset()
 NOT_EXPECTED: Final[Expected] = ("", 0.0, None)
 
 
 class Prefixes:
-    """The tags of the engines that have each page of one namespace."""
+    """The pages of one namespace that each engine has."""
 
-    __slots__ = ("below", "engines_with", "expected", "log")
+    __slots__ = ("expected", "log", "pages")
 
     def __init__(self) -> None:
-        self.engines_with: dict[str, frozenset[str]] = {}
-        """In their pools."""
-        self.below: dict[str, dict[str, frozenset[str]]] = {"CPU": {}, "DISK": {}}
-        """In their lower tiers, by medium."""
+        self.pages: dict[str, dict[str, set[str]]] = {POOL: {}, "CPU": {}, "DISK": {}}
+        """By medium (an engine's pool and its lower tiers) and the engine's tag."""
         self.expected: dict[str, Expected] = {}
         """The oldest first."""
         self.log = EventLog()
@@ -53,54 +51,51 @@ class Prefixes:
     def add(self, tag: str, event: Event) -> None:
         """Adds an event of an engine. The cluster has an event of its own where no engine had a
         page in its pool before, or none has it there any more."""
-        if (below := self.below.get(event.get("medium", POOL))) is not None:
-            for key in event["page_keys"]:
-                tags = below.get(key, NO_TAGS)
-                left = tags | {tag} if event["type"] == "stored" else tags - {tag}
-                if left:
-                    below[key] = shared_set(left)
-                else:
-                    below.pop(key, None)
-            return
-        match event["type"]:
-            case "stored":
-                keys = event["page_keys"]
-                is_news = any(key not in self.engines_with for key in keys)
-                for key in keys:
-                    there = self.engines_with.get(key, NO_TAGS)
-                    self.engines_with[key] = shared_set(there | {tag})
-                    self.expected_no_more(tag, key)
-                if is_news:
-                    self.log.add(event)
-            case "removed":
-                self.remove(tag, event["page_keys"], event["namespace"])
-            case "cleared":
-                self.forget(tag, event["namespace"])
+        namespace, medium = event["namespace"], event.get("medium", POOL)
+        there = self.pages[medium].setdefault(tag, set())
+        match event:
+            case {"type": "stored", "page_keys": keys}:
+                if medium == POOL:
+                    self.expected_no_more(tag, keys)
+                    if not all(map(self.is_in_a_pool, keys)):
+                        self.log.add(event)
+                there.update(keys)
+            case {"type": "removed", "page_keys": keys}:
+                removed = [key for key in keys if key in there]
+                there.difference_update(removed)
+                if medium == POOL:
+                    self.expected_no_more(tag, keys)
+                    self.log_removed(removed, namespace)
+            case {"type": "cleared"}:
+                self.forget(tag, namespace)
+
+    def is_in_a_pool(self, key: str) -> bool:
+        return any(key in pages for pages in self.pages[POOL].values())
 
     def forget(self, tag: str, namespace: str) -> None:
-        """Removes all pages of an engine, which has lost them or will list them again."""
-        before = self.engines_with
-        for key in [key for key, one in self.expected.items() if one[0] == tag]:
-            if tag in before.get(key, NO_TAGS):
-                del self.expected[key]
-        self.engines_with = without(tag, before)
-        if len(self.engines_with) < len(before):
-            self.log_removed([key for key in before if key not in self.engines_with], namespace)
-        self.below = {medium: without(tag, there) for medium, there in self.below.items()}
+        """Removes all pages of an engine, which has lost them or will list them again. All but the
+        first of many are freed in the background: a million takes a second."""
+        lost = {medium: by_tag.pop(tag, set()) for medium, by_tag in self.pages.items()}
+        found = [key for key, (of, *_) in self.expected.items() if of == tag and key in lost[POOL]]
+        self.expected_no_more(tag, found)
+        freeing = self.free(lost, namespace)
+        for _ in freeing:
+            run_in_background(rest_of(freeing))
+            break
 
-    def remove(self, tag: str, keys: Iterable[str], namespace: str) -> None:
-        removed: list[str] = []
-        for key in keys:
-            self.expected_no_more(tag, key)
-            left = self.engines_with.get(key, NO_TAGS) - {tag}
-            if left:
-                self.engines_with[key] = shared_set(left)
-            elif self.engines_with.pop(key, None) is not None:
-                removed.append(key)
-        self.log_removed(removed, namespace)
+    def free(self, lost: Mapping[str, set[str]], namespace: str) -> Pieces[None]:
+        """In pieces: frees pages that an engine has lost, by medium, and logs those of its pool."""
+        for medium, pages in lost.items():
+            while pages:
+                some = [pages.pop() for _ in range(min(len(pages), KEYS_PER_PIECE))]
+                if medium == POOL:
+                    self.log_removed(some, namespace)
+                if pages:
+                    yield
 
     def log_removed(self, removed: Sequence[str], namespace: str) -> None:
-        """No engine has these pages in its pool any more."""
+        """Logs those of the pages that an engine has lost which no other has in its pool."""
+        removed = [key for key in removed if not self.is_in_a_pool(key)]
         for first in range(0, len(removed), PAGES_PER_EVENT):
             some = removed[first : first + PAGES_PER_EVENT]
             event = {"type": "removed", "namespace": namespace, "page_keys": some}
@@ -121,10 +116,11 @@ class Prefixes:
                 break
             del expected[oldest]
 
-    def expected_no_more(self, tag: str, key: str) -> None:
-        """An event of the engine has replaced the expectation."""
-        if key in self.expected and self.expected[key][0] == tag:
-            del self.expected[key]
+    def expected_no_more(self, tag: str, keys: Iterable[str]) -> None:
+        """Events of the engine have replaced the expectation."""
+        for key in keys:
+            if key in self.expected and self.expected[key][0] == tag:
+                del self.expected[key]
 
     def matched(
         self, keys: Iterable[bytes], now: float = 0.0
@@ -134,18 +130,18 @@ class Prefixes:
         engine has."""
         found: dict[str, int] = {}
         loaded: Counter[str] = Counter()
-        left: frozenset[str] | None = None
+        left: set[str] | None = None
+        _, *lower = self.pages.values()
         for count, key in enumerate(keys, 1):
             name = key.hex()
-            pool = tags = self.tags(name, now)
-            for there in self.below.values():
-                if name in there:
-                    tags = tags | there[name]
-            left = tags if left is None or left is tags else left & tags
+            tags = pool = self.tags(name, now, left)
+            if any(lower):
+                below = {tag for one in lower for tag, pages in one.items() if name in pages}
+                tags = pool | below
+            left = tags if left is None else left & tags
             if not left:
                 break
-            for tag in left:
-                found[tag] = count
+            found |= dict.fromkeys(left, count)
             if tags is not pool:
                 loaded.update(left - pool)
             if count % KEYS_PER_PIECE == 0:
@@ -158,31 +154,26 @@ class Prefixes:
         if not self.expected:
             return len(keys), None
         count = len(keys)
-        media = (self.engines_with, *self.below.values())
-        while count and all(tag not in one.get(keys[count - 1].hex(), NO_TAGS) for one in media):
+        there = [by_tag[tag] for by_tag in self.pages.values() if tag in by_tag]
+        while count and all(keys[count - 1].hex() not in pages for pages in there):
             count -= 1
         if count == len(keys):
             return count, None
         return count, self.expected.get(keys[count].hex(), NOT_EXPECTED)[2]
 
-    def tags(self, key: str, now: float) -> frozenset[str]:
-        there = self.engines_with.get(key, NO_TAGS)
-        if not self.expected:
-            return there
+    def tags(self, key: str, now: float, among: Iterable[str] | None) -> set[str]:
+        """The engines of these (None: of all) that have a page in their pools, or any one that is
+        expected to."""
+        pools = self.pages[POOL]
+        there = {tag for tag in (pools if among is None else among) if key in pools.get(tag, ())}
         tag, until, _ = self.expected.get(key, NOT_EXPECTED)
-        return there | {tag} if until > now and tag not in there else there
+        return there | {tag} if until > now else there
 
 
-def without(tag: str, there: Mapping[str, frozenset[str]]) -> dict[str, frozenset[str]]:
-    """The pages that other engines have: half a second for a million."""
-    left = {tags: shared_set(tags - {tag}) for tags in set(there.values())}
-    return {key: others for key, tags in there.items() if (others := left[tags])}
-
-
-@lru_cache(maxsize=4096)
-def shared_set(tags: frozenset[str]) -> frozenset[str]:
-    """The same object for equal sets: millions of pages are on few engines."""
-    return tags
+async def rest_of(pieces: Pieces[None]) -> None:
+    """The rest of some work, one piece in a pass of the loop."""
+    for _ in pieces:
+        await asyncio.sleep(0)
 
 
 class EventLog:

@@ -2,7 +2,8 @@
 
 A door looks for an id before it makes the sequence and again afterwards, so of two doors that make
 the same id at once at least one sees the other's. Meanwhile the new sequence answers no calls, and
-no drain moves it: then the door confirms it, or deletes it. Where the door dies, it expires.
+no drain moves it: then the door confirms it, or deletes it and looks again, after a random pause.
+Where the door dies, it expires.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from service.engine.store.event_history import PAGES_AN_EVENT, EventHistory
 from service.errors import NotReady
 from service.metrics import MOST_ENGINES, Metrics
 from tests.cluster.fake_engines import INFO, fake_cluster
+from tests.cluster.harness import num_pages
 
 
 async def test_a_door_that_is_ready_stays_ready_while_an_engine_that_joins_starts() -> None:
@@ -93,7 +94,7 @@ async def test_one_poll_reads_all_events_of_long_prompts(monkeypatch: pytest.Mon
         members, member = cluster.router.members, cluster.router.members.by_name["a"]
         known = members.prefixes_of("default")
         await polling.read_events(members, member, cluster.engine_of("a"), "default")
-        assert len(known.engines_with) == num_prompts * PAGES_AN_EVENT
+        assert num_pages(known, "GPU") == num_prompts * PAGES_AN_EVENT
         before = questions
         history.hear(Stored("default", rng.bytes(KEY_BYTES), bytes(KEY_BYTES), None))
         await polling.read_events(members, member, cluster.engine_of("a"), "default")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from service.cluster.membership.engine import Engine
 from service.cluster.placement.creation import Creation
 from service.cluster.placement.unique_ids import UniqueIds
 from tests.cluster.harness import DIM, FLOAT, HEADS, PAGE, THREE, Cluster, another_door
@@ -31,6 +32,19 @@ def before_the_check(monkeypatch: pytest.MonkeyPatch, work: Before) -> None:
         await confirm(unique, made, chosen)
 
     monkeypatch.setattr(UniqueIds, "confirm", late)
+
+
+def without_the_first_looks(monkeypatch: pytest.MonkeyPatch, count: int = 1) -> None:
+    """The next calls find no id taken before they make their sequences."""
+    refuse_taken = UniqueIds.refuse_taken
+
+    async def late(unique: UniqueIds, ids: Any) -> None:
+        nonlocal count
+        count -= 1
+        if count < 0:
+            await refuse_taken(unique, ids)
+
+    monkeypatch.setattr(UniqueIds, "refuse_taken", late)
 
 
 async def move(door: Cluster, to: str, source: str = SOURCE) -> None:
@@ -79,20 +93,60 @@ async def test_of_two_equal_ids_that_are_made_at_once_one_is_left(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with another_door(cluster) as second:
-        other: list[int] = []
+        other: list[asyncio.Task[Any]] = []
 
         async def rival() -> None:
             second.only_on(SECOND)
-            made = await second.call("create_sequences", {"sequences": [{"id": "same"}]})
-            other.append(made.status)
+            new = {"sequences": [{"id": "same"}]}
+            other.append(asyncio.create_task(second.call("create_sequences", new)))
+            await asyncio.sleep(0.3)
 
         before_the_check(monkeypatch, rival)
         cluster.only_on(SOURCE)
-        monkeypatch.setattr(UniqueIds, "refuse_taken", lambda *_: asyncio.sleep(0))
+        without_the_first_looks(monkeypatch, 2)
         made = await cluster.call("create_sequences", {"sequences": [{"id": "same"}]})
         cluster.only_on()
-        assert sorted([made.status, *other]) == [201, 409]
+        assert (made.status, (await other[0]).status) == (201, 409)
         assert len(await holders(cluster, "same")) == 1
+
+
+@THREE
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_of_two_doors_that_find_each_others_new_sequence_one_makes_it(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """Also where each has made it at one of two engines, which refused it to the other."""
+    confirm, ask, both = UniqueIds.confirm, Engine.ask, asyncio.Barrier(2)
+    num_confirmed = num_asked = 0
+
+    async def at_once(unique: UniqueIds, made: Any, chosen: Any) -> None:
+        nonlocal num_confirmed
+        num_confirmed += 1
+        if num_confirmed <= 2:
+            await both.wait()
+        await confirm(unique, made, chosen)
+
+    async def crossed(engine: Engine, call: Any, fields: Any, arrays: Any = None) -> Any:
+        nonlocal num_asked
+        num_asked += call.operation.name == "create_sequences"
+        if num_asked in (2, 3):  # the first door's second engine, the second one's first engine
+            await asyncio.sleep(0.2)
+        return await ask(engine, call, fields, arrays)
+
+    without_the_first_looks(monkeypatch, 2)
+    if ranks == 1:
+        monkeypatch.setattr(UniqueIds, "confirm", at_once)
+    else:
+        monkeypatch.setattr(Engine, "ask", crossed)
+    async with another_door(cluster) as second:
+        doors = (cluster, (SOURCE, SECOND)[:ranks]), (second, (SECOND, SOURCE)[:ranks])
+        for door, engines in doors:
+            door.only_on(*engines)
+        new = {"sequences": [{"id": "same", "ranks": ranks}]}
+        made = await asyncio.gather(*(door.call("create_sequences", new) for door, _ in doors))
+        cluster.only_on()
+        assert sorted(one.status for one in made) == [201, 409]
+        assert len(await holders(cluster, "same")) == ranks
 
 
 @THREE
@@ -116,16 +170,16 @@ async def test_calls_for_an_id_that_a_door_makes_a_second_time_are_for_the_first
         second.only_on(SECOND)
         await second.ok("create_sequences", {"sequences": [{"id": "same"}]})
         before_the_check(monkeypatch, call)
-        monkeypatch.setattr(UniqueIds, "refuse_taken", lambda *_: asyncio.sleep(0))
+        without_the_first_looks(monkeypatch)
         cluster.only_on(SOURCE)
         made = await cluster.call("create_sequences", {"sequences": [{"id": "same"}]})
         cluster.only_on()
-        assert (made.status, (await calls[0]).status // 100) == (409, 2)
+        assert (await calls[0]).status // 100 == 2
         left = await cluster.call("get_sequence", {"id": "same"})
         if name == "append":
-            assert left.fields["lengths"][0] == 1
-        else:
-            assert left.status == 404
+            assert (made.status, left.fields["lengths"][0]) == (409, 1)
+        else:  # the second look comes before or after the deletion
+            assert (made.status, left.status) in [(409, 404), (201, 200)]
 
 
 @THREE

@@ -141,9 +141,9 @@ async def test_new_sequences_with_long_prompts_share_the_loop_with_others(
     known.add(cluster.router.members.engines[0].tag, event)
     tags = Prefixes.tags
 
-    def counted(self: Prefixes, key: str, now: float) -> Any:
+    def counted(self: Prefixes, key: str, *more: Any) -> Any:
         looked_up[number] += 1
-        return tags(self, key, now)
+        return tags(self, key, *more)
 
     monkeypatch.setattr(Prefixes, "tags", counted)
     new = {"sequences": [{"prefix": {"token_ids": ids}}] * 10}
@@ -222,6 +222,26 @@ def test_a_lost_engine_has_nothing() -> None:
     known.forget("a", "default")
     assert matched(known, iter(KEYS))[0] == {"b": 1}
     assert {one["namespace"] for one in known.log.events} == {"default"}
+
+
+async def test_a_lost_engines_pages_are_forgotten_at_once_and_freed_in_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefixes, "KEYS_PER_PIECE", 2)
+    known = Prefixes()
+    known.add("a", stored(0, 1, 2, 3, 4, 5, 6, 7))
+    known.add("b", stored(0, 1, 2))
+    known.forget("a", "default")
+    assert matched(known, KEYS)[0] == {"b": 3}
+    freed: list[int] = []
+    while freed == [] or len(asyncio.all_tasks()) > 1:
+        freed.append(sum(len(pages) for kind, pages in logged(known) if kind == "removed"))
+        known.add("a", stored(3) | {"type": "stored"})  # it is back, with one of them
+        await asyncio.sleep(0)
+    assert freed[0] <= 2 and freed == sorted(freed) and len(freed) >= 3
+    gone = [page for kind, pages in logged(known) if kind == "removed" for page in pages]
+    assert sorted({*gone} - {3}) == [4, 5, 6, 7] and len(gone) <= 5
+    assert matched(known, KEYS[3:])[0] == {"a": 1}
 
 
 def test_the_cluster_stores_with_the_first_engine_and_removes_with_the_last() -> None:

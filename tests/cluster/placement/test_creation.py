@@ -197,18 +197,22 @@ async def test_an_id_that_another_door_makes_meanwhile_is_made_by_neither(
         await cluster.ok("get_sequence", {"id": "same"})
 
 
-async def test_an_id_that_its_own_call_may_have_made_already_is_a_503_and_not_taken() -> None:
+async def test_an_id_that_its_own_call_may_have_made_already_is_a_503_and_not_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("service.cluster.membership.engine.RETRY_BUDGET_S", 0.1)
     async with fake_cluster("ab") as cluster:
         cluster.engine_of("a").load, cluster.engine_of("b").load = Load(free=1000), Load(free=900)
         link = cluster.links["a"]
 
         async def makes_and_breaks() -> None:
             link.create(link.calls("create_sequences")[-1]["sequences"])
+            link.do_next("get_sequence", *[SequenceMoving(["one"])] * 1000)  # not confirmed
             raise AnswerLost("the session ended")
 
         link.do_next("create_sequences", makes_and_breaks)
         status, problem = await create(cluster, {"id": "one"})
-        assert (status, problem["code"]) == (503, "not_ready")
+        assert (status, problem["code"]) == (503, "sequence_moving")
         assert cluster.ids_at() == {"a": {"one"}, "b": set()}, "it expires at a"
 
 
@@ -302,15 +306,15 @@ async def test_tensors_of_a_call_are_divided_among_its_engines() -> None:
     async with fake_cluster("ab") as cluster:
         known = cluster.router.members.prefixes_of("default")
         sums = np.concatenate([[0], np.cumsum(counts)])
-        from service.cluster.placement.prefixes import chained_keys, prefix_of
+        from service.cluster.placement.prefixes import POOL, chained_keys, prefix_of
         from service.operations.schema.page_names import PageNames
 
         for index, tag in ((0, 8 * "b"), (2, 8 * "b"), (3, 8 * "a")):
             part = ids[sums[index] : sums[index + 1]]
             prefix = prefix_of(PageNames(cache_salt=""), {"token_ids": part})
             assert prefix is not None
-            for key in chained_keys(prefix, "default", PAGE):
-                known.engines_with[key.hex()] = frozenset({tag})
+            keys = {key.hex() for key in chained_keys(prefix, "default", PAGE)}
+            known.pages[POOL].setdefault(tag, set()).update(keys)
         new = [{"prefix": {}}, {"id": "x", "parent": "of-b"}, {"prefix": {}}, {"prefix": {}}]
         cluster.links["b"].ids.add("of-b")
         fields = {"sequences": new, "prefix_indptr": sums.tolist()}

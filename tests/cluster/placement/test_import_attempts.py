@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from service.cluster.placement.cost import Load
-from service.cluster.placement.prefixes import chained_keys, prefix_of
+from service.cluster.placement.prefixes import POOL, chained_keys, prefix_of
 from service.errors import InvalidRequest, NotReady, OutOfPages, SequenceMoving
 from service.operations.schema.page_names import PageNames
 from tests.cluster.fake_engines import FakeCluster, fake_cluster
@@ -82,8 +82,8 @@ async def test_an_import_begins_where_its_pages_are_cached() -> None:
     assert prefix is not None
     async with fake_cluster("abc") as cluster:
         known = cluster.router.members.prefixes_of("default")
-        for key in chained_keys(prefix, "default", PAGE):
-            known.engines_with[key.hex()] = frozenset({8 * "b"})
+        keys = {key.hex() for key in chained_keys(prefix, "default", PAGE)}
+        known.pages[POOL][8 * "b"] = keys
         begin = BEGIN | {"header": HEADER | {"num_named": 8}}
         await step(cluster, "new", begin, token_ids=ids)
         assert begun_at(cluster, "new") == ["b"]

@@ -9,7 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.cluster.harness import DIM, FLOAT, HEADS, LAYERS, PAGE, PAGES, SETTINGS, Cluster
+from tests.cluster.harness import (
+    DIM,
+    FLOAT,
+    HEADS,
+    LAYERS,
+    PAGE,
+    PAGES,
+    SETTINGS,
+    Cluster,
+    num_pages,
+)
 from tests.cluster.local_engines import LocalEngines, local_engines
 
 LENGTH = 8 * PAGE
@@ -56,8 +66,8 @@ async def test_a_prompt_in_an_engines_host_memory_goes_there_and_is_loaded(
     cluster.only_on()
     known = cluster.router.members.prefixes["default"]
     pages = 8 * len(prompts)
-    await cluster.until(lambda: len(known.below["CPU"]) >= pages - PAGES, "events of copies")
-    await cluster.until(lambda: len(known.engines_with) <= PAGES, "events of evictions")
+    await cluster.until(lambda: num_pages(known, "CPU") >= pages - PAGES, "events of copies")
+    await cluster.until(lambda: num_pages(known, "GPU") <= PAGES, "events of evictions")
     found = await keep(cluster, prompts[0])
     assert (found["home"], found["cached_len"]) == ("engine-1", LENGTH)
     assert found["cached"]["host"] == LENGTH
@@ -82,6 +92,6 @@ async def test_a_prompt_on_an_engines_disk_since_before_its_start_goes_there(
     await cluster.until(lambda: len(members.engines) == 2, "the engine is back")
     cluster.only_on()
     known = members.prefixes["default"]
-    await cluster.until(lambda: len(known.below["DISK"]) == 8, "events of records")
+    await cluster.until(lambda: num_pages(known, "DISK") == 8, "events of records")
     found = await keep(cluster, ids)
     assert (found["home"], found["cached"]["disk"]) == ("engine-1", LENGTH)

@@ -27,6 +27,7 @@ from tests.cluster.harness import (
     PAGES,
     SETTINGS,
     Cluster,
+    num_pages,
     rows,
 )
 from tests.cluster.local_engines import LocalEngines
@@ -195,7 +196,7 @@ async def test_prompts_that_begin_alike_go_to_the_same_engine(cluster: Cluster) 
         await cluster.ok("delete_sequence", {"id": name})
     cluster.only_on()
     known = cluster.router.members.prefixes["default"]
-    await cluster.until(lambda: len(known.engines_with) == 20, "the events of all commits")
+    await cluster.until(lambda: num_pages(known, "GPU") == 20, "the events of all commits")
     for ids, home in zip(prompts, homes, strict=True):
         new = {"prefix": {"token_ids": [*ids, 9, 9, 9, 9]}}
         made = await cluster.fields("create_sequences", {"sequences": [new]})
