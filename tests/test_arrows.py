@@ -59,8 +59,8 @@ PRODUCT: Final = ("service/*", "kernels/*", "config/*", "client/*")
 EXTRAS: Final = ("client/src/attnd/torch/*", "client/src/attnd/transformers/*")
 """Parts of the client that need torch."""
 ONLY: Final = {
-    "xxhash": ("service/tiers/records.py", "kernels/digests.py"),
-    "sqlite3": ("service/tiers/record_store.py",),
+    "xxhash": ("service/tiers/index.py", "service/tiers/records.py", "kernels/digests.py"),
+    "sqlite3": ("service/tiers/index.py",),
     "grpc google": ("service/doors/grpc/*",),
     "ray": ("service/cluster/ray/*",),
     "zmq msgspec": ("service/doors/zmq/*",),

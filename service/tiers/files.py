@@ -17,14 +17,21 @@ class Files:
     """Reads and writes files of one directory; every method can raise `OSError`."""
 
     def make_directory(self, path: Path) -> None:
-        """Make a directory, and those above it, that only its owner can read."""
+        """Make a directory that only its owner, this process's user, can read."""
         path.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+        check_owner(path.stat())
         path.chmod(DIRECTORY_MODE)
 
     def open(self, path: Path) -> int:
-        """The descriptor of a file that only its owner can read, made if it does not exist."""
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
-        os.fchmod(fd, FILE_MODE)
+        """The descriptor of a file that only its owner, this process's user, can read, made if it
+        does not exist."""
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
+        try:
+            check_owner(os.fstat(fd))
+            os.fchmod(fd, FILE_MODE)
+        except OSError:
+            os.close(fd)
+            raise
         return fd
 
     def lock(self, fd: int) -> None:
@@ -49,6 +56,12 @@ class Files:
             return os.path.samestat(os.fstat(fd), path.stat())
         except FileNotFoundError:
             return False
+
+
+def check_owner(found: os.stat_result) -> None:
+    """Raises `PermissionError` where another user could read what is written."""
+    if found.st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, f"it belongs to user {found.st_uid}")
 
 
 def read_all(files: Files, fd: int, into: memoryview, offset: int) -> int:

@@ -7,12 +7,14 @@ import os
 import random
 import shutil
 import signal
+import sqlite3
 import stat
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -209,6 +211,26 @@ def test_only_the_owner_can_read_the_files(store: RecordStore) -> None:
     assert {stat.S_IMODE(one.stat().st_mode) for one in store.path.iterdir()} == {0o600}
 
 
+def test_a_directory_of_another_user_is_refused(
+    store: RecordStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner could read what is written there."""
+    store.close()
+    owner = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    with pytest.raises(StoreUnavailable, match=f"belongs to user {owner}: name another path"):
+        RecordStore(store.path, ROOM, LAYOUT)
+
+
+def test_a_link_in_place_of_a_file_is_not_followed(store: RecordStore, tmp_path: Path) -> None:
+    store.close()
+    data = store.path / f"{LAYOUT.block_bytes}.data"
+    data.rename(tmp_path / "elsewhere")
+    data.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StoreUnavailable, match="symbolic links"):
+        RecordStore(store.path, ROOM, LAYOUT)
+
+
 def test_a_second_service_is_refused_in_one_line(store: RecordStore) -> None:
     with pytest.raises(StoreUnavailable, match="another service uses it: name another path") as no:
         RecordStore(store.path, ROOM, LAYOUT)
@@ -264,14 +286,14 @@ def test_rows_are_gone_for_good_before_their_places_are_written_to(
     """SQLite syncs its log only where `synchronous` is full."""
     put(store, *range(8))
     statements: list[str] = []
-    store._index.set_trace_callback(statements.append)
+    store._index._db.set_trace_callback(statements.append)
     if how == "put":
         put(store, 8)
     elif how == "drop":
         store.drop(store.records()[:1])
     else:
         store.clear("a")
-    store._index.set_trace_callback(None)
+    store._index._db.set_trace_callback(None)
     deleted = next(at for at, one in enumerate(statements) if one.startswith("delete"))
     levels = [one for one in statements[:deleted] if "synchronous" in one]
     assert levels[-1] == "pragma synchronous = full"
@@ -280,11 +302,11 @@ def test_rows_are_gone_for_good_before_their_places_are_written_to(
 def test_a_clear_erases_where_the_index_cannot_be_written(store: RecordStore) -> None:
     """And the next one removes its rows: else a restart would find records that are zeros."""
     put(store, 1)
-    store._index.execute("pragma query_only = on")
+    store._index._db.execute("pragma query_only = on")
     with pytest.raises(OSError, match="readonly"):
         store.clear("a")
     assert SECRET not in data_of(store)
-    store._index.execute("pragma query_only = off")
+    store._index._db.execute("pragma query_only = off")
     store.clear("a")
     again = reopened(store)
     assert kept(again) == []
@@ -481,6 +503,68 @@ def test_a_damaged_index_is_replaced_by_an_empty_one(store: RecordStore) -> None
     again.clear("another")
     assert SECRET not in data_of(again)
     put(again, 1)
+    assert get(again, 1) == payload_of(1)
+    assert {stat.S_IMODE(one.stat().st_mode) for one in again.path.iterdir()} == {0o600}
+    again.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "update records set namespace = cast(namespace as blob)",
+        "update records set namespace = 'b'",
+        "update records set tag = x'00'",
+        "update notes set value = cast(value as blob)",
+        "update notes set name = 'quota/b'",
+    ],
+)
+def test_damaged_entries_of_the_index_are_ignored(store: RecordStore, change: str) -> None:
+    put(store, *range(8))
+    store.note("quota/a", "text")
+    store.close()
+    index = sqlite3.connect(store.path / f"{LAYOUT.block_bytes}.index")
+    with index:
+        index.execute(change)
+    index.close()
+    again = RecordStore(store.path, 2 * ROOM, LAYOUT)
+    assert (len(kept(again)), len(again.notes())) == ((8, 0) if "notes" in change else (0, 1))
+    again.clear("another")
+    assert (SECRET in data_of(again)) == ("notes" in change), "their namespace is not known"
+    again.close()
+
+
+def test_flipped_bits_in_the_index_cost_records_at_most(store: RecordStore) -> None:
+    put(store, 1, 2, 3)
+    put(store, 4, namespace="b")
+    store.note("quota/a", "text")
+    store.close()
+    data, index = (store.path / f"{LAYOUT.block_bytes}.{kind}" for kind in ("data", "index"))
+    good, payloads, order = index.read_bytes(), data.read_bytes(), random.Random(2)
+    for _ in range(FLIPS // 20):
+        flipped = bytearray(good)
+        flipped[order.randrange(len(good))] ^= 1 << order.randrange(8)
+        index.write_bytes(flipped)
+        again = RecordStore(store.path, ROOM, LAYOUT)
+        assert again.notes() in ({}, {"quota/a": "text"})
+        assert all(get(again, number) in (None, payload_of(number)) for number in range(1, 5))
+        with suppress(OSError):  # the index is damaged where it was not read
+            again.clear("a")
+            assert get(again, 4) in (None, payload_of(4))
+            again.clear("b")
+        again.close()
+        assert SECRET not in data.read_bytes()
+        data.write_bytes(payloads)
+
+
+def test_an_index_that_cannot_be_opened_now_is_not_replaced(store: RecordStore) -> None:
+    put(store, 1)
+    store.close()
+    in_the_way = store.path / f"{LAYOUT.block_bytes}.index-wal"
+    in_the_way.mkdir()
+    with pytest.raises(StoreUnavailable, match="unable to open"):
+        RecordStore(store.path, ROOM, LAYOUT)
+    in_the_way.rmdir()
+    again = RecordStore(store.path, ROOM, LAYOUT)
     assert get(again, 1) == payload_of(1)
     again.close()
 

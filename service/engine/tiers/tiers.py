@@ -326,7 +326,7 @@ class Tiers:
 
         def cleared(error: OSError | None = None) -> None:
             self.report()
-            done(error)
+            done(error if self.disk or self._lost_disk else None)
 
         self.copier.write_down(waits=False)
         self._run_on_disk(lambda disk: disk.clear(namespace), cleared, cleared)

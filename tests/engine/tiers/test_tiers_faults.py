@@ -125,13 +125,17 @@ def test_a_clear_reaches_a_disk_that_is_off(tmp_path: Path) -> None:
     run(next_start, on_disk(tmp_path))
 
 
-def test_a_disk_whose_directory_was_removed_has_nothing_to_erase(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_disk_whose_directory_was_removed_has_nothing_to_erase(
+    tmp_path: Path, is_known: bool
+) -> None:
     async def scenario(caller: Caller) -> None:
         await fill(caller)
         await settle(caller)
         shutil.rmtree(tmp_path)
-        await fill(caller, PROMPTS[6:9])
-        await until(lambda: caller.metric('attnd_tier_up{tier="disk"}') == 0)
+        if is_known:
+            await fill(caller, PROMPTS[6:9])
+            await until(lambda: caller.metric('attnd_tier_up{tier="disk"}') == 0)
         await caller.call("clear")
         assert await check_all(caller) == [0] * 6
 

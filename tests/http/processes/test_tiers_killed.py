@@ -62,6 +62,7 @@ def check(client: httpx.Client, number: int) -> None:
     client.delete("/v1/sequences/check")
 
 
+@pytest.mark.timeout(300 + 60 * ROUNDS)
 def test_durable_commits_survive_kills_under_load(tmp_path: Path) -> None:
     given = ("--cache.disk-path", str(tmp_path), "--cache.disk-bytes", str(2**28))
     given += ("--cache.model", "m@1", "--cache.write", "commit")

@@ -1,0 +1,148 @@
+"""The index of a record store: rows and notes in a SQLite database, which is read at the start.
+
+Each has a digest, so that a flipped bit costs one of them and nothing more.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import sqlite3
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from xxhash import xxh3_64_digest
+
+LOG: Final = logging.getLogger("attnd.tiers")
+SCHEMA: Final = """
+create table if not exists records (slot integer primary key, key blob, stamp blob,
+    namespace text, tag blob, digest blob, rank integer, used integer);
+create table if not exists notes (name text primary key, value text, digest blob);
+"""
+ROWS: Final = (
+    "select slot, key, stamp, namespace, tag, cast(rank as integer), cast(used as integer) as at,"
+    " digest from records order by at"
+)
+DELETE: Final = "delete from records where slot = ?"
+FAILED: Final = (sqlite3.Error, UnicodeDecodeError)
+"""The latter for a message about a damaged text."""
+DAMAGED: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
+"""Errors of an index that cannot be read again; after others, such as a full disk, it can."""
+
+
+Row = tuple[int, bytes, bytes, str, bytes, int, int]
+"""Slot, key, stamp, namespace and tag of a record; its rank; and a number that grows with each
+use."""
+
+
+class Index:
+    """Belongs to one thread at a time. Its changes raise `OSError`."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the index, or an empty one in place of a damaged one. Raises `OSError`."""
+        self.path = path
+        self.rows: list[Row] = []
+        """Of the start, the least recently used first."""
+        self.notes: dict[str, str] = {}
+        with self._errors():
+            try:
+                self._open()
+            except FAILED as error:
+                self.close()
+                if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF not in DAMAGED:
+                    raise
+                LOG.warning("%s is damaged (%s): its records are ignored", path, error)
+                for one in path.parent.glob(f"{path.name}-*"):
+                    one.unlink()
+                os.truncate(path, 0)  # with its mode
+                self.rows.clear()
+                self._open()
+
+    def _open(self) -> None:
+        self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
+        self._db.text_factory = lambda text: text.decode(errors="replace")
+        self._db.executescript(f"pragma journal_mode = wal; pragma secure_delete = on; {SCHEMA}")
+        damaged: list[int] = []
+        for row in self._db.execute(ROWS):
+            try:
+                is_intact = row[7] == row_digest(*row[:5])
+            except (TypeError, AttributeError, OverflowError):
+                is_intact = False
+            if is_intact:
+                self.rows.append(row[:7])
+            else:
+                damaged.append(row[0])
+        notes = self._db.execute("select name, value, digest from notes").fetchall()
+        self.notes = {name: text for name, text, known in notes if known == note_digest(name, text)}
+        if count := len(damaged) + len(notes) - len(self.notes):
+            LOG.warning("%d entries of %s are damaged: they are ignored", count, self.path)
+        self._db.executemany(DELETE, [(slot,) for slot in damaged])
+
+    def write(self, rows: Iterable[Row], used: Iterable[tuple[int, int, int]]) -> None:
+        """Write new rows, durably, and `used`, `rank` of the rows of some slots."""
+        new = [(*row, row_digest(*row[:5])) for row in rows]
+        with self._transaction(is_durable=bool(new)):
+            self._db.executemany("update records set used = ?, rank = ? where slot = ?", used)
+            self._db.executemany(
+                "insert or replace into records (slot, key, stamp, namespace, tag, rank, used,"
+                " digest) values (?, ?, ?, ?, ?, ?, ?, ?)",
+                new,
+            )
+
+    def delete(self, slots: Iterable[int]) -> None:
+        """Delete rows, durably before their places are written to: else they would be there again
+        after a loss of power, with the bytes of others."""
+        if rows := [(slot,) for slot in slots]:
+            with self._transaction():
+                self._db.executemany(DELETE, rows)
+
+    def clear(self, namespace: str) -> None:
+        with self._transaction():
+            self._db.execute("delete from records where namespace = ?", (namespace,))
+
+    def note(self, name: str, value: str | None) -> None:
+        with self._transaction():
+            self._db.execute("delete from notes where name = ?", (name,))
+            if value is not None:
+                row = name, value, note_digest(name, value)
+                self._db.execute("insert into notes values (?, ?, ?)", row)
+        self.notes.pop(name, None)
+        if value is not None:
+            self.notes[name] = value
+
+    def close(self) -> None:
+        with suppress(sqlite3.Error):
+            self._db.close()
+
+    @contextmanager
+    def _transaction(self, is_durable: bool = True) -> Iterator[None]:
+        with self._errors():
+            self._db.execute(f"pragma synchronous = {'full' if is_durable else 'normal'}")
+            self._db.execute("begin")
+            try:
+                yield
+                self._db.execute("commit")
+            except BaseException:
+                with suppress(sqlite3.Error):
+                    self._db.execute("rollback")
+                raise
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except FAILED as error:
+            raise OSError(errno.EIO, f"the index {self.path}: {error}") from error
+
+
+def row_digest(slot: int, key: bytes, stamp: bytes, namespace: str, tag: bytes) -> bytes:
+    """Of what does not change. Can raise TypeError, AttributeError, OverflowError for a damaged
+    row."""
+    return xxh3_64_digest(slot.to_bytes(8, "little") + key + stamp + tag + namespace.encode())
+
+
+def note_digest(name: str, value: str) -> bytes:
+    return xxh3_64_digest(f"{name}\n{value}".encode())
