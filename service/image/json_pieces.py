@@ -13,7 +13,14 @@ from json.decoder import scanstring  # type: ignore[attr-defined]
 from typing import Any, Final, TypeVar
 
 from service.errors import MalformedBody
-from service.image.json_text import DECODER, MAX_KEYS, check_counts, load_json, unique
+from service.image.json_text import (
+    DECODER,
+    MAX_KEYS,
+    check_counts,
+    load_json,
+    not_json,
+    unique,
+)
 
 T = TypeVar("T")
 Pieces = Generator[None, None, T]
@@ -62,7 +69,7 @@ def loading(text: bytes, what: str) -> Pieces[Any]:
     except RecursionError as error:
         raise MalformedBody(f"{what} is nested too deep") from error
     except ValueError as error:
-        raise MalformedBody(f"{what} is not JSON: {error}") from error
+        raise not_json(what, error) from error
     return value
 
 

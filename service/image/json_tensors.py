@@ -63,8 +63,11 @@ def read_tensors(value: object, texts: dict[str, bytes]) -> dict[str, Array]:
 
 
 def read_tensor(field: str, entry: object, texts: dict[str, bytes]) -> Array:
-    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data"}:
-        raise InvalidRequest(field, entry, "must be an object of dtype, shape and data")
+    rule = "must be an object of dtype, shape and data"
+    if not isinstance(entry, dict):
+        raise InvalidRequest(field, entry, rule)
+    if entry.keys() != {"dtype", "shape", "data"}:
+        raise InvalidRequest(field, sorted(entry), f"{rule}, and nothing else")
     name, shape, data = entry["dtype"], entry["shape"], entry["data"]
     if not isinstance(name, str) or name not in DTYPES:
         raise InvalidRequest(f"{field}.dtype", name, f"must be one of {', '.join(DTYPES)}")

@@ -63,4 +63,11 @@ def load_json(text: bytes, what: str) -> Any:
     except RecursionError as error:
         raise MalformedBody(f"{what} is nested too deep") from error
     except ValueError as error:
-        raise MalformedBody(f"{what} is not JSON: {error}") from error
+        raise not_json(what, error) from error
+
+
+def not_json(what: str, error: ValueError) -> MalformedBody:
+    """The error for text that a decoder of JSON rejects."""
+    # the other ValueError is of an integer that Python does not convert
+    is_syntax = isinstance(error, json.JSONDecodeError)
+    return MalformedBody(f"{what} is not JSON: {error if is_syntax else 'an integer is too long'}")

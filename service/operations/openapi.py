@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from pydantic.json_schema import models_json_schema
 
 from service.errors import KINDS
+from service.image.json_tensors import FLOATS, integer_range
 from service.operations.schema.fields import Fields
 from service.operations.schema.spec import Operation, Symbols, TensorSpec
 from service.operations.table import OPERATIONS
@@ -223,8 +224,9 @@ def tensor_schema(spec: TensorSpec) -> Schema:
 
 def element(dtypes: tuple[str, ...]) -> Schema:
     if dtypes == ("BOOL",):
-        return {"type": "boolean"}
-    if dtypes == ("U8",):
-        return {"type": "integer", "minimum": 0, "maximum": 255}
+        return {"anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 0, "maximum": 1}]}
+    if len(dtypes) == 1 and dtypes[0] not in FLOATS:
+        low, high = integer_range(dtypes[0])
+        return {"type": "integer", "minimum": low, "maximum": high}
     spelled = {"type": "string", "enum": ["Infinity", "-Infinity", "NaN"]}
     return {"anyOf": [{"type": "number"}, spelled]}

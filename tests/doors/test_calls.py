@@ -232,6 +232,8 @@ def test_other_media_types_are_refused(
 def test_encoded_bodies_are_refused(client: httpx.Client) -> None:
     response = post(client, "/v1/decode", b"x", content_encoding="gzip")
     assert (response.status_code, response.json()["code"]) == (415, "unsupported_media_type")
+    response = post(client, "/v1/decode", b"x", content_encoding="Identity")
+    assert (response.status_code, response.json()["code"]) == (400, "malformed_body")
 
 
 def test_an_empty_body_is_malformed(client: httpx.Client) -> None:

@@ -183,6 +183,18 @@ def test_a_tensor_that_breaks_a_rule_is_named(tensor: Any, field: str) -> None:
         assert reply.value.field == f"tensors.q{field}"
 
 
+def test_a_tensor_with_other_keys_is_shown_by_its_keys() -> None:
+    with pytest.raises(InvalidRequest) as reply:
+        read_tensors({"q": {"dtype": "F32", "data": [1]}})
+    assert reply.value.value == "['data', 'dtype']"
+
+
+@pytest.mark.parametrize("size", [5000, 100_000])
+def test_an_integer_that_is_too_long_is_named_as_such(size: int) -> None:
+    with pytest.raises(MalformedBody, match="is not JSON: an integer is too long"):
+        image_of_json(b'{"layer": 1%b}' % (b"0" * size), {})
+
+
 @pytest.mark.parametrize("data", ["1e400", "1, -1e400", '"NaN", 1e400'])
 @pytest.mark.parametrize("dtype", ["F64", "F32", "BF16"])
 def test_a_number_that_no_float_holds_is_not_made_infinite(data: str, dtype: str) -> None:

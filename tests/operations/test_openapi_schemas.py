@@ -9,7 +9,7 @@ import pytest
 from declared import INFO
 from pydantic import TypeAdapter
 
-from service.errors import KINDS, Cancelled, NotSupported, UnsupportedMediaType
+from service.errors import KINDS, Cancelled, InvalidRequest, NotSupported, UnsupportedMediaType
 from service.image.json_body import image_of_json
 from service.image.json_pieces import finish
 from service.image.reading import read_layout
@@ -139,6 +139,31 @@ def test_ids_are_reported_to_be_different(of: str) -> None:
 def test_prefix_sums_are_reported_not_to_be_empty(model: str, field: str, least: int) -> None:
     schema = schemas()[model]["properties"][field]
     assert schema.get("anyOf", [schema])[0]["minItems"] == least
+
+
+@pytest.mark.parametrize(
+    ("operation", "tensor", "dtype"),
+    [("commit", "token_ids", "U32"), ("commit", "page_keys", "U8"), ("prefill", "mask", "BOOL")],
+)
+def test_the_range_of_a_tensors_integers_is_the_one_that_is_read(
+    operation: str, tensor: str, dtype: str
+) -> None:
+    def is_read(value: object) -> bool:
+        body = {"tensors": {tensor: {"dtype": dtype, "shape": [1], "data": [value]}}}
+        try:
+            image_of_json(json.dumps(body).encode(), {})
+        except InvalidRequest:
+            return False
+        return True
+
+    content = operation_object(BY_NAME[operation])["requestBody"]["content"]
+    schema = content[JSON]["schema"]["properties"]["tensors"]["properties"][tensor]
+    items = schema["properties"]["data"]["items"]
+    *others, integer = items.get("anyOf", [items])
+    assert others == ([{"type": "boolean"}] if is_read(True) else [])
+    low, high = integer["minimum"], integer["maximum"]
+    assert integer["type"] == "integer" and is_read(low) and is_read(high)
+    assert not any(map(is_read, (low - 1, high + 1, low + 0.5, "NaN")))
 
 
 def test_every_field_of_a_request_is_described_or_plain() -> None:

@@ -27,7 +27,8 @@ Entries = Mapping[str, Entry]
 """Tensors of a request by name."""
 
 INT32_MAX: Final = 2**31 - 1
-ID_PATTERN: Final = r"^[A-Za-z0-9._:-]{1,128}$"
+ID_PATTERN: Final = r"^(\.{0,2}[A-Za-z0-9_:-]|\.{3})[A-Za-z0-9._:-]*$"
+MAX_ID_LENGTH: Final = 128
 MAX_SEQUENCES: Final = 4096
 """Maximum sequences that one call reads or writes, so that it stays within a slice or two."""
 SCALE_SMALLEST: Final = 1e-10
@@ -49,7 +50,10 @@ class Naming:
 
 
 NAMING: Final = Naming()
-SequenceId = Annotated[str, Field(pattern=ID_PATTERN, examples=["chat-1"]), NAMING]
+SequenceId = Annotated[
+    str, Field(pattern=ID_PATTERN, max_length=MAX_ID_LENGTH, examples=["chat-1"]), NAMING
+]
+"""Not `.` and `..`, which are steps in the path of a URL."""
 Ids = Annotated[
     list[SequenceId],
     Field(

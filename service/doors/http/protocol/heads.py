@@ -125,7 +125,7 @@ def read_headers(raw: RawHeaders) -> Headers:
             case b"content-type":
                 found.media_type = value.split(b";", 1)[0].strip().lower().decode("latin-1")
             case b"content-encoding":
-                found.content_encoding = b"" if value == b"identity" else value
+                found.content_encoding = b"" if value.lower() == b"identity" else value
             case b"accept":
                 found.accepted = first_accepted(value)
             case b"authorization":
