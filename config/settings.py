@@ -12,7 +12,10 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final, get_args, get_origin
 
 import yaml
@@ -54,6 +57,7 @@ __all__ = (
     "SettingsError",
     "device_queues",
     "load_settings",
+    "set_cupy_cache",
     "set_environment",
 )
 
@@ -120,12 +124,32 @@ ENVIRONMENT: Final = {
 """Variables of the environment by the library that reads them."""
 
 
+CUPY_CACHE: Final = "CUPY_CACHE_DIR"
+SPARE_CACHE: Final[list[TemporaryDirectory[str]]] = []
+"""The directory is removed at the exit."""
+
+
 def set_environment(*libraries: str) -> None:
     """Set variables that libraries read when they are imported or the device is first used, unless
     the environment has them."""
     for library in libraries:
         for name, value in ENVIRONMENT[library].items():
             os.environ.setdefault(name, value)
+
+
+def set_cupy_cache() -> None:
+    """Give CuPy a temporary directory for its kernels where it cannot make its own, as for a user
+    without a home: its import would fail there, or make a directory named `~`."""
+    if find_spec("cupy") is None:
+        return
+    own = os.path.expanduser(os.environ.get(CUPY_CACHE, "~/.cupy/kernel_cache"))
+    with suppress(OSError):
+        if not own.startswith("~"):
+            os.makedirs(own, exist_ok=True)
+            if os.access(own, os.W_OK):
+                return
+    SPARE_CACHE.append(TemporaryDirectory(prefix="attnd-cupy-"))
+    os.environ[CUPY_CACHE] = SPARE_CACHE[-1].name
 
 
 def device_queues() -> int:
@@ -213,7 +237,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), UniqueKeys)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise SettingsError(f"--config {path}: {error.strerror or error}") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise SettingsError(f"{path}: {' '.join(str(error).split())}") from error
     if values is None:
         return {}

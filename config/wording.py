@@ -44,8 +44,9 @@ KINDS: Final = {
 """Required kind of value, by the first word of the problem's type."""
 
 PATTERNS: Final = {
-    r"^(\.{0,2}[A-Za-z0-9_:-]|\.{3})[A-Za-z0-9._:-]*$": "1 to 128 letters, digits or any of . _ : -, "
-    "and not . or ..",
+    r"^(\.{0,2}[A-Za-z0-9_:-]|\.{3})[A-Za-z0-9._:-]*$": (
+        "1 to 128 letters, digits or any of . _ : -, and not . or .."
+    ),
     r"^[A-Za-z0-9._:-]{0,128}$": "up to 128 letters, digits or any of . _ : -",
     r"^[0-9a-f]{32}$": "32 digits in hex, 0-9 and a-f",
     r"^[0-9a-f]{64}$": "64 digits in hex, 0-9 and a-f",

@@ -35,6 +35,8 @@ from service.supervisor import ENGINE, MAIN, Supervisor
 LOG: Final = logging.getLogger("attnd")
 OTHER_FILES: Final = 256
 """Open files of a process beside its connections: libraries, devices, arenas, pipes."""
+LEAST_FILES: Final = 64
+"""Open files without which a process cannot start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +76,13 @@ def main(argv: Sequence[str], commands: Commands | None = None) -> int:
     if on_ray:
         return cluster_on_ray(settings)
     try:
+        allow_open_files(settings)
         files = CheckedFiles(settings)
         secret = secret_of(settings.cluster)
     except (KeysError, SecretError) as error:
         print(f"attnd: {error}", file=sys.stderr)
         return 2
-    except TlsError as error:
+    except (TlsError, OSError) as error:
         LOG.error("cannot start: %s", error)
         return 1
     try:
@@ -125,7 +128,6 @@ def supervise(
     files: CheckedFiles,
 ) -> int:
     """Start engine and doors on their sockets, and watch them to the end."""
-    allow_open_files(settings)
     paths = [one.path for one in addresses.engines]
     is_one = settings.cluster.is_one
     called = paths[0] if is_one else addresses.members
@@ -166,12 +168,18 @@ def supervise(
 
 
 def allow_open_files(settings: Settings) -> None:
-    """Raise the soft limit of open files, which the processes inherit, to their needs."""
+    """Raise the soft limit of open files, which the processes inherit, to their needs. Raises
+    OSError where a process could not start with them."""
     server = settings.server
     needed = max(server.max_connections, 3 * server.max_sessions) + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:
         allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        if allowed < LEAST_FILES:
+            raise OSError(
+                f"at most {allowed} files may be open, each needs {LEAST_FILES} or more: raise the "
+                "limit (ulimit -n, LimitNOFILE of systemd)"
+            )
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
         if allowed < needed:
             text = "at most %d files may be open, server.max_connections = %d may need %d"

@@ -69,6 +69,8 @@ def bind_addresses(
     with ExitStack() as undo:
         if server.uds is None:
             uds, http = None, listen_tcp(server.host, server.port, is_private)
+            for one in http:
+                undo.callback(one.close)
             port = http[0].getsockname()[1]
             scheme = "http" if server.tls_cert is None else "https"
             url = f"{scheme}://{server.url_host}:{port}"

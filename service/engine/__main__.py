@@ -9,7 +9,7 @@ import signal
 import sys
 from typing import Final
 
-from config.settings import Settings, set_environment
+from config.settings import Settings, set_cupy_cache, set_environment
 from service.processes.handover import CANNOT_START, Inherited, on_hang_up, receive
 
 LOG: Final = logging.getLogger("attnd.engine")
@@ -42,6 +42,8 @@ def serve(inherited: Inherited) -> int:
     count_dropped(metrics.log_lines_dropped)
     try:
         how = (inherited.worker, settings.engine.numerics)
+        if settings.backend.kind != "cpu":
+            set_cupy_cache()
         backend = open_backend(settings.pool, settings.backend, *how)
         own, *remote = inherited.sockets
         entry = remote[0] if remote else None

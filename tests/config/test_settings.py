@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from config.settings import (
     load_settings,
     set_environment,
 )
+from tests.harness.processes import ROOT, run
 
 
 def test_the_yaml_of_defaults_and_the_defaults_in_code_are_the_same() -> None:
@@ -124,3 +126,13 @@ def test_idle_threads_sleep_unless_the_environment_says_otherwise(
             monkeypatch.setenv("OMP_WAIT_POLICY", reply)
         set_environment("torch")
         assert os.environ["OMP_WAIT_POLICY"] == left, f"from {reply}"
+
+
+@pytest.mark.parametrize("home", ["/proc/missing", "~"])
+def test_cupy_is_imported_for_a_user_without_a_home(tmp_path: Path, home: str) -> None:
+    pytest.importorskip("cupy")
+    script = "from config.settings import set_cupy_cache; set_cupy_cache(); import cupy"
+    environment = {**os.environ, "HOME": home, "PYTHONPATH": str(ROOT)}
+    environment.pop("CUPY_CACHE_DIR", None)
+    run(sys.executable, "-c", script, cwd=tmp_path, env=environment, check=True)
+    assert not list(tmp_path.iterdir())

@@ -160,6 +160,23 @@ def test_an_address_that_cannot_be_is_one_line_and_exit_status_1(tmp_path: Path)
         assert "error main attnd: cannot listen: " in line and named in line, line
 
 
+def test_without_a_directory_for_temporary_files_the_remedy_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: [str(tmp_path / "missing")])
+    with pytest.raises(CannotListen, match="set TMPDIR"):
+        bind_addresses(ServerSettings(port=0))
+
+
+@pytest.mark.parametrize("files", [12, 40])
+def test_with_too_few_open_files_nothing_starts_and_the_limit_is_named(files: int) -> None:
+    done = run("sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *SERVICE, "--server.port", "0")
+    assert done.returncode == 1, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert f"cannot start: at most {files} files may be open, each needs 64 or more: raise" in line
+
+
 def test_a_port_that_is_taken_is_named_with_the_remedy(bound: Bound) -> None:
     taken = port_of(bound())
     with pytest.raises(CannotListen) as caught:

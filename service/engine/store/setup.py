@@ -24,8 +24,8 @@ def open_backend(
     pool: PoolSettings, backend: BackendSettings, worker: int = 0, numerics: Numerics = "fast"
 ) -> Backend:
     """The backend with its pool; engine `worker` of several has a GPU of its own."""
-    kind: Kind = "cuda" if cuda_devices() else "cpu"
-    kind = backend.kind if backend.kind != "auto" else kind
+    found: Kind = "cuda" if backend.kind == "auto" and cuda_devices() else "cpu"
+    kind = found if backend.kind == "auto" else backend.kind
     device = backend.device if kind == "cpu" else backend.device + worker
     pages = num_pages(pool, lambda: free_bytes(kind, device))
     return make_backend(kind, geometry(pool, pages), device, numerics=numerics)

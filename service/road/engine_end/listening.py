@@ -59,8 +59,14 @@ class Peer:
 
 
 def default_path(port: int) -> Path:
-    """The engine's socket of the service on `port` where server.socket is not set."""
-    return Path(tempfile.gettempdir()) / f"attnd-{os.getuid()}" / f"{port}.sock"
+    """The engine's socket of the service on `port` where server.socket is not set. Raises
+    CannotListen where no directory for temporary files can be written."""
+    try:
+        folder = tempfile.gettempdir()
+    except FileNotFoundError as error:
+        text = "the directory for temporary files cannot be written: set TMPDIR, or server.socket"
+        raise CannotListen(text) from error
+    return Path(folder) / f"attnd-{os.getuid()}" / f"{port}.sock"
 
 
 def listen(

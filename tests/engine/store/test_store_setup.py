@@ -44,6 +44,12 @@ def test_the_backend_has_the_geometry_of_the_settings() -> None:
     backend.close()
 
 
+def test_the_cpu_backend_looks_for_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.engine.store.setup.cuda_devices", never)
+    pool = PoolSettings(num_pages=1, num_layers=1)
+    open_backend(pool, BackendSettings(kind="cpu")).close()
+
+
 def test_a_fraction_of_this_machine_is_some_pages() -> None:
     small = PoolSettings(memory_fraction=1e-4, num_layers=1, page_size=1, head_dim=1)
     assert num_pages(small, lambda: free_bytes("cpu")) > 0
