@@ -31,8 +31,6 @@ from config.sections import CacheSettings
 from config.settings import AuthSettings, EngineSettings, ServerSettings, Settings
 from kernels.backend import PoolGeometry
 from service.engine.loop.engine import Engine
-from service.engine.loop.job import Job
-from service.engine.loop.scheduler import Scheduler
 from service.image.json_body import fields_text, read_header
 from service.image.reading import Layout, place, read_entry
 from service.keys import line_of
@@ -455,21 +453,6 @@ async def three_sequences(caller: Caller) -> None:
     await caller.create("a", "b", "held")
     await caller.submit(append("a", 5))
     await caller.submit(append("b", 9, seed=5))
-
-
-def admit(scheduler: Scheduler, job: Job) -> None:
-    """Let a job wait for its turn."""
-    scheduler.queue.append(job.request.tenant.namespace, job)
-
-
-def run_round(scheduler: Scheduler) -> None:
-    """One round of an engine without sockets."""
-    if scheduler.expire():
-        scheduler.take_turns()
-    scheduler.launches.submit()
-    scheduler.long_work.run_slice()
-    scheduler.steps.advance()
-    scheduler.launches.reply()
 
 
 @contextmanager

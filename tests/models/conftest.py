@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from attnd import Client, Session
+from attnd.torch import TorchSession
 
 from tests.client.running_service import connect, service
 
@@ -35,8 +37,26 @@ def client(where: str) -> Iterator[Client]:
 
 @pytest.fixture
 def session(client: Client, socket: str) -> Iterator[Session]:
-    """A session; when it ends every sequence and page of the test must be free."""
-    with Session(socket) as session:
+    with Session(socket) as session, all_is_free(client):
         yield session
-        pool = session.pool()
+
+
+@pytest.fixture
+def torch_session(client: Client, socket: str) -> Iterator[TorchSession]:
+    with TorchSession(socket) as session, all_is_free(client):
+        yield session
+
+
+@pytest.fixture(params=["session", "torch_session"])
+def either(request: pytest.FixtureRequest) -> Session:
+    """A test with this argument runs layer by layer, and in steps."""
+    made: Session = request.getfixturevalue(request.param)
+    return made
+
+
+@contextmanager
+def all_is_free(client: Client) -> Iterator[None]:
+    """When a test ends every sequence and page of it must be free."""
+    yield
+    pool = client.pool()
     assert (pool.sequences, pool.referenced, pool.integrity) == (0, 0, "ok")

@@ -26,11 +26,11 @@ pytestmark = pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("share", [False, True], ids=["each for itself", "prefix shared"])
 def test_every_model_generates_the_tokens_of_eager_attention(
-    session: Session, name: str, share: bool
+    either: Session, name: str, share: bool
 ) -> None:
     model, batch = tiny(name), prompts(5, 20, 1, prefix=37)
     wanted = generated(model, batch)
-    with AttndCache(session, model) as cache:
+    with AttndCache(either, model) as cache:
         if share:
             assert cache.share_prefix(model, batch.ids, batch.mask) == 2 * 37
         assert_same(generated(model, batch, cache), wanted)
@@ -83,11 +83,11 @@ def test_prompts_with_nothing_in_common_are_not_shared(session: Session) -> None
 
 
 @pytest.mark.parametrize("share", [False, True], ids=["each for itself", "prefix shared"])
-def test_beam_search_forks_and_drops_sequences(session: Session, share: bool) -> None:
+def test_beam_search_forks_and_drops_sequences(either: Session, share: bool) -> None:
     model, batch = tiny(), prompts(6, 3, prefix=20)
     beams: dict[str, Any] = {"num_beams": 3, "output_logits": False, "max_new_tokens": 12}
     wanted = generated(model, batch, **beams)
-    with AttndCache(session, model) as cache:
+    with AttndCache(either, model) as cache:
         if share:
             cache.share_prefix(model, batch.ids, batch.mask)
             cache.batch_repeat_interleave(3)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from attnd import Client, OutOfPages, Session
+from attnd import Client, Session
 from attnd.torch import TimeSliced, TorchSession
 from attnd.transformers import AttndCache
 from tiny_models import (
@@ -16,9 +16,7 @@ from tiny_models import (
     Prompts,
     assert_same,
     generated,
-    padded,
     prompts,
-    random_tokens,
     tiny,
 )
 
@@ -30,65 +28,10 @@ pytestmark = pytest.mark.long
 NUM_PAGES = 24
 
 
-@pytest.fixture
-def session(client: Client, socket: str) -> Iterator[TorchSession]:
-    with TorchSession(socket) as session:
-        yield session
-        pool = client.pool()
-    assert (pool.sequences, pool.referenced, pool.integrity) == (0, 0, "ok")
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("share", [False, True], ids=["each for itself", "prefix shared"])
-def test_every_model_generates_the_tokens_of_eager_attention(
-    session: TorchSession, name: str, share: bool
-) -> None:
-    model, batch = tiny(name), prompts(5, 20, 1, prefix=37)
-    wanted = generated(model, batch)
-    with AttndCache(session, model) as cache:
-        if share:
-            cache.share_prefix(model, batch.ids, batch.mask)
-        assert_same(generated(model, batch, cache), wanted)
-
-
-def test_beams_fork_between_steps(session: TorchSession) -> None:
-    model, batch = tiny(), prompts(6, 3)
-    beams: dict[str, Any] = {"num_beams": 3, "output_logits": False, "max_new_tokens": 12}
-    wanted = generated(model, batch, **beams)
-    with AttndCache(session, model) as cache:
-        got = generated(model, batch, cache, **beams)
-    assert got.sequences.tolist() == wanted.sequences.tolist()
-
-
-def test_a_step_without_pages_is_refused_whole(session: TorchSession) -> None:
-    model, batch = tiny(), prompts(25, 25)
-    with AttndCache(session, model) as cache, torch.inference_mode():
-        model(batch.ids[:, :-1], past_key_values=cache)
-        longer = padded([random_tokens(200, 1), random_tokens(200, 2)])
-        with pytest.raises(OutOfPages):
-            model(longer.ids, past_key_values=cache)
-        assert cache.get_seq_length() == 24
-        assert_same(generated(model, batch, cache), generated(model, batch))
-
-
-def test_an_error_of_the_model_aborts_its_step(session: TorchSession) -> None:
-    model, batch = tiny(), prompts(9, 12)
-
-    def broken(*_: Any) -> None:
-        raise ZeroDivisionError
-
-    with AttndCache(session, model) as cache, torch.inference_mode():
-        hook = model.model.layers[1].register_forward_pre_hook(broken)
-        with pytest.raises(ZeroDivisionError):
-            model(batch.ids, attention_mask=batch.mask, past_key_values=cache)
-        hook.remove()
-        assert_same(generated(model, batch, cache), generated(model, batch))
-
-
-def test_a_layer_that_attends_unlike_its_step_is_refused(session: TorchSession) -> None:
+def test_a_layer_that_attends_unlike_its_step_is_refused(torch_session: TorchSession) -> None:
     model, batch = tiny(), prompts(9)
     model.model.layers[1].self_attn.scaling = 0.5
-    with AttndCache(session, model) as cache, torch.inference_mode():
+    with AttndCache(torch_session, model) as cache, torch.inference_mode():
         with pytest.raises(ValueError, match="layer 1 attends with Scoring"):
             model(batch.ids, past_key_values=cache)
         model.model.layers[1].self_attn.scaling = model.model.layers[0].self_attn.scaling
@@ -97,7 +40,10 @@ def test_a_layer_that_attends_unlike_its_step_is_refused(session: TorchSession) 
 
 def test_longer_prefills_get_larger_memory(client: Client, socket: str) -> None:
     model = tiny()
-    with TorchSession(socket, arena_bytes=2**21) as session, AttndCache(session, model) as cache:
+    with (
+        TorchSession(socket, arena_bytes=2**21) as session,
+        AttndCache(session, model) as cache,
+    ):
         for length in (2, 12, 1, 150):
             batch = prompts(length, length)
             with cache.graphs(model):
@@ -106,10 +52,10 @@ def test_longer_prefills_get_larger_memory(client: Client, socket: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_replayed_decodes_give_the_same_tokens(session: TorchSession, name: str) -> None:
+def test_replayed_decodes_give_the_same_tokens(torch_session: TorchSession, name: str) -> None:
     model, batch = tiny(name), prompts(5, 20, 1, prefix=37)
     wanted = generated(model, batch)
-    with AttndCache(session, model) as cache:
+    with AttndCache(torch_session, model) as cache:
         for replayed in (8, 17):  # of nine decodes; only the very first one warms up
             cache.share_prefix(model, batch.ids, batch.mask)
             with cache.graphs(model) as decodes:
@@ -119,11 +65,11 @@ def test_replayed_decodes_give_the_same_tokens(session: TorchSession, name: str)
     assert "forward" not in vars(model)
 
 
-def test_a_forward_that_is_no_decode_runs_as_it_is(session: TorchSession) -> None:
+def test_a_forward_that_is_no_decode_runs_as_it_is(torch_session: TorchSession) -> None:
     model, batch = tiny(), prompts(6, 6)
     beams: dict[str, Any] = {"num_beams": 3, "output_logits": False, "max_new_tokens": 12}
     wanted = generated(model, batch, **beams)
-    with AttndCache(session, model) as cache, cache.graphs(model) as decodes:
+    with AttndCache(torch_session, model) as cache, cache.graphs(model) as decodes:
         assert generated(model, batch, cache, **beams).sequences.equal(wanted.sequences)
         assert decodes.replayed > 0
         before = decodes.replayed

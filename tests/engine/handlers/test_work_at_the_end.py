@@ -6,73 +6,37 @@ The scheduler runs without sockets, round by round.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from config.settings import Settings
 from kernels.backend import Done
-from kernels.lanes.host_lanes import HostLanes
 from service.core.prefix.keys import Prefix
 from service.core.values import NewSpec
 from service.engine.handlers import prefix, truncate
 from service.engine.loop import job as jobs
 from service.engine.loop import long_work
 from service.engine.loop.job import NO_COST, Job, Slice, SlicedWork, Slices
-from service.engine.loop.request import AnswerPlace, Request
-from service.engine.loop.scheduler import Scheduler
-from service.engine.store.pace import DevicePace
-from service.engine.store.setup import make_info
-from service.engine.store.store import Store
 from service.engine.tiers.loads import waiting
 from service.errors import NotReady
-from service.metrics import Metrics
-from service.operations.schema.spec import validate
-from service.operations.table import BY_NAME
-from tests.engine.fake_backend import FakeBackend
-from tests.engine.harness import admit, decode, run_round
-
-
-class Rounds:
-    """A scheduler, and the jobs that it has answered."""
-
-    def __init__(self) -> None:
-        backend = FakeBackend()
-        self.store = Store(backend, DevicePace(4e9, 2e10, 1.0), make_info(backend, Settings()))
-        self.answered: list[Job] = []
-        self.scheduler = Scheduler(
-            self.store, Metrics(), self.answered.append, HostLanes(self.store.backend)
-        )
-
-    def job(self, name: str, tensors: Any = None, **fields: Any) -> Job:
-        """An operation whose turn comes with the next round."""
-        operation = BY_NAME[name]
-        checked = validate(operation.fields, fields)
-        request = Request(operation, checked, tensors or {}, AnswerPlace())
-        now = time.monotonic()
-        made = Job(request, None, now, now + 60)
-        admit(self.scheduler, made)
-        return made
-
-    def finish(self) -> None:
-        while self.scheduler.is_busy:
-            run_round(self.scheduler)
-
-    def begin(self, slices: Slices, must_finish: bool) -> Job:
-        """Long work whose first slice runs."""
-        made = self.job("info")
-        self.scheduler.queue.pop()
-        made.work = SlicedWork(slices, must_finish=lambda: must_finish)
-        self.scheduler.long_work.begin(made)
-        self.scheduler.long_work.run_slice()
-        return made
+from tests.engine.harness import NewCall, creation, decode
+from tests.engine.rounds import Rounds
 
 
 @pytest.fixture
-def rounds() -> Iterator[Rounds]:
-    yield Rounds()
+def rounds() -> Rounds:
+    return Rounds()
+
+
+def begin(rounds: Rounds, slices: Slices, must_finish: bool = False) -> Job:
+    """Long work whose first slice runs."""
+    made = rounds.ask(NewCall("info"))
+    rounds.scheduler.queue.pop()
+    made.work = SlicedWork(slices, must_finish=lambda: must_finish)
+    rounds.scheduler.long_work.begin(made)
+    rounds.scheduler.long_work.run_slice()
+    return made
 
 
 def test_a_deletion_of_many_that_has_begun_runs_to_its_end_though_it_is_cancelled(
@@ -80,11 +44,11 @@ def test_a_deletion_of_many_that_has_begun_runs_to_its_end_though_it_is_cancelle
 ) -> None:
     monkeypatch.setattr(truncate, "MADE_AT_ONCE", 1)
     monkeypatch.setattr(jobs, "TURN_S", 0.0)
-    rounds.job("create_sequences", sequences=[{"id": f"s{number}"} for number in range(8)])
+    rounds.ask(creation(*({"id": f"s{number}"} for number in range(8))))
     rounds.finish()
-    deletion = rounds.job("delete_sequences", prefix="s")
+    deletion = rounds.ask(NewCall("delete_sequences", {"prefix": "s"}))
     while rounds.store.tree.num_sequences > 4:
-        run_round(rounds.scheduler)
+        rounds.run()
     rounds.scheduler.cancel(deletion)
     rounds.finish()
     assert deletion.error is None and rounds.store.tree.num_sequences == 0
@@ -103,9 +67,9 @@ def test_an_eviction_of_many_that_has_begun_runs_to_its_end_though_it_is_cancell
         tree.extend(layer, ["a"], np.array([6 * page], np.int32))
     tree.commits.commit("a", Prefix(np.arange(6 * page, dtype=np.uint32)))
     tree.free(["a"])
-    eviction = rounds.job(name, **({"num_pages": 6} if name == "evict" else {}))
+    eviction = rounds.ask(NewCall(name, {"num_pages": 6} if name == "evict" else {}))
     while tree.cache.named.num_cached > 4:
-        run_round(rounds.scheduler)
+        rounds.run()
     rounds.scheduler.cancel(eviction)
     rounds.finish()
     assert eviction.error is None and tree.cache.named.num_cached == 0
@@ -127,8 +91,8 @@ def test_a_slice_that_fails_as_the_engine_ends_is_the_error_of_its_operation_alo
         yield waiting()
         yield waiting()
 
-    failed = rounds.begin(failing(), must_finish=False)
-    other = rounds.job("info")
+    failed = begin(rounds, failing())
+    other = rounds.ask(NewCall("info"))
     rounds.scheduler.queue.pop()
     other.work = SlicedWork(long())
     rounds.scheduler.long_work.begin(other)
@@ -154,7 +118,7 @@ def test_work_that_cannot_be_undone_and_waits_is_waited_for_briefly_as_the_engin
         while is_endless or len(advanced) < 3:
             yield waiting()
 
-    waited = rounds.begin(slices(), must_finish=True)
+    waited = begin(rounds, slices(), must_finish=True)
     rounds.scheduler.give_up(NotReady("it ends"))
     assert rounds.answered == [waited]
     assert isinstance(waited.error, NotReady) == is_endless
@@ -164,9 +128,9 @@ def test_work_that_cannot_be_undone_and_waits_is_waited_for_briefly_as_the_engin
 def test_operations_that_run_alone_after_a_failed_launch_are_charged(
     rounds: Rounds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rounds.job("create_sequences", sequences=[{"id": "a"}])
+    rounds.ask(creation({"id": "a"}))
     rounds.finish()
-    backend: Any = rounds.store.backend
+    backend = rounds.backend
     attend, charged = backend.attend, list[float]()
 
     def slow(attends: Any) -> Any:
@@ -176,8 +140,7 @@ def test_operations_that_run_alone_after_a_failed_launch_are_charged(
     monkeypatch.setattr(backend, "attend", slow)
     monkeypatch.setattr(rounds.scheduler.queue, "charge", lambda _, spent: charged.append(spent))
     backend.failures["attend"] = [RuntimeError("a fault of the driver")]
-    call = decode("a")
-    both = [rounds.job(call.name, call.tensors, **call.fields) for _ in range(2)]
+    both = [rounds.ask(decode("a")) for _ in range(2)]
     rounds.finish()
     assert [one.error for one in both] == [None, None]
     assert sum(spent >= 0.02 for spent in charged) == 2

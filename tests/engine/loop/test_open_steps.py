@@ -10,26 +10,20 @@ from typing import Any
 
 import pytest
 
-from config.settings import Settings
 from kernels.lanes.lane import Owner, StepWork
 from service.core.values import NewSpec
 from service.engine.handlers.steps import StepPlace
 from service.engine.loop.job import Counts, Job, OpenedStep
 from service.engine.loop.request import AnswerPlace, Request
-from service.engine.loop.scheduler import Scheduler
 from service.engine.loop.session_lanes import SessionLanes
-from service.engine.store.pace import DevicePace
-from service.engine.store.setup import make_info
-from service.engine.store.store import Store
 from service.errors import Forbidden
-from service.metrics import Metrics
 from service.operations.schema.spec import validate
 from service.operations.step import STEP, StepFields
-from service.operations.table import BY_NAME
 from service.road.engine_end.calls import STEP_ROUTE, ArenaRequest, Call
 from service.tenants import tenant_of
-from tests.engine.fake_backend import GEOMETRY, FakeBackend
-from tests.engine.harness import admit, run_round
+from tests.engine.fake_backend import GEOMETRY
+from tests.engine.harness import get, truncate
+from tests.engine.rounds import Rounds
 
 SLOT = {"q": 4096, "k": 8192, "v": 12288, "o": 16384, "lse": 20480}
 
@@ -83,41 +77,24 @@ class HandLanes:
     def unpin(self, memory: memoryview) -> None: ...
 
 
-class Rig:
+class Rig(Rounds):
     """A scheduler over two sequences of four tokens, and its answers."""
 
     def __init__(self) -> None:
-        backend = FakeBackend()
-        self.store = Store(backend, DevicePace(4e9, 2e10, 0.02), make_info(backend, Settings()))
+        super().__init__(HandLanes(), slice_s=0.02)
         self.store.tree.create([NewSpec("a"), NewSpec("b")])
-        self.answered: list[Job] = []
         self.opened: list[dict[str, Any]] = []
-        self.scheduler = Scheduler(self.store, Metrics(), self.answered.append, HandLanes())
 
-    def step(self, lane: HandLane, *names: str, seconds: float = 30.0, **fields: Any) -> Job:
+    def step(self, lane: HandLane, *names: str, **fields: Any) -> Job:
         layers = list(range(GEOMETRY.num_layers))
         given: dict[str, Any] = {"op": "decode", "layers": layers, "slots": [SLOT]}
         given |= {"sequences": list(names)} if names else {}
         heads = {"num_qo_heads": GEOMETRY.num_kv_heads, "dtype": "F32"}
         request = Request(STEP, validate(StepFields, given | heads | fields), {}, AnswerPlace())
         request.step = StepPlace(lane, self.opened.append)
-        return self.admit(request, seconds)
-
-    def ask(self, name: str, seconds: float = 30.0, **fields: Any) -> Job:
-        operation = BY_NAME[name]
-        request = Request(operation, validate(operation.fields, fields), {}, AnswerPlace())
-        return self.admit(request, seconds)
-
-    def admit(self, request: Request, seconds: float) -> Job:
-        now = time.monotonic()
-        job = Job(request, None, now, now + seconds)
-        admit(self.scheduler, job)
-        run_round(self.scheduler)
+        job = self.admit(request)
+        self.run()
         return job
-
-    def rounds(self, count: int = 3) -> None:
-        for _ in range(count):
-            run_round(self.scheduler)
 
     @property
     def lengths(self) -> list[int]:
@@ -135,7 +112,7 @@ def test_a_step_is_accepted_at_once_and_answered_when_its_lane_is_through(rig: R
     assert rig.opened == [{"levels": 1, "cascade": False}]
     assert (rig.answered, rig.lengths) == ([], [1, 1])
     lane.runs[0].done = True
-    rig.rounds()
+    rig.run(3)
     assert rig.answered == [job] and job.error is None
     assert not rig.scheduler.is_busy
     appended = 2 * GEOMETRY.num_layers
@@ -148,7 +125,7 @@ def test_an_echo_is_waited_for_though_it_has_no_sequence(rig: Rig) -> None:
     job = rig.step(lane, op="echo")
     assert rig.scheduler.is_busy, "the lane is not polled"
     lane.runs[0].done = True
-    rig.rounds()
+    rig.run(3)
     assert rig.answered == [job] and job.error is None
     assert not rig.scheduler.is_busy
 
@@ -158,11 +135,11 @@ def test_two_steps_may_be_on_a_lane_and_a_third_waits(rig: Rig) -> None:
     jobs = [rig.step(lane, "a") for _ in range(3)]
     assert (len(lane.runs), rig.lengths) == (2, [2, 0])
     lane.runs[0].done = True
-    rig.rounds()
+    rig.run(3)
     assert (len(lane.runs), rig.lengths) == (3, [3, 0])
     for run in lane.runs:
         run.done = True
-    rig.rounds()
+    rig.run(3)
     assert rig.answered == jobs
 
 
@@ -171,16 +148,17 @@ def test_another_lane_waits_for_the_sequences_and_works_on_others(rig: Rig) -> N
     rig.step(mine, "a")
     held, free = rig.step(theirs, "a"), rig.step(theirs, "b")
     assert [run.work.rows for run in theirs.runs] == [1]
-    cut = rig.ask("truncate", id="a", length=0)
+    cut = rig.ask(truncate("a", 0))
+    rig.run()
     assert rig.answered == []
     theirs.runs[0].done = True
-    rig.rounds()
+    rig.run(3)
     assert rig.answered == [free]
     mine.runs[0].done = True
-    rig.rounds()
+    rig.run(3)
     assert len(theirs.runs) == 2, "the held step follows the first"
     theirs.runs[1].done = True
-    rig.rounds()
+    rig.run(3)
     assert [one.error for one in rig.answered] == [None] * 4
     assert rig.answered[-2:] == [held, cut], "the truncation came after the held step"
     assert rig.lengths == [0, 1]
@@ -189,11 +167,12 @@ def test_another_lane_waits_for_the_sequences_and_works_on_others(rig: Rig) -> N
 def test_a_deadline_aborts_the_step_and_those_behind_it_latest_first(rig: Rig) -> None:
     lane = HandLane()
     first, second = rig.step(lane, "a", "b"), rig.step(lane, "b")
-    waiting = rig.ask("get_sequence", id="a")
+    waiting = rig.ask(get("a"))
+    rig.run()
     first.deadline = time.monotonic() - 1.0
-    rig.rounds(1)
+    rig.run()
     assert rig.answered == [] and [run.released for run in lane.runs] == [1, 1]
-    rig.rounds()
+    rig.run(3)
     codes = [type(one.error).__name__ for one in rig.answered]
     assert rig.answered == [second, first, waiting]
     assert codes == ["Cancelled", "DeadlineExceeded", "NoneType"]
@@ -205,10 +184,10 @@ def test_the_caller_of_an_aborted_step_is_freed_until_it_starts_afresh(rig: Rig)
     lane = HandLane()
     job = rig.step(lane, "a")
     rig.scheduler.cancel(job)
-    rig.rounds()
+    rig.run(3)
     assert type(job.error).__name__ == "Cancelled"
     time.sleep(0.01)
-    rig.rounds(1)
+    rig.run()
     assert lane.freed > 0
     refused = rig.step(lane, "a")
     assert "DEVICE" in str(refused.error)
@@ -224,7 +203,7 @@ def test_a_step_whose_turn_has_not_come_is_taken_back_alone(rig: Rig) -> None:
     rig.scheduler.cancel(waiting)
     assert rig.answered == [waiting] and rig.lengths == [1, 0]
     lane.runs[0].done = True
-    rig.rounds()
+    rig.run(3)
     assert len(rig.answered) == 2
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import logging
-import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -13,30 +12,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from config.settings import Settings
-from kernels.lanes.host_lanes import HostLanes
 from service.engine.loop import request as requests
-from service.engine.loop.job import Job
-from service.engine.loop.request import AnswerPlace, Request
-from service.engine.loop.scheduler import Scheduler
-from service.engine.store.pace import DevicePace
-from service.engine.store.setup import make_info
-from service.engine.store.store import Store
-from service.metrics import Metrics
-from service.operations.schema.spec import validate
 from service.operations.table import BY_NAME
-from tests.engine.fake_backend import FakeBackend
+from tests.engine.fake_backend import GEOMETRY, FakeBackend
 from tests.engine.harness import (
     Caller,
-    admit,
+    NewCall,
     append,
+    creation,
     decode,
+    delete,
     engine_test,
     fake_engine,
     gather,
     rows,
-    run_round,
+    truncate,
+    until,
 )
+from tests.engine.pool_model import on_cpu
+from tests.engine.rounds import Rounds
 from tests.images import entry, pack
 
 
@@ -125,35 +119,65 @@ def uncollected(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 def test_no_tensor_of_a_request_that_is_over_is_kept(
     end: str, slice_ms: float, uncollected: None
 ) -> None:
-    backend = FakeBackend()
-    info = make_info(backend, Settings())
-    store = Store(backend, DevicePace(4e9, 2e10, slice_ms / 1e3), info)
-    answered: list[Job] = []
-    scheduler = Scheduler(store, Metrics(), answered.append, HostLanes(store.backend))
+    rounds = Rounds(slice_s=slice_ms / 1e3)
+    rounds.ask(creation({"id": "a"}))
+    rounds.run()
+    rounds.backend.failures["attend"] = [RuntimeError("a bug")] if end == "internal" else []
 
-    def ask(name: str, fields: dict[str, Any], **tensors: Any) -> Job:
-        operation = BY_NAME[name]
-        request = Request(operation, validate(operation.fields, fields), tensors, AnswerPlace())
-        now = time.monotonic()
-        late = name == "decode" and end == "deadline_exceeded"
-        return Job(request, None, now, now - 1 if late else now + 60)
+    def run(call: NewCall) -> weakref.ref[Any]:
+        """A weak reference to the q of a call that is answered."""
+        job = rounds.ask(call, -1.0 if end == "deadline_exceeded" else 60.0)
+        if end == "cancelled":
+            rounds.scheduler.cancel(job)
+        rounds.finish()
+        return weakref.ref(job.request.tensors["q"])
 
-    def run(job: Job) -> weakref.ref[Any]:
-        """A weak reference to the job's q, when the job is answered."""
-        admit(scheduler, job)
-        if end == "cancelled" and job.request.operation.name == "decode":
-            scheduler.cancel(job)
-        while scheduler.is_busy:
-            run_round(scheduler)
-        return weakref.ref(job.request.tensors.get("q", answered))  # type: ignore[arg-type]
-
-    admit(scheduler, ask("create_sequences", {"sequences": [{"id": "a"}]}))
-    run_round(scheduler)
-    backend.failures["attend"] = [RuntimeError("a bug")] if end == "internal" else []
-    call = decode("b" if end == "unknown_sequence" else "a", new=True)
-    q = run(ask(call.name, call.fields, **call.tensors))
-    codes = ["ok" if job.error is None else type(job.error).__name__ for job in answered]
+    q = run(decode("b" if end == "unknown_sequence" else "a", new=True))
+    codes = ["ok" if job.error is None else type(job.error).__name__ for job in rounds.answered]
     assert codes[0] == "ok"
     assert (codes[1] == "ok") == (end == "ok"), codes
-    del answered[:], backend.launches[:], call
+    del rounds.answered[:], rounds.backend.launches[:]
     assert q() is None, "something still refers to the tensors"
+
+
+OWN = (
+    "service.engine.",
+    "service.core.",
+    "service.road.engine_end.session",
+    "service.road.arena",
+    "kernels.",
+)
+
+
+async def live(caller: Caller, name: str) -> None:
+    """A session's life: calls that succeed, calls that fail, and pages that outlive it."""
+    async with caller.another() as session:
+        await session.create(name)
+        for layer in range(GEOMETRY.num_layers):
+            await session.submit(append(name, 2 * GEOMETRY.page_size, layer))
+        await session.submit(decode(name, new=True))
+        ids = list(range(GEOMETRY.page_size))
+        await session.call("commit", {"id": name, "token_ids": ids})
+        for wrong in (truncate(name, 999), decode("missing"), decode(name, offsets=[1], new=True)):
+            await session.refused(wrong)
+        await session.submit(delete(name))
+
+
+def test_what_sessions_and_their_calls_leave_behind_goes_with_its_last_reference() -> None:
+    async def scenario(caller: Caller) -> list[object]:
+        await live(caller, "warm")
+        gc.collect()
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            for number in range(3):
+                await live(caller, f"s{number}")
+            await until(lambda: len(caller.engine.callers.sessions) == 1)
+            gc.collect()
+            return [one for one in gc.garbage if type(one).__module__.startswith(OWN)]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+
+    assert on_cpu(scenario, GEOMETRY) == []
