@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from scripted_engine_end import Behave, echo, scripted_end
+from scripted_engine_end import SECRET, Behave, echo, scripted_end
 
 from service.road.caller_end.caller import Answered, RoadCaller
 from service.road.engine_end.calls import SessionConfig
@@ -21,22 +21,25 @@ Test = Callable[..., Coroutine[Any, Any, None]]
 
 
 def road_test(
-    behave: Behave | None = echo, rules: SessionConfig | None = None
+    behave: Behave | None = echo, rules: SessionConfig | None = None, is_remote: bool = False
 ) -> Callable[[Test], Callable[..., None]]:
     """Make a test of a coroutine whose first parameters are a caller and the engine that it is
-    connected to; on either event loop."""
+    connected to; on either event loop. With a fixture `own`, the caller is a door that brings this
+    arena; with `is_remote`, one over TCP."""
 
     def decorate(coroutine: Test) -> Callable[..., None]:
         def test(loops: Loops, tmp_path: Path, **given: Any) -> None:
             async def main() -> None:
-                caller = await RoadCaller.connect(str(engine.path), ARENA, name="test")
+                secret = SECRET if is_remote or "own" in given else ""
+                door = {"secret": secret, "own": given.get("own")}
+                caller = await RoadCaller.connect(engine.path, ARENA, name="test", **door)
                 try:
                     await coroutine(caller, engine, **given)
                 finally:
                     caller.close()
 
             with (
-                scripted_end(tmp_path, behave, rules) as engine,
+                scripted_end(tmp_path, behave, rules, is_remote) as engine,
                 asyncio.Runner(loop_factory=loops) as runner,
             ):
                 runner.run(asyncio.wait_for(main(), 20))

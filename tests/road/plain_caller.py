@@ -123,10 +123,6 @@ def call_frame(number: int = 1, route: int = 9, **given: Any) -> bytes:
     return f.frame(f.CALL, f.CALL_PAYLOAD.pack(*values.values()))
 
 
-def cancel_frame(number: int) -> bytes:
-    return f.frame(f.CANCEL, f.CALL_ID.pack(number))
-
-
 @contextmanager
 def session_and_caller(
     rules: SessionConfig, *, greet: bool = True

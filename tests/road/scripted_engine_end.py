@@ -22,6 +22,8 @@ from service.road.messages import State
 Behave = Callable[[Call | Cancel], None]
 ROUTES = {"create_sequences": 1, "append": 7, "decode": 9, "pool": 15}
 LIMITS = {"max_body_bytes": 2**20}
+SECRET = "s" * 32
+"""Of the engine's doors, where `config` is given one."""
 
 
 def echo(event: Call | Cancel) -> None:
@@ -57,10 +59,11 @@ class ScriptedEnd:
     """`tasks` are run by the engine's thread: the only one that may touch sessions. Without
     `behave` the engine answers nothing, and keeps its calls and cancels."""
 
-    path: Path
+    path: str
     listener: socket.socket
     behave: Behave | None
     config: SessionConfig
+    is_remote: bool
     sessions: dict[int, Session] = field(default_factory=dict)
     errors: list[BaseException] = field(default_factory=list)
     tasks: list[Callable[[], None]] = field(default_factory=list)
@@ -102,9 +105,10 @@ class ScriptedEnd:
                 selector.modify(session, events)
 
     def welcome(self, selector: selectors.BaseSelector) -> None:
-        accepted = accept(self.listener)
+        accepted = self.listener.accept() if self.is_remote else accept(self.listener)
         if accepted is not None:
-            session = Session(accepted[0], accepted[0].fileno(), self.config, State("ready"))
+            sock, remote = accepted[0], {"is_remote": self.is_remote}
+            session = Session(sock, sock.fileno(), self.config, State("ready"), **remote)
             self.sessions[session.number] = session
             selector.register(session, selectors.EVENT_READ)
 
@@ -128,11 +132,15 @@ class ScriptedEnd:
 
 @contextmanager
 def scripted_end(
-    directory: Path, behave: Behave | None = echo, rules: SessionConfig | None = None
+    directory: Path,
+    behave: Behave | None = echo,
+    rules: SessionConfig | None = None,
+    is_remote: bool = False,
 ) -> Iterator[ScriptedEnd]:
-    """An engine that serves until the block is left; what its thread raised is raised there."""
-    with listen_in(directory) as (path, sock):
-        engine = ScriptedEnd(path, sock, behave, rules or config())
+    """An engine that serves until the block is left; what its thread raised is raised there.
+    `is_remote`: over TCP."""
+    with listen_on_tcp() if is_remote else listen_in(directory) as (path, sock):
+        engine = ScriptedEnd(str(path), sock, behave, rules or config(), is_remote)
         thread = threading.Thread(target=engine.run)
         thread.start()
         try:
@@ -154,3 +162,9 @@ def listen_in(directory: Path) -> Iterator[tuple[Path, socket.socket]]:
         yield listening.path, listening.sock
     finally:
         listening.close()
+
+
+@contextmanager
+def listen_on_tcp() -> Iterator[tuple[str, socket.socket]]:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        yield f"tcp:127.0.0.1:{sock.getsockname()[1]}", sock

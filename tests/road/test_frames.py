@@ -23,13 +23,6 @@ def read(reader: f.Reader) -> list[tuple[int, bytes]]:
     ]
 
 
-def test_frames_have_the_documented_sizes() -> None:
-    assert f.HEADER.size == 8
-    assert f.CALL_PAYLOAD.size == 64 and f.CALL_FRAME.size == 72
-    assert f.ANSWER_PAYLOAD.size == 56 and f.ANSWER_FRAME.size == 64
-    assert f.CALL_ID.size == 8 and f.CANCEL_FRAME.size == 16
-
-
 def test_a_frame_in_single_bytes_is_read_when_its_last_byte_comes() -> None:
     reader = f.Reader(f.FROM_CALLER)
     data = f.frame(f.CANCEL, b"12345678")

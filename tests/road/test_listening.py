@@ -45,23 +45,8 @@ def test_socket_and_directory_are_the_owners_alone(tmp_path: Path) -> None:
     assert not listening.path.exists()
 
 
-def test_the_sockets_mode_can_be_set(tmp_path: Path) -> None:
-    listening = listen(tmp_path / "engine.sock", private=False, mode=0o660)
-    assert mode(listening.path) == 0o660
-    listening.close()
-
-
 def test_the_default_place_is_a_directory_of_the_user_and_a_file_of_the_port() -> None:
     assert default_path(8080) == Path(tempfile.gettempdir(), f"attnd-{os.getuid()}", "8080.sock")
-
-
-def test_a_live_owner_is_not_disturbed(tmp_path: Path) -> None:
-    first = listen(tmp_path / "engine.sock", private=False)
-    with pytest.raises(CannotListen, match=r"server\.uds .*another service listens there"):
-        listen(tmp_path / "engine.sock", private=False, setting="server.uds")
-    with socket.socket(socket.AF_UNIX) as caller:
-        caller.connect(str(first.path))
-    first.close()
 
 
 def test_a_live_owner_whose_backlog_is_full_is_not_disturbed(tmp_path: Path) -> None:
@@ -72,15 +57,6 @@ def test_a_live_owner_whose_backlog_is_full_is_not_disturbed(tmp_path: Path) -> 
         caller.connect(str(path))
         with pytest.raises(CannotListen, match="another service listens there"):
             listen(path, private=False)
-
-
-def test_a_socket_without_a_listener_is_replaced(tmp_path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(tmp_path / "engine.sock"))
-    listening = listen(tmp_path / "engine.sock", private=False)
-    with socket.socket(socket.AF_UNIX) as caller:
-        caller.connect(str(listening.path))
-    listening.close()
 
 
 @pytest.mark.parametrize("kind", ["file", "directory", "link"])
@@ -96,16 +72,6 @@ def test_a_file_that_is_not_a_socket_stays(tmp_path: Path, kind: str) -> None:
     with pytest.raises(CannotListen, match="the file there is not a socket: remove it"):
         listen(path, private=False)
     assert path.lstat()
-
-
-def test_the_end_removes_the_file_only_while_it_is_ours(tmp_path: Path) -> None:
-    first = listen(tmp_path / "engine.sock", private=False)
-    first.path.rename(tmp_path / "moved.sock")
-    second = listen(tmp_path / "engine.sock", private=False)
-    first.close()
-    assert second.path.exists(), "another service's socket was removed"
-    second.close()
-    assert not second.path.exists()
 
 
 def test_a_private_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:

@@ -14,20 +14,18 @@ from typing import Any
 import pytest
 from attnd.wire import frames as f
 from attnd.wire.frames import VERSION
-from caller_play import Loops, ask, settled, until
+from caller_play import Loops, ask, road_test, settled, until
 from plain_caller import PlainCaller
-from scripted_engine_end import ScriptedEnd, config, echo, scripted_end
+from scripted_engine_end import SECRET, ScriptedEnd, config, echo, scripted_end
 
 from service.errors import NotReady
 from service.road.arena import PAGE, anonymous_file, seal
 from service.road.caller_end.caller import RoadCaller
 from service.road.caller_end.slots import Mapping, OwnArena
 from service.road.engine_end.admission import Admission
-from service.road.engine_end.calls import Call, Cancel
 from service.road.engine_end.session import Session
 from service.road.messages import Hello, State, message
 
-SECRET = "s" * 32
 RULES = config(admission=Admission(None, SECRET))
 SIZE = 2**16
 
@@ -43,15 +41,12 @@ def own() -> Iterator[OwnArena]:
     arena.close()
 
 
-async def met(engine: ScriptedEnd, own: OwnArena) -> RoadCaller:
-    return await RoadCaller.connect(str(engine.path), SIZE, name="door", secret=SECRET, own=own)
-
-
 def test_engines_read_and_write_the_one_arena_of_their_door(
     loops: Loops, tmp_path: Path, own: OwnArena
 ) -> None:
     async def main(engines: list[ScriptedEnd]) -> None:
-        first, second = [await met(engine, own) for engine in engines]
+        door: dict[str, Any] = {"name": "door", "secret": SECRET, "own": own}
+        first, second = [await RoadCaller.connect(one.path, SIZE, **door) for one in engines]
         assert first.reach == second.reach == SIZE
         request, answer = own.slots.take(5), own.slots.take(5)
         request.view(5)[:] = b"hello"
@@ -68,79 +63,55 @@ def test_engines_read_and_write_the_one_arena_of_their_door(
         runner.run(asyncio.wait_for(main(engines), 20))
 
 
-def test_a_grown_arena_is_reachable_after_a_grow(
-    loops: Loops, tmp_path: Path, own: OwnArena
+@road_test(echo, RULES)
+async def test_a_grown_arena_is_reachable_after_a_grow(
+    caller: RoadCaller, engine: ScriptedEnd, own: OwnArena
 ) -> None:
-    async def main(engine: ScriptedEnd) -> None:
-        caller = await met(engine, own)
-        os.ftruncate(own.mapping.fd, 4 * SIZE)
-        own.mapping.grow(4 * SIZE)
-        own.slots.grow(4 * SIZE)
-        request, answer = own.slots.take(2 * SIZE), own.slots.take(64)
-        request.view(5)[:] = b"hello"
-        refused = await caller.call(9, request, 5, answer)
-        assert refused.status == 422, "it does not reach there yet"
-        assert await caller.grow(2**24) == caller.reach == 4 * SIZE
-        assert bytes((await caller.call(9, request, 5, answer)).image) == b"hello"
-        caller.close()
-
-    with (
-        scripted_end(tmp_path, echo, RULES) as engine,
-        asyncio.Runner(loop_factory=loops) as runner,
-    ):
-        runner.run(asyncio.wait_for(main(engine), 20))
+    os.ftruncate(own.mapping.fd, 4 * SIZE)
+    own.mapping.grow(4 * SIZE)
+    own.slots.grow(4 * SIZE)
+    request, answer = own.slots.take(2 * SIZE), own.slots.take(64)
+    request.view(5)[:] = b"hello"
+    refused = await caller.call(9, request, 5, answer)
+    assert refused.status == 422, "it does not reach there yet"
+    assert await caller.grow(2**24) == caller.reach == 4 * SIZE
+    assert bytes((await caller.call(9, request, 5, answer)).image) == b"hello"
 
 
-def test_slots_of_a_session_that_was_given_up_are_free_when_its_engine_is_done(
-    loops: Loops, tmp_path: Path, own: OwnArena
+@road_test(None, RULES)
+async def test_slots_of_a_session_that_was_given_up_are_free_when_its_engine_is_done(
+    caller: RoadCaller, engine: ScriptedEnd, own: OwnArena
 ) -> None:
-    calls: list[Call] = []
-
-    def later(event: Call | Cancel) -> None:
-        if isinstance(event, Call):
-            calls.append(event)
-
-    async def main(engine: ScriptedEnd) -> None:
-        caller, free = await met(engine, own), own.slots.free()
-        asked = asyncio.create_task(ask(caller, b"hello"))
-        await until(lambda: len(calls) == 1)
-        caller.close()
-        with pytest.raises(NotReady):
-            await asked
-        del asked
-        await asyncio.sleep(0.05)
-        assert await settled(caller) < free, "the engine may still write the answer"
-        assert own.leaving
-        engine.do(lambda: echo(calls.pop()))
-        await until(lambda: not own.leaving)
-        assert await settled(caller) == free
-
-    with (
-        scripted_end(tmp_path, later, RULES) as engine,
-        asyncio.Runner(loop_factory=loops) as runner,
-    ):
-        runner.run(asyncio.wait_for(main(engine), 20))
+    free = own.slots.free()
+    asked = asyncio.create_task(ask(caller, b"hello"))
+    await until(lambda: len(engine.calls) == 1)
+    caller.close()
+    with pytest.raises(NotReady):
+        await asked
+    del asked
+    await asyncio.sleep(0.05)
+    assert await settled(caller) < free, "the engine may still write the answer"
+    assert own.leaving
+    engine.do(lambda: echo(engine.calls.pop()))
+    await until(lambda: not own.leaving)
+    assert await settled(caller) == free
 
 
-def test_slots_of_an_engine_that_died_are_free(loops: Loops, tmp_path: Path, own: OwnArena) -> None:
-    async def main(engine: ScriptedEnd) -> None:
-        caller, free = await met(engine, own), own.slots.free()
-        (session,) = engine.sessions.values()
-        asked = asyncio.create_task(ask(caller, b"hello"))
-        await until(lambda: bool(session.live))
-        engine.do(lambda: session.sock.shutdown(socket.SHUT_RDWR))  # as the system does
-        with pytest.raises(NotReady, match="the engine closed the connection"):
-            await asked
-        del asked
-        await until(lambda: not own.leaving)
-        assert await settled(caller) == free
-        engine.do(lambda: session.done(session.live[1]))  # it has not died here: let it go
-
-    with (
-        scripted_end(tmp_path, lambda _: None, RULES) as engine,
-        asyncio.Runner(loop_factory=loops) as runner,
-    ):
-        runner.run(asyncio.wait_for(main(engine), 20))
+@road_test(None, RULES)
+async def test_slots_of_an_engine_that_died_are_free(
+    caller: RoadCaller, engine: ScriptedEnd, own: OwnArena
+) -> None:
+    free = own.slots.free()
+    (session,) = engine.sessions.values()
+    asked = asyncio.create_task(ask(caller, b"hello"))
+    await until(lambda: bool(session.live))
+    engine.do(lambda: session.sock.shutdown(socket.SHUT_RDWR))  # as the system does
+    with pytest.raises(NotReady, match="the engine closed the connection"):
+        await asked
+    del asked
+    await until(lambda: not own.leaving)
+    assert await settled(caller) == free
+    engine.do(lambda: session.done(session.live[1]))  # it has not died here: let it go
 
 
 def greeted(own_fd: int | None, **how: Any) -> tuple[int, Any]:

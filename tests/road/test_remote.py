@@ -6,173 +6,106 @@ import asyncio
 import json
 import os
 import socket
-from collections.abc import Callable, Coroutine
+import threading
 from contextlib import suppress
-from typing import Any
+from pathlib import Path
 
 import pytest
 from attnd.wire import frames as f
+from caller_play import road_test, until
+from scripted_engine_end import SECRET, ScriptedEnd, config, echo, scripted_end
 
 from service.errors import NotReady
 from service.road.caller_end.caller import RoadCaller
 from service.road.engine_end.admission import Admission
-from service.road.engine_end.calls import Call, SessionConfig
-from service.road.engine_end.session import Session
-from service.road.messages import State
+from service.road.engine_end.calls import Call, Cancel
 from service.road.tcp import host_and_port, proof
 
-SECRET = "s" * 32
-CONFIG = SessionConfig(
-    instance_id="there",
-    routes={"echo": 1},
-    limits={},
-    max_arena_bytes=2**22,
-    default_deadline_s=5.0,
-    admission=Admission(None, SECRET),
-)
-
-
-class Echo:
-    """An engine that answers every call with its own request, on the test's loop."""
-
-    def __init__(self) -> None:
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.listener.setblocking(False)
-        self.loop = asyncio.get_running_loop()
-        self.loop.add_reader(self.listener, self.accept)
-        self.sessions: list[Session] = []
-
-    @property
-    def address(self) -> str:
-        return f"tcp:127.0.0.1:{self.listener.getsockname()[1]}"
-
-    def accept(self) -> None:
-        sock, _ = self.listener.accept()
-        session = Session(sock, 1, CONFIG, State("ready"), is_remote=True)
-        self.sessions.append(session)
-        self.loop.add_reader(sock, self.ready, session)
-        self.loop.add_writer(sock, session.flush)
-
-    def ready(self, session: Session) -> None:
-        for event in session.read():
-            assert isinstance(event, Call)
-            length = len(event.request)
-            if length > len(event.answer):
-                session.fail(event, NotReady("no room"), needed=length)
-                continue
-            event.answer[:length] = event.request
-            session.answer(event, 200, length, f.NO_STAGES)
-        if session.ended:
-            self.leave(session)
-
-    def leave(self, session: Session) -> None:
-        self.loop.remove_reader(session.sock)
-        self.loop.remove_writer(session.sock)
-        session.close()
-        self.sessions.remove(session)
-
-    def close(self) -> None:
-        for session in list(self.sessions):
-            self.leave(session)
-        self.loop.remove_reader(self.listener)
-        self.listener.close()
-
-
-def run(test: Callable[[Echo], Coroutine[Any, Any, None]]) -> None:
-    async def main() -> None:
-        echo = Echo()
-        try:
-            async with asyncio.timeout(30):
-                await test(echo)
-        finally:
-            echo.close()
-
-    asyncio.run(main())
+RULES = config(max_arena_bytes=2**22, admission=Admission(None, SECRET))
 
 
 @pytest.mark.parametrize("length", [1, 64, 60_000, 66_000, 2**20, 3 * 2**20 // 2])
-def test_images_cross_whole_in_both_directions(length: int) -> None:
-    async def check(echo: Echo) -> None:
-        caller = await RoadCaller.connect(echo.address, 2**16, name="door", secret=SECRET)
-        assert caller.welcome.instance_id == "there"
-        if length > 2**14:
-            assert await caller.grow(2**22) == 2**22
-        sent = [os.urandom(length) for _ in range(3 if length < 2**20 else 1)]
+@road_test(echo, RULES, is_remote=True)
+async def test_images_cross_whole_in_both_directions(
+    caller: RoadCaller, engine: ScriptedEnd, length: int
+) -> None:
+    assert caller.welcome.instance_id == "scripted"
+    if length > 2**14:
+        assert await caller.grow(2**22) == 2**22
+    sent = [os.urandom(length) for _ in range(3 if length < 2**20 else 1)]
 
-        async def one(data: bytes) -> bytes:
-            request, answer = caller.take(length), caller.take(length)
-            request.view(length)[:] = data
-            answered = await caller.call(1, request, length, answer)
-            assert answered.status == 200
-            return bytes(answered.image)
+    async def one(data: bytes) -> bytes:
+        request, answer = caller.take(length), caller.take(length)
+        request.view(length)[:] = data
+        answered = await caller.call(9, request, length, answer)
+        assert answered.status == 200
+        return bytes(answered.image)
 
-        assert await asyncio.gather(*map(one, sent)) == sent
-        caller.close()
-
-    run(check)
+    assert await asyncio.gather(*map(one, sent)) == sent
 
 
-def test_an_error_comes_in_its_frame_and_the_session_continues() -> None:
-    async def check(echo: Echo) -> None:
-        caller = await RoadCaller.connect(echo.address, 2**16, name="door", secret=SECRET)
-        request, small, large = caller.take(1000), caller.take(64), caller.take(1000)
-        answered = await caller.call(1, request, 1000, small)
-        assert (answered.status, answered.needed) == (503, 1000)
-        refused = await caller.call(9, request, 1000, large)
-        assert refused.status == 404, "a route that is not there; its image is passed over"
-        assert (await caller.call(1, request, 1000, large)).status == 200
-        caller.close()
+def echo_whole(event: Call | Cancel) -> None:
+    """Fails where the answer's place is too small."""
+    assert isinstance(event, Call)
+    if len(event.request) > len(event.answer):
+        event.session.fail(event, NotReady("no room"), needed=len(event.request))
+    else:
+        echo(event)
 
-    run(check)
+
+@road_test(echo_whole, RULES, is_remote=True)
+async def test_an_error_comes_in_its_frame_and_the_session_continues(
+    caller: RoadCaller, engine: ScriptedEnd
+) -> None:
+    request, small, large = caller.take(1000), caller.take(64), caller.take(1000)
+    answered = await caller.call(9, request, 1000, small)
+    assert (answered.status, answered.needed) == (503, 1000)
+    refused = await caller.call(99, request, 1000, large)
+    assert refused.status == 404, "a route that is not there; its image is passed over"
+    assert (await caller.call(9, request, 1000, large)).status == 200
 
 
 @pytest.mark.parametrize("secret", ["", "t" * 32])
-def test_who_does_not_know_the_secret_is_refused(secret: str) -> None:
-    async def check(echo: Echo) -> None:
+def test_who_does_not_know_the_secret_is_refused(tmp_path: Path, secret: str) -> None:
+    with scripted_end(tmp_path, echo, RULES, is_remote=True) as engine:
         with pytest.raises(NotReady, match="refused"):
-            await RoadCaller.connect(echo.address, 2**16, name="x", secret=secret)
-        assert not any(session.greeted for session in echo.sessions)
-
-    run(check)
+            asyncio.run(RoadCaller.connect(engine.path, 2**16, name="x", secret=secret))
+        assert not any(session.greeted for session in engine.sessions.values())
 
 
-def test_the_secret_itself_is_never_sent() -> None:
-    async def check(echo: Echo) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(echo.address[14:]))
-        frame = await reader.readexactly(f.HEADER_BYTES)
-        assert f.HEADER.unpack(frame)[0] == f.CHALLENGE
-        writer.close()
-        with suppress(ConnectionError):
-            await writer.wait_closed()
+def test_the_secret_itself_is_never_sent(tmp_path: Path) -> None:
+    with (
+        scripted_end(tmp_path, echo, RULES, is_remote=True) as engine,
+        socket.create_connection(host_and_port(engine.path)) as peer,
+    ):
+        frame = peer.recv(2**16)
+        assert f.HEADER.unpack_from(frame)[0] == f.CHALLENGE and SECRET.encode() not in frame
         assert proof(SECRET, "a") != proof(SECRET, "b") != SECRET
 
-    run(check)
+
+@road_test(None, RULES, is_remote=True)
+async def test_calls_that_wait_fail_when_the_engine_leaves_in_the_middle_of_an_image(
+    caller: RoadCaller, engine: ScriptedEnd
+) -> None:
+    await caller.grow(2**20)
+    leaves = threading.Event()
+    engine.do(lambda: leaves.wait() and None)
+    waiting = asyncio.ensure_future(caller.call(9, caller.take(2**18), 2**18, caller.take(2**18)))
+    await asyncio.sleep(0)
+    engine.stopping = True
+    leaves.set()
+    with pytest.raises(NotReady):
+        await waiting
+    assert caller.lost
 
 
-def test_calls_that_wait_fail_when_the_engine_leaves_in_the_middle_of_an_image() -> None:
-    async def check(echo: Echo) -> None:
-        caller = await RoadCaller.connect(echo.address, 2**20, name="door", secret=SECRET)
-        request, answer = caller.take(2**18), caller.take(2**18)
-        waiting = asyncio.ensure_future(caller.call(1, request, 2**18, answer))
-        await asyncio.sleep(0)
-        echo.leave(echo.sessions[0])
-        with pytest.raises(NotReady):
-            await waiting
-        assert caller.lost
-        del request, answer
-
-    run(check)
-
-
-def test_a_step_is_for_callers_on_the_same_host() -> None:
-    async def check(echo: Echo) -> None:
-        caller = await RoadCaller.connect(echo.address, 2**16, name="door", secret=SECRET)
-        caller.send(f.frame(f.DEVICE, b'{"arena_bytes":4096}'))
-        while not caller.lost:
-            await asyncio.sleep(0.001)
-        assert "same host" in caller.lost
-
-    run(check)
+@road_test(echo, RULES, is_remote=True)
+async def test_a_step_is_for_callers_on_the_same_host(
+    caller: RoadCaller, engine: ScriptedEnd
+) -> None:
+    caller.send(f.frame(f.DEVICE, b'{"arena_bytes":4096}'))
+    await until(lambda: bool(caller.lost))
+    assert "same host" in caller.lost
 
 
 @pytest.mark.parametrize(

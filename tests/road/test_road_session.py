@@ -6,7 +6,8 @@ import socket
 
 import pytest
 from attnd.wire import frames as f
-from plain_caller import call_frame, calls, cancel_frame, grow, problem_of, session_and_caller
+from attnd.wire.frames import cancel_frame
+from plain_caller import call_frame, calls, grow, problem_of, session_and_caller
 from scripted_engine_end import LIMITS, ROUTES, config
 
 from service.errors import InvalidRequest
