@@ -42,7 +42,8 @@ from tests.engine.fake_backend import GEOMETRY, WAIT_S, FakeBackend
 from tests.images import read_image, write_image
 
 T = TypeVar("T")
-OPTIONS = {"slice_ms", "late"}
+OPTIONS = {"slice_ms"}
+MADE_OF = {"late", "geometry"}
 ARENA_BYTES = 2**24
 ROOM_BYTES = 2**17
 """Of an answer, beside as much as the request takes."""
@@ -178,6 +179,13 @@ class Caller:
             creation(*({"id": name} | ({"parent": parent} if parent else {}) for name in names))
         )
 
+    async def fill(self, **tokens: int) -> None:
+        """New sequences with as many tokens at every layer."""
+        await self.create(*tokens)
+        for layer in range(self.engine.info.num_layers):
+            for seed, (name, count) in enumerate(tokens.items()):
+                await self.submit(append(name, count, layer, 7 * seed))
+
     async def pool(self) -> dict[str, Any]:
         return (await self.call("pool")).fields
 
@@ -290,9 +298,9 @@ Test = Callable[..., Coroutine[Any, Any, None]]
 def engine_test(make: Callable[..., Any], **options: Any) -> Callable[[Test], Callable[..., None]]:
     """Make a test of a coroutine whose first parameter is a caller of an engine over `make(...)`.
 
-    `options` go to `with_engine`, `late` to `make`; so does a parameter or fixture of the test
-    that is named as in `OPTIONS`. A parameter `backend` is the engine's; one that is named as one
-    of the `keys` is a session by that key.
+    `options` go to `with_engine`, those in `MADE_OF` to `make`; so do parameters and fixtures of
+    the test that are named there or in `OPTIONS`. A parameter `backend` is the engine's; one that
+    is named as one of the `keys` is a session by that key.
     """
 
     def decorate(coroutine: Test) -> Callable[..., None]:
@@ -301,8 +309,8 @@ def engine_test(make: Callable[..., Any], **options: Any) -> Callable[[Test], Ca
         sessions = [name for name in names if name in options.get("keys", ())]
 
         def test(**given: Any) -> None:
-            every = options | {name: given[name] for name in OPTIONS & given.keys()}
-            backend = make(late=every.pop("late")) if "late" in every else make()
+            every = options | {name: given[name] for name in (OPTIONS | MADE_OF) & given.keys()}
+            backend = make(**{name: every.pop(name) for name in MADE_OF & every.keys()})
             given |= {"backend": backend} if "backend" in names else {}
 
             async def scenario(caller: Caller) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from tests.engine.fake_backend import GEOMETRY, FakeBackend
-from tests.engine.harness import Caller, NewCall, append, queries, rows
+from tests.engine.fake_backend import FakeBackend
+from tests.engine.harness import NewCall, append, queries, rows
 
 SLICE_MS = 0.001
 """Some hundred keys and rows are long then; a row over some keys is not."""
@@ -24,14 +24,6 @@ def long_prefill(name: str, new: bool = True, **fields: Any) -> NewCall:
 
 def long_append(name: str) -> NewCall:
     return append(name, ROWS, seed=4)
-
-
-async def two_sequences(caller: Caller) -> None:
-    """`a` of 20 tokens and `b` of 5, at both layers."""
-    await caller.create("a", "b")
-    for layer in range(GEOMETRY.num_layers):
-        await caller.submit(append("a", 20, layer=layer))
-        await caller.submit(append("b", 5, layer=layer, seed=7))
 
 
 async def finish(backend: FakeBackend, task: asyncio.Task[Any]) -> Any:

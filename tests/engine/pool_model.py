@@ -127,4 +127,5 @@ def cpu_engine(
     geometry: PoolGeometry = CPU_GEOMETRY, **options: Any
 ) -> Callable[[Test], Callable[..., None]]:
     """A test of an engine over the CPU backend, whose dead pages hold NaN."""
-    return engine_test(lambda: make_backend("cpu", geometry, poison=True), **options)
+    given = {"geometry": geometry} | options
+    return engine_test(lambda geometry: make_backend("cpu", geometry, poison=True), **given)

@@ -26,11 +26,6 @@ from tests.engine.pool_model import (
 LAYERS = range(CPU_GEOMETRY.num_layers)
 
 
-@pytest.fixture(params=[20.0, 1e-6], ids=["whole", "sliced"])
-def slice_ms(request: pytest.FixtureRequest) -> float:
-    return float(request.param)
-
-
 @pytest.mark.parametrize("mode", ["auto", "always", "never"])
 @cpu_engine()
 async def test_fork_then_decode_equals_the_oracle_however_it_runs(

@@ -8,14 +8,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kernels.backend import LEFT_OUT, DType, Layout
+from kernels.backend import LEFT_OUT, PoolGeometry
 from kernels.errors import NoMemory
 from service.engine.store.store import StoreLost
 from tests.engine.fake_backend import GEOMETRY, WAIT_S, FakeBackend
@@ -25,6 +24,7 @@ from tests.engine.harness import (
     Refused,
     creation,
     fake_engine,
+    gather,
     outcome,
     rows,
     truncate,
@@ -110,27 +110,24 @@ async def family(caller: Caller) -> None:
 
 
 @pools
-def test_an_append_at_many_layers_equals_appends_at_each(
-    dtype: DType, layout: Layout, slice_ms: float
+@cpu_engine()
+async def test_an_append_at_many_layers_equals_appends_at_each(
+    caller: Caller, geometry: PoolGeometry, slice_ms: float
 ) -> None:
-    async def scenario(caller: Caller) -> None:
-        await caller.create("a", "b", "one", "two")
-        for turn in range(2):
-            counts = [7 + turn, 3]
-            call = append_layers(["a", "b"], counts, seed=turn, layers=[1, 0])
-            reply = await caller.submit(call.but(offsets=[7 * turn, 3 * turn]))
-            assert reply.fields == {"lengths": [7 + 8 * turn, 3 + 3 * turn]}
-            for at, layer in enumerate([1, 0]):
-                fields = {"layer": layer, "sequences": ["one", "two"]}
-                part = {name: call.tensors[name][at] for name in "kv"}
-                await caller.call("append", fields | {"append_indptr": indptr(*counts)}, **part)
-        stored_all = await stored(caller, "a", "b")
-        wanted = await stored(caller, "one", "two")
-        names = {"a": "one", "b": "two"}
-        assert_same(stored_all, {key: wanted[names[key[0]], key[1]] for key in stored_all})
-
-    geometry = replace(CPU_GEOMETRY, dtype=dtype, layout=layout)
-    on_cpu(scenario, geometry, slice_ms=slice_ms)
+    await caller.create("a", "b", "one", "two")
+    for turn in range(2):
+        counts = [7 + turn, 3]
+        call = append_layers(["a", "b"], counts, seed=turn, layers=[1, 0])
+        reply = await caller.submit(call.but(offsets=[7 * turn, 3 * turn]))
+        assert reply.fields == {"lengths": [7 + 8 * turn, 3 + 3 * turn]}
+        for at, layer in enumerate([1, 0]):
+            fields = {"layer": layer, "sequences": ["one", "two"]}
+            part = {name: call.tensors[name][at] for name in "kv"}
+            await caller.call("append", fields | {"append_indptr": indptr(*counts)}, **part)
+    stored_all = await stored(caller, "a", "b")
+    wanted = await stored(caller, "one", "two")
+    names = {"a": "one", "b": "two"}
+    assert_same(stored_all, {key: wanted[names[key[0]], key[1]] for key in stored_all})
 
 
 @cpu_engine()
@@ -198,8 +195,9 @@ async def test_a_long_append_at_few_layers_is_written_in_slices(
 
 
 @pools
-def test_tokens_kept_behind_a_cut_move_up_and_forks_stay_intact(
-    dtype: DType, layout: Layout, slice_ms: float
+@cpu_engine()
+async def test_tokens_kept_behind_a_cut_move_up_and_forks_stay_intact(
+    caller: Caller, geometry: PoolGeometry, slice_ms: float
 ) -> None:
     cuts: list[dict[str, tuple[int, list[int]]]] = [
         {"d": (3, [5, 8])},
@@ -211,24 +209,19 @@ def test_tokens_kept_behind_a_cut_move_up_and_forks_stay_intact(
         {"a": (0, []), "b": (0, []), "c": (0, [])},
         {"a": (0, [*range(1, 23)]), "d": (0, [*range(8, 9)])},
     ]
-
-    async def scenario(caller: Caller) -> None:
-        for chosen in cuts:
-            await family(caller)
-            before = await stored(caller, *"abcd")
-            reply = await caller.submit(cut(**chosen))
-            views = reply.fields["sequences"]
-            wanted = dict(before)
-            for view, (name, (length, keep)) in zip(views, chosen.items(), strict=True):
-                assert (view["id"], view["length"]) == (name, length + len(keep))
-                wanted |= kept(before, name, length, keep)
-            assert_same(await stored(caller, *"abcd"), wanted)
-            assert (await caller.pool())["integrity"] == "ok"
-            await caller.call("delete_sequences", {"prefix": ""})
-            assert (await caller.pool())["free"] == CPU_GEOMETRY.num_pages
-
-    geometry = replace(CPU_GEOMETRY, dtype=dtype, layout=layout)
-    on_cpu(scenario, geometry, slice_ms=slice_ms)
+    for chosen in cuts:
+        await family(caller)
+        before = await stored(caller, *"abcd")
+        reply = await caller.submit(cut(**chosen))
+        views = reply.fields["sequences"]
+        wanted = dict(before)
+        for view, (name, (length, keep)) in zip(views, chosen.items(), strict=True):
+            assert (view["id"], view["length"]) == (name, length + len(keep))
+            wanted |= kept(before, name, length, keep)
+        assert_same(await stored(caller, *"abcd"), wanted)
+        assert (await caller.pool())["integrity"] == "ok"
+        await caller.call("delete_sequences", {"prefix": ""})
+        assert (await caller.pool())["free"] == CPU_GEOMETRY.num_pages
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -326,10 +319,7 @@ def test_rows_that_are_left_out_are_written_nowhere_in_a_fake_pool_either() -> N
 
 @fake_engine(ends=StoreLost)
 async def test_rows_that_fail_to_move_lose_the_pool(caller: Caller, backend: FakeBackend) -> None:
-    await caller.create("a")
-    for layer in range(GEOMETRY.num_layers):
-        fields = {"layer": layer, "sequences": ["a"], "append_indptr": [0, 6]}
-        await caller.call("append", fields, k=rows(1, 6), v=rows(2, 6))
+    await caller.fill(a=6)
     backend.failures["write_stored"] = [RuntimeError("a bug")]
     assert await caller.code(cut(a=(1, [3]))) == "not_ready"
 
@@ -338,17 +328,13 @@ async def test_rows_that_fail_to_move_lose_the_pool(caller: Caller, backend: Fak
 async def test_rows_that_move_wait_for_the_memory_of_the_device(
     caller: Caller, backend: FakeBackend
 ) -> None:
-    await caller.create("a")
-    for layer in range(GEOMETRY.num_layers):
-        fields = {"layer": layer, "sequences": ["a"], "append_indptr": [0, 6]}
-        await caller.call("append", fields, k=rows(1, 6), v=rows(2, 6))
+    await caller.fill(a=6)
     short = NoMemory("steps hold it")
     backend.failures = {"write_stored": [short, short], "read_stored": [None, None, short]}
     await caller.submit(cut(a=(1, [3, 5])))
     for layer in range(GEOMETRY.num_layers):
-        fields = {"layer": layer, "sequences": ["a"], "dtype": "fp32"}
-        held = (await caller.call("gather", fields)).tensors
-        for name, seed in (("k", 1), ("v", 2)):
+        held = (await caller.submit(gather("a", layer=layer))).tensors
+        for seed, name in enumerate("kv"):
             np.testing.assert_array_equal(held[name], rows(seed, 6)[[0, 3, 5]])
 
 

@@ -12,11 +12,6 @@ from tests.engine.harness import Caller, NewCall, Reply, fake_engine, queries
 from tests.engine.pool_model import CPU_GEOMETRY, Model, close, cpu_engine, indptr
 
 
-@pytest.fixture(params=[20.0, 1e-6], ids=["whole", "sliced"])
-def slice_ms(request: pytest.FixtureRequest) -> float:
-    return float(request.param)
-
-
 def level(names: list[str], *lens: int) -> dict[str, Any]:
     return {"sequences": names, "qo_indptr": indptr(*lens)}
 

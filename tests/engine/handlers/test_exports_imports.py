@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kernels.backend import DType, Layout, PoolGeometry
+from kernels.backend import PoolGeometry
 from service.engine.handlers.exports import header_digest
 from service.operations.transfer import MAX_IDLE_S, Header
 from tests.engine.exports import Exported, ask_part, bring, export, grow, held, same
@@ -51,7 +51,6 @@ async def refused(caller: Caller, call: NewCall) -> dict[str, Any]:
     return reply.problem
 
 
-@pytest.mark.parametrize("slice_ms", [20.0, 1e-6], ids=["whole", "sliced"])
 @pytest.mark.parametrize(
     ("dtype", "layout"),
     [
@@ -62,26 +61,22 @@ async def refused(caller: Caller, call: NewCall) -> dict[str, Any]:
         pytest.param("fp8_e5m2", "HND", marks=pytest.mark.long),
     ],
 )
-def test_an_import_equals_its_export_to_the_bit(
-    dtype: DType, layout: Layout, slice_ms: float
+@cpu_engine()
+async def test_an_import_equals_its_export_to_the_bit(
+    caller: Caller, geometry: PoolGeometry, slice_ms: float
 ) -> None:
-    geometry = replace(CPU_GEOMETRY, dtype=dtype, layout=layout, k_scale=0.3, v_scale=2.5)
-
-    async def scenario(caller: Caller) -> None:
-        await caller.create("a")
-        await grow(caller, "a", (23, 18), geometry)
-        given = await export(caller, "a", part_bytes=2 * geometry.page_bytes * LAYERS)
-        assert given.header["num_parts"] == 3 and given.header["lengths"] == [23, 18]
-        await bring(caller, given, "b")
-        reply = await caller.view("b")
-        assert (reply["lengths"], reply["pages"], reply["parent"]) == ([23, 18], 5, None)
-        assert await same(caller, "a", "b", LAYERS)
-        await grow(caller, "b", (1, 1), geometry)
-        assert not await same(caller, "a", "b", LAYERS)
-        assert (await export(caller, "a")).last != given.last, "parts are cut otherwise"
-        assert (await caller.pool())["integrity"] == "ok"
-
-    on_cpu(scenario, geometry, slice_ms=slice_ms)
+    await caller.create("a")
+    await grow(caller, "a", (23, 18), geometry)
+    given = await export(caller, "a", part_bytes=2 * geometry.page_bytes * LAYERS)
+    assert given.header["num_parts"] == 3 and given.header["lengths"] == [23, 18]
+    await bring(caller, given, "b")
+    reply = await caller.view("b")
+    assert (reply["lengths"], reply["pages"], reply["parent"]) == ([23, 18], 5, None)
+    assert await same(caller, "a", "b", LAYERS)
+    await grow(caller, "b", (1, 1), geometry)
+    assert not await same(caller, "a", "b", LAYERS)
+    assert (await export(caller, "a")).last != given.last, "parts are cut otherwise"
+    assert (await caller.pool())["integrity"] == "ok"
 
 
 @cpu_engine()

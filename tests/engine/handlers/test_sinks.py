@@ -16,11 +16,6 @@ HEADS = queries(0, 1, CPU_GEOMETRY).shape[1]
 SINKS = np.linspace(-2, 3, HEADS).astype(np.float32)
 
 
-@pytest.fixture(params=[20.0, 1e-6], ids=["whole", "sliced"])
-def slice_ms(request: pytest.FixtureRequest) -> float:
-    return float(request.param)
-
-
 def with_sinks(state: oracle.State, sinks: Any = SINKS) -> oracle.State:
     o, lse = state
     return oracle.merge([state, (np.zeros(o.shape), np.broadcast_to(sinks, lse.shape))])

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.fake_backend import GEOMETRY
 from tests.engine.harness import (
     Caller,
     NewCall,
@@ -55,20 +54,13 @@ EVERY = {
 }
 
 
-async def two_sequences(caller: Caller) -> None:
-    await caller.create("a", "b")
-    for layer in range(GEOMETRY.num_layers):
-        await caller.submit(append("a", 6, layer=layer))
-        await caller.submit(append("b", 3, layer=layer))
-
-
 @pytest.mark.parametrize("slice_ms", [20.0, 1e-6], ids=["whole", "sliced"])
 @pytest.mark.parametrize("name", EVERY)
 @fake_engine()
 async def test_an_answer_too_large_for_its_place_names_the_size_and_changes_nothing(
     caller: Caller, name: str, slice_ms: float
 ) -> None:
-    await two_sequences(caller)
+    await caller.fill(a=6, b=3)
     before, call = await caller.pool(), EVERY[name]
     known = await caller.submit(decode("a", "b"))
     refused = await caller.refused(call, "answer_too_large", room=64, status=413)
@@ -101,7 +93,7 @@ async def test_an_answer_above_the_services_limit_is_refused_with_how_to_ask_for
 
 @fake_engine()
 async def test_a_long_answer_is_not_written_beyond_its_place(caller: Caller) -> None:
-    await two_sequences(caller)
+    await caller.fill(a=6, b=3)
     guard: list[Any] = [caller.road.take(2**16) for _ in range(20)]
     for slot in guard:
         slot.view()[:] = b"\xa5" * slot.size

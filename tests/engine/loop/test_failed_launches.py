@@ -316,7 +316,7 @@ async def test_a_lost_device_refuses_everything_from_then_on_with_the_reason(
 
 @fake_engine()
 async def test_a_failed_row_copy_takes_a_fork_back(caller: Caller, backend: FakeBackend) -> None:
-    await all_layers(caller, 6)
+    await caller.fill(a=6)
     before = await caller.pool()
     backend.failures["copy_rows"] = [RuntimeError("a bug")]
     assert code(await outcome(caller.create("b", parent="a"))) == "internal"
@@ -327,7 +327,7 @@ async def test_a_failed_row_copy_takes_a_fork_back(caller: Caller, backend: Fake
 async def test_a_device_that_is_lost_in_a_fork_ends_the_engine(
     caller: Caller, backend: FakeBackend
 ) -> None:
-    await all_layers(caller, 6)
+    await caller.fill(a=6)
     backend.failures["copy_rows"] = [DeviceLost("xid 79")]
     assert code(await outcome(caller.create("b", parent="a"))) == "not_ready"
 
@@ -336,7 +336,7 @@ async def test_a_device_that_is_lost_in_a_fork_ends_the_engine(
 async def test_a_failed_row_copy_of_a_truncate_cannot_be_taken_back_so_the_pool_is_lost(
     caller: Caller, backend: FakeBackend
 ) -> None:
-    await all_layers(caller, 8)
+    await caller.fill(a=8)
     await caller.create("b", parent="a")
     backend.failures["copy_rows"] = [RuntimeError("a bug")]
     assert await caller.code(truncate("b", 6)) == "not_ready"
@@ -348,7 +348,7 @@ async def test_a_failed_row_copy_of_a_truncate_cannot_be_taken_back_so_the_pool_
 async def test_a_truncate_within_a_shared_page_is_refused_while_there_is_no_memory(
     caller: Caller, backend: FakeBackend, keep: list[int] | None
 ) -> None:
-    await all_layers(caller, 8)
+    await caller.fill(a=8)
     await caller.create("b", parent="a")
     before = await caller.pool(), (await caller.submit(gather("b"))).tensors["k"]
     backend.failures["copy_rows"] = [NoMemory("open steps hold it")]
@@ -361,13 +361,6 @@ async def test_a_truncate_within_a_shared_page_is_refused_while_there_is_no_memo
     for layer in range(GEOMETRY.num_layers):
         whole, part = [await caller.submit(gather(name, layer=layer)) for name in ("a", "b")]
         assert np.array_equal(whole.tensors["v"][kept], part.tensors["v"])
-
-
-async def all_layers(caller: Caller, tokens: int) -> None:
-    """`a` with `tokens` tokens at every layer."""
-    await caller.create("a")
-    for layer in range(GEOMETRY.num_layers):
-        await caller.submit(append("a", tokens, layer=layer))
 
 
 @pytest.mark.parametrize("late", [False, True])

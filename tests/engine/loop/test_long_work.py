@@ -22,14 +22,14 @@ from tests.engine.harness import (
     truncate,
     until,
 )
-from tests.engine.long_calls import ROWS, SLICE_MS, finish, long_append, long_prefill, two_sequences
+from tests.engine.long_calls import ROWS, SLICE_MS, finish, long_append, long_prefill
 
 
 @fake_engine(slice_ms=SLICE_MS)
 async def test_a_decode_is_answered_while_a_slice_of_anothers_prefill_is_on_the_device(
     caller: Caller, backend: FakeBackend
 ) -> None:
-    await two_sequences(caller)
+    await caller.fill(a=20, b=5)
     wanted = await caller.submit(decode("b"))
     steps = backend.step_by_step()
     long = caller.start(long_prefill("a"))
@@ -52,7 +52,7 @@ async def test_a_decode_is_answered_while_a_slice_of_anothers_prefill_is_on_the_
 async def test_between_two_slices_everyone_who_waits_has_a_turn(
     caller: Caller, backend: FakeBackend
 ) -> None:
-    await two_sequences(caller)
+    await caller.fill(a=20, b=5)
     gates = backend.step_by_step()
     async with caller.another() as other:
         long = caller.start(long_prefill("a"))
@@ -69,7 +69,7 @@ async def test_between_two_slices_everyone_who_waits_has_a_turn(
 
 @fake_engine(slice_ms=SLICE_MS)
 async def test_two_long_operations_take_turns(caller: Caller, backend: FakeBackend) -> None:
-    await two_sequences(caller)
+    await caller.fill(a=20, b=5)
     del backend.launches[:]
     both = [long_prefill("a", new=False), long_prefill("b", new=False, sm_scale=2.0)]
     await asyncio.gather(*(caller.submit(each) for each in both))
@@ -83,7 +83,7 @@ async def test_two_long_operations_take_turns(caller: Caller, backend: FakeBacke
 async def test_operations_on_its_sequences_wait_and_see_its_effect_in_their_order(
     caller: Caller, backend: FakeBackend, long: Callable[[str], NewCall]
 ) -> None:
-    await two_sequences(caller)
+    await caller.fill(a=20, b=5)
     steps = backend.step_by_step()
     first = caller.start(long("a"))
     await until(lambda: len(steps) == 1)
@@ -120,7 +120,7 @@ async def test_operations_on_its_sequences_wait_and_see_its_effect_in_their_orde
 async def test_who_only_reads_goes_beside_a_long_read_and_who_writes_waits(
     caller: Caller, backend: FakeBackend
 ) -> None:
-    await two_sequences(caller)
+    await caller.fill(a=20, b=5)
     wanted = await caller.submit(decode("a"))
     steps = backend.step_by_step()
     long = caller.start(long_prefill("a", new=False))

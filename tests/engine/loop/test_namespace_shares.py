@@ -181,11 +181,7 @@ async def test_a_long_commit_is_hashed_between_the_turns_of_others(
     monkeypatch.setattr(prefix, "HASHED_AT_ONCE", PAGE)
     monkeypatch.setattr(work, "TURN_S", 0.0)
     tokens = list(range(12 * PAGE))
-
-    for name in "ab":
-        await caller.create(name)
-        for layer in range(caller.engine.info.num_layers):
-            await caller.submit(append(name, len(tokens), layer=layer))
+    await caller.fill(a=len(tokens), b=len(tokens))
     cut = {"token_ids": tokens[: skipped * PAGE]}
     if skipped:
         await caller.call("commit", {"id": "a"} | cut)

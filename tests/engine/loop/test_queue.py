@@ -13,7 +13,7 @@ from service.engine.loop.engine import UNSENT_SHARE
 from service.errors import NotReady
 from service.road.engine_end.session import Session
 from service.road.messages import Hello, message
-from tests.engine.fake_backend import GEOMETRY, FakeBackend
+from tests.engine.fake_backend import FakeBackend
 from tests.engine.harness import (
     Caller,
     NewCall,
@@ -57,25 +57,16 @@ def reply_to(caller: Caller, data: bytes) -> bytes:
     return reply
 
 
-async def two_sequences(caller: Caller) -> None:
-    """`a` of three tokens, and `empty`."""
-    await caller.create("a", "empty")
-    for layer in range(GEOMETRY.num_layers):
-        await caller.submit(append("a", 3, layer=layer))
-
-
 @fake_engine(late=True, queue_depth=3)
 async def test_a_full_queue_refuses_with_a_time_to_retry_and_admitted_work_finishes(
     caller: Caller, backend: FakeBackend
 ) -> None:
-    await two_sequences(caller)
+    await caller.fill(a=3, empty=0)
     first = await blocked(caller, backend)
     waiting = [caller.start(decode("a")) for _ in range(2)]
     await until(lambda: caller.num_waiting == 3)
-    with pytest.raises(Refused) as caught:
-        await caller.submit(decode("a"))
-    assert (caught.value.status, caught.value.code) == (429, "overloaded")
-    assert 0.05 <= caught.value.problem["retry_after_s"] <= 30
+    refused = await caller.refused(decode("a"), "overloaded", status=429)
+    assert 0.05 <= refused.problem["retry_after_s"] <= 30
     assert caller.metric('attnd_rejected_total{reason="overloaded"}') == 1
     assert caller.metric("attnd_inflight") == 4
     backend.gate.set()
@@ -88,7 +79,7 @@ async def test_a_full_queue_refuses_with_a_time_to_retry_and_admitted_work_finis
 async def test_a_full_queue_still_takes_what_frees_pages(
     caller: Caller, backend: FakeBackend
 ) -> None:
-    await two_sequences(caller)
+    await caller.fill(a=3, empty=0)
     await caller.create("deleted")
     first = await blocked(caller, backend)
     waiting = [caller.start(decode("a"))]
@@ -109,7 +100,7 @@ async def test_a_full_queue_still_takes_what_frees_pages(
 async def test_an_operation_cancelled_before_its_turn_leaves_no_trace(
     caller: Caller, backend: FakeBackend
 ) -> None:
-    await two_sequences(caller)
+    await caller.fill(a=3, empty=0)
     first = await blocked(caller, backend)
     before = list(backend.calls)
     task = caller.start(append("a", 5))
@@ -129,7 +120,7 @@ async def test_an_operation_cancelled_before_its_turn_leaves_no_trace(
 async def test_an_operation_cancelled_while_the_round_before_it_runs_leaves_no_trace(
     caller: Caller, backend: FakeBackend
 ) -> None:
-    await two_sequences(caller)
+    await caller.fill(a=3, empty=0)
     backend.gate.clear()
     first = caller.start(decode("a"))
     await until(lambda: backend.calls[-1] == "attend")
@@ -164,7 +155,7 @@ async def test_a_running_operation_that_is_cancelled_finishes_without_a_reply(
 async def test_an_operation_whose_deadline_passed_before_its_turn_does_not_run(
     caller: Caller, backend: FakeBackend
 ) -> None:
-    await two_sequences(caller)
+    await caller.fill(a=3, empty=0)
     first = await blocked(caller, backend)
     late = caller.attempt(append("a", 5), deadline_s=0.01)
     in_time = caller.start(append("a", 1), deadline_s=60.0)
@@ -183,7 +174,7 @@ async def test_an_operation_whose_deadline_passed_before_its_turn_does_not_run(
 async def test_a_drain_answers_all_that_was_admitted_and_refuses_the_rest(
     caller: Caller, backend: FakeBackend
 ) -> None:
-    await two_sequences(caller)
+    await caller.fill(a=3, empty=0)
     first = await blocked(caller, backend)
     waiting = [caller.start(decode("a", new=True)) for _ in range(5)]
     await until(lambda: caller.num_waiting == 6)
@@ -205,7 +196,7 @@ async def test_a_drain_answers_all_that_was_admitted_and_refuses_the_rest(
 async def test_a_drain_that_takes_too_long_refuses_unfinished_operations(
     caller: Caller, backend: FakeBackend
 ) -> None:
-    await two_sequences(caller)
+    await caller.fill(a=3, empty=0)
     first, barrier = await blocked(caller, backend)
     waiting = caller.attempt(append("a", 1))
     await until(lambda: caller.num_waiting == 2)
@@ -220,7 +211,7 @@ async def test_a_drain_that_takes_too_long_refuses_unfinished_operations(
 async def test_the_death_of_a_caller_takes_its_waiting_calls_out(
     caller: Caller, backend: FakeBackend
 ) -> None:
-    await two_sequences(caller)
+    await caller.fill(a=3, empty=0)
     first = await blocked(caller, backend)
     async with caller.another() as other:
         doomed = [other.attempt(append("a", 2)) for _ in range(3)]

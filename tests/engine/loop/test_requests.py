@@ -152,9 +152,7 @@ OWN = (
 async def live(caller: Caller, name: str) -> None:
     """A session's life: calls that succeed, calls that fail, and pages that outlive it."""
     async with caller.another() as session:
-        await session.create(name)
-        for layer in range(GEOMETRY.num_layers):
-            await session.submit(append(name, 2 * GEOMETRY.page_size, layer))
+        await session.fill(**{name: 2 * GEOMETRY.page_size})
         await session.submit(decode(name, new=True))
         ids = list(range(GEOMETRY.page_size))
         await session.call("commit", {"id": name, "token_ids": ids})

@@ -31,7 +31,7 @@ from tests.engine.harness import (
     until,
     with_engine,
 )
-from tests.engine.long_calls import ROWS, SLICE_MS, long_append, long_prefill, two_sequences
+from tests.engine.long_calls import ROWS, SLICE_MS, long_append, long_prefill
 
 
 async def cancelled(caller: Caller, task: asyncio.Task[Reply]) -> None:
@@ -48,7 +48,7 @@ async def cancelled(caller: Caller, task: asyncio.Task[Reply]) -> None:
 async def test_what_stops_between_two_slices_is_undone(
     caller: Caller, backend: FakeBackend, long: Callable[[str], NewCall], end: str, done: int
 ) -> None:
-    await two_sequences(caller)
+    await caller.fill(a=20, b=5)
     known, before = await caller.submit(decode("a", "b")), await caller.pool()
     steps = backend.step_by_step()
     async with caller.another() as other:
@@ -91,7 +91,7 @@ def test_a_slice_that_fails_undoes_the_whole_and_no_other_operation(
     backend = FakeBackend()
 
     async def scenario(caller: Caller) -> None:
-        await two_sequences(caller)
+        await caller.fill(a=20, b=5)
         before = await caller.pool()
         backend.failures["attend"] = [None, None, RuntimeError("a bug")]
         if error is not None:
@@ -112,7 +112,7 @@ def test_a_slice_that_fails_undoes_the_whole_and_no_other_operation(
 async def test_a_long_append_that_does_not_fit_or_says_wrong_offsets_changes_nothing(
     caller: Caller, backend: FakeBackend
 ) -> None:
-    await two_sequences(caller)
+    await caller.fill(a=20, b=5)
     before = await caller.pool()
     for call, wanted in (
         (append("a", 1000), "out_of_pages"),
@@ -149,7 +149,7 @@ async def stopped_create(
     stop: Callable[[Caller, asyncio.Task[Reply]], Awaitable[None]],
 ) -> None:
     """A create of many forks that is stopped while its second slice runs, as if it never were."""
-    await two_sequences(caller)
+    await caller.fill(a=20, b=5)
     before = await caller.pool()
     new = [{"parent": "b"} if at % 2 else {"id": f"n{at}", "parent": "b"} for at in range(16)]
     async with caller.another() as other:
@@ -190,7 +190,7 @@ async def test_a_sequence_of_a_long_create_cannot_be_changed_before_all_are_made
     caller: Caller, backend: Interrupted, stopped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sequences, "MADE_AT_ONCE", 4)
-    await two_sequences(caller)
+    await caller.fill(a=20, b=5)
     async with caller.another() as other:
         new: list[dict[str, str]] = [{"parent": "b"} for _ in range(20)]
         task = other.attempt(creation(*new))
@@ -220,7 +220,7 @@ async def test_a_long_create_of_which_a_late_one_is_refused_made_nothing(
 ) -> None:
     monkeypatch.setattr(sequences, "MADE_AT_ONCE", 4)
 
-    await two_sequences(caller)
+    await caller.fill(a=20, b=5)
     before = await caller.pool()
     new: list[dict[str, str]] = [{"parent": "b"} for _ in range(11)]
     reply = await outcome(caller.submit(creation(*new, bad)))

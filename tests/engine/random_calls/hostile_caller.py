@@ -118,7 +118,3 @@ def live_engine() -> Iterator[str]:
     finally:
         logging.getLogger("attnd").removeHandler(errors)
     assert not errors.replies, errors.replies[0]
-
-
-def cancel_frame(number: int) -> bytes:
-    return f.frame(f.CANCEL, f.CALL_ID.pack(number))

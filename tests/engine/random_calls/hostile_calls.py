@@ -27,7 +27,6 @@ from tests.engine.random_calls.hostile_caller import (
     ARENA_BYTES,
     SLOT_BYTES,
     Session,
-    cancel_frame,
     connected,
     live_engine,
 )
@@ -195,7 +194,7 @@ class Fuzz:
         frames = self.batch(mine)
         for number in range(first, mine.last_id + 1):
             if self.rng.random() < 0.03:
-                frames.insert(self.rng.randrange(len(frames) + 1), cancel_frame(number))
+                frames.insert(self.rng.randrange(len(frames) + 1), f.cancel_frame(number))
         mine.sock.sendall(b"".join(frames))
         time.sleep(BATCH_S)
         open_calls = set(range(first, mine.last_id + 1))

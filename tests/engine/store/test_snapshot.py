@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import numpy as np
-import pytest
 
 from service.engine.store.snapshot import LEAST_S
-from tests.engine.harness import Caller, NewCall, Refused, append, delete, fake_engine, until
+from tests.engine.harness import Caller, NewCall, append, delete, fake_engine, until
 
 
 @fake_engine()
@@ -40,17 +39,14 @@ async def test_who_asks_too_soon_gets_the_last_one_again(caller: Caller) -> None
 
 @fake_engine()
 async def test_an_answer_that_does_not_fit_says_what_would(caller: Caller) -> None:
-    with pytest.raises(Refused) as result:
-        await caller.submit(NewCall("snapshot"), room=64)
-    reply = await caller.submit(NewCall("snapshot"), room=result.value.needed)
+    refused = await caller.refused(NewCall("snapshot"), room=64)
+    reply = await caller.submit(NewCall("snapshot"), room=refused.needed)
     assert reply.fields["free"] == 32
 
 
 @fake_engine(live=False)
 async def test_a_service_that_shows_nothing_live_takes_no_snapshots(caller: Caller) -> None:
-    with pytest.raises(Refused) as reply:
-        await caller.call("snapshot")
-    assert (reply.value.status, reply.value.problem["field"]) == (422, "server.live")
+    await caller.refused(NewCall("snapshot"), status=422, field="server.live")
 
 
 @fake_engine()
