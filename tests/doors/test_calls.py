@@ -246,6 +246,7 @@ def test_an_empty_body_is_malformed(client: httpx.Client) -> None:
     ("path", "field"),
     [
         ("/v1/info?x=1", "query"),
+        ("/v1/sequences/a?id=a", "query"),
         ("/v1/sequences?x=1", "x"),
         ("/v1/sequences?limit=1&limit=2", "limit"),
         ("/health/live?x", "query"),

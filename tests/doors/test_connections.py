@@ -436,23 +436,16 @@ def test_idle_connections_of_the_host_with_the_most_give_place_first(tmp_path: P
 # clients that leave
 
 
-def test_a_client_that_hangs_up_takes_its_call_back(door: Running) -> None:
+@pytest.mark.parametrize("resets", [False, True])
+def test_a_client_that_leaves_takes_its_call_back(door: Running, resets: bool) -> None:
     before = door.counted("client_gone", "decode")
     door.engine.close_gate()
     with door.connect() as peer:
         peer.sendall(GOOD)
         wait_for(lambda: door.engine.waiting, "the call")
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", resets, 0))
     wait_for(lambda: door.engine.cancelled, "the call to be taken back")
     wait_for(lambda: door.counted("client_gone", "decode") == before + 1, "the count")
-
-
-def test_a_client_that_resets_takes_its_call_back(door: Running) -> None:
-    door.engine.close_gate()
-    with door.connect() as peer:
-        peer.sendall(GOOD)
-        wait_for(lambda: door.engine.waiting, "the call")
-        peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    wait_for(lambda: door.engine.cancelled, "the call to be taken back")
 
 
 @pytest.mark.parametrize("length", [len(GOOD), len(GOOD) - 1], ids=["whole", "part"])

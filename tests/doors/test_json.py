@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import statistics
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -84,36 +82,6 @@ def test_what_changes_the_pool_is_not_called_for_an_answer_that_json_may_not_hol
             assert response.json()["code"] == "answer_too_large"
         (heard,) = running.engine.heard
         assert heard.capacity * 2 < limit, "the engine could see that it does not fit"
-
-
-def test_long_json_does_not_keep_others_waiting(door: Running) -> None:
-    stop = threading.Event()
-    answered: list[int] = []
-    body = b'{"x":[' + b"1," * (4 * 2**20 - 8) + b"1]}"
-
-    def flood() -> None:
-        with door.client() as client:
-            while not stop.is_set():
-                headers = {"content-type": JSON}
-                answered.append(
-                    client.post("/v1/gather", content=body, headers=headers).status_code
-                )
-
-    with door.client() as client:
-        client.post("/v1/decode", json=long_request())  # the process is there
-        thread = threading.Thread(target=flood)
-        thread.start()
-        try:
-            times = []
-            while len(answered) < 3 and len(times) < 3000:
-                began = time.monotonic()
-                assert client.get("/health/live").status_code == 200
-                times.append(time.monotonic() - began)
-        finally:
-            stop.set()
-            thread.join()
-    print(f"{len(times)} calls, median {statistics.median(times) * 1e3:.2f} ms, most {max(times)}")
-    assert len(answered) >= 3, "the long ones come to their end"
 
 
 def test_namespaces_take_turns_with_long_json(

@@ -8,7 +8,6 @@ import pytest
 from attnd.wire.dtypes import DTYPES
 
 from service.doors.http.endpoints.operation import query_values
-from service.errors import InvalidRequest
 from service.operations.schema.spec import Operation
 from service.operations.table import BY_NAME, BY_NUMBER, OPERATIONS
 
@@ -55,30 +54,6 @@ def test_a_declaration_holds_together(operation: Operation) -> None:
     assert hash(operation) != hash(BY_NAME["info"]) or operation.name == "info"
 
 
-def test_a_query_becomes_fields() -> None:
-    query = query_values(BY_NAME["list_sequences"], [("limit", "2"), ("after", "7")])
-    assert query == {"limit": 2, "after": "7"}
-    assert query_values(BY_NAME["info"], []) == {}
-
-
 @pytest.mark.parametrize("text", ["", "two", "1.0", "\u0661", "9" * 5000, "--1", " 1"])
 def test_text_that_is_no_number_is_left_for_the_fields_to_reject(text: str) -> None:
     assert query_values(BY_NAME["list_sequences"], [("limit", text)]) == {"limit": text}
-
-
-@pytest.mark.parametrize(
-    ("name", "pairs", "field"),
-    [
-        ("info", [("x", "1")], "query"),
-        ("decode", [("layer", "1")], "query"),
-        ("get_sequence", [("id", "a")], "query"),
-        ("list_sequences", [("x", "1")], "x"),
-        ("list_sequences", [("limit", "1"), ("limit", "1")], "limit"),
-    ],
-)
-def test_parameters_that_a_route_does_not_take_are_refused(
-    name: str, pairs: list[tuple[str, str]], field: str
-) -> None:
-    with pytest.raises(InvalidRequest) as reply:
-        query_values(BY_NAME[name], pairs)
-    assert reply.value.field == field

@@ -37,12 +37,6 @@ def test_decode_takes_every_dtype_with_and_without_rows_to_append(dtype: Any) ->
         assert fields.offset_array is None
 
 
-def test_arrays_are_made_once() -> None:
-    fields = prepared("decode", AB, {"q": queries(2)}).fields
-    assert fields.qo_indptr_array is fields.qo_indptr_array
-    assert fields.ids is fields.ids
-
-
 def test_append_gives_one_row_to_each_or_as_requested() -> None:
     kv = {"k": rows(2), "v": rows(2)}
     fields = prepared("append", AB, kv).fields

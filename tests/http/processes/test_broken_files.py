@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from http_messages import create
 from http_process import process
 from http_secrets import Files, trusting, write_files, write_keys
 
+from bench.driver.servers import free_port
 from tests.harness.processes import START_S, Process
 from tests.harness.waiting import WAIT_S, wait_for
 
@@ -41,12 +41,6 @@ def spoil_pair(keys: Path, files: Files) -> None:
 def remove_all(keys: Path, files: Files) -> None:
     for path in (keys, files.cert, files.key, files.ca):
         Path(path).unlink()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.mark.parametrize("engines", [1, 2], ids=["one engine", "a cluster"])
