@@ -1,13 +1,15 @@
-"""The README and the docs are right: paths and links exist, code runs, defaults are true."""
+"""The README and the docs are right: paths and links exist, code runs and prints what they show,
+defaults are true."""
 
 from __future__ import annotations
 
 import math
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 from attnd import AsyncClient, Client, Session
@@ -15,6 +17,7 @@ from attnd import AsyncClient, Client, Session
 from bench.driver.servers import attnd
 from config.settings import load_settings
 from service.errors import KINDS
+from service.keys import line_of, new_key
 from tests.harness.plain_http import http_client
 from tests.harness.processes import run
 
@@ -22,9 +25,9 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 README: Final = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def blocks(language: str) -> list[str]:
-    """The README's code blocks of one language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+def blocks(language: str, page: str = README) -> list[str]:
+    """A page's code blocks of one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
 
 
 def tree() -> Iterator[tuple[str, str]]:
@@ -194,3 +197,34 @@ def test_line_references_point_at_the_definitions_that_they_name() -> None:
         assert re.match(rf"\s*(async )?(def|class) {name}\b", text), (
             f"{name}, {file}:{line}: {text}"
         )
+
+
+TUTORIALS: Final = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+TENANTS: Final = {
+    "SEARCH_KEY": ("search", ("read", "append")),
+    "MAIL_KEY": ("mail", ("read", "append")),
+    "ADMIN_KEY": ("ops", ("read", "append", "admin")),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def test_a_tutorial_prints_the_output_in_its_text(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = page.read_text(encoding="utf-8")
+    keys = {name: new_key() for name in TENANTS}
+    path = tmp_path / "keys"
+    path.write_text("".join(line_of(keys[name], *TENANTS[name]) + "\n" for name in TENANTS))
+    path.chmod(0o600)
+    scripts = [block.replace("\\\n", "") for block in blocks("sh", text)]
+    command = next(script for script in scripts if script.startswith("attnd serve"))
+    arguments = [str(path) if word == "KEYS" else word for word in shlex.split(command)[2:]]
+    names: dict[str, Any] = dict(keys)
+    with attnd(*arguments) as server:
+        for source in blocks("python", text):
+            here = source.replace("127.0.0.1:8080", f"127.0.0.1:{server.port}")
+            here = here.replace("Session(port=8080)", f"Session({server.socket!r})")
+            exec(compile(here, page.name, "exec"), names)
+    assert capsys.readouterr().out == "".join(blocks("text", text))
