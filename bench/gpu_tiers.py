@@ -31,9 +31,9 @@ from bench.report.tables import markdown, with_stamp
 from kernels import make_backend
 from kernels.backend import Backend, Int32, PagePlaces, PoolGeometry
 from service.core.prefix import keys
-from service.core.sequences.transfer import fill as take_pages
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec
+from service.engine.handlers.imports import fill as take_pages
 from service.engine.loop.job import WAIT, Slice
 from service.engine.tiers.loading import Loading
 from service.engine.tiers.loads import UNLIMITED, waiting

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -143,7 +144,9 @@ def listen_tcp(
         for family, address in dict.fromkeys((entry[0], entry[4]) for entry in found):
             chosen = sockets[0].getsockname()[1] if sockets else port
             try:
-                sockets.append(bind_tcp(family, (address[0], chosen, *address[2:])))
+                bound = (address[0], chosen, *address[2:])
+                sockets.append(socket.create_server(bound, family=family, backlog=BACKLOG))
+                sockets[-1].setblocking(False)
             except OSError as error:
                 if error.errno not in NOT_HERE:
                     raise
@@ -168,24 +171,11 @@ def check_loopback(host: str, addresses: Sequence[str]) -> None:
             )
 
 
-def bind_tcp(family: int, address: tuple[object, ...]) -> socket.socket:
-    one = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        one.bind(address)
-        one.listen(BACKLOG)
-        one.setblocking(False)
-    except OSError:
-        one.close()
-        raise
-    return one
-
-
 def describe(error: OSError) -> str:
     """The system's error in lower case, and the remedy."""
-    text = (error.strerror or str(error)).lower()
+    number = error.errno or 0
+    known = number in errno.errorcode  # `create_server` adds the address to the system's text
+    text = (os.strerror(number) if known else error.strerror or str(error)).lower()
     if error.errno == errno.EADDRINUSE:
         return f"{text}: stop what listens there, or set another port"
     if error.errno == errno.EACCES:

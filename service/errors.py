@@ -1,30 +1,27 @@
-"""The errors that callers get; `attnd.wire.codes` has status, code and title of each, and the
-docstring of `attnd.errors` their members.
+"""The errors that callers get, those of `service/core/errors.py` among them. `attnd.wire.codes` has
+status, code and title of each, and the docstring of `attnd.errors` their members.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from itertools import islice
-from reprlib import Repr
+from collections.abc import Sequence
 from typing import Any, Final
 
 from attnd.wire.codes import CODES, ErrorCode, code_of
 from pydantic import BaseModel, ValidationError
 
 from config.wording import first_of, hint, place_of, rule_of
-
-LONGEST_VALUE: Final = 200
-"""Maximum characters of a value in an error."""
-
-
-class AttndError(Exception):
-    """Base of all errors; `extra` are the members of its document besides the detail."""
-
-    def __init__(self, detail: str, **extra: Any) -> None:
-        super().__init__(detail)
-        self.extra = extra
+from service.core.errors import AttndError as AttndError
+from service.core.errors import CoreError, some
+from service.core.errors import InvalidRequest as InvalidRequest
+from service.core.errors import KeyMismatch as KeyMismatch
+from service.core.errors import LengthMismatch as LengthMismatch
+from service.core.errors import OutOfPages as OutOfPages
+from service.core.errors import SequenceExists as SequenceExists
+from service.core.errors import SequenceTaken as SequenceTaken
+from service.core.errors import UnknownLease as UnknownLease
+from service.core.errors import UnknownPage as UnknownPage
+from service.core.errors import UnknownSequence as UnknownSequence
 
 
 class MalformedBody(AttndError):
@@ -48,46 +45,7 @@ class NoSuchRoute(AttndError):
     """No route has this path."""
 
 
-MOST_SHOWN: Final = 16
-"""Maximum ids in the text of an error."""
-MOST_IDS: Final = 4096
-"""Maximum ids in the members of an error."""
-
-
-def some(names: Sequence[str], count: int | None = None) -> str:
-    """The first of `names`, and how many more of `count` (None: of `names`) there are."""
-    more = (len(names) if count is None else count) - MOST_SHOWN
-    shown = ", ".join(names[:MOST_SHOWN])
-    return f"{shown} and {more} more" if more > 0 else shown
-
-
-class UnknownSequence(AttndError):
-    def __init__(self, ids: Sequence[str]) -> None:
-        detail = (
-            f"unknown sequence: {some(ids)}: it was not created, or was deleted, or expired: "
-            "create it, or check its id"
-        )
-        super().__init__(detail, sequences=list(ids[:MOST_IDS]))
-
-
-class UnknownLease(AttndError):
-    def __init__(self, lease: str) -> None:
-        detail = f"unknown lease: {lease}: it was released or ended: match the prefix for a new one"
-        super().__init__(detail, lease=lease)
-
-
-class UnknownPage(AttndError):
-    """The page is not cached or, to remove a pin, not pinned."""
-
-    def __init__(self, page_key: str) -> None:
-        detail = (
-            f"no such page: {page_key}: it is not cached, or has no pin to remove: commit the "
-            "tokens again, or match the prefix to see its cached pages"
-        )
-        super().__init__(detail, page_key=page_key)
-
-
-class UnknownImport(AttndError):
+class UnknownImport(CoreError):
     """No import of this id is in progress: not started, finished, cancelled or expired."""
 
     def __init__(self, name: str) -> None:
@@ -106,50 +64,7 @@ class RequestTimeout(AttndError):
     """The request did not arrive within server.receive_timeout_s."""
 
 
-class SequenceExists(AttndError):
-    def __init__(self, ids: Sequence[str]) -> None:
-        detail = (
-            f"sequence exists already: {some(ids)}: delete it first, or create under another id"
-        )
-        super().__init__(detail, sequences=list(ids[:MOST_IDS]))
-
-
-class LengthMismatch(AttndError):
-    """The request's `offsets` differ from the stored lengths: sequence id -> stored kv_len."""
-
-    def __init__(self, lengths: Mapping[str, int]) -> None:
-        first = islice(lengths.items(), MOST_SHOWN)
-        true = some([f"{name} has {length}" for name, length in first], len(lengths))
-        detail = f"offsets differ from the stored lengths: {true}"
-        super().__init__(
-            f"{detail}: append from these lengths on, or truncate the sequences first",
-            lengths=dict(lengths),
-        )
-
-
-class SequenceTaken(AttndError):
-    """Another door writes to a sharded sequence; `epochs` has the present epoch by sequence id.
-
-    Nothing was done; the request can be repeated.
-    """
-
-    def __init__(self, epochs: Mapping[str, int]) -> None:
-        detail = f"another writer is changing {some(list(epochs))}: try again"
-        super().__init__(detail, epochs=dict(epochs))
-
-
-class KeyMismatch(AttndError):
-    """A page has another name already, or another page has the name."""
-
-    def __init__(self, page: int, rule: str, sequence: str | None = None) -> None:
-        """`sequence`: in a batch, the id of the sequence that has the page."""
-        place = f"page {page}" if sequence is None else f"page {page} of {sequence}"
-        detail = f"{place}: {rule}: use its present name, or commit under another cache_salt"
-        extra = {} if sequence is None else {"sequences": [sequence]}
-        super().__init__(detail, page=page, **extra)
-
-
-class SequenceChanged(AttndError):
+class SequenceChanged(CoreError):
     """The sequence was appended to, truncated or recreated since its export's header was read.
 
     `generation` is its present one.
@@ -160,7 +75,7 @@ class SequenceChanged(AttndError):
         super().__init__(detail, sequences=[name], generation=generation)
 
 
-class ImportExists(AttndError):
+class ImportExists(CoreError):
     """The id is being imported from another export."""
 
     def __init__(self, name: str) -> None:
@@ -210,15 +125,6 @@ class AnswerTooLarge(AttndError):
 
 class UnsupportedMediaType(AttndError):
     """The route accepts none of the request's media types."""
-
-
-class InvalidRequest(AttndError):
-    """`field` had `value` (shortened), which breaks `rule`."""
-
-    def __init__(self, field: str, value: object, rule: str) -> None:
-        field, value = printable(field), shorten(value)
-        super().__init__(f"{field} = {value}: {rule}", field=field, value=value, rule=rule)
-        self.field, self.value, self.rule = field, value, rule
 
 
 def invalid_fields(model: type[BaseModel], error: ValidationError) -> InvalidRequest:
@@ -273,7 +179,7 @@ class NotReady(AttndError):
     """The service is starting or draining, or the device is lost."""
 
 
-class SequenceMoving(AttndError):
+class SequenceMoving(CoreError):
     """The sequences are moving from one engine of a cluster to another; nothing was changed.
 
     `handed`: those whose ownership this engine has transferred, and which it will delete.
@@ -291,24 +197,6 @@ class Cancelled(AttndError):
 
 class DeadlineExceeded(AttndError):
     """The deadline passed before the operation was done; it changed nothing."""
-
-
-class OutOfPages(AttndError):
-    """Too few pages are free or evictable within the caller's quota; `available` counts both.
-
-    `held`: the namespace's own pages by state, and its leases.
-    """
-
-    def __init__(
-        self, needed: int, free: int, total: int, held: Mapping[str, int], available: int = 0
-    ) -> None:
-        detail = (
-            f"{needed} pages needed, {available} of {total} are available: "
-            "delete sequences or raise pool.num_pages"
-        )
-        super().__init__(
-            detail, needed=needed, free=free, total=total, available=available, held=dict(held)
-        )
 
 
 class OutOfSequences(AttndError):
@@ -332,7 +220,8 @@ class OutOfSequences(AttndError):
 
 KINDS: Final[dict[type[AttndError], ErrorCode]] = {
     error: CODES["not_found" if error is NoSuchRoute else code_of(error.__name__)]
-    for error in AttndError.__subclasses__()
+    for error in (*AttndError.__subclasses__(), *CoreError.__subclasses__())
+    if error is not CoreError
 }
 """Status, code and title by class."""
 
@@ -358,32 +247,3 @@ def problem(error: BaseException) -> dict[str, Any]:
     if isinstance(error, AttndError):
         document |= {"detail": str(error), **error.extra}
     return document
-
-
-def shorten(value: object) -> object:
-    """A value for an error document: numbers and short strings unchanged, others shortened.
-
-    Of large lists and objects only the beginning is read.
-    """
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, int) and abs(value) < 2**63:
-        return value
-    if isinstance(value, float) and math.isfinite(value):  # JSON has no others
-        return value
-    if isinstance(value, int) and value.bit_length() > LONGEST_VALUE:
-        return f"an integer of {value.bit_length()} bits"
-    return printable(value if isinstance(value, str) else BRIEF.repr(value))
-
-
-def printable(text: str) -> str:
-    """A caller's text, shortened and with lone surrogates escaped, to be logged and sent."""
-    if len(text) > LONGEST_VALUE:
-        text = f"{text[: LONGEST_VALUE - 3]}..."
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-BRIEF: Final = Repr()
-BRIEF.maxlevel = 3
-BRIEF.maxlist = BRIEF.maxtuple = BRIEF.maxdict = 24
-BRIEF.maxstring = BRIEF.maxlong = BRIEF.maxother = LONGEST_VALUE

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from service.processes.cells import Cells
-from service.processes.deaths import YOUNG_S, Deaths
 from service.processes.handover import CANNOT_START, Child, Shared, start
 
 LOG: Final = logging.getLogger("attnd.supervisor")
@@ -253,3 +252,27 @@ def arriving_signals(hang_ups: bool) -> Iterator[Callable[[float | None], bytes]
             signal.set_wakeup_fd(-1)
             os.close(reading)
             os.close(writing)
+
+
+YOUNG_S: Final = 10.0
+"""A process that ends sooner than this after its start failed during startup."""
+
+EARLY_S: Final = 60.0
+BACK_OFF_S: Final = 0.1
+MAX_DOUBLINGS: Final = 7
+"""Wait before a restart after a death earlier than `EARLY_S`. Each further one in a row doubles it,
+up to `MAX_DOUBLINGS` times."""
+
+
+@dataclass(slots=True)
+class Deaths:
+    """A process's latest deaths in a row: how many were `early`, and how many during startup."""
+
+    early: int = 0
+    young: int = 0
+
+    def add(self, lived_s: float) -> float:
+        """Count a death; the seconds to wait before the restart."""
+        self.early = self.early + 1 if lived_s < EARLY_S else 0
+        self.young = self.young + 1 if lived_s < YOUNG_S else 0
+        return BACK_OFF_S * 2 ** min(self.early - 1, MAX_DOUBLINGS) if self.early else 0.0

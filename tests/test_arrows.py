@@ -68,7 +68,7 @@ ONLY: Final = {
     "torch": ("kernels/cpu*", *EXTRAS),
     "cupy cupyx cuda": ("kernels/cuda*", "kernels/compile*"),
     "prometheus_client": ("service/metrics.py",),
-    "opentelemetry": ("service/doors/kit/tracing.py",),
+    "opentelemetry": ("service/doors/kit/ledger.py",),
     "os.environ os.environb os.getenv os.getenvb": ("config/settings.py",),
 }
 """Names that these modules alone use."""

@@ -1,96 +1,169 @@
-"""Errors of the core, with the numbers a caller needs. An operation that raises changes nothing.
+"""Errors of callers that the core knows, and the base of all others. An operation that raises
+changes nothing.
 
-Each `CoreError` has the name and the members of the error in `service/errors.py` that its caller
-gets. IntegrityError is no refusal but a bug: the core's own books disagree.
+`service/errors.py` has the others. `IntegrityError` is no refusal but a bug: the core's own books
+disagree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from reprlib import Repr
+from typing import Any, Final
+
+LONGEST_VALUE: Final = 200
+"""Maximum characters of a value in an error."""
+MOST_SHOWN: Final = 16
+"""Maximum ids in the text of an error."""
+MOST_IDS: Final = 4096
+"""Maximum ids in the members of an error."""
+BRIEF: Final = Repr()
+BRIEF.maxlevel = 3
+BRIEF.maxlist = BRIEF.maxtuple = BRIEF.maxdict = 24
+BRIEF.maxstring = BRIEF.maxlong = BRIEF.maxother = LONGEST_VALUE
 
 
-class CoreError(Exception):
-    """Base of every error that a caller causes."""
+class AttndError(Exception):
+    """Base of all errors; `extra` are the members of its document besides the detail."""
+
+    def __init__(self, detail: str, **extra: Any) -> None:
+        self.detail, self.extra = detail, extra  # `args` keeps the arguments of the subclass
 
     def __str__(self) -> str:
-        values = [", ".join(one) if isinstance(one, list) else one for one in vars(self).values()]
-        return f"{type(self).__name__}: {': '.join(map(str, values))}"
+        return self.detail
 
 
-@dataclass(eq=False)
+class CoreError(AttndError):
+    """Base of errors whose arguments name sequences as the tree does. Their callers get them made
+    again with the callers' own names."""
+
+
+def some(names: Sequence[str], count: int | None = None) -> str:
+    """The first of `names`, and how many more of `count` (None: of `names`) there are."""
+    more = (len(names) if count is None else count) - MOST_SHOWN
+    shown = ", ".join(names[:MOST_SHOWN])
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
 class UnknownSequence(CoreError):
-    ids: list[str]
+    def __init__(self, ids: Sequence[str]) -> None:
+        detail = (
+            f"unknown sequence: {some(ids)}: it was not created, or was deleted, or expired: "
+            "create it, or check its id"
+        )
+        super().__init__(detail, sequences=list(ids[:MOST_IDS]))
 
 
-@dataclass(eq=False)
 class SequenceExists(CoreError):
-    ids: list[str]
+    def __init__(self, ids: Sequence[str]) -> None:
+        detail = (
+            f"sequence exists already: {some(ids)}: delete it first, or create under another id"
+        )
+        super().__init__(detail, sequences=list(ids[:MOST_IDS]))
 
 
-@dataclass(eq=False)
 class LengthMismatch(CoreError):
-    """The caller's `offsets` differ from the lengths stored: kv_len by sequence id."""
+    """The request's `offsets` differ from the stored lengths: sequence id -> stored kv_len."""
 
-    lengths: Mapping[str, int]
+    def __init__(self, lengths: Mapping[str, int]) -> None:
+        first = islice(lengths.items(), MOST_SHOWN)
+        true = some([f"{name} has {length}" for name, length in first], len(lengths))
+        detail = f"offsets differ from the stored lengths: {true}"
+        super().__init__(
+            f"{detail}: append from these lengths on, or truncate the sequences first",
+            lengths=dict(lengths),
+        )
 
 
-@dataclass(eq=False)
 class SequenceTaken(CoreError):
-    """Shards are in another epoch than the caller's: `epochs` has the present one of each."""
+    """Another door writes to a sharded sequence; `epochs` has the present epoch by sequence id.
 
-    epochs: Mapping[str, int]
+    Nothing was done; the request can be repeated.
+    """
+
+    def __init__(self, epochs: Mapping[str, int]) -> None:
+        detail = f"another writer is changing {some(list(epochs))}: try again"
+        super().__init__(detail, epochs=dict(epochs))
 
 
-@dataclass(eq=False)
 class OutOfPages(CoreError):
-    """Too few pages are free or evictable; `available` counts both.
+    """Too few pages are free or evictable within the caller's quota; `available` counts both.
 
-    `held` has the namespace's own pages by state (`referenced` by sequences and leases, `pinned`
-    by hard pins, `cached` and so evictable), and its number of `leases`.
+    `held`: the namespace's own pages by state, and its leases.
     """
 
-    needed: int
-    free: int
-    total: int
-    available: int = 0
-    held: Mapping[str, int] = field(default_factory=dict)
+    def __init__(
+        self, needed: int, free: int, total: int, held: Mapping[str, int], available: int = 0
+    ) -> None:
+        detail = (
+            f"{needed} pages needed, {available} of {total} are available: "
+            "delete sequences or raise pool.num_pages"
+        )
+        super().__init__(
+            detail, needed=needed, free=free, total=total, available=available, held=dict(held)
+        )
 
 
-@dataclass(eq=False)
 class UnknownLease(CoreError):
-    lease: str
+    def __init__(self, lease: str) -> None:
+        detail = f"unknown lease: {lease}: it was released or ended: match the prefix for a new one"
+        super().__init__(detail, lease=lease)
 
 
-@dataclass(eq=False)
 class UnknownPage(CoreError):
-    """No cached or pinned page of the caller's namespace has that key."""
+    """The page is not cached or, to remove a pin, not pinned."""
 
-    page_key: str
+    def __init__(self, page_key: str) -> None:
+        detail = (
+            f"no such page: {page_key}: it is not cached, or has no pin to remove: commit the "
+            "tokens again, or match the prefix to see its cached pages"
+        )
+        super().__init__(detail, page_key=page_key)
 
 
-@dataclass(eq=False)
 class KeyMismatch(CoreError):
-    """The name given for a page contradicts an existing name of that page or of another.
+    """A page has another name already, or another page has the name."""
 
-    `sequence`: in a batch, the id of the sequence that has the page.
-    """
+    def __init__(self, page: int, rule: str, sequence: str | None = None) -> None:
+        """`sequence`: in a batch, the id of the sequence that has the page."""
+        place = f"page {page}" if sequence is None else f"page {page} of {sequence}"
+        detail = f"{place}: {rule}: use its present name, or commit under another cache_salt"
+        extra = {} if sequence is None else {"sequences": [sequence]}
+        super().__init__(detail, page=page, **extra)
 
-    page: int
-    rule: str
-    sequence: str | None = None
 
-
-@dataclass(eq=False)
 class InvalidRequest(CoreError):
-    """`field` had `value`, which breaks `rule`. The value is printed shortened."""
+    """`field` had `value` (shortened), which breaks `rule`."""
 
-    field: str
-    value: object
-    rule: str
+    def __init__(self, field: str, value: object, rule: str) -> None:
+        field, value = printable(field), shorten(value)
+        super().__init__(f"{field} = {value}: {rule}", field=field, value=value, rule=rule)
+        self.field, self.value, self.rule = field, value, rule
 
-    def __str__(self) -> str:
-        return f"{self.field} = {self.value}: {self.rule}"
+
+def shorten(value: object) -> object:
+    """A value for an error document: numbers and short strings unchanged, others shortened.
+
+    Of large lists and objects only the beginning is read.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int) and abs(value) < 2**63:
+        return value
+    if isinstance(value, float) and math.isfinite(value):  # JSON has no others
+        return value
+    if isinstance(value, int) and value.bit_length() > LONGEST_VALUE:
+        return f"an integer of {value.bit_length()} bits"
+    return printable(value if isinstance(value, str) else BRIEF.repr(value))
+
+
+def printable(text: str) -> str:
+    """A caller's text, shortened and with lone surrogates escaped, to be logged and sent."""
+    if len(text) > LONGEST_VALUE:
+        text = f"{text[: LONGEST_VALUE - 3]}..."
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 class IntegrityError(RuntimeError):

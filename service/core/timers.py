@@ -34,6 +34,15 @@ class Timers(Generic[T]):
     def __bool__(self) -> bool:
         return bool(self._entry_of)
 
+    def __iter__(self) -> Iterator[T]:
+        """All items, in about the order of their times."""
+        return (entry[2] for entry in self._heap if self._counts(entry))
+
+    @property
+    def first(self) -> T:
+        """The item that is due first. Raises IndexError where there is none."""
+        return self._heap[0][2]
+
     def set(self, item: T, due: float) -> None:
         """Make an item due at `due`, replacing an earlier time; infinity cancels."""
         if due == math.inf:

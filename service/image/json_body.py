@@ -11,9 +11,8 @@ from attnd.wire.dtypes import Part
 from attnd.wire.images import RESPONSE
 
 from service.errors import InvalidRequest, MalformedBody
-from service.image.json_pieces import Pieces, is_short
 from service.image.json_tensors import cut_data, read_tensors, write_tensor
-from service.image.json_text import check_counts, dump_json, load_json
+from service.image.json_text import Pieces, check_counts, dump_json, is_short, load_json
 from service.image.reading import (
     MAX_HEADER_BYTES,
     MAX_VALUES,

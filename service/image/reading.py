@@ -16,7 +16,7 @@ from attnd.wire.dtypes import BOOL, DTYPES, Array
 from attnd.wire.images import Entry
 
 from service.errors import MalformedBody
-from service.image.json_pieces import Pieces, finish, loading
+from service.image.json_text import Pieces, finish, loading
 
 MAX_HEADER_BYTES: Final = 2 * 2**20
 """Room for the ids and prefix sums of tens of thousands of sequences; bounds the cost of

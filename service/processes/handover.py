@@ -210,7 +210,10 @@ def receive(argv: Sequence[str] | None = None) -> Inherited:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     with os.fdopen(handover, "rb") as pipe:
         handed = json.loads(pipe.read())
-    die_with(handed["supervisor"])
+    if sys.platform == "linux":  # end with the supervisor, even while busy
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != handed["supervisor"]:  # elsewhere this and the lifeline have to suffice
+        sys.exit(1)
     return Inherited(
         settings=Settings.model_validate(handed["settings"]),
         process=handed["process"],
@@ -242,12 +245,3 @@ def own(fd: int) -> int:
     """A descriptor of the handover, not inherited by further processes."""
     os.set_inheritable(fd, False)
     return fd
-
-
-def die_with(supervisor: int) -> None:
-    """End with the supervisor, even while busy: Linux sends a signal. Elsewhere the lifeline
-    and this check have to suffice."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != supervisor:
-        sys.exit(1)

@@ -22,7 +22,7 @@ from typing import Any, Final
 import numpy as np
 
 from service.cluster.routing.router import Router
-from service.doors.kit.timeouts import GRACE_S
+from service.doors.kit.link import GRACE_S
 from tests.cluster.harness import (
     ATOL,
     DIM,

@@ -258,9 +258,9 @@ def test_out_of_pages_reports_the_namespaces_pages(tree: PrefixTree) -> None:
     with pytest.raises(OutOfPages) as refusal:
         grow(tree, "a", 4 * PAGE)
     error = refusal.value
-    assert (error.needed, error.free, error.total) == (4, 3, 8)
-    assert error.held == {"referenced": 3, "cached": 0, "pinned": 0, "leases": 0}
-    assert error.available == tree.budget.obtainable(tree.budget.namespace("default")) == 3
+    assert error.args[:3] == (4, 3, 8)
+    assert error.extra["held"] == {"referenced": 3, "cached": 0, "pinned": 0, "leases": 0}
+    assert error.extra["available"] == tree.budget.obtainable(tree.budget.namespace("default")) == 3
     with pytest.raises(UnknownLease):
         tree.cache.close_lease("default", "lease-1")
 
@@ -344,7 +344,7 @@ def test_a_commit_with_an_offset_names_the_remaining_pages(kind: str) -> None:
     assert tree.cache.match("default", names(1, 2, 3, 4)).num_pages == 4
     with pytest.raises(KeyMismatch) as refused:
         tree.commits.commit("a", names(9, 4, skipped=2))
-    assert refused.value.page == 2
+    assert refused.value.extra["page"] == 2
     tree.check_integrity()
 
 
@@ -414,7 +414,7 @@ def test_forks_that_name_shared_pages_differently_are_all_rejected(
     for names in ([ids(1, 2), ids(9, 3)], [ids(9, 3), ids(1, 2)]):
         with pytest.raises(KeyMismatch) as refused:
             tree.commits.commit_all(["a", "b"], [Prefix(one) for one in names])
-        assert (refused.value.page, refused.value.sequence) == (0, "b")
+        assert refused.value.extra == {"page": 0, "sequences": ["b"]}
         assert (found(tree, 1), found(tree, 9)) == (0, 0)
     assert tree.commits.commit_all(["a", "b"], [Prefix(ids(1, 2)), Prefix(ids(1))]) == [2, 1]
     tree.check_integrity()

@@ -110,7 +110,7 @@ class TreeAgainstLists(RuleBasedStateMachine):
             needed += max(0, self.num_pages(len(self.model[name][layer]) + count) - held)
         if needed > self.free_pages:
             refusal = self.refused(OutOfPages, call)
-            assert (refusal.needed, refusal.free) == (needed, self.free_pages)
+            assert refusal.args[:2] == (needed, self.free_pages)
             return
         extension = call()
         tokens = [[next(self.tokens) for _ in range(count)] for count in counts.values()]
@@ -153,7 +153,7 @@ class TreeAgainstLists(RuleBasedStateMachine):
         refusal = self.refused(
             LengthMismatch, lambda: self.pool.tree.extend(layer, ids, ones, believed)
         )
-        assert refusal.lengths == dict(zip(ids, lengths, strict=True))
+        assert refusal.extra["lengths"] == dict(zip(ids, lengths, strict=True))
 
     @rule(data=st.data())
     def truncate(self, data: st.DataObject) -> None:
@@ -199,7 +199,7 @@ class TreeAgainstLists(RuleBasedStateMachine):
         try:
             call()
         except OutOfPages as error:
-            assert error.needed > self.free_pages
+            assert error.args[0] > self.free_pages
             assert self.seen() == before
             return
         for name, length, keep in zip(names, lengths, keeps, strict=True):

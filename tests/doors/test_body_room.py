@@ -14,7 +14,7 @@ import pytest
 from images import write_image
 from scripted import Running, decode_body, only, receive_all, request, serving, wait_for
 
-from service.doors.http.protocol import read_budget
+from service.doors.http.protocol import intake
 from service.doors.http.protocol.bodies import FIRST_BYTES, BodyShares
 from service.doors.http.protocol.chunks import LINES_AT_ONCE, Chunks
 from service.errors import Overloaded
@@ -54,8 +54,8 @@ def test_heads_without_bodies_cost_no_other_client_a_429(small: Running) -> None
 def test_a_pass_of_the_loop_receives_a_limited_number_of_bytes(
     small: Running, monkeypatch: pytest.MonkeyPatch, is_chunked: bool
 ) -> None:
-    monkeypatch.setattr(read_budget, "PASS_BYTES", 2**18)
-    budget = read_budget.ReadBudget(small.door.loop)
+    monkeypatch.setattr(intake, "PASS_BYTES", 2**18)
+    budget = intake.ReadBudget(small.door.loop)
     monkeypatch.setattr(small.door, "read_budget", budget)
     passes = [0]
     is_spent, renew = budget.is_spent, budget._renew

@@ -18,9 +18,8 @@ from images import write_image
 from scripted import JSON, Heard, Running, decode_body, request, serving, wait_for
 
 from service.doors.kit.pieces import FairLock, OneByOne
-from service.doors.kit.timeouts import GRACE_S, Timeouts
 from service.doors.kit.upstream import trim
-from service.errors import AttndError, DeadlineExceeded, UnknownSequence
+from service.errors import AttndError, UnknownSequence
 from service.keys import line_of, new_key
 
 
@@ -149,51 +148,6 @@ async def test_a_door_returns_memory_one_piece_in_a_pass_of_the_loop() -> None:
         number += 1
         await asyncio.sleep(0)
     assert len(passes) == 5 and len(set(passes)) == 5
-
-
-async def call(timeouts: Timeouts, seconds: float) -> str:
-    try:
-        with timeouts.limit(seconds - GRACE_S):
-            await asyncio.sleep(60)
-    except DeadlineExceeded:
-        return "timed out"
-    return "slept"
-
-
-async def test_an_overdue_call_times_out_and_others_continue() -> None:
-    timeouts = Timeouts()
-    long = asyncio.create_task(call(timeouts, 60))
-    short = asyncio.create_task(call(timeouts, 0.01))
-    assert await asyncio.wait_for(short, 5) == "timed out"
-    assert not short.cancelled() and not short.cancelling()
-    assert not long.done()
-    long.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await long
-    assert not timeouts.ends and not timeouts.cancelled
-    timeouts.close()
-
-
-async def test_an_overdue_call_that_its_caller_cancels_too_is_cancelled() -> None:
-    timeouts = Timeouts()
-    both = asyncio.create_task(call(timeouts, 60))
-    await asyncio.sleep(0)
-    timeouts.ends[both] = 0.0
-    timeouts.check()
-    both.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await both
-    timeouts.close()
-
-
-async def test_no_timer_runs_without_calls_in_flight() -> None:
-    timeouts = Timeouts()
-    with timeouts.limit(60):
-        assert timeouts.timer is not None
-    timeouts.timer.cancel()
-    timeouts.check()
-    assert timeouts.timer is None
-    timeouts.close()
 
 
 # garbage

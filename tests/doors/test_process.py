@@ -106,7 +106,7 @@ def test_without_its_supervisor_it_ends_at_once(tmp_path: Path) -> None:
         assert door.child.wait(WAIT_S) == 1
 
 
-def test_it_imports_nothing_of_the_engine() -> None:
+def test_it_imports_nothing_of_the_engine_but_the_errors_of_the_core() -> None:
     program = (
         "import sys, service.doors.__main__, service.doors.http.server\n"
         "names = {name.split('.')[0] for name in sys.modules}\n"
@@ -114,4 +114,4 @@ def test_it_imports_nothing_of_the_engine() -> None:
         "'service.core', 'kernels'))}\n"
         "print(sorted(names & {'torch', 'cupy', 'yaml', 'pydantic_settings'}), sorted(inner))"
     )
-    assert python(program) == "[] []\n"
+    assert python(program) == "[] ['service.core', 'service.core.errors']\n"

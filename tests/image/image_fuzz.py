@@ -18,7 +18,7 @@ from typing import Any, Final
 from service.engine.handlers.exports import header_digest
 from service.errors import AttndError, InvalidRequest, MalformedBody
 from service.image.json_body import image_of_json
-from service.image.json_pieces import finish
+from service.image.json_text import finish
 from service.image.reading import place, split
 from service.operations.schema.spec import Prepared, preparing
 from service.operations.table import BY_NAME, OPERATIONS

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from service.errors import MalformedBody
-from service.image import json_pieces
-from service.image.json_pieces import finish, is_short, loading
-from service.image.json_text import load_json
+from service.image import json_text
+from service.image.json_text import finish, is_short, load_json, loading
 
 LONG: dict[str, Any] = {
     "numbers": {"layer": 0, "token_ids": list(range(100_000))},
@@ -66,8 +65,8 @@ def test_a_duplicate_key_and_too_many_keys_are_refused() -> None:
 def test_random_edits_of_long_text_are_taken_or_refused_alike(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(json_pieces, "SHORT_VALUES", 0)
-    monkeypatch.setattr(json_pieces, "WINDOW", 12)
+    monkeypatch.setattr(json_text, "SHORT_VALUES", 0)
+    monkeypatch.setattr(json_text, "WINDOW", 12)
     rng = random.Random(7)
     whole = json.dumps({"a": [1, 2.5, "x,]"], "b": [{"c": [{}, '\\"']}, {"d": 1}, {}], "e": "é"})
     for _ in range(3000):

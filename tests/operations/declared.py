@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 from attnd.wire.images import header
 
-from service.image.json_pieces import finish
+from service.image.json_text import finish
 from service.image.writing import in_order, shaped, size
 from service.operations.schema.info import InfoAnswer, LimitsAnswer
 from service.operations.schema.spec import Prepared, preparing

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from service.errors import KINDS, Cancelled, InvalidRequest, NotSupported, UnsupportedMediaType
 from service.image.json_body import image_of_json
-from service.image.json_pieces import finish
+from service.image.json_text import finish
 from service.image.reading import read_layout
 from service.operations.openapi import JSON, PROBLEM, REF, SAFETENSORS, operation_object, schemas
 from service.operations.schema.spec import Operation, preparing

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from service import errors
-from service.errors import KINDS, AttndError, InvalidRequest, kind_of, problem, shorten
+from service.core.errors import CoreError, shorten
+from service.errors import KINDS, AttndError, InvalidRequest, kind_of, problem
 
 HELD = {"cached": 1}
 NO_PAGES = {"needed": 3, "free": 1, "total": 9, "available": 2, "held": HELD}
@@ -70,7 +71,9 @@ def test_a_problem_has_status_code_and_numbers(
 
 
 def test_every_class_has_a_kind_of_its_own_and_an_example() -> None:
-    classes = {cls for cls in AttndError.__subclasses__() if cls.__module__ == errors.__name__}
+    bases = AttndError, CoreError
+    classes = {cls for base in bases for cls in base.__subclasses__()} - {CoreError}
+    classes = {cls for cls in classes if cls.__module__ in (errors.__name__, CoreError.__module__)}
     assert classes == set(KINDS) == {type(example[0]) for example in EXAMPLES}
     assert len({kind.code for kind in KINDS.values()}) == len(KINDS)
 

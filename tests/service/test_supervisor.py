@@ -15,9 +15,8 @@ from supervised import started, supervised
 
 from config.settings import load_settings
 from service import supervisor
-from service.processes.deaths import EARLY_S, YOUNG_S, Deaths
 from service.processes.handover import Child, Shared
-from service.supervisor import ECHO_S
+from service.supervisor import EARLY_S, ECHO_S, YOUNG_S, Deaths
 from tests.harness.processes import Process, kill, python, wait_until_dead
 
 

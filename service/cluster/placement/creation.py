@@ -36,7 +36,7 @@ from service.errors import (
     SequenceExists,
     SequenceMoving,
 )
-from service.image.json_pieces import Pieces
+from service.image.json_text import Pieces
 from service.operations.schema.spec import Prepared
 from service.road.caller_end.caller import AnswerLost
 

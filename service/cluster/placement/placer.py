@@ -24,7 +24,7 @@ from service.cluster.routing.tags import BETWEEN, refuse_anchor
 from service.core.prefix.keys import Prefix
 from service.doors.kit.pieces import OneByOne
 from service.errors import InvalidRequest, NotReady
-from service.image.json_pieces import Pieces
+from service.image.json_text import Pieces
 from service.operations.schema.page_names import PageNames
 from service.operations.schema.spec import Prepared
 from service.operations.transfer import GET_IMPORT, IMPORT

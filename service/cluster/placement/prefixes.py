@@ -17,7 +17,7 @@ from service.cluster.placement.inflight_prompts import InflightPrompt
 from service.cluster.routing.replies import run_in_background
 from service.core.prefix.keys import Prefix, as_keys, root_key
 from service.core.prefix.named_pages import POOL
-from service.image.json_pieces import Pieces
+from service.image.json_text import Pieces
 
 MAX_LOGGED: Final = 16_384
 """Pages of a namespace for which a door keeps events: as many as an engine does by default."""

@@ -30,8 +30,8 @@ from service.doors.kit.arena import DoorArena
 from service.doors.kit.link import Link
 from service.errors import NotReady
 from service.operations.table import BY_NAME
-from service.processes.deaths import YOUNG_S, Deaths
 from service.road.engine_end.listening import CannotListen, Listening, listen
+from service.supervisor import YOUNG_S, Deaths
 from service.tenants import OPEN, SCOPES, tenant_of
 
 LOG: Final = logging.getLogger("attnd.cluster")

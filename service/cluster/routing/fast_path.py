@@ -10,7 +10,7 @@ from typing import Final
 
 from service.cluster.membership.engine import Call, Engine
 from service.cluster.routing.locator import Locator
-from service.image.json_pieces import is_short
+from service.image.json_text import is_short
 from service.image.reading import MAX_VALUES
 from service.operations.schema.spec import Operation, Prepared
 

@@ -10,6 +10,7 @@ bug `placement/creation.py` and `placement/placer.py`; for a migration bug `migr
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -31,11 +32,11 @@ from service.cluster.routing.outcomes import Outcome, Retries
 from service.cluster.routing.replies import reply, with_room
 from service.cluster.routing.sequence_calls import SequenceCalls
 from service.doors.kit.arena import DoorArena
+from service.doors.kit.link import GRACE_S
 from service.doors.kit.pieces import OneByOne
 from service.doors.kit.problems import ProblemText
-from service.doors.kit.timeouts import Timeouts
-from service.errors import InvalidRequest, NotReady
-from service.image.json_pieces import finish, is_short
+from service.errors import DeadlineExceeded, InvalidRequest, NotReady
+from service.image.json_text import finish, is_short
 from service.image.reading import LENGTH_BYTES, split
 from service.metrics import Metrics
 from service.operations.schema.spec import Operation, Prepared, Routing, preparing
@@ -71,7 +72,6 @@ class Router:
         self.broadcast = Broadcast(self.members)
         self.deletes = Deletes(self.members, self.sequences)
         self.drains = Drains(self.members, self.locator)
-        self.timeouts = Timeouts()
         self.remembered = lru_cache(maxsize=512)(self.read)
         self.routes: dict[Routing, Callable[[Call, Prepared], Awaitable[RawReply]]] = {
             "together": self.sequences.together,
@@ -127,7 +127,6 @@ class Router:
 
     def close(self) -> None:
         self.drains.close()
-        self.timeouts.close()
         self.members.close()
         self.arena.close()
 
@@ -147,10 +146,16 @@ class Router:
         tenant.require(operation.scope, operation.name)  # before engines are asked for an id
         image = request.view(length)
         call = Call(operation, image, most, deadline_us, request_id, tenant, request)
+        seconds = GRACE_S + (deadline_us * 1e-6 or self.limits.deadline_s)
         request.hold()  # the image stays until the call is over, even if the caller has left
         try:
-            with self.timeouts.limit(deadline_us * 1e-6 or self.limits.deadline_s):
+            async with asyncio.timeout(seconds) as limit:
                 return await self.route(call)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            text = f"no engine replied within {seconds:g} s; the operation may have been applied"
+            raise DeadlineExceeded(text) from None
         finally:
             request.free()
 

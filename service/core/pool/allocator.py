@@ -39,7 +39,7 @@ class PageAllocator:
     def allocate(self, count: int) -> Int32:
         """`count` pages, int32 [count]; all or none. Raises `OutOfPages`."""
         if count > self.num_free:
-            raise OutOfPages(count, self.num_free, self.num_pages, self.num_free)
+            raise OutOfPages(count, self.num_free, self.num_pages, {}, self.num_free)
         rest = self.num_free - count
         pages = self._stack[rest : self.num_free][::-1].copy()
         self.num_free = rest

@@ -216,4 +216,4 @@ class Budget:
     def _refusal(self, owner: Namespace, needed: int) -> OutOfPages:
         total = self.allocator.num_pages if owner.max_pages is None else owner.max_pages
         free = max(0, self.available(owner))
-        return OutOfPages(needed, free, total, self.obtainable(owner), owner.held)
+        return OutOfPages(needed, free, total, owner.held, self.obtainable(owner))

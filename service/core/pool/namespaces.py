@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Final
 
 from service.core.prefix.keys import root_key
-from service.core.prefix.nodes import Leaf, Name, Node
+from service.core.prefix.nodes import Leaf, Name, Node, named
+from service.core.timers import Timers
 
 if TYPE_CHECKING:
     from service.core.prefix.cache import Lease
@@ -20,11 +20,6 @@ ASIDE: Final = 2
 WAITING: Final = 3
 """A node's place: not in the order; in its rank's queue; in the rank's heap; waiting until its
 children are evicted."""
-LEAST_ENTRIES: Final = 1024
-"""Superseded entries are only removed from heaps with more entries than this."""
-
-Entry = tuple[int, int, Node, Name]
-"""Heap entry: the node's stamp, a unique number, the node and its name."""
 
 
 class EvictionOrder:
@@ -37,8 +32,9 @@ class EvictionOrder:
 
     def __init__(self) -> None:
         self._queues: dict[int, OrderedDict[Node, Name]] = {}
-        self._aside: dict[int, list[Entry]] = {}
-        self._stamp = self._put_aside = self._num_aside = self._num_entries = 0
+        self._aside: dict[int, Timers[Node]] = {}
+        """By rank; a node's time is its stamp."""
+        self._stamp = 0
 
     def use(self, node: Node, name: Name, rank: int) -> None:
         """Make a node the most recently used one."""
@@ -57,7 +53,10 @@ class EvictionOrder:
             if not queue:
                 del self._queues[name.rank]
         elif name.place == ASIDE:
-            self._num_aside -= 1
+            aside = self._aside[name.rank]
+            aside.cancel(node)
+            if not aside:
+                del self._aside[name.rank]
         name.place = OUT
 
     def rank_again(self, node: Node, name: Name, rank: int) -> None:
@@ -83,61 +82,41 @@ class EvictionOrder:
     def upcoming(self) -> Iterator[Node]:
         """All nodes, in about the order of their eviction, with or without children."""
         for rank in sorted(self._queues.keys() | self._aside.keys()):
-            yield from (one[2] for one in self._aside.get(rank, ()) if is_aside(one, rank))
+            yield from self._aside.get(rank, ())
             yield from self._queues.get(rank, ())
 
     def _set_aside(self, node: Node, name: Name) -> None:
         name.place = ASIDE
-        self._num_aside += 1
-        self._num_entries += 1
-        self._put_aside += 1  # no two entries are equal, so nodes are never compared
-        heap = self._aside.setdefault(name.rank, [])
-        heappush(heap, (name.stamp, self._put_aside, node, name))
-        if self._num_entries > LEAST_ENTRIES + 2 * self._num_aside:
-            self._clean()
-
-    def _clean(self) -> None:
-        """Drop superseded entries."""
-        for rank, heap in list(self._aside.items()):
-            kept = {one[3].number: one for one in heap if is_aside(one, rank)}
-            self._aside[rank] = sorted(kept.values(), key=lambda one: one[:2])
-        self._num_entries = sum(map(len, self._aside.values()))
+        self._aside.setdefault(name.rank, Timers()).set(node, name.stamp)
 
     def _first_of(self, rank: int) -> Node | None:
         queued, aside = self._first_queued(rank), self._first_aside(rank)
         if queued is None or aside is None:
-            return aside[0] if queued is None and aside is not None else queued and queued[0]
-        return queued[0] if queued[1].stamp < aside[1].stamp else aside[0]
+            return queued or aside
+        return queued if named(queued).stamp < named(aside).stamp else aside
 
-    def _first_queued(self, rank: int) -> tuple[Node, Name] | None:
+    def _first_queued(self, rank: int) -> Node | None:
         queue = self._queues.get(rank)
         while queue:
             node, name = next(iter(queue.items()))
             if not node.children:
-                return node, name
-            self.take_out(node, name)
-            name.place = WAITING
+                return node
+            self._let_wait(node, name)
         return None
 
-    def _first_aside(self, rank: int) -> tuple[Node, Name] | None:
-        heap = self._aside.get(rank)
-        while heap:
-            _, _, node, name = heap[0]
-            if is_aside(heap[0], rank):
-                if not node.children:
-                    return node, name
-                self.take_out(node, name)
-                name.place = WAITING
-            heappop(heap)
-            self._num_entries -= 1
-        self._aside.pop(rank, None)
+    def _first_aside(self, rank: int) -> Node | None:
+        aside = self._aside.get(rank)
+        while aside:
+            node = aside.first
+            if not node.children:
+                return node
+            self._let_wait(node, named(node))
         return None
 
-
-def is_aside(entry: Entry, rank: int) -> bool:
-    """Whether an entry of a rank's heap is its node's current one."""
-    stamp, _, _, name = entry
-    return (name.place, name.rank, name.stamp) == (ASIDE, rank, stamp)
+    def _let_wait(self, node: Node, name: Name) -> None:
+        """Take a node out until its children are evicted."""
+        self.take_out(node, name)
+        name.place = WAITING
 
 
 @dataclass(slots=True, eq=False)

@@ -67,7 +67,7 @@ class Commits:
                 self._check(leaf, prefix, stop)
                 self._claim(leaf, prefix, stop, claims)
             except KeyMismatch as error:
-                raise KeyMismatch(error.page, error.rule, leaf.id) from None
+                raise KeyMismatch(error.args[0], error.args[1], leaf.id) from None
             except InvalidRequest as error:
                 field = BATCHED.get(error.field, error.field)
                 raise InvalidRequest(field, [leaf.id, error.value], error.rule) from None

@@ -85,7 +85,8 @@ class Cuts:
                 field = "lengths" if error.field == "length" else error.field
                 raise InvalidRequest(field, [leaf.id, error.value], error.rule) from None
             if keep.size:
-                stays = num_in_place(keep, length)
+                moved = keep != np.arange(length, length + keep.size, dtype=np.int32)
+                stays = int(moved.argmax()) if moved.any() else keep.size  # without a gap before
                 length, keep = length + stays, keep[stays:]
             if (self._books.lengths[:, leaf.index] == length + keep.size).all():
                 continue  # nothing to cut
@@ -203,9 +204,3 @@ def check_cut(length: int, keep: Int32, longest: int) -> None:
     if last >= longest:
         rule = f"must be below {longest}, the sequence's length"
         raise InvalidRequest("keep", last, rule)
-
-
-def num_in_place(keep: Int32, length: int) -> int:
-    """Number of kept tokens that follow `length` without a gap, and so do not move."""
-    moved = keep != np.arange(length, length + keep.size, dtype=np.int32)
-    return int(moved.argmax()) if moved.any() else keep.size

@@ -22,11 +22,10 @@ from service.doors.grpc.tensors import (
     write_answer,
 )
 from service.doors.kit.headers import call_id_of
-from service.doors.kit.ledger import CLIENT_CLOSED, Ledger
+from service.doors.kit.ledger import CLIENT_CLOSED, Ledger, Tracing
 from service.doors.kit.link import QUIET_S, Link
 from service.doors.kit.pieces import OneByOne
 from service.doors.kit.problems import ProblemText, document_of
-from service.doors.kit.tracing import Tracing
 from service.doors.kit.upstream import MakeUpstream, trim
 from service.doors.oip import models
 from service.doors.oip.models import MODELS, Model, error_text, model_of, statistics
@@ -98,7 +97,7 @@ class GrpcDoor:
     # inference
 
     async def infer(self, data: bytes, context: Any) -> Any:
-        rpc = Rpc(context, "ModelInfer")
+        rpc = Rpc(context, "ModelInfer", self.ledger)
         self.admission.message_came()
         given = [data]
         del data  # an error's traceback has this frame: it must not hold the message
@@ -113,7 +112,7 @@ class GrpcDoor:
         error does not end the stream; the drain does, once no request is left."""
         async for data in self.until_drain(requests, context):
             self.admission.message_came()
-            rpc = Rpc(context, "ModelStreamInfer")
+            rpc = Rpc(context, "ModelStreamInfer", self.ledger)
             response = ModelStreamInferResponse()
             try:
                 request = read_infer_request(data)
@@ -127,8 +126,6 @@ class GrpcDoor:
                 problem = document_of(error, rpc.request_id)
                 response.error_message = error_text(problem)
                 rpc.end(problem["status"], problem["code"])
-            finally:
-                self.ledger.add(rpc)
             yield response
 
     async def until_drain(
@@ -194,15 +191,13 @@ class GrpcDoor:
             response = await work()
         except asyncio.CancelledError:
             rpc.end(CLIENT_CLOSED, "client_gone")
-            self.ledger.add(rpc)
             raise
         except Exception as error:
             problem = document_of(error, rpc.request_id)
         if problem is not None:  # outside of the handler, so that the error's frames are freed
-            await rpc.fail(problem, self.ledger)
+            await rpc.fail(problem)
         rpc.context.set_trailing_metadata(rpc.trailing)
         rpc.end()
-        self.ledger.add(rpc)
         return response
 
     # pages
@@ -212,7 +207,7 @@ class GrpcDoor:
         decode, made = decoder(method.input_type.name), message(method.output_type.name)
 
         async def handle(data: bytes, context: Any) -> Any:
-            rpc = Rpc(context, method.name)
+            rpc = Rpc(context, method.name, self.ledger)
             rpc.op = op
             self.admission.message_came()
 
@@ -232,12 +227,11 @@ class GrpcDoor:
 
         async def handle(_: Any, context: Any) -> None:
             self.admission.probe_came()
-            rpc = Rpc(context, method.name)
+            rpc = Rpc(context, method.name, self.ledger)
             rpc.op = op
             await context.write(ParseDict(answer(None), made()))
             context.set_trailing_metadata(rpc.trailing)
             rpc.end()
-            self.ledger.add(rpc)
 
         return handle
 

@@ -51,7 +51,8 @@ CODES: Final = {
 class Rpc:
     """A call's metadata and outcome; a stream has one for each request."""
 
-    def __init__(self, context: Any, method: str) -> None:
+    def __init__(self, context: Any, method: str, ledger: Ledger) -> None:
+        self.ledger = ledger
         self.started = time.perf_counter()
         self.context = context
         self.method = method
@@ -88,15 +89,14 @@ class Rpc:
         return min(limits, default=0)
 
     def end(self, status: int = 200, code: str = "ok") -> None:
+        """Stop the clock, and record the call."""
         self.status, self.code = status, code
         self.seconds = time.perf_counter() - self.started
+        self.ledger.add(self)
 
-    async def fail(
-        self, problem: Mapping[str, Any], ledger: Ledger, code: grpc.StatusCode | None = None
-    ) -> None:
+    async def fail(self, problem: Mapping[str, Any], code: grpc.StatusCode | None = None) -> None:
         """Record the call, and abort it with a problem; `code` None: the problem's own."""
         self.end(problem["status"], problem["code"])
-        ledger.add(self)
         own, text = status_of(problem)
         document = dump_json(problem)
         metadata = ((PROBLEM_KEY, document),) if len(document) <= LONGEST_PROBLEM else ()
@@ -199,10 +199,10 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         """A handler that responds with an error, and reads nothing."""
 
         async def refuse(_: Any, context: Any) -> None:
-            rpc = Rpc(context, method)
+            rpc = Rpc(context, method, self.ledger)
             is_full = isinstance(error, Overloaded)  # as gRPC's own limits
             code = grpc.StatusCode.RESOURCE_EXHAUSTED if is_full else None
-            await rpc.fail(document_of(error, rpc.request_id), self.ledger, code)
+            await rpc.fail(document_of(error, rpc.request_id), code)
 
         return grpc.stream_stream_rpc_method_handler(refuse)
 

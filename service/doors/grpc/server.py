@@ -11,9 +11,9 @@ import grpc.aio
 
 from config.server import ServerSettings
 from service.doors.grpc.door import GrpcDoor
+from service.doors.kit.ledger import make_tracing
 from service.doors.kit.process import DRAINING, ENGINE_LATER_S, Setup, connect, descriptors
 from service.doors.kit.tls import HANDSHAKE_S, Tls, make_tls
-from service.doors.kit.tracing import make_tracing
 from service.keys import make_authenticator
 from service.processes.handed_files import ReadFile
 

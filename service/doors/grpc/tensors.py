@@ -30,7 +30,7 @@ from service.doors.oip.request import (
     refuse_regions,
 )
 from service.errors import InvalidRequest, MalformedBody
-from service.image.json_pieces import Pieces
+from service.image.json_text import Pieces
 from service.image.reading import MAX_RANK, MAX_TENSORS
 
 DESCRIPTORS: Final = Path(__file__).with_name("open_inference.binpb")

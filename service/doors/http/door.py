@@ -1,32 +1,47 @@
-"""State shared by all connections of an HTTP door: the link to the engine, limits, the drain."""
+"""State shared by all connections of an HTTP door: the link to the engine, limits, the drain; and
+the FastAPI application, one router made from the table of operations."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from email.utils import formatdate
+from functools import cache
 from socket import socket
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+from fastapi import FastAPI
+from starlette.routing import Route
 
 from config.sections import Settings
 from config.server import ServerSettings
-from service.doors.http.application import make_application
+from service import __version__
+from service.doors.http.endpoints.events import EventStream
+from service.doors.http.endpoints.inference import InferenceEndpoint
+from service.doors.http.endpoints.openapi import DESCRIPTION, document
+from service.doors.http.endpoints.operation import PathEndpoint
+from service.doors.http.endpoints.pages import ModelPages, Pages
+from service.doors.http.live.page import live_routes
 from service.doors.http.long_json import LongJson
 from service.doors.http.protocol.admission import BusyConnections, HostRule
 from service.doors.http.protocol.bodies import BodyShares
 from service.doors.http.protocol.connection import Connection
-from service.doors.http.protocol.read_budget import ReadBudget
-from service.doors.kit.ledger import Ledger
+from service.doors.http.protocol.intake import ReadBudget
+from service.doors.kit.ledger import Ledger, Tracing
 from service.doors.kit.link import QUIET_S, Link
 from service.doors.kit.pieces import OneByOne, Turns
 from service.doors.kit.process import descriptors
-from service.doors.kit.tracing import Tracing
 from service.doors.kit.upstream import MakeUpstream, trim
 from service.errors import AttndError, NotReady, Overloaded
 from service.keys import Authenticator
 from service.metrics import Metrics
+from service.operations.schema.spec import Operation
+from service.operations.table import OPERATIONS
+
+if TYPE_CHECKING:
+    from service.doors.http.protocol.exchange import Exchange
 
 LOG: Final = logging.getLogger("attnd.http")
 READ_BYTES: Final = 64 * 2**10
@@ -193,3 +208,59 @@ class Door:
         self.ledger.settle()
         self.long_json.close()
         self.link.close()
+
+
+Endpoint = Callable[["Exchange", Mapping[str, Any]], Awaitable[None]]
+"""Responds to a request, with the path's parameters."""
+
+
+def make_application(door: Door) -> tuple[FastAPI, dict[tuple[str, str], Endpoint]]:
+    """The application of one door, and the endpoints of its fixed paths, by method and path.
+
+    Steps call the latter, without a walk through the router. Errors leave the application as
+    exceptions.
+    """
+    app = FastAPI(
+        title="attnd",
+        version=__version__,
+        description=DESCRIPTION,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+    )
+    app.openapi = cache(document)  # type: ignore[method-assign]
+    routes = app.router.routes
+    infer = InferenceEndpoint(door)
+    fixed: dict[tuple[str, str], Endpoint] = {
+        ("POST", f"/v2/models/{name}/infer"): one.run for name, one in infer.by_model.items()
+    }
+    for path, operations in by_path().items():
+        endpoint = PathEndpoint(door, operations, namesake(path))
+        routes.append(Route(path, endpoint, name=operations[0].name))
+        if "{" not in path:
+            fixed |= {(one.method, path): endpoint.by_method[one.method].run for one in operations}
+    routes.append(EventStream(door).route())
+    if door.limits.live:
+        routes.extend(live_routes(door))
+    routes.extend(ModelPages(door, infer).routes())
+    routes.extend(Pages(door, app.openapi).routes())
+    return app, fixed
+
+
+def by_path() -> dict[str, list[Operation]]:
+    """The operations of each path; fixed paths come before paths with parameters."""
+    paths: dict[str, list[Operation]] = {}
+    for operation in sorted(OPERATIONS, key=lambda one: "{" in one.path):
+        paths.setdefault(operation.path, []).append(operation)
+    return paths
+
+
+def namesake(path: str) -> list[tuple[Operation, dict[str, str]]]:
+    """Operations on the thing that has this path, too: for example a sequence named `delete`."""
+    found = []
+    for operation in OPERATIONS:
+        folder, _, last = operation.path.rpartition("/")
+        if last.startswith("{") and path.rpartition("/")[0] == folder and path != operation.path:
+            found.append((operation, {last[1:-1]: path.rpartition("/")[2]}))
+    return found

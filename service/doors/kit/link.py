@@ -9,7 +9,6 @@ from typing import Final
 
 from config.server import ServerSettings
 from service.doors.kit.arena import MAX_BYTES, DoorArena
-from service.doors.kit.timeouts import CHECK_S, GRACE_S
 from service.errors import AnswerTooLarge, NotReady, Overloaded
 from service.metrics import Metrics
 from service.operations.schema.spec import Operation
@@ -17,6 +16,10 @@ from service.road.caller_end.caller import Answered, RoadCaller
 from service.road.caller_end.slots import Slot
 from service.tenants import Tenant
 
+CHECK_S: Final = 0.25
+"""Interval of checks of deadlines: a timer for each call would cost more."""
+GRACE_S: Final = 5.0
+"""An engine keeps deadlines itself. A call fails when the engine is silent this long after one."""
 GROW_S: Final = 5.0
 """How long a request waits for the engine to map the grown arena."""
 SPARE_BYTES: Final = 64 * 2**10

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Final, TypeVar
 
-from service.image.json_pieces import Pieces
+from service.image.json_text import Pieces
 
 T = TypeVar("T")
 AT_ONCE: Final = 8

@@ -19,9 +19,9 @@ from typing import Final, Protocol
 from attnd.wire.frames import FrameError
 
 from config.sections import Settings
+from service.doors.kit.ledger import TracingError
 from service.doors.kit.link import Link
 from service.doors.kit.tls import TlsError
-from service.doors.kit.tracing import TracingError
 from service.doors.kit.upstream import MakeUpstream, Upstream
 from service.errors import NotReady
 from service.extras import how_to_install
@@ -92,7 +92,8 @@ def run_door(kind: str, make_upstream: MakeUpstream) -> int:
     if not all(is_installed(name) for name in modules):
         LOG.error("cannot start: %s needs %s: %s", setting, modules[0], how_to_install(kind))
         return CANNOT_START
-    raise_limit_of_files()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # every connection is an open file
 
     def on_loop(loop: asyncio.AbstractEventLoop, server: Server) -> None:
         loop.add_reader(inherited.lifeline, os._exit, 1)
@@ -151,13 +152,6 @@ def is_installed(name: str) -> bool:
         return find_spec(name) is not None
     except ModuleNotFoundError:
         return False
-
-
-def raise_limit_of_files() -> None:
-    """Raise the process's limit of open files as far as it may: every connection is one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 SPARE_DESCRIPTORS: Final = 128

@@ -32,11 +32,6 @@ END: Final = (-1).to_bytes(8, "big", signed=True)
 """The sequence number that ends a replay."""
 
 
-def root_of(namespace: str) -> str:
-    """The key before a prompt's first page, without a salt."""
-    return blake2b(f"{namespace}\0".encode(), digest_size=16).hexdigest()
-
-
 def payload(event: dict[str, Any], when: float, layout: Layout) -> bytes:
     """One event as a batch: [timestamp, [events], rank]. An event without a counterpart in
     vLLM is an empty batch, so that no sequence number is missing."""
@@ -50,11 +45,12 @@ def fields_of(event: dict[str, Any]) -> dict[str, Any] | None:
     match event["type"]:
         case "stored":
             parent = event["parent_key"]
-            is_first = parent == root_of(event["namespace"])
+            # the key before a prompt's first page, without a salt
+            root = blake2b(f"{event['namespace']}\0".encode(), digest_size=16).hexdigest()
             return {
                 "type": "BlockStored",
                 "block_hashes": hashes(event),
-                "parent_block_hash": None if is_first else bytes.fromhex(parent),
+                "parent_block_hash": None if parent == root else bytes.fromhex(parent),
                 "token_ids": event.get("token_ids", []),
                 "block_size": event["page_size"],
                 "lora_id": None,

@@ -11,9 +11,11 @@ import numpy as np
 from attnd.wire.images import Shaped
 
 from kernels.backend import NUMPY_DTYPES, Array, Int32
+from service.core.plans.ragged import token_slots
 from service.core.prefix.keys import KEY_BYTES, Prefix
-from service.core.prefix.nodes import FOREVER, Leaf
-from service.core.sequences.transfer import generation, names_of, slots_of
+from service.core.prefix.matching import named_path
+from service.core.prefix.nodes import FOREVER, Leaf, named
+from service.core.tree import PrefixTree
 from service.engine.handlers.rows import NUMBER_BYTES
 from service.engine.loop.job import Completed, Cost, Seconds, Slice, SlicedWork, Slices, Work
 from service.engine.loop.request import Request
@@ -48,7 +50,7 @@ def export_sequence(
     if fields.part is None:
         return send_header(store, request, leaf, header, part)
     if fields.generation != header.generation:
-        raise SequenceChanged(request.tenant.shown(fields.id), header.generation)
+        raise SequenceChanged(fields.id, header.generation)
     if fields.part >= header.num_parts:
         raise InvalidRequest("part", fields.part, f"must be below num_parts = {header.num_parts}")
     table = leaf.table if part is None else leaf.table[part.rank :: part.ranks]
@@ -205,3 +207,31 @@ def read_part(store: Store, request: Request, table: Int32, header: Header) -> W
         request.place.lay({"header": None, "digest": digest.digest().hex()}, shapes)
 
     return SlicedWork(slices())
+
+
+def generation(tree: PrefixTree, leaf: Leaf, instance_id: str) -> str:
+    """32 hex digits that change when a sequence's tokens change, and when the pool restarts."""
+    books = tree.books
+    state = [books.serials[leaf.index].tobytes(), books.lengths[:, leaf.index].tobytes()]
+    if leaf.shard is not None:
+        state.append(leaf.shard.lengths.tobytes())
+    return sha256(b"".join((instance_id.encode(), *state))).hexdigest()[:32]
+
+
+def names_of(tree: PrefixTree, leaf: Leaf) -> Prefix | None:
+    """The names of a sequence's committed pages: token ids if all are known, else keys."""
+    path = named_path(leaf.parent)
+    if not path:
+        return None
+    pages = np.concatenate([node.pages for node in path])
+    names = tree.cache.named
+    salt = named(path[0]).root.cache_salt
+    if all(named(node).with_ids for node in path):
+        return Prefix(names.token_ids[pages].ravel(), None, salt)
+    return Prefix(None, names.keys[pages], salt)
+
+
+def slots_of(tree: PrefixTree, table: Int32, start: int, stop: int) -> Int32:
+    """Token slots of tokens `start:stop` of a page table."""
+    span = np.array([start], np.int32), np.array([stop - start], np.int32)
+    return token_slots((table,), *span, tree.page_size)

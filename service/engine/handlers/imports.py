@@ -1,17 +1,22 @@
-"""Imports: a hidden sequence takes its pages at once, its rows part by part, and its name last."""
+"""Imports: a hidden sequence takes its pages at once, its rows part by part, and its name last. And
+transfers of a sequence's ownership, where it was exported."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from service.core.sequences.transfer import fill, rename
+import numpy as np
+
+from service.core.prefix.nodes import FOREVER
+from service.core.tree import PrefixTree
 from service.core.values import NewSpec
-from service.engine.handlers.drain import refuse_new
 from service.engine.handlers.exports import (
     PartDigest,
     count_rows,
+    generation,
     header_digest,
     pieces,
     rows_at_once,
@@ -30,14 +35,17 @@ from service.engine.loop.job import (
     empty_slice,
 )
 from service.engine.loop.request import Request
-from service.engine.store.moves import UnfinishedImport
+from service.engine.store.moves import Mark, UnfinishedImport
 from service.engine.store.store import Store
 from service.errors import (
     DigestMismatch,
     ImportExists,
     InvalidRequest,
     PartMismatch,
+    SequenceChanged,
     SequenceExists,
+    SequenceMoving,
+    UnknownImport,
 )
 from service.operations.schema.page_names import PageNames
 from service.operations.transfer import Header
@@ -58,11 +66,11 @@ def import_sequence(
 
 
 def get_import(store: Store, request: Request, _: Seconds) -> Fields:
-    return report(request, store.imports.get(request.fields.id, request.tenant))
+    return report(request, store.imports.get(request.fields.id))
 
 
 def cancel_import(store: Store, request: Request, _: Seconds) -> Fields:
-    ended = store.imports.get(request.fields.id, request.tenant)
+    ended = store.imports.get(request.fields.id)
     store.tree.free((ended.hidden,))
     store.imports.remove(ended)
     return {}
@@ -70,18 +78,18 @@ def cancel_import(store: Store, request: Request, _: Seconds) -> Fields:
 
 def begin(store: Store, request: Request, header: Header, shard: Shard | None) -> Fields:
     """Reserve the pages, all or none; or report the progress of an equal import under way."""
-    fields, tenant, tree = request.fields, request.tenant, store.tree
+    fields, tree = request.fields, store.tree
     if fields.id in tree.books:
-        raise SequenceExists((tenant.shown(fields.id),))
+        raise SequenceExists((fields.id,))
     digest = header_digest(header, request.tensors)
     if digest.hex() != fields.digest:
         raise DigestMismatch("header", fields.digest, digest.hex())
     under_way = store.imports.find(fields.id)
     if under_way is not None and (under_way.begun, under_way.shard) != (digest, fields.shard):
-        raise ImportExists(tenant.shown(fields.id))
+        raise ImportExists(fields.id)
     if under_way is None:
-        refuse_new(store)
-        store.limits.refuse_sequences(tree, tenant.namespace, 1)
+        store.refuse_new()
+        store.limits.refuse_sequences(tree, request.tenant.namespace, 1)
         under_way = take_pages(store, request, header, digest, shard)
         store.imports.add(under_way)
     touch(store, under_way)
@@ -111,23 +119,18 @@ def take_pages(
     except BaseException:
         tree.free((new.hidden,))
         raise
-    new.next_part = first_wanted(header, new.first_page)
+    new.next_part = new.first_page // header.pages_per_part * header.parts_per_run
+    if new.first_page * size >= max(header.lengths):  # no part has rows behind the cached pages
+        new.next_part = header.num_parts
     if new.next_part:
         new.latest = None
     return new
 
 
-def first_wanted(header: Header, first_page: int) -> int:
-    """The first part with rows behind the cached pages."""
-    if first_page * header.page_size >= max(header.lengths):
-        return header.num_parts
-    return first_page // header.pages_per_part * header.parts_per_run
-
-
 def receive(store: Store, request: Request) -> Work:
     """Receive a part: check its digest, then write its rows to the import's own pages."""
     fields = request.fields
-    into = store.imports.get(fields.id, request.tenant)
+    into = store.imports.get(fields.id)
     header, number = into.header, fields.part
     if number != into.next_part or number >= header.num_parts:
         raise PartMismatch(number, into.next_part, header.num_parts)
@@ -173,10 +176,10 @@ def digest_before(into: UnfinishedImport, given: str | None) -> bytes:
 
 def finish(store: Store, request: Request) -> Fields:
     """Give the sequence its name, once all parts are there."""
-    fields, tenant = request.fields, request.tenant
+    fields = request.fields
     if fields.id in store.tree.books:
-        raise SequenceExists((tenant.shown(fields.id),))
-    into = store.imports.get(fields.id, tenant)
+        raise SequenceExists((fields.id,))
+    into = store.imports.get(fields.id)
     num_parts = into.header.num_parts
     if into.next_part < num_parts:
         raise PartMismatch(num_parts, into.next_part, num_parts)
@@ -186,6 +189,29 @@ def finish(store: Store, request: Request) -> Fields:
     store.move_marks.put_new((fields.id,), fields.confirm_s)
     store.imports.finish(into)
     return report(request, into, is_done=True)
+
+
+def fill(tree: PrefixTree, name: str, lengths: Sequence[int]) -> None:
+    """Extend a sequence to `lengths`, one per layer, none below the present one.
+
+    Allocates pages for the longest; the caller writes the rows. Raises `OutOfPages`.
+    """
+    leaf = tree.books.leaf(name)
+    wanted = np.array(lengths, np.int32)
+    longest = int(wanted.argmax())
+    count = wanted[longest] - tree.books.lengths[longest, leaf.index]
+    tree.extend(longest, (name,), np.array([count], np.int32))
+    tree.books.lengths[:, leaf.index] = wanted
+
+
+def rename(tree: PrefixTree, name: str, new: str, ttl_s: float | None) -> None:
+    """Change a sequence's id and time to live. Raises `SequenceExists`."""
+    books = tree.books
+    if new in books:
+        raise SequenceExists([new])
+    leaf = books.leaf(name)
+    books.rename(leaf, new)
+    books.set_ttl(leaf, FOREVER if ttl_s is None else ttl_s)
 
 
 def touch(store: Store, into: UnfinishedImport) -> None:
@@ -205,3 +231,31 @@ def report(request: Request, into: UnfinishedImport, is_done: bool = False) -> F
         "expires_at": None if is_done else into.expires_at,
         "epoch": None if into.shard is None else into.shard.epoch,
     }
+
+
+def hand_over(store: Store, request: Request, _: Seconds) -> Fields:
+    """Mark a sequence for transfer, transfer its ownership, or end the mark."""
+    fields, marks, tree = request.fields, store.move_marks, store.tree
+    name, mark = fields.id, marks.marks.get(fields.id)
+    if fields.state == "arrived":
+        if (name, fields.generation) not in store.imports.finished:
+            raise UnknownImport(name)
+    elif fields.state == "leaving":
+        if mark is not None:
+            raise SequenceMoving([name], [name] if mark.is_handed else [])
+        tree.books.leaf(name)
+        marks.put(name, Mark(fields.for_s))
+    elif mark is None:
+        tree.books.leaf(name)  # an unknown sequence is refused as such, whatever the state
+        raise InvalidRequest(
+            "state", fields.state, "not marked for transfer or as new, or the mark has expired"
+        )
+    elif fields.generation is not None:
+        present = generation(tree, tree.books.leaf(name), store.info.instance_id)
+        if fields.generation != present:
+            raise SequenceChanged(name, present)
+        marks.put(name, Mark(fields.for_s, is_handed=True))
+    else:
+        tree.books.leaf(name)  # it counts as used
+        marks.end(name, deletes=fields.state == "gone")
+    return {}

@@ -14,7 +14,6 @@ import numpy as np
 from service.core.errors import UnknownPage
 from service.core.prefix.keys import Prefix, as_keys
 from service.core.prefix.nodes import FOREVER, Retention
-from service.engine.handlers.drain import refuse_new
 from service.engine.handlers.tiers import after_loading, cached_by_tier, until_durable
 from service.engine.loop.job import (
     NOTHING,
@@ -199,7 +198,7 @@ def refuse_holding(store: Store, namespace: str, key: bytes, cache_salt: str) ->
     """While the engine is draining, raises NotReady, or UnknownPage for an unknown page."""
     if store.is_draining:
         store.tree.cache.chain(namespace, key, cache_salt)
-        refuse_new(store)
+        store.refuse_new()
 
 
 def unpin(store: Store, request: Request, _: Seconds) -> Fields:

@@ -10,7 +10,6 @@ from typing import Final
 from service.core.errors import InvalidRequest
 from service.core.prefix.keys import Prefix
 from service.core.values import NewSpec, RowCopies, SequenceView
-from service.engine.handlers.drain import refuse_new
 from service.engine.handlers.prefix import most_tokens, prefix_of
 from service.engine.handlers.rows import NUMBER_BYTES
 from service.engine.handlers.tiers import cached_by_tier, limits_of
@@ -55,7 +54,7 @@ def create_sequences(
     is the index of the first spec in the request."""
     new, tenant = request.fields.sequences, request.tenant
     if any(one.parent is None and one.held is None for one in new):
-        refuse_new(store)
+        store.refuse_new()
     if ranks := [one.ranks for one in new if (one.ranks or 1) > 1]:
         raise InvalidRequest("ranks", max(ranks), "must be at most 1, the number of engines")
     store.limits.refuse_sequences(store.tree, tenant.namespace, len(new))
@@ -134,7 +133,7 @@ class SequenceBatch:
         ids = [spec.id for spec in specs]
         store.limits.refuse_sequences(store.tree, tenant.namespace, len(specs))
         store.imports.refuse_taken(ids)
-        refuse_uneven_parents(store, specs, tenant)
+        refuse_uneven_parents(store, specs)
         create(store, specs)
         self._made += ids
         for spec in specs:
@@ -197,7 +196,7 @@ class SequenceBatch:
             yield
 
 
-def refuse_uneven_parents(store: Store, specs: Sequence[NewSpec], tenant: Tenant) -> None:
+def refuse_uneven_parents(store: Store, specs: Sequence[NewSpec]) -> None:
     """Raises `InvalidRequest` for a fork without a length of a parent with uneven layers: the fork
     would silently lose tokens of the longer ones."""
     books = store.tree.books
@@ -211,7 +210,7 @@ def refuse_uneven_parents(store: Store, specs: Sequence[NewSpec], tenant: Tenant
                 f"its layers hold {least} to {most} tokens, and a fork holds the same at each: "
                 f"append to the other layers first, or say length = {least}"
             )
-            raise InvalidRequest("parent", tenant.shown(spec.parent), rule)
+            raise InvalidRequest("parent", spec.parent, rule)
 
 
 def create(store: Store, specs: Sequence[NewSpec]) -> None:
@@ -244,15 +243,11 @@ def list_sequences(store: Store, request: Request, _: Seconds) -> Fields:
     """A page of the list; one more is looked up to know whether there are more."""
     fields, tenant = request.fields, request.tenant
     found = store.tree.list(fields.after or tenant.prefix, fields.limit + 1)
-    own = [view for view in found if is_shown(view.id, tenant)]
+    own = [view for view in found if view.id.startswith(tenant.prefix)]
+    own = [view for view in own if not view.id.startswith(HIDDEN)]  # these are being imported
     shown = [sequence_fields(view, tenant) for view in own[: fields.limit]]
     following = shown[-1]["id"] if len(own) > fields.limit else None
     return {"sequences": shown, "next": following}
-
-
-def is_shown(name: str, tenant: Tenant) -> bool:
-    """Whether a sequence is the tenant's, and is not being imported."""
-    return name.startswith(tenant.prefix) and not name.startswith(HIDDEN)
 
 
 def get_sequence(store: Store, request: Request, _: Seconds) -> Fields:

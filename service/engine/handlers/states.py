@@ -51,10 +51,18 @@ def ragged_prefill(store: Store, request: Request, _: Seconds) -> Work:
         out=out,
         sinks=copied_sinks(tensors["sinks"]) if "sinks" in tensors else None,
     )
-    cost = ragged_cost(whole)
+    keys = ragged_keys(whole)
+    moved = 2.0 * q.nbytes + whole.k.nbytes + whole.v.nbytes
+    cost = Cost(moved, 4.0 * q.shape[1] * q.shape[2] * float(keys.sum()))
 
     def slices() -> Slices:
-        yield from ragged_slices(store, whole, cost)
+        """Some rows at a time, with the keys that they can see."""
+        positions = whole.row_positions
+        row_bytes = (whole.k.nbytes + whole.v.nbytes) / max(whole.k.shape[0], 1)
+        fixed = Cost(num_bytes=row_bytes * float(keys.max(initial=0)))
+        for span in paced_spans(store.pace, "ragged", keys + 1, cost, fixed):
+            piece = cut_ragged(whole, positions, span)
+            yield Slice(partial(store.backend.attend_ragged, piece), "ragged", span.cost)
         in_base(laid["lse"], fields.lse_base)
 
     if store.pace.is_long("ragged", cost):
@@ -62,23 +70,6 @@ def ragged_prefill(store: Store, request: Request, _: Seconds) -> Work:
     return SoloLaunch(
         partial(store.backend.attend_ragged, whole), lambda _: in_base(laid["lse"], fields.lse_base)
     )
-
-
-def ragged_slices(store: Store, whole: RaggedAttend, cost: Cost) -> Slices:
-    """Some rows at a time, with the keys that they can see."""
-    keys = ragged_keys(whole)
-    positions = whole.row_positions
-    row_bytes = (whole.k.nbytes + whole.v.nbytes) / max(whole.k.shape[0], 1)
-    fixed = Cost(num_bytes=row_bytes * float(keys.max(initial=0)))
-    for span in paced_spans(store.pace, "ragged", keys + 1, cost, fixed):
-        piece = cut_ragged(whole, positions, span)
-        yield Slice(partial(store.backend.attend_ragged, piece), "ragged", span.cost)
-
-
-def ragged_cost(request: RaggedAttend) -> Cost:
-    _, heads, dim = request.q.shape
-    moved = 2.0 * request.q.nbytes + request.k.nbytes + request.v.nbytes
-    return Cost(moved, 4.0 * heads * dim * float(ragged_keys(request).sum()))
 
 
 def merge(store: Store, request: Request, _: Seconds) -> Work:

@@ -1,4 +1,4 @@
-"""The state of the service: its description, its pool, namespaces, snapshots and events."""
+"""The state of the service: its description, drain, pool, namespaces, snapshots and events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from service.engine.loop.request import Request
 from service.engine.store.store import Store
 from service.engine.tiers.setup import keep_quota
 from service.operations.schema.fields import refuse
-from service.operations.status import ENGINE_NAME
+from service.operations.status import ENGINE_NAME, UNKNOWN_ENGINE
 
 LOG: Final = logging.getLogger("attnd.engine")
 TEXT_BYTES: Final = 1024
@@ -52,6 +52,14 @@ def engines(store: Store, request: Request, _: Seconds) -> Fields:
     if request.fields.counts:
         fields["counts"] = store.counts()
     return {"engines": [fields]}
+
+
+def drain_engine(store: Store, request: Request, _: Seconds) -> Fields:
+    if request.fields.name != ENGINE_NAME:
+        refuse("name", request.fields.name, UNKNOWN_ENGINE)
+    store.is_draining = not request.fields.stop
+    state = {"name": request.fields.name, "draining": store.is_draining}
+    return state | {"sequences": store.numbers()["sequences"]}
 
 
 def page_pace(store: Store) -> dict[str, float]:

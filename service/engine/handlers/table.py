@@ -8,7 +8,6 @@ from typing import Any, Final
 
 from service.engine.handlers import (
     attention,
-    drain,
     exports,
     imports,
     prefix,
@@ -138,8 +137,8 @@ HANDLERS: Final[dict[str, Handler]] = {
     "get_import": Handler(imports.get_import, reads=one_id),
     "cancel_import": Handler(imports.cancel_import, writes=one_id, is_barrier=True, room=0),
     "snapshot": Handler(status.snapshot),
-    "hand_over": Handler(drain.hand_over, writes=one_id, is_barrier=True, moves=True, room=0),
-    "drain_engine": Handler(drain.drain_engine, room=ANSWER_BYTES),
+    "hand_over": Handler(imports.hand_over, writes=one_id, is_barrier=True, moves=True, room=0),
+    "drain_engine": Handler(status.drain_engine, room=ANSWER_BYTES),
     "list_namespaces": Handler(status.list_namespaces),
     "holds": Handler(prefix.holds),
 }
@@ -149,7 +148,7 @@ def refuse_moving(store: Store, request: Request) -> None:
     """Raises SequenceMoving where a request is for a sequence that is marked for transfer."""
     handler = HANDLERS[request.operation.name]
     if not handler.moves:
-        store.move_marks.check((*handler.reads(request), *handler.writes(request)), request)
+        store.move_marks.check((*handler.reads(request), *handler.writes(request)))
 
 
 def sharing_of(request: Request, handler: Handler) -> Hashable | None:

@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kernels.backend import NUMPY_DTYPES, Array, Done, Int32
+from kernels.backend import NUMPY_DTYPES, Done
 from kernels.errors import NoMemory
 from service.core.sequences.cuts import Cut
 from service.core.values import RowCopies
@@ -103,6 +103,7 @@ def cut(store: Store, cuts: Sequence[Cut], answer: Callable[[], None]) -> Work:
         answer()
         return Completed()
     begun, failing_since = False, math.inf
+    geometry, dtype = store.geometry, NUMPY_DTYPES[store.geometry.dtype]
 
     def move(todo: deque[Move]) -> Done[None]:
         """Carry out moves while there is memory for them. All rows of a move are read before any is
@@ -114,7 +115,10 @@ def cut(store: Store, cuts: Sequence[Cut], answer: Callable[[], None]) -> Work:
                 begun = len(copies) > 0
             while todo:
                 layer, first, last = todo[0]
-                rows = read_rows(store, layer, sources[first:last])
+                slots = sources[first:last]
+                shape = (slots.size, geometry.num_kv_heads, geometry.head_dim)
+                rows = np.empty(shape, dtype), np.empty(shape, dtype)  # bit by bit
+                store.backend.read_stored(layer, slots, rows).result()
                 begun = True
                 store.backend.write_stored(layer, *rows, targets[first:last]).result()
                 todo.popleft()
@@ -157,16 +161,6 @@ def move_plan(store: Store, num_rows: int) -> Iterator[tuple[list[Move], Cost]]:
     for begin in range(0, len(moves), at_once):
         some = moves[begin : begin + at_once]
         yield some, Cost(num_bytes=whole.num_bytes * len(some) / len(moves))
-
-
-def read_rows(store: Store, layer: int, slots: Int32) -> tuple[Array, Array]:
-    """k and v of token slots, bit by bit."""
-    geometry = store.geometry
-    shape = (slots.size, geometry.num_kv_heads, geometry.head_dim)
-    dtype: Any = NUMPY_DTYPES[geometry.dtype]
-    rows = (np.empty(shape, dtype), np.empty(shape, dtype))
-    store.backend.read_stored(layer, slots, rows).result()
-    return rows
 
 
 def copy(store: Store, copies: RowCopies) -> None:
@@ -236,7 +230,7 @@ def chosen(
         found = books.with_prefix(request.tenant.prefix + fields.prefix, len(books))
         names = [name for name in found if not name.startswith(HIDDEN)]
     if not fields.skip:
-        marks.check(names, request)
+        marks.check(names)
         return names, None
     skipped = (marks.marks.keys() & names) | set(skips(names))
     kept = [name for name in names if name not in skipped]

@@ -7,7 +7,7 @@ import selectors
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -105,7 +105,8 @@ class Callers:
             turn_away(sock, NotReady(f"user {peer.uid} may not connect: see server.socket_uids"))
             return
         if len(self.ungreeted) >= max(LEAST_UNGREETED, self._server.max_sessions // 2):
-            oldest = oldest_of_most_crowded(self.ungreeted)
+            counts = Counter(self.ungreeted.values())  # the oldest of the host with the most
+            oldest = max(self.ungreeted, key=lambda one: counts[self.ungreeted[one]])
             reason = f"{len(self.ungreeted)} connections have not sent HELLO, and more come"
             oldest.refuse(Overloaded(f"{reason}: send it at once", retry_after_s=1.0))
             del self.ungreeted[oldest]
@@ -252,12 +253,6 @@ class Callers:
         if len(memory) > self._server.pinned_arena_bytes:
             return False
         return self._backend.register(address_of(memory), len(memory))
-
-
-def oldest_of_most_crowded(ungreeted: Mapping[Session, str]) -> Session:
-    """The oldest connection of the host with the most."""
-    counts = Counter(ungreeted.values())
-    return max(ungreeted, key=lambda one: counts[ungreeted[one]])
 
 
 def address_of_peer(sock: socket.socket) -> str:

@@ -16,7 +16,6 @@ from config.settings import Settings, device_queues
 from kernels.backend import Backend
 from kernels.lanes.lane_factory import make_lanes
 from service import __version__
-from service.engine.calibration import calibrate
 from service.engine.loop.callers import Callers
 from service.engine.loop.job import Job
 from service.engine.loop.open_steps import FREE_S, SPIN_S
@@ -24,7 +23,7 @@ from service.engine.loop.request import AnswerPlace, DoesNotFit, Request, Reques
 from service.engine.loop.scheduler import NOTED_S, Scheduler
 from service.engine.loop.session_lanes import SessionLanes
 from service.engine.loop.stats import MOST_REPLIES, QUIET_S, Stats
-from service.engine.selftest import self_test
+from service.engine.selftest import calibrate, self_test
 from service.engine.store.pace import first_pace
 from service.engine.store.setup import make_info
 from service.engine.store.store import FATAL, Limits, Store

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
@@ -9,12 +10,17 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from kernels.backend import Attend, AttentionState, Done, Pending
+from kernels.errors import NoMemory, Unsupported
 from kernels.lanes.lane import Lane, Run
+from service.core.errors import CoreError
 from service.core.sequences.books import Watch
 from service.core.values import Extension
 from service.engine.loop.request import Request
+from service.errors import AttndError, Internal, InvalidRequest, Overloaded
 from service.metrics import Mode
+from service.tenants import OPEN, Tenant
 
+LOG: Final = logging.getLogger("attnd.engine")
 Start = Callable[[], Pending[Any]]
 T = TypeVar("T")
 TURN_S: Final = 2e-3
@@ -177,6 +183,40 @@ class Job:
     @property
     def extension(self) -> Extension | None:
         return None if self.work is None else self.work.extension
+
+
+def refusal_of(job: Job, error: Exception) -> AttndError:
+    """The error for a job's caller, with the caller's names of sequences. A bug is logged here,
+    with its traceback."""
+    tenant = OPEN if job.is_unread else job.request.tenant  # the caller's own names until then
+    refusal: AttndError
+    match error:
+        case CoreError():
+            refusal = type(error)(*named(error.args, tenant))
+        case AttndError():
+            refusal = error
+        case Unsupported():
+            refusal = InvalidRequest(error.field, named(error.value, tenant), error.rule)
+        case NoMemory():
+            refusal = Overloaded(str(error), retry_after_s=1.0)
+        case _:
+            name = job.request.operation.name
+            LOG.error("%s failed: this is a bug", name, exc_info=error)
+            text = f"{name} failed, and changed nothing; the log has the traceback"
+            refusal = Internal(text)
+    return refusal.with_traceback(None)  # its frames would keep the job, and it the tensors
+
+
+def named(value: Any, tenant: Tenant) -> Any:
+    """Arguments of an error, with sequences named as their callers name them."""
+    match value:
+        case str():
+            return tenant.shown(value)
+        case list() | tuple():
+            return [named(one, tenant) for one in value]
+        case dict():
+            return {named(key, tenant): one for key, one in value.items()}
+    return value
 
 
 def in_slices(pieces: Generator[None, None, T]) -> Generator[Slice, Any, T]:

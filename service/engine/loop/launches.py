@@ -16,8 +16,15 @@ from typing import Any, Final
 
 from kernels.backend import Attend, Pending
 from service.engine.handlers.table import HANDLERS
-from service.engine.loop.errors import refusal_of
-from service.engine.loop.job import Completed, Cost, Job, SharedAttention, SlicedWork, SoloLaunch
+from service.engine.loop.job import (
+    Completed,
+    Cost,
+    Job,
+    SharedAttention,
+    SlicedWork,
+    SoloLaunch,
+    refusal_of,
+)
 from service.engine.store.store import FATAL, Store
 from service.metrics import Metrics
 

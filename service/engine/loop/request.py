@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from kernels.tensor import PinnedArray
 from service.errors import AnswerTooLarge
-from service.image.json_pieces import Pieces
-from service.image.json_text import dump_json
+from service.image.json_text import Pieces, dump_json
 from service.image.reading import placing, split
 from service.image.writing import in_order, lay, num_bytes, size
 from service.operations.schema.info import InfoAnswer

@@ -14,7 +14,6 @@ from typing import Final
 from kernels.lanes.lane import Lanes
 from service.core.pool.budget import NO_LIMIT, EvictionPaused
 from service.engine.handlers.table import HANDLERS, refuse_moving, sharing_of
-from service.engine.loop.errors import refusal_of
 from service.engine.loop.fair import FairQueue
 from service.engine.loop.job import (
     Completed,
@@ -24,12 +23,12 @@ from service.engine.loop.job import (
     SlicedWork,
     SoloLaunch,
     Work,
+    refusal_of,
 )
 from service.engine.loop.launches import Launches
-from service.engine.loop.long_work import LongWork
+from service.engine.loop.long_work import LongWork, SequenceLocks
 from service.engine.loop.open_steps import OpenSteps
 from service.engine.loop.request import Request
-from service.engine.loop.sequence_locks import SequenceLocks
 from service.engine.store.store import FATAL, Store
 from service.errors import Cancelled, DeadlineExceeded
 from service.image.json_text import dump_json

@@ -71,7 +71,8 @@ def row_keys(plan: Plan, page_size: int, window_left: int) -> Int64:
     keys = np.zeros(plan.positions.size, np.int64)
     for level in plan.levels:
         rows = np.diff(level.qo_indptr)
-        seen = np.repeat(segment_keys(level, page_size), rows)
+        full = np.maximum(np.diff(level.kv_indptr).astype(np.int64) - 1, 0)
+        seen = np.repeat(full * np.int64(page_size) + level.kv_last_page_len, rows)
         within = slice(int(level.qo_indptr[0]), int(level.qo_indptr[-1]))
         if level.causal:
             start = np.repeat(level.kv_start.astype(np.int64), rows)
@@ -87,14 +88,6 @@ def in_window(keys: Int64, positions: Int32, window_left: int) -> Int64:
     hidden = np.maximum(positions.astype(np.int64) - window_left, 0)
     seen: Int64 = np.maximum(keys - hidden, 0)
     return seen
-
-
-def segment_keys(level: Level, page_size: int) -> Int64:
-    """Keys of each of a level's segments, int64 [S]."""
-    pages: Int64 = np.diff(level.kv_indptr).astype(np.int64)
-    full: Int64 = np.maximum(pages - 1, 0)
-    keys: Int64 = full * np.int64(page_size) + level.kv_last_page_len
-    return keys
 
 
 def cut_level(level: Level, first: int, last: int) -> Level:

@@ -12,11 +12,9 @@ from service.core.errors import SequenceExists
 from service.core.sequences.books import SequenceBooks
 from service.core.timers import Timers
 from service.core.tree import PrefixTree
-from service.engine.loop.request import Request
 from service.errors import SequenceMoving, UnknownImport
 from service.operations.sequences import ShardAnswer
 from service.operations.transfer import Header
-from service.tenants import Tenant
 
 HIDDEN: Final = "~"
 """First character of the names of sequences that are being imported; callers cannot use it, and all
@@ -74,11 +72,11 @@ class UnfinishedImports:
             return None
         return found
 
-    def get(self, name: str, tenant: Tenant) -> UnfinishedImport:
+    def get(self, name: str) -> UnfinishedImport:
         """Raises `UnknownImport`."""
         found = self.find(name)
         if found is None:
-            raise UnknownImport(tenant.shown(name))
+            raise UnknownImport(name)
         return found
 
     def finish(self, ended: UnfinishedImport) -> None:
@@ -131,13 +129,11 @@ class MoveMarks:
         """When marks expire, by `time.monotonic()`."""
         self.marks: dict[str, Mark] = {}
 
-    def check(self, names: Iterable[str], request: Request) -> None:
+    def check(self, names: Iterable[str]) -> None:
         """Raises SequenceMoving where one of the names is marked."""
         found = [name for name in names if name in self.marks]
         if found:
-            shown = request.tenant.shown
-            handed = [shown(name) for name in found if self.marks[name].is_handed]
-            raise SequenceMoving([shown(name) for name in found], handed)
+            raise SequenceMoving(found, [name for name in found if self.marks[name].is_handed])
 
     def put(self, name: str, mark: Mark) -> None:
         """Mark a sequence, or replace its mark."""

@@ -20,7 +20,7 @@ from service.engine.store.moves import MoveMarks, UnfinishedImports
 from service.engine.store.pace import DevicePace
 from service.engine.store.plan_cache import PlanCache
 from service.engine.store.snapshot import Snapshots
-from service.errors import OutOfSequences, Overloaded
+from service.errors import NotReady, OutOfSequences, Overloaded
 from service.operations.schema.info import InfoAnswer
 
 RETRY_S: Final = 1.0
@@ -62,6 +62,7 @@ class Limits:
             raise Overloaded(f"{self.leases} leases are held: {remedy}", retry_after_s=RETRY_S)
 
 
+DRAINING: Final = "engine is draining and accepts no new sequences"
 EXPIRY_S: Final = 2e-3
 """Longest time in a round for deleting expired sequences."""
 ENDED_AT_ONCE: Final = 32
@@ -125,6 +126,11 @@ class Store:
         self.snapshots = Snapshots(self) if live else None
         self._watermark = int(high_watermark * geometry.num_pages)
         self._least_free = geometry.num_pages - self._watermark
+
+    def refuse_new(self) -> None:
+        """Raises NotReady while the engine is draining."""
+        if self.is_draining:
+            raise NotReady(DRAINING)
 
     def look_up(self, request: Request) -> Batch:
         """A request's sequences; requests that repeat a header share the batch.

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from service.errors import InvalidRequest
-from service.image.json_pieces import ITEMS, Pieces, finish
+from service.image.json_text import ITEMS, Pieces, finish
 
 if TYPE_CHECKING:
     from service.operations.schema.info import InfoAnswer

@@ -12,7 +12,7 @@ from attnd.wire.operations import ROUTES
 from pydantic import ValidationError
 
 from service.errors import invalid_fields, unknown_tensor
-from service.image.json_pieces import ITEMS, Pieces
+from service.image.json_text import ITEMS, Pieces
 from service.image.reading import Layout, reading_layout
 from service.operations.schema.fields import NAMING, Entries, Fields, refuse
 from service.operations.schema.info import InfoAnswer

@@ -24,7 +24,7 @@ from service.cluster.placement.prefixes import (
     prefix_of,
 )
 from service.core.prefix.keys import Prefix, root_key
-from service.image.json_pieces import Pieces
+from service.image.json_text import Pieces
 from service.operations.schema.page_names import PageNames
 from tests.cluster.fake_engines import fake_cluster
 from tests.cluster.harness import PAGE, Cluster

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
 import pytest
 
 from service.cluster.placement.cost import Load
-from service.cluster.routing import outcomes
+from service.cluster.routing import outcomes, router
 from service.cluster.routing.locator import MAX_SHARD_LOOKS
 from service.errors import (
     InvalidRequest,
@@ -188,6 +189,20 @@ async def test_what_is_left_of_a_sequence_is_deleted_when_a_shard_is_lost(how: s
         assert len(link.calls("get_sequence")) > 2 * MAX_SHARD_LOOKS, "it might be moving"
         asked_as_well = rest in cluster.links["c"].calls("delete_sequences")
         assert asked_as_well == (how == "delete_sequences")
+
+
+async def test_a_call_that_no_engine_answers_times_out_and_others_continue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(router, "GRACE_S", 0.0)
+    async with fake_cluster("ab") as cluster:
+        await known(cluster, here="a", other="b")
+        cluster.links["a"].do_next("truncate", asyncio.Event().wait)
+        silent = asyncio.create_task(cluster.error("truncate", TRUNCATE, deadline_s=0.05))
+        await cluster.ok("truncate", {"id": "other", "length": 0})
+        assert not silent.done()
+        assert (await asyncio.wait_for(silent, 5))[:2] == (504, "deadline_exceeded")
+        assert not silent.cancelling()
 
 
 async def test_sequences_that_an_engine_is_about_to_hand_over_are_still_there() -> None:

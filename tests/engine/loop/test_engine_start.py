@@ -10,7 +10,7 @@ import pytest
 from config.settings import EngineSettings, Settings
 from kernels import make_backend
 from kernels.backend import Attend, PoolGeometry
-from service.engine import calibration
+from service.engine import selftest
 from service.engine.loop.job import Cost
 from service.engine.selftest import SelfTestFailed
 from tests.engine.fake_backend import FakeBackend
@@ -70,16 +70,16 @@ def test_a_fresh_engine_cuts_attention_by_a_measurement(
     attend = backend.attend
 
     def timed(requests: list[Attend]) -> Any:
-        if requests[0].q.shape[0] == calibration.ROWS:
-            now[0] += calibration.GUESSED_S * slower * (1 if calls[0] else 10)
+        if requests[0].q.shape[0] == selftest.ROWS:
+            now[0] += selftest.GUESSED_S * slower * (1 if calls[0] else 10)
             calls[0] += 1
         return attend(requests)
 
     monkeypatch.setattr(backend, "attend", timed)
-    monkeypatch.setattr(calibration, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(selftest, "time", SimpleNamespace(monotonic=lambda: now[0]))
     with running_engine(backend, Settings(engine=EngineSettings(slice_ms=20.0))) as running:
         pace = running.engine.store.pace
         work = Cost(4e9 * 0.001)  # a millisecond by the first guess
         assert pace.seconds("attend", work) == pytest.approx(0.001 * believed, rel=0.1)
         assert pace.num_slices("attend", Cost(4e9 * 0.1)) == pytest.approx(5 * believed, rel=0.1)
-    assert 2 <= calls[0] <= calibration.MEASUREMENTS
+    assert 2 <= calls[0] <= selftest.MEASUREMENTS

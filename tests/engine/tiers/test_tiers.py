@@ -21,9 +21,9 @@ from kernels.backend import EndOfCopies, PagePlaces
 from kernels.cpu.pool import HostPageCopies
 from service.core.prefix.keys import Prefix, root_key
 from service.core.prefix.nodes import Node
-from service.core.sequences.transfer import fill as take_pages
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec
+from service.engine.handlers.imports import fill as take_pages
 from service.engine.loop.engine import Engine
 from service.engine.tiers import lookup
 from service.engine.tiers import tiers as all_tiers

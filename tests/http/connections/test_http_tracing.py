@@ -16,7 +16,7 @@ from http_service import Service, serving
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from service.doors.kit.tracing import Tracing
+from service.doors.kit.ledger import Tracing
 from tests.harness.waiting import WAIT_S, wait_for
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

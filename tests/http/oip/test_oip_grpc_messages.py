@@ -22,7 +22,7 @@ from service.doors.grpc.tensors import (
 from service.doors.kit.ledger import Ledger
 from service.doors.oip.models import MODELS
 from service.errors import InvalidRequest, MalformedBody
-from service.image.json_pieces import finish
+from service.image.json_text import finish
 from service.image.reading import MAX_VALUES
 from service.metrics import Metrics
 

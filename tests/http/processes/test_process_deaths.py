@@ -27,8 +27,7 @@ from http_messages import (
 from http_process import is_ready, listening
 from http_service import needs_a_slow_device
 
-from service.doors.kit.link import STALE_S
-from service.doors.kit.timeouts import GRACE_S
+from service.doors.kit.link import GRACE_S, STALE_S
 from tests.harness.plain_http import http_client
 from tests.harness.processes import Process, is_alive
 from tests.harness.waiting import WAIT_S, wait_for

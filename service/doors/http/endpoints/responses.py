@@ -31,8 +31,11 @@ if TYPE_CHECKING:
 
 def problem_response(error: BaseException, exchange: Exchange) -> tuple[int, str, bytes, bytes]:
     """Status, code, document, and header lines for an error."""
-    if isinstance(error, HTTPException):
-        error = router_error(error, exchange)
+    if isinstance(error, HTTPException) and error.status_code == 405:
+        allow = sorted((error.headers or {}).get("Allow", "").split(", "))
+        error = wrong_method(exchange, allow)
+    elif isinstance(error, HTTPException):
+        error = NoSuchRoute(f"{exchange.path}: see /docs")
     document = document_of(error, exchange.request_id)
     if exchange.path.startswith(INFERENCE_PATHS):  # its clients read the field `error`
         document["error"] = error_text(document)
@@ -52,13 +55,6 @@ def headers_of(document: dict[str, Any]) -> bytes:
             return b"retry-after: 1\r\n"
         case _:
             return b""
-
-
-def router_error(error: HTTPException, exchange: Exchange) -> AttndError:
-    if error.status_code == 405:
-        allow = sorted((error.headers or {}).get("Allow", "").split(", "))
-        return wrong_method(exchange, allow)
-    return NoSuchRoute(f"{exchange.path}: see /docs")
 
 
 def wrong_method(exchange: Exchange, allow: Sequence[str]) -> AttndError:

@@ -22,8 +22,7 @@ from service.doors.http.protocol.bodies import Body
 from service.doors.http.protocol.exchange import INFERENCE_PATHS, Exchange
 from service.doors.http.protocol.half_closed import CONTINUE, HalfClosed
 from service.doors.http.protocol.heads import Head
-from service.doors.http.protocol.intake import Intake
-from service.doors.http.protocol.read_budget import LEAST_BYTES
+from service.doors.http.protocol.intake import LEAST_BYTES, Intake
 from service.errors import AttndError, NotReady, RequestTimeout
 
 if TYPE_CHECKING:

@@ -1,4 +1,5 @@
-"""The receiving side of a connection: heads and bodies, one request after another.
+"""The receiving side of a connection: heads and bodies, one request after another; and the limit of
+bytes that all connections receive in a pass of the loop.
 
 The next request is not parsed before the current one has its response, so an error in one never
 mixes with the response to another. Bytes that a client sends ahead wait.
@@ -6,14 +7,18 @@ mixes with the response to another. Bytes that a client sends ahead wait.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from config.server import ServerSettings
 from service.doors.http.protocol.bodies import Body
 from service.doors.http.protocol.chunks import Chunks
 from service.doors.http.protocol.heads import Head, HeadParser, SeenHead
 from service.errors import MalformedRequest
+
+if TYPE_CHECKING:
+    from service.doors.http.protocol.connection import Connection
 
 AHEAD_BYTES: Final = 64 * 2**10
 """Bytes a client may send ahead before reading from it pauses."""
@@ -153,3 +158,40 @@ def chunked_body(encoding: bytes, limits: ServerSettings) -> Body:
         text = encoding.decode("latin-1")[:100]
         body.fail(MalformedRequest(f"Transfer-Encoding is {text}: send chunked, or none"))
     return body
+
+
+PASS_BYTES: Final = 2 * 2**20
+"""Received in a pass, over all connections: some milliseconds, as new pages of shared memory are
+slow to write."""
+LEAST_BYTES: Final = 16 * 2**10
+"""Received at once from each further connection in the same pass. Less is not counted."""
+
+
+class ReadBudget:
+    """Sixteen connections with 8 MiB each in the system's buffers would stall a loop for 0.2 s."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._left = PASS_BYTES
+        self._paused: list[Connection] = []
+        """Connections that have received their part of a pass."""
+
+    def room(self, view: memoryview) -> memoryview:
+        """The part of a body's room that may be filled now."""
+        return view[: max(self._left, LEAST_BYTES)]
+
+    def is_spent(self, nbytes: int, connection: Connection) -> bool:
+        """Counts received bytes. If True the connection must pause until the next pass."""
+        if self._left == PASS_BYTES:
+            self._loop.call_soon(self._renew)
+        self._left -= nbytes
+        if self._left > 0:
+            return False
+        self._paused.append(connection)
+        return True
+
+    def _renew(self) -> None:
+        self._left = PASS_BYTES
+        paused, self._paused = self._paused, []
+        for connection in paused:
+            connection.read_again()

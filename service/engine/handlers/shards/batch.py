@@ -33,17 +33,6 @@ from service.operations.schema.fields import check_mask_length
 MOST_BYTES: Final = 256 * 2**20
 
 
-def shard_mask(
-    tree: PrefixTree, fields: Any, ids: Ids, view: ShardView, given: Array | None
-) -> Mask | None:
-    """The mask that a decode or prefill over shards needs, if any, for the request's rows."""
-    at = (tree, ids, fields.layer, fields.qo_indptr_array, view)
-    if given is not None:
-        return own_mask(*at, given)
-    hides = getattr(fields, "causal", False) and bool((lens_of(fields.qo_indptr_array) > 1).any())
-    return window_mask(*at) if hides and view.window_left >= 0 else None
-
-
 def window_mask(tree: PrefixTree, ids: Ids, layer: int, qo_indptr: Int32, view: ShardView) -> Mask:
     """The tokens in each causal row's window, in the order of the request's rows.
 
@@ -109,7 +98,13 @@ class ShardBatch:
         if self.view is None:
             raise RuntimeError("a mask over shards without a view: this is a bug")
         ids, order = self._store.look_up(self._request), planned.plan.order
-        mask = shard_mask(self._store.tree, fields, ids, self.view, given)
+        at = (self._store.tree, ids, fields.layer, fields.qo_indptr_array, self.view)
+        hides = getattr(fields, "causal", False) and (lens_of(fields.qo_indptr_array) > 1).any()
+        mask = None
+        if given is not None:
+            mask = own_mask(*at, given)
+        elif hides and self.view.window_left >= 0:
+            mask = window_mask(*at)
         if mask is None or order is None:
             return mask
         return Mask(mask.bits, mask.row_offsets[order])
@@ -126,7 +121,7 @@ def append(store: Store, request: Request, seconds: Seconds) -> Work:
     fields, batch = request.fields, store.look_up(request)
     check_epochs(store.tree, batch, fields.epochs)
     if fields.layers is not None:
-        refuse_shards(store, request, batch, "an append for many layers")
+        refuse_shards(store, batch, "an append for many layers")
     if not has_shards(store.tree, batch):
         return rows.append(store, request, seconds)
     return rows.append(store, request, seconds, ShardBatch(store, request))
@@ -186,10 +181,8 @@ def step(store: Store, request: Request, seconds: Seconds) -> OpenedStep:
     return steps.step(store, request, seconds, ShardBatch(store, request, ShardView(lengths, -1)))
 
 
-def refuse_shards(
-    store: Store, request: Request, ids: Ids, operation: str, field: str = "sequences"
-) -> None:
+def refuse_shards(store: Store, ids: Ids, operation: str, field: str = "sequences") -> None:
     """Raises `InvalidRequest` for an operation that needs whole sequences."""
     if shards := [leaf.id for leaf in leaves_of(store.tree, ids) if leaf.shard is not None]:
         rule = f"is over several engines: {operation} takes sequences that are on one"
-        raise InvalidRequest(field, request.tenant.shown(shards[0]), rule)
+        raise InvalidRequest(field, shards[0], rule)

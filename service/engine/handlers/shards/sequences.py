@@ -94,7 +94,7 @@ def truncate_sequence(store: Store, request: Request, seconds: Seconds) -> Work:
         return truncate.truncate(store, request, seconds)
     cut = ShardCut(shard, fields.id, fields, store.geometry.page_size)
     if fields.keep:
-        refuse_shards(store, request, (fields.id,), "a truncation with keep", "id")
+        refuse_shards(store, (fields.id,), "a truncation with keep", "id")
     return truncate.truncate(store, request, seconds, cut)
 
 
@@ -114,12 +114,12 @@ def delete_sequences(store: Store, request: Request, seconds: Seconds) -> Work:
 def export_sequence(store: Store, request: Request, seconds: Seconds) -> Work:
     fields = request.fields
     if fields.shard is None:
-        refuse_shards(store, request, (fields.id,), "an export without its shard", "id")
+        refuse_shards(store, (fields.id,), "an export without its shard", "id")
         return exports.export_sequence(store, request, seconds)
     layout = ShardLayout(fields.shard.rank, fields.shard.ranks)
     if store.tree.books.leaf(fields.id).shard is None:
         return exports.export_sequence(store, request, seconds, layout)
-    check_layout(store, request, fields.id, layout)
+    check_layout(store, fields.id, layout)
     return exports.export_sequence(store, request, seconds)
 
 
@@ -132,7 +132,7 @@ def import_sequence(store: Store, request: Request, seconds: Seconds) -> Answer:
             store.has_shards = True
         if fields.base is not None:
             layout = WHOLE if shard is None else shard.layout
-            check_layout(store, request, fields.base, layout, "base")
+            check_layout(store, fields.base, layout, "base")
     return imports.import_sequence(store, request, seconds, shard)
 
 
@@ -153,16 +153,14 @@ def check_mark(store: Store, request: Request) -> None:
         layout = WHOLE
         if fields.shard is not None:
             layout = ShardLayout(fields.shard.rank, fields.shard.ranks)
-        check_layout(store, request, fields.id, layout)
+        check_layout(store, fields.id, layout)
         if fields.shard is not None:
             check_epochs(store.tree, (fields.id,), [fields.epoch])
 
 
-def check_layout(
-    store: Store, request: Request, name: str, layout: ShardLayout, field: str = "id"
-) -> None:
+def check_layout(store: Store, name: str, layout: ShardLayout, field: str = "id") -> None:
     """Raises `UnknownSequence`, and `InvalidRequest` where other pages of a sequence are here."""
     here = layout_of(store.tree.books.leaf(name))
     if here != layout:
         rule = f"this engine holds rank {here.rank} of {here.ranks}, expected {layout.rank} of "
-        raise InvalidRequest(field, request.tenant.shown(name), f"{rule}{layout.ranks}")
+        raise InvalidRequest(field, name, f"{rule}{layout.ranks}")

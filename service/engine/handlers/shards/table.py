@@ -42,7 +42,7 @@ SHARD_HANDLERS: Final[Mapping[str, Begin]] = {
     "truncate": sequences.truncate_sequence,
     "truncate_sequences": checked(
         "truncate_sequences",
-        lambda store, one: refuse_shards(store, one, one.fields.ids, "a truncation of many"),
+        lambda store, one: refuse_shards(store, one.fields.ids, "a truncation of many"),
     ),
     "delete_sequence": checked(
         "delete_sequence", lambda store, one: check_epochs(store.tree, (one.fields.id,), None)
@@ -52,11 +52,11 @@ SHARD_HANDLERS: Final[Mapping[str, Begin]] = {
         "page_table", lambda store, one: check_epochs(store.tree, one.fields.ids, None)
     ),
     "commit": checked(
-        "commit", lambda store, one: refuse_shards(store, one, (one.fields.id,), "a commit", "id")
+        "commit", lambda store, one: refuse_shards(store, (one.fields.id,), "a commit", "id")
     ),
     "commit_sequences": checked(
         "commit_sequences",
-        lambda store, one: refuse_shards(store, one, one.fields.ids, "a commit of many"),
+        lambda store, one: refuse_shards(store, one.fields.ids, "a commit of many"),
     ),
     "export_sequence": sequences.export_sequence,
     "import_sequence": sequences.import_sequence,

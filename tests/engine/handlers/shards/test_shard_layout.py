@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from service.core.errors import InvalidRequest
-from service.core.sequences.transfer import generation
 from service.core.shards import Shard, ShardLayout, ShardView, as_shards, extend_layers
 from service.core.tree import PrefixTree
 from service.core.values import Int32, NewSpec
+from service.engine.handlers.exports import generation
 
 
 @pytest.mark.parametrize("ranks", range(1, 5))
