@@ -1,8 +1,9 @@
-"""Lanes in host memory, for any backend: a layer runs when its caller reports it ready."""
+"""Lanes in host memory, for any backend: a layer runs once its caller reports it ready."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Final
 
 import numpy as np
 
@@ -48,46 +49,72 @@ class HostLane:
         """Nothing to do: there are no flags."""
 
 
+APPENDED_AT_ONCE: Final = 2 * 2**20
+"""Bytes of k that one piece appends: some milliseconds."""
+
+
 class HostRun:
-    """A step whose layers run when the caller reports them ready."""
+    """A step whose layers run, in pieces, when the caller has reported them ready."""
 
     def __init__(self, backend: Backend, arena: memoryview, work: StepWork) -> None:
         self._backend, self._arena, self._work = backend, arena, work
-        self._next = 0
+        self._num_ready = self._num_done = 0
+        """Layers that were reported ready, and those of them that are done."""
+        self._pieces: Iterator[None] | None = None
+        """The rest of the first layer that is not done."""
         self.done = False
 
     def layer(self, layer: int) -> None:
-        """Append and attend in the layer's slot."""
-        work, place = self._work, self._next
-        if self.done or layer != work.layers[place]:
-            due = "none" if self.done else work.layers[place]
-            raise ValueError(f"layer {layer} is ready, layer {due} of the step is next")
-        if work.plan is not None:
-            self._run(layer, place)
-        self._next += 1
-        self.done = self._next == len(work.layers)
+        due = () if self.done else self._work.layers[self._num_ready :]
+        if not due or layer != due[0]:
+            raise ValueError(f"layer {layer} is ready, layer {due[0] if due else 'none'} is next")
+        self._num_ready += 1
+
+    @property
+    def has_ready(self) -> bool:
+        return not self.done and self._num_done < self._num_ready
+
+    def advance(self) -> int | None:
+        """Append and attend in the layer's slot, a piece at a time."""
+        layer = self._work.layers[self._num_done]
+        if self._pieces is None:
+            self._pieces = self._run(layer, self._num_done)
+        for _ in self._pieces:
+            return None
+        self._pieces = None
+        self._num_done += 1
+        self.done = self._num_done == len(self._work.layers)
+        return layer
 
     def release(self) -> None:
-        self.done = True
+        self._pieces, self.done = None, True
 
-    def _run(self, layer: int, place: int) -> None:
+    def _run(self, layer: int, place: int) -> Iterator[None]:
         work = self._work
-        slot = work.slots[layer % len(work.slots)]
         if work.plan is None:
             return
+        slot = work.slots[layer % len(work.slots)]
         geometry = self._backend.geometry
         query = (work.rows, work.num_qo_heads, geometry.head_dim)
         stored = (work.rows, geometry.num_kv_heads, geometry.head_dim)
         if work.append_slots is not None:
             k, v = (self._array(at, work.dtype, stored) for at in (slot.k, slot.v))
-            self._backend.append(layer, k, v, work.append_slots).result()
+            at_once = max(1, APPENDED_AT_ONCE * work.rows // max(k.nbytes, 1))
+            for first in range(0, work.rows, at_once):
+                rows = slice(first, first + at_once)
+                self._backend.append(layer, k[rows], v[rows], work.append_slots[rows]).result()
+                if rows.stop < work.rows:
+                    yield
         lse = self._array(slot.lse, np.dtype(np.float32), query[:2])
         out = AttentionState(self._array(slot.o, work.dtype, query), lse)
         q = self._array(slot.q, work.dtype, query)
         attend = Attend(layer, q, work.plan, work.scorings[place], out=out)
         if (sinks := work.sinks_at(layer)) is not None:
             attend.sinks = self._array(sinks, np.dtype(np.float32), query[1:2])
-        self._backend.attend([attend]).result()
+        if work.attend is None:
+            self._backend.attend([attend]).result()
+        else:
+            yield from work.attend(attend)
         if work.lse_scale != 1.0:
             np.multiply(lse, np.float32(work.lse_scale), out=lse)
 

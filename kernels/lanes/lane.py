@@ -8,13 +8,14 @@ concurrently with the backend's other work.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import numpy as np
 
-from kernels.backend import Int32, Plan, Scoring
+from kernels.backend import Attend, Int32, Plan, Scoring
 
 FLAG_BYTES: Final = 4
 LAYER_FLAGS: Final = 2
@@ -47,7 +48,7 @@ class StepWork:
     layer. `sinks` is the offset of float32 `[layers of the pool, num_qo_heads]`, None without
     sinks. `flags` is the offset of the flags of layer 0 of the pool. Without a `plan` the step only
     measures the time of passing layers back and forth: it multiplies the first number of lse by
-    one.
+    one. `attend` runs a layer's attention in pieces, on lanes in host memory.
     """
 
     layers: tuple[int, ...]
@@ -61,6 +62,7 @@ class StepWork:
     scorings: tuple[Scoring, ...]
     lse_scale: float
     sinks: int | None = None
+    attend: Callable[[Attend], Iterator[None]] | None = None
 
     def sinks_at(self, layer: int) -> int | None:
         """Offset of a layer's sinks."""
@@ -80,6 +82,15 @@ class Run(Protocol):
 
         Raises `ValueError` out of turn.
         """
+        ...
+
+    @property
+    def has_ready(self) -> bool:
+        """Whether `advance` has layers to run."""
+        ...
+
+    def advance(self) -> int | None:
+        """Run a piece of the first layer that was reported ready; returns the layer at its end."""
         ...
 
     def release(self) -> None:

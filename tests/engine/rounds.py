@@ -51,6 +51,7 @@ class Rounds:
                 scheduler.take_turns()
             scheduler.launches.submit()
             scheduler.long_work.run_slice()
+            scheduler.run_layers()
             scheduler.steps.advance()
             scheduler.launches.reply()
 

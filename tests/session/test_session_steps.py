@@ -7,13 +7,14 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from attnd import InvalidRequest, NewSequence, NotSupported, OutOfPages, Session
 
-from tests.session.stepping import HEADS, LAYERS, Served
+from tests.session.stepping import HEADS, LAYERS, Served, serve
 
 KV_HEADS, DIM = 2, 64
 
@@ -66,6 +67,25 @@ def test_a_step_with_arrays_gives_the_results_of_the_layers_operations(
             np.testing.assert_allclose(o, reply.o, atol=1e-5)
             np.testing.assert_allclose(lse, reply.lse, atol=1e-5)
     assert [session.get_sequence(name).length for name in ("a", "b")] == [9, 22]
+
+
+def test_layers_of_a_step_in_slices_have_the_results_of_whole_ones(
+    session: Session, tmp_path: Path
+) -> None:
+    lens, options = [300, 40], {"lse_base": "2", "sm_scale": 0.3}
+    with (
+        serve("cpu", tmp_path, "--engine.slice-ms", "0.05") as other,
+        Session(other.path) as sliced,
+    ):
+        results = []
+        for each in (session, sliced):
+            each.create_sequences([NewSequence("trunk")])
+            run(each, ["trunk"], [70], 1)
+            each.create_sequences([NewSequence(name, parent="trunk") for name in "ab"])
+            results.append(run(each, ["a", "b"], lens, 2, **options))
+    for (_, whole_o, whole_lse), (_, o, lse) in zip(*results, strict=True):
+        np.testing.assert_allclose(o, whole_o, atol=1e-5)
+        np.testing.assert_allclose(lse, whole_lse, atol=1e-5)
 
 
 def test_a_step_of_some_layers_appends_there_only(session: Session) -> None:

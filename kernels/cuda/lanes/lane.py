@@ -93,6 +93,12 @@ class CudaRun:
     def layer(self, layer: int) -> None:
         raise ValueError(f"layer {layer} was called ready: on a device its flag says so")
 
+    has_ready = False
+
+    def advance(self) -> int | None:
+        """Nothing: the device runs the layers."""
+        return None
+
     def release(self) -> None:
         with self._lane.shared.guarded():
             flags = self._lane.flags_at(self._work.flags)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from attnd.wire.dtypes import DTYPES
 
-from kernels.backend import Scoring
+from kernels.backend import Attend, Scoring
 from kernels.lanes.lane import FLAG_BYTES, LAYER_FLAGS, Lane, Slot, StepWork
 from service.core.sequences.books import Batch
 from service.core.values import Extension
-from service.engine.handlers.attention import LOG2_E, counts_of
+from service.engine.handlers.attention import LOG2_E, attend_slices, counts_of, paged_cost
 from service.engine.loop.job import Counts, OpenedStep, Seconds
 from service.engine.loop.request import Request
 from service.engine.store.plan_cache import Planned
@@ -29,10 +29,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlace:
-    """The lane of a step, and the reply to its caller once it has been accepted."""
+    """The lane of a step, and the replies to its caller: it is accepted, a layer is done."""
 
     lane: Lane
     send_opened: Callable[[dict[str, Any]], None]
+    send_done: Callable[[int], None]
 
 
 def step(
@@ -47,7 +48,7 @@ def step(
     if fields.op == "echo":
         run = where.lane.begin(step_work(fields, None, None))
         where.send_opened({"levels": 0, "cascade": False})
-        return OpenedStep(run, lambda: None, where.lane)
+        return OpenedStep(run, lambda: None, where.lane, where.send_done)
     batch = store.tree.books.look_up(fields.ids)
     extension = extend(store, fields, batch, shards)
 
@@ -61,7 +62,8 @@ def step(
             None if shards is None else shards.view,
         )
         slots = None if extension is None else extension.slots
-        run = where.lane.begin(step_work(fields, planned, slots, store.geometry.head_dim))
+        work = step_work(fields, planned, slots, store.geometry.head_dim)
+        run = where.lane.begin(replace(work, attend=partial(attend_in_pieces, store, planned)))
     except BaseException:
         store.undo(extension)
         raise
@@ -71,6 +73,7 @@ def step(
         run,
         partial(store.undo, extension),
         where.lane,
+        where.send_done,
         counts_of_step(store, fields, planned, extension),
     )
 
@@ -107,6 +110,25 @@ def step_work(
         lse_scale=LOG2_E if fields.lse_base == "2" else 1.0,
         sinks=fields.sinks,
     )
+
+
+def attend_in_pieces(store: Store, planned: Planned, attend: Attend) -> Iterator[None]:
+    """Run a layer's attention, a slice at a time."""
+    pace = store.pace
+    cost = paged_cost(store, attend.q, planned, attend.scoring.window_left)
+    if not pace.is_long("attend", cost):
+        store.backend.attend([attend]).result()
+        return
+    slices, states = attend_slices(store, attend, cost), None
+    while True:
+        try:
+            piece = slices.send(states)
+        except StopIteration:
+            return
+        started = time.monotonic()
+        states = piece.start().result()
+        pace.correct(piece.kind, piece.cost, time.monotonic() - started)
+        yield
 
 
 def check_places(store: Store, fields: StepFields, arena_bytes: int) -> None:

@@ -183,6 +183,7 @@ class Engine:
                 self.store.loading.advance()  # pages that came from other tiers, or went there
             if scheduler.long_work.count:
                 scheduler.run_slice(received)
+            scheduler.run_layers()  # of steps in host memory
             if scheduler.steps.count or scheduler.steps.num_aborted:
                 scheduler.steps.advance()  # through their layers
             scheduler.launches.reply()
@@ -208,7 +209,8 @@ class Engine:
         if (oldest := launches[0] if launches else scheduler.long_work.running) is not None:
             return 1e-3 if time.monotonic() - oldest.started > SPIN_S else 0.0
         if scheduler.is_busy:
-            is_due = scheduler.long_work.num_ready or scheduler.steps.is_young
+            steps = scheduler.steps
+            is_due = scheduler.long_work.num_ready or steps.num_ready or steps.is_young
             return 0.0 if is_due or scheduler.is_behind else 1e-3
         if self._stats.replies:
             return QUIET_S
@@ -236,7 +238,7 @@ class Engine:
             elif not isinstance(event, Ready):
                 self._lanes.request_arena(event)
             elif job := self.jobs.get(event.call):
-                self._lanes.run_layer(job, event)
+                self.scheduler.steps.layer(job, event.layer)
         if self.callers.ended or self.callers.ungreeted:
             for call in self.callers.close_ended():
                 self._cancel(call)

@@ -141,11 +141,13 @@ class OpenedStep:
     """A step on its lane, which ends when `run` is done.
 
     `undo` takes back all that the operation changed, once nothing of it runs any more.
+    `layer_done` is called with each layer that the engine has run itself.
     """
 
     run: Run
     undo: Callable[[], None]
     lane: Lane
+    layer_done: Callable[[int], None]
     counts: Counts = NOTHING
     extension: None = None
 

@@ -15,6 +15,7 @@ from typing import Final
 
 from kernels.lanes.lane import Lane, Lanes
 from service.engine.handlers.table import HANDLERS
+from service.engine.loop.fair import FairQueue
 from service.engine.loop.job import Job, OpenedStep
 from service.engine.loop.long_work import unwanted
 from service.engine.loop.request import Request
@@ -42,7 +43,7 @@ class LaneSteps:
 
 class OpenSteps:
     """Belongs to the engine's thread. `end` gets every step that is over, and its error, if any;
-    `charge` the seconds of each layer that the engine runs itself."""
+    `charge` the seconds of each piece of a layer that the engine runs itself."""
 
     def __init__(
         self,
@@ -56,6 +57,8 @@ class OpenSteps:
         self._by_lane: dict[Lane, LaneSteps] = {}
         self._users: dict[str, tuple[Lane, int]] = {}
         """The lane whose open steps use a sequence, and how many do."""
+        self._ready: FairQueue[Lane] = FairQueue()
+        """Lanes in host memory with layers that are ready."""
         self._changed_at = self._unblocked_at = 0.0
         self.count = 0
         """Number of open steps: an echo is open and has no sequence."""
@@ -105,26 +108,55 @@ class OpenSteps:
             self._users[name] = (lane, count + 1)
         self._changed_at = time.monotonic()
 
-    def layer(self, job: Job, layer: int) -> Exception | None:
-        """Run a layer of a step that its caller says is ready; the error, where it cannot run."""
+    def layer(self, job: Job, layer: int) -> None:
+        """A caller reports a layer of its step ready. One out of turn aborts the step."""
         work = job.work
         steps = self._by_lane.get(work.lane) if isinstance(work, OpenedStep) else None
         if steps is None or not isinstance(work, OpenedStep) or steps.error is not None:
-            return InvalidRequest("ready", layer, "its step is not open")
-        started = time.monotonic()
+            return
         try:
             if steps.jobs[0][0] is not job:
                 raise ValueError(f"layer {layer} is ready, but the step before is not over")
+            had_ready = work.run.has_ready
             work.run.layer(layer)
         except ValueError as error:
             steps.error = InvalidRequest("ready", layer, str(error))
-        except FATAL:
-            raise
-        except Exception as failure:
-            LOG.error("layer %d of a step failed: this is a bug", layer, exc_info=failure)
-            steps.error = Internal("the step failed, and was undone; the log has the traceback")
-        self._charge(job, time.monotonic() - started)
-        return steps.error
+            return
+        if not had_ready:
+            self._ready.append(job.request.tenant.namespace, work.lane)
+
+    @property
+    def num_ready(self) -> int:
+        """Lanes with layers that the engine runs itself and that are ready."""
+        return self._ready.count
+
+    def run_layers(self, seconds: float) -> None:
+        """Run pieces of layers that are ready, for `seconds` or until the first piece ends."""
+        ends = time.monotonic() + seconds
+        while self._ready.count:
+            lane = self._ready.pop()
+            steps = self._by_lane.get(lane)
+            if steps is None or not steps.jobs or steps.error is not None:
+                continue
+            job, work = steps.jobs[0]
+            namespace, started = job.request.tenant.namespace, time.monotonic()
+            try:
+                layer = work.run.advance()
+            except FATAL:
+                raise
+            except Exception as failure:
+                LOG.error("a layer of a step failed: this is a bug", exc_info=failure)
+                steps.error = Internal("the step failed, and was undone; the log has the traceback")
+                continue
+            if layer is not None:
+                work.layer_done(layer)
+            now = time.monotonic()
+            self._charge(job, now - started)
+            self._ready.charge(namespace, now - started)
+            if work.run.has_ready:
+                self._ready.append(namespace, lane)
+            if now > ends:
+                return
 
     def advance(self) -> None:
         """End finished steps, and abort failed, cancelled and late ones."""

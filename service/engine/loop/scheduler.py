@@ -119,6 +119,11 @@ class Scheduler:
         if not self._has_passed:
             self.long_work.run_slice()
 
+    def run_layers(self) -> None:
+        """Pieces of layers that the engine runs itself, for a round's share of a slice."""
+        if self.steps.num_ready:
+            self.steps.run_layers(self._round_s)
+
     # Turns.
 
     def expire(self) -> bool:

@@ -10,7 +10,6 @@ from attnd.wire.frames import DEVICE_ARENA, DONE, json_frame, layer_frame, opene
 
 from kernels.lanes.lane import Lane, Lanes, NoRoom, Owner
 from service.engine.handlers.steps import StepPlace
-from service.engine.loop.job import Job
 from service.engine.loop.open_steps import OpenSteps
 from service.engine.loop.request import REMEMBERED_BYTES, AnswerPlace, Request
 from service.errors import InvalidRequest, MalformedBody, Overloaded, problem
@@ -19,7 +18,7 @@ from service.image.reading import MAX_HEADER_BYTES
 from service.operations.schema.info import InfoAnswer
 from service.operations.schema.spec import Operation, validate
 from service.operations.step import STEP, StepFields
-from service.road.engine_end.calls import STEP_ROUTE, ArenaRequest, Call, Ready
+from service.road.engine_end.calls import STEP_ROUTE, ArenaRequest, Call
 from service.road.engine_end.session import Session
 from service.tenants import Tenant
 
@@ -76,14 +75,10 @@ class SessionLanes:
         description = bytes(call.request)
         read = self._remember if len(description) <= REMEMBERED_BYTES else self._read
         fields = read(description, call.tenant)
-        where = StepPlace(held.lane, partial(self._send_opened, call))
+        where = StepPlace(
+            held.lane, partial(self._send_opened, call), partial(self._send_done, call)
+        )
         return Request(operation, fields, {}, AnswerPlace(call.answer), call.tenant, step=where)
-
-    def run_layer(self, job: Job, ready: Ready) -> None:
-        """Run the layer that a step's caller says is ready, and report it as done."""
-        call = ready.call
-        if self._steps.layer(job, ready.layer) is None and not call.session.closed:
-            call.session.send(layer_frame(DONE, call.id, ready.layer))
 
     def serve(self) -> None:
         """Serve requests for arenas where no step is open; close the lanes of ended sessions."""
@@ -97,6 +92,10 @@ class SessionLanes:
     def _send_opened(self, call: Call, plan: dict[str, Any]) -> None:
         if not call.session.closed:
             call.session.send(opened_frame(call.id, plan))
+
+    def _send_done(self, call: Call, layer: int) -> None:
+        if not call.session.closed:
+            call.session.send(layer_frame(DONE, call.id, layer))
 
     def _serve(self, held: SessionLane) -> None:
         session = held.session

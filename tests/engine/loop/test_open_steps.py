@@ -35,6 +35,10 @@ class HandRun:
     work: StepWork
     done: bool = False
     released: int = 0
+    has_ready: bool = False
+
+    def advance(self) -> int | None:
+        raise AssertionError("no layer is ready")
 
     def layer(self, layer: int) -> None:
         raise ValueError("flags say so")
@@ -84,6 +88,7 @@ class Rig(Rounds):
         super().__init__(HandLanes(), slice_s=0.02)
         self.store.tree.create([NewSpec("a"), NewSpec("b")])
         self.opened: list[dict[str, Any]] = []
+        self.layers_done: list[int] = []
 
     def step(self, lane: HandLane, *names: str, **fields: Any) -> Job:
         layers = list(range(GEOMETRY.num_layers))
@@ -91,7 +96,7 @@ class Rig(Rounds):
         given |= {"sequences": list(names)} if names else {}
         heads = {"num_qo_heads": GEOMETRY.num_kv_heads, "dtype": "F32"}
         request = Request(STEP, validate(StepFields, given | heads | fields), {}, AnswerPlace())
-        request.step = StepPlace(lane, self.opened.append)
+        request.step = StepPlace(lane, self.opened.append, self.layers_done.append)
         job = self.admit(request)
         self.run()
         return job
@@ -235,17 +240,65 @@ def test_everything_is_given_up_undone(rig: Rig) -> None:
     assert rig.lengths == [0, 0] and not rig.scheduler.is_busy
 
 
-def test_a_layer_that_the_engine_runs_is_charged_to_its_namespace(
+class PieceRun(HandRun):
+    """Each ready layer takes the engine `pieces` pieces of 20 ms."""
+
+    pieces = 3
+
+    def __init__(self, work: StepWork) -> None:
+        super().__init__(work)
+        self.ready: list[int] = []
+        self.left = self.pieces
+
+    def layer(self, layer: int) -> None:
+        self.ready.append(layer)
+        self.has_ready = True
+
+    def advance(self) -> int | None:
+        time.sleep(0.02)
+        self.left -= 1
+        if self.left:
+            return None
+        self.left, layer = self.pieces, self.ready.pop(0)
+        self.has_ready = bool(self.ready)
+        return layer
+
+
+class PieceLane(HandLane):
+    def begin(self, work: StepWork) -> HandRun:
+        self.runs.append(PieceRun(work))
+        return self.runs[-1]
+
+
+def test_layers_that_the_engine_runs_take_a_piece_a_round_and_are_charged(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     charged: list[float] = []
     monkeypatch.setattr(rig.scheduler.queue, "charge", lambda _, spent: charged.append(spent))
-    lane = HandLane()
-    job = rig.step(lane, "a")
-    monkeypatch.setattr(lane.runs[0], "layer", lambda layer: time.sleep(0.02))
+    job = rig.step(PieceLane(), "a")
+    for layer in (0, 1):
+        rig.scheduler.steps.layer(job, layer)
     del charged[:]
-    assert rig.scheduler.steps.layer(job, 0) is None
-    assert charged and charged[0] >= 0.02
+    for number in range(1, 2 * PieceRun.pieces + 1):
+        rig.run(1)
+        assert len(charged) == number and charged[-1] >= 0.02
+        assert rig.layers_done == [0, 1][: number // PieceRun.pieces]
+    assert not rig.scheduler.steps.num_ready
+
+
+def test_a_layer_that_fails_aborts_its_step_alone(rig: Rig) -> None:
+    lane, other = PieceLane(), PieceLane()
+    jobs = rig.step(lane, "a"), rig.step(other, "b")
+    for job in jobs:
+        rig.scheduler.steps.layer(job, 0)
+
+    def fail() -> None:
+        raise RuntimeError("on purpose")
+
+    setattr(lane.runs[0], "advance", fail)  # noqa: B010
+    rig.run(2 * PieceRun.pieces)
+    assert [type(job.error).__name__ for job in rig.answered] == ["Internal"]
+    assert rig.layers_done == [0] and rig.lengths == [0, 1]
 
 
 class FakeSession:
