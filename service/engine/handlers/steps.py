@@ -12,6 +12,7 @@ from attnd.wire.dtypes import DTYPES
 
 from kernels.backend import Attend, Scoring
 from kernels.lanes.lane import FLAG_BYTES, LAYER_FLAGS, Lane, Slot, StepWork
+from kernels.tensor import host_array
 from service.core.sequences.books import Batch
 from service.core.values import Extension
 from service.engine.handlers.attention import LOG2_E, attend_slices, counts_of, paged_cost
@@ -115,7 +116,7 @@ def step_work(
 def attend_in_pieces(store: Store, planned: Planned, attend: Attend) -> Iterator[None]:
     """Run a layer's attention, a slice at a time."""
     pace = store.pace
-    cost = paged_cost(store, attend.q, planned, attend.scoring.window_left)
+    cost = paged_cost(store, host_array(attend.q), planned, attend.scoring.window_left)
     if not pace.is_long("attend", cost):
         store.backend.attend([attend]).result()
         return
