@@ -86,7 +86,7 @@ class TierMoves:
         layout = RecordLayout(TAG.size + 4 * run.page_size, 8, bytes(16))
         tiers = Tiers(run.tree, Numbers(run.held), layout, host_pages, lambda: None, Metrics())
         if disk is not None:
-            tiers.use_disk(RecordStore(disk, 2**40, layout, evicted=tiers.disk_evicted))
+            tiers.disk.open(RecordStore(disk, 2**40, layout, evicted=tiers.disk.evicted))
         self.loading = Loading(tiers, lambda: None)
         self.found = Origin()
 

@@ -181,7 +181,7 @@ class RecordStore:
         """
         self._check_place()
         with self._lock:
-            removed = self._shelf.own(namespace)
+            removed = list(self._shelf.own(namespace))
         for first in range(0, len(removed), REMOVED_AT_ONCE):
             with self._lock:
                 for entry in removed[first : first + REMOVED_AT_ONCE]:

@@ -16,7 +16,7 @@ class Entry:
     """One record, in place `slot`. Low ranks give way first; then the least recently used.
 
     While `holds` is above 0 a thread reads or writes the place. `is_ready`: the record can be read.
-    `tag` is the caller's.
+    `is_dropped`: it gives its place free as soon as it is not held. `tag` is the caller's.
     """
 
     key: bytes
@@ -26,6 +26,7 @@ class Entry:
     tag: bytes = b""
     holds: int = 0
     is_ready: bool = False
+    is_dropped: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -63,11 +64,15 @@ class Shelf:
     """Up to `num_slots` records of all namespaces, each within its limit.
 
     A namespace that has more than an equal share gives way to others first. `evicted` gets every
-    record that gives way. Not thread-safe.
+    record that gives way. Without `keeps`, records are there only while they are held. Not
+    thread-safe.
     """
 
-    def __init__(self, num_slots: int, evicted: Callable[[Entry], None]) -> None:
+    def __init__(
+        self, num_slots: int, evicted: Callable[[Entry], None], *, keeps: bool = True
+    ) -> None:
         self.num_slots = num_slots
+        self.keeps = keeps
         self._evicted = evicted
         self._entries: dict[bytes, Entry] = {}
         self._owners: dict[str, Owner] = {}
@@ -97,11 +102,11 @@ class Shelf:
         entry = self._entries.get(key)
         return entry is not None and entry.holds > 0
 
-    def own(self, namespace: str) -> list[Entry]:
+    def own(self, namespace: str) -> Iterator[Entry]:
         """The records of a namespace, first to be evicted first."""
-        owner = self._owners.get(namespace)
-        ranks = {} if owner is None else owner.ranks
-        return [entry for rank in sorted(ranks) for entry in ranks[rank].values()]
+        if (owner := self._owners.get(namespace)) is not None:
+            for rank in sorted(owner.ranks):
+                yield from owner.ranks[rank].values()
 
     def set_limit(self, namespace: str, limit: int | None) -> None:
         """Limit a namespace's records; those above a new limit give way as others are added."""
@@ -137,6 +142,19 @@ class Shelf:
         owner.take_out(entry)
         entry.rank = entry.rank if rank is None else rank
         owner.put(entry)
+
+    def release(self, entry: Entry) -> None:
+        """End a hold of a record."""
+        entry.holds -= 1
+        if not entry.holds and (entry.is_dropped or not self.keeps):
+            self.remove(entry)
+
+    def drop(self, entry: Entry) -> None:
+        """Delete a record, if it is still there, as soon as it is not held."""
+        if self._entries.get(entry.key) is entry:
+            entry.is_ready, entry.is_dropped = False, True
+            if not entry.holds:
+                self.remove(entry)
 
     def remove(self, entry: Entry) -> None:
         """Remove a record; its place is free for others, so it must not be held."""

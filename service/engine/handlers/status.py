@@ -150,7 +150,7 @@ def set_namespace(store: Store, request: Request, _: Seconds) -> Fields:
         if limits != (None, None):
             name = "max_disk_bytes" if limits[0] is None else "max_host_bytes"
             refuse(name, getattr(fields, name), NO_TIERS)
-    elif limits[1] is not None and loading.tiers.disk_bytes is None:
+    elif limits[1] is not None and loading.tiers.disk.total_bytes is None:
         refuse("max_disk_bytes", limits[1], NO_DISK)
     store.tree.budget.set_quota(fields.name, fields.max_pages, fields.reserved_pages)
     if loading is not None:

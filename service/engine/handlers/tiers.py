@@ -93,6 +93,6 @@ def until_durable(
             yield waiting()
             while left and not tiers.copier.is_pending(namespace, left[-1]):
                 left.pop()
-        lay(all(map(tiers.on_disk, ids)))
+        lay(None not in map(tiers.disk.find, ids))
 
     return SlicedWork(slices(), must_finish=lambda: True)

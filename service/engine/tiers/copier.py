@@ -1,4 +1,4 @@
-"""Pages on their way down: a copier takes them from the pool to host memory, a writer to the disk.
+"""Pages on their way down: a copier takes them from the pool to host memory.
 
 The engine's thread begins copies, and takes their ends in its round. Threads wait for copies and
 write files: the fewer instructions they have, the less the engine's thread waits for the
@@ -8,7 +8,6 @@ interpreter.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,10 +19,10 @@ import numpy as np
 
 from kernels.backend import DeviceLost, EndOfCopies, PagePlaces
 from service.core.prefix.nodes import Node, named
-from service.engine.tiers.page_records import TAG, PageTag
-from service.tiers.records import NewRecord
+from service.engine.tiers.disk import CLOSE_S, TASKS
+from service.engine.tiers.page_records import TAG
 from service.tiers.shelf import Entry
-from service.tiers.worker import Task, Worker
+from service.tiers.worker import Worker
 
 if TYPE_CHECKING:
     from service.engine.tiers.tiers import Tiers
@@ -34,23 +33,18 @@ LOOKED_AT: Final = 64
 """Pages at the front of the eviction order that are looked at for ones to copy; at most half as
 many as host memory has records. Their records have the rank of their pages: those to be evicted
 next must not give way to each other."""
-TASKS: Final = 4
-"""Tasks that wait for one thread of a worker."""
 AHEAD: Final = 64
 """With fewer free pages, the next ones to be evicted are copied."""
 WAIT_S: Final = 1e-3
-CLOSE_S: Final = 10.0
-"""Longest wait for the workers at the engine's end."""
 
 
 @dataclass(slots=True, eq=False)
 class PageCopy:
-    """A page on its way to host memory. `is_void`: the page was freed meanwhile."""
+    """A page on its way to host memory, which holds its record there."""
 
     page: int
     entry: Entry
     label: bytes
-    is_void: bool = False
 
 
 class Copier:
@@ -64,11 +58,8 @@ class Copier:
         self._to_copy: dict[str, dict[bytes, int]] = {}
         """Committed pages of each namespace, by their identities; first the namespace that was
         served least recently."""
-        self._to_write: deque[PageCopy] = deque()
-        """Copies in host memory that go to the disk."""
         self._seen_changes = -1
         self._copier = Worker("tiers-copier", TASKS, wake, tiers.copies.calls, DeviceLost)
-        self._writer = Worker("tiers-writer", TASKS, wake)
 
     # Requests.
 
@@ -100,38 +91,29 @@ class Copier:
                 break
         return bool(pages) and self._copy(pages[: tiers.at_once], are_next=True)
 
-    def run_on_disk(self, task: Task) -> None:
-        self._writer.add(task)
-
     @property
     def is_busy(self) -> bool:
-        return bool(self._to_copy or self._to_write or self._copier.count + self._writer.count)
+        """Whether copies wait or are under way."""
+        return bool(self._to_copy or self._copier.count)
 
     @property
     def is_polled(self) -> bool:
         """Whether the engine's thread has to look for the next end."""
         return self._copier.is_polled
 
-    @property
-    def is_writing(self) -> bool:
-        """Whether a thread writes to the disk."""
-        return self._writer.count > 0
-
     def is_awaited(self, page: int) -> bool:
         """Whether a page's copy is under way, or waits for room that others free."""
         has_no_room = self._copier.is_full or self.tiers.host.is_jammed
-        return page in self.copying or (has_no_room and self.is_busy)
+        return page in self.copying or (has_no_room and self.tiers.is_copying)
 
     # The engine's round.
 
     def take_done(self, most: int | None = None) -> bool:
-        """Take the ends of tasks, up to `most` of each kind; whether there were any."""
-        has_copied = self._copier.take_done(most)
-        return self._writer.take_done(most) or has_copied
+        """Take the ends of tasks, up to `most`; whether there were any."""
+        return self._copier.take_done(most)
 
     def start(self) -> bool:
         """Start copies that are due, a batch of each kind; whether there were any."""
-        self.write_down()
         has_started, allocator = self._copy_queued(), self.tiers.tree.allocator
         if has_started:
             self._wake()
@@ -141,18 +123,13 @@ class Copier:
             has_started |= victim is not None and self.copy_next(victim.order.upcoming())
         return has_started
 
-    def close(self, writes_pool: bool) -> bool:
-        """Finish copies under way, with `writes_pool` also copy pages that only the pool has, and
-        stop the workers; whether they stopped in time."""
+    def close(self, writes_pool: bool) -> None:
+        """Finish copies under way, with `writes_pool` also copy pages that only the pool has."""
         if writes_pool:
             self._write_all(time.monotonic() + CLOSE_S)
-        ended = self._copier.close(CLOSE_S)
+        self._copier.close(CLOSE_S)
         with suppress(DeviceLost):
             self._copier.take_done()
-        self.write_down(waits=False)
-        ended = self._writer.close(CLOSE_S) and ended
-        self._writer.take_done()
-        return ended
 
     def _write_all(self, ends: float) -> None:
         """Copy all named pages to the disk, until a time."""
@@ -160,8 +137,9 @@ class Copier:
             pages, namespace = node.pages, named(node).root.namespace
             both = zip(self.tiers.paths.ids_of(pages), pages.tolist(), strict=True)
             self.request(namespace.name, both)
-        while self.is_busy and self.tiers.disk is not None and time.monotonic() < ends:
-            if not self.tiers.advance():
+        tiers = self.tiers
+        while tiers.is_copying and tiers.disk.store is not None and time.monotonic() < ends:
+            if not tiers.advance():
                 time.sleep(WAIT_S)
 
     # Pool to host memory.
@@ -183,7 +161,7 @@ class Copier:
             if wanted and not self._copy(wanted):
                 if host.is_jammed:
                     return False
-                if host.own(namespace):
+                if any(host.own(namespace)):
                     continue
             del self._to_copy[namespace]
             for record_id, _ in queued:
@@ -197,8 +175,8 @@ class Copier:
         """Whether a queued page has the same identity, and no copy."""
         tiers = self.tiers
         is_same = self._named_pages.node_of.item(page) >= 0 and tiers.paths.id_of(page) == record_id
-        known = tiers.host.has(record_id) or tiers.on_disk(record_id)
-        return is_same and not known and page not in self.copying
+        is_known = tiers.host.has(record_id) or tiers.disk.find(record_id) is not None
+        return is_same and not is_known and page not in self.copying
 
     def _copy(self, pages: Sequence[int], are_next: bool = False) -> bool:
         """Start the copies of some pages, which are evicted next or stay in the pool; whether there
@@ -260,67 +238,9 @@ class Copier:
             head = (entry.key, entry.namespace, copy.label)
             layout.seal(block, *head, layout.payload_bytes, digests)
             del self.copying[copy.page]
-            entry.holds -= 1
-            if copy.is_void:
-                tiers.host.remove(entry)
-                continue
-            entry.is_ready = True
-            if tiers.keeps_host:
-                tiers.reports.stored(entry, copy.label, "CPU")
-            if tiers.disk is None:
-                continue
-            if tiers.on_disk(entry.key):
-                tiers.release(entry)
-            else:
-                entry.holds += 1
-                self._to_write.append(copy)
-
-    # Host memory to disk.
-
-    def write_down(self, waits: bool = True) -> None:
-        """Start a write to the disk, of what came together while the last one ran."""
-        while self._to_write:
-            is_small = len(self._to_write) < self.tiers.at_once and self._writer.count > 0
-            if waits and (is_small or self._writer.is_full):
-                return
-            count = min(self.tiers.at_once, len(self._to_write))
-            writes = [self._to_write.popleft() for _ in range(count)]
-            self._writer.add(partial(self._run_writes, writes))
-
-    def _run_writes(self, writes: Sequence[PageCopy]) -> Callable[[], None]:
-        """In the writer's thread."""
-        began, tiers, kept = time.monotonic(), self.tiers, [False] * len(writes)
-        if (disk := tiers.disk) is not None:
-            records = [
-                NewRecord(
-                    one.entry.key,
-                    one.entry.namespace,
-                    tiers.disk_rank(one.entry.key, PageTag.read(one.label).priority),
-                    one.entry.tag,
-                    tiers.records[one.entry.slot].data,
-                )
-                for one in writes
-            ]
-            try:
-                kept = disk.put(records)
-            except OSError as error:
-                return partial(self._failed, error, writes)
-        return partial(self._written, writes, kept, began)
-
-    def _failed(self, error: OSError, writes: Sequence[PageCopy]) -> None:
-        self.tiers.lose_disk(error)
-        for copy in writes:
-            copy.entry.holds -= 1
-            self.tiers.release(copy.entry)
-
-    def _written(self, writes: Sequence[PageCopy], kept: Sequence[bool], began: float) -> None:
-        tiers = self.tiers
-        tiers.count("disk", "in", sum(kept), began)
-        for copy, is_kept in zip(writes, kept, strict=True):
-            written = tiers.disk.find(copy.entry.key) if tiers.disk is not None else None
-            if written is not None and not copy.entry.is_ready:  # it was deleted meanwhile
-                tiers.drop_from_disk([written])
-            elif is_kept and tiers.disk is not None:
-                tiers.reports.stored(copy.entry, copy.label, "DISK")
-            copy.entry.holds -= 1
-            tiers.release(copy.entry)
+            if not entry.is_dropped:
+                entry.is_ready = True
+                if tiers.host.keeps:
+                    tiers.reports.stored(entry, copy.label, "CPU")
+                tiers.disk.add(entry, copy.label)
+            tiers.host.release(entry)

@@ -13,7 +13,7 @@ import numpy as np
 
 from kernels.backend import DeviceLost, EndOfCopies, Int64, PagePlaces, UInt8
 from service.core.values import Int32
-from service.engine.tiers.copier import TASKS
+from service.engine.tiers.disk import TASKS
 from service.engine.tiers.loads import Load, Miss, Record
 from service.engine.tiers.tiers import Tiers
 from service.tiers.records import InvalidRecord
@@ -114,9 +114,9 @@ class Fetcher:
     ) -> tuple[int, Miss | None]:
         """Read records from the disk: how many, and why the next one is a miss."""
         for number, record in enumerate(records):
-            if load.is_stopped:
+            if load.is_over:
                 return number, None
-            if (disk := self.tiers.disk) is None:
+            if (disk := self.tiers.disk.store) is None:
                 return number, "evicted"
             try:
                 disk.read(record.entry, blocks[number].data)
@@ -140,21 +140,21 @@ class Fetcher:
         why the next record was not."""
         load.in_flight -= 1
         labels: list[bytes] = []
-        if load.has_failed:
+        if load.is_over:
             digests = ()
         every, size = bytes(heads), self.tiers.layout.head_bytes
         for at, (record, own) in enumerate(zip(records, digests, strict=False)):
             if (label := self._verify(record, every[at * size : (at + 1) * size], own)) is None:
-                is_evicted = record.tier == "disk" and not self.tiers.has_on_disk(record.entry)
-                miss = "evicted" if is_evicted else "corrupt"
+                is_there = record.tier == "host" or self.tiers.disk.find(record.id) is record.entry
+                miss = "corrupt" if is_there else "evicted"
                 break
             labels.append(label)
         if labels:
             self.tiers.count(records[0].tier, "out", len(labels), began)
-        if not load.has_failed:
+        if not load.is_over:
             load.labels += labels
             if miss is not None:
-                load.has_failed = True
+                load.is_over = True
                 self._report(records[len(labels)], miss)
         if load.is_abandoned and not load.in_flight:
             self._ended(load)
@@ -177,6 +177,6 @@ class Fetcher:
             return
         LOG.warning("a record in the %s tier is %s: it is deleted", record.tier, miss)
         if record.tier == "disk":
-            self.tiers.drop_from_disk([record.entry])
+            self.tiers.disk.drop([record.entry])
         elif record.entry.is_ready:
             self.tiers.drop_from_host(record.entry)

@@ -20,7 +20,8 @@ from service.core.pool.budget import NO_LIMIT, EvictionPaused
 from service.core.prefix.keys import Prefix
 from service.core.values import NewSpec
 from service.engine.loop.job import WAIT, Counts, Slice, Slices, empty_slice, in_slices
-from service.engine.tiers.copier import CLOSE_S
+from service.engine.tiers.copier import IN_POOL
+from service.engine.tiers.disk import CLOSE_S
 from service.engine.tiers.fetcher import Fetcher
 from service.engine.tiers.loads import (
     Found,
@@ -68,8 +69,8 @@ class Loading:
         """... if any wait for it."""
         self._wake = wake
         self._restoring: Generator[Slice, Any, None] | None = None
-        if tiers.disk is not None:
-            self._restoring = self.pins.restore(tiers.disk.notes(), self)
+        if tiers.disk.store is not None:
+            self._restoring = self.pins.restore(tiers.disk.store.notes(), self)
         self.fetcher = Fetcher(tiers, wake, self._end)
 
     def num_hidden(self, namespace: str | None) -> int:
@@ -103,16 +104,16 @@ class Loading:
         """Longest time until the next `advance`; None: `wake` is called. Without other work the
         engine's thread stays awake while copies are under way: it is faster than after a sleep. It
         does not keep the interpreter from threads at the disk."""
-        copier = self.tiers.copier
-        if not (self.fetcher.is_polled or copier.is_polled):
+        tiers = self.tiers
+        if not (self.fetcher.is_polled or tiers.copier.is_polled):
             return None
-        return POLL_S if self.fetcher.is_reading or copier.is_writing else 0.0
+        return POLL_S if self.fetcher.is_reading or tiers.disk.is_writing else 0.0
 
     def close(self, writes_pool: bool) -> None:
         """End all loads, finish copies under way, with `writes_pool` also copy pages that only the
         pool has, and stop the threads."""
         for load in self._loads:
-            load.is_stopped = True
+            load.is_over = True
         self.fetcher.close(CLOSE_S)
         self.tiers.close(writes_pool)
 
@@ -125,7 +126,7 @@ class Loading:
         ends: list[OSError | None] = []
         self._stop(namespace)
         yield from in_slices(self.tiers.clear_host(namespace))
-        self.tiers.clear_disk(namespace, ends.append)
+        self.tiers.disk.clear(namespace, ends.append)
         while not ends or self._stop(namespace):
             yield waiting()
         if ends[0] is not None:
@@ -136,7 +137,7 @@ class Loading:
         """Stop a namespace's loads, which commit nothing more; whether there are any."""
         own = [load for load in self._loads if load.namespace == namespace]
         for load in own:
-            load.has_failed = load.is_stopped = True
+            load.is_over = True
             del load.labels[load.committed :]
         return bool(own)
 
@@ -201,7 +202,7 @@ class Loading:
         """Load records while more are looked up, and commit their pages; a piece of this at once,
         between which others have their turns."""
         can_grow, is_known, has_waited = True, False, False
-        while not load.has_failed and time.monotonic() < ends:
+        while not load.is_over and time.monotonic() < ends:
             if can_grow and len(load.pages) < len(load.records):
                 if load.pages.size:
                     yield from self._give_way()
@@ -268,7 +269,7 @@ class Loading:
         while (
             load.asked < len(load.pages)
             and load.in_flight < BATCHES * tiers.copies.calls
-            and not load.has_failed
+            and not load.is_over
         ):
             first, tier = load.asked, load.records[load.asked].tier
             is_other = load.in_flight and load.records[first - 1].tier != tier
@@ -281,7 +282,7 @@ class Loading:
             self.fetcher.begin(load, slice(first, load.asked))
             if tiers.is_shared():
                 yield from self._give_way()
-        return bool(load.in_flight) or (load.asked < len(load.pages) and not load.has_failed)
+        return bool(load.in_flight) or (load.asked < len(load.pages) and not load.is_over)
 
     def _commit(self, load: Load, most: int | None = None) -> None:
         """Commit the pages that are loaded (up to `most`), whose records others can use then."""
@@ -291,16 +292,16 @@ class Loading:
             for names, keep in runs_of(load, stop):
                 done = self._tree.commits.commit(load.name, names, keep) - load.num_cached
                 load.committed = max(load.committed, done)
-            load.has_failed |= load.committed < stop
+            load.is_over |= load.committed < stop
         except CoreError as error:
             LOG.debug("loaded pages are not committed: %s", error)
-            load.has_failed = True
+            load.is_over = True
         self._release(load.records[first : load.committed], is_in_pool=True)
 
     def _finish(self, load: Load) -> None:
         """Commit the pages that are loaded. The others are freed when the loader is done with
         them."""
-        load.is_stopped = True
+        load.is_over = True
         self._commit(load)
         load.is_abandoned = bool(load.in_flight)
         if not load.is_abandoned:
@@ -317,4 +318,6 @@ class Loading:
         for record in records:
             del self._by_id[record.id]
             if record.tier == "host":
-                self.tiers.loaded(record.entry, is_in_pool)
+                if is_in_pool and record.entry.is_ready:
+                    self.tiers.host.use(record.entry, IN_POOL)
+                self.tiers.host.release(record.entry)

@@ -93,11 +93,10 @@ class Load:
     """Labels of the pages that are loaded, in order, ..."""
     committed: int = 0
     """... and the number of those that are committed."""
-    has_failed: bool = False
-    is_stopped: bool = False
-    """The loader passes over its records."""
+    is_over: bool = False
+    """Records that are not loaded yet are passed over: one is invalid, or no operation waits."""
     is_abandoned: bool = False
-    """No operation waits for it any more: it ends with its last batch."""
+    """It ends with its last batch, which is under way."""
 
 
 def runs_of(load: Load, stop: int) -> Iterator[tuple[Prefix, Retention]]:

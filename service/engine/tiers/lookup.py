@@ -80,22 +80,21 @@ class Lookup:
         tiers = self.tiers
         if "host" in limits.tiers and (entry := tiers.host.find(record_id)) is not None:
             return Record(record_id, key, entry, "host")
-        if "disk" in limits.tiers and tiers.disk is not None:
-            found = tiers.disk.find(record_id)
-            if found is not None:
-                return Record(record_id, key, found, "disk")
+        if "disk" in limits.tiers and (entry := tiers.disk.find(record_id)) is not None:
+            return Record(record_id, key, entry, "disk")
         return None
 
     def count_miss(self, namespace: str, prefix: Prefix, found: Found) -> None:
         """Count the page at which a prefix ends in all tiers, unless a tier that the request leaves
         out has it."""
         tiers, first = self.tiers, b""
-        if found.missing is None or tiers.host.find(found.missing) or tiers.on_disk(found.missing):
+        missing = found.missing
+        if missing is None or tiers.host.find(missing) or tiers.disk.find(missing):
             return
         if not found.num_cached and not found.records:
             ids = prefix.ids_of(0, 1, self._tree.page_size)
             first = prefix.key_at(0, b"", 0) if ids is None else ids.tobytes()
-        is_foreign = tiers.disk is not None and found.missing in tiers.disk.foreign
+        is_foreign = tiers.disk.store is not None and missing in tiers.disk.store.foreign
         root = root_key(namespace, prefix.cache_salt)
-        why = tiers.misses.reason(found.missing, is_foreign, namespace, first, root)
+        why = tiers.misses.reason(missing, is_foreign, namespace, first, root)
         tiers.reports.miss(why)

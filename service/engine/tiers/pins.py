@@ -34,14 +34,14 @@ class Pins:
     def keep(self, namespace: str, key: bytes, cache_salt: str) -> None:
         """A page and all before it were pinned: write them down, and keep them there."""
         name, tiers = name_of(namespace, key, cache_salt), self._tiers
-        if tiers.disk is None or name in self._ids:
+        if tiers.disk.store is None or name in self._ids:
             return
         chain = self._tree.cache.chain(namespace, key, cache_salt)
         pages = self._tree.cache.match(namespace, chain).table()
         self._ids[name] = ids = tiers.paths.ids_of(pages)
-        tiers.pin(ids, 1)
+        tiers.disk.pin(ids, 1)
         tiers.request_copies(namespace, ids, pages.tolist())
-        tiers.note(name, b"".join(chain.chain(b"", self._tree.page_size)).hex())
+        tiers.disk.note(name, b"".join(chain.chain(b"", self._tree.page_size)).hex())
 
     def drop(self, namespace: str, key: bytes, cache_salt: str) -> bool:
         """A pin was removed; whether it was kept."""
@@ -49,8 +49,8 @@ class Pins:
         ids = self._ids.pop(name, None)
         if ids is None:
             return False
-        self._tiers.note(name, None)
-        self._tiers.pin(ids, -1)
+        self._tiers.disk.note(name, None)
+        self._tiers.disk.pin(ids, -1)
         return True
 
     def restore(self, notes: dict[str, str], loading: Loading) -> Generator[Slice, Any, None]:
@@ -64,7 +64,7 @@ class Pins:
             for key in Prefix(None, as_keys(keys)).chain(b"", self._tree.page_size):
                 record_id = next_id(record_id, key)
                 self._ids[name].append(record_id)
-            self._tiers.pin(self._ids[name], 1)
+            self._tiers.disk.pin(self._ids[name], 1)
             yield empty_slice()
         for name, keys in chains.items():
             _, namespace, key_text, cache_salt = name.split("/", 3)

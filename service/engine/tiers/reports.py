@@ -1,10 +1,10 @@
-"""Reports of the tiers: pages and bytes that moved, events with their medium, gauges."""
+"""Reports of the tiers: pages and bytes that moved, events with their medium, gauges, misses."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from service.core.prefix.named_pages import Removed, Stored
 from service.engine.store.event_history import EventHistory
@@ -16,6 +16,9 @@ from service.tiers.shelf import Entry
 TierName = Literal["host", "disk"]
 Way = Literal["in", "out"]
 Medium = Literal["CPU", "DISK"]
+Reason = Literal["never_stored", "evicted", "other_salt", "other_model"]
+MOST: Final = 2**16
+"""Pages that are remembered, of each kind; the oldest are forgotten."""
 
 
 class Reports:
@@ -77,3 +80,39 @@ class Reports:
     def _page_s(self, tier: TierName, way: Way) -> float | None:
         pages, seconds = self._moved.get((tier, way), (0, 0.0))
         return seconds / pages if pages else None
+
+
+class Misses:
+    """Remembers pages that every tier gave up, and the salts of first pages."""
+
+    def __init__(self) -> None:
+        self._removed: dict[bytes, None] = {}
+        self._roots: dict[tuple[str, bytes], bytes] = {}
+
+    def removed(self, record_id: bytes) -> None:
+        """A page left its last tier."""
+        self._removed[record_id] = None
+        if len(self._removed) > MOST:
+            del self._removed[next(iter(self._removed))]
+
+    def named(self, namespace: str, first: bytes, root: bytes) -> None:
+        """A prompt's first page, its token ids or key, was committed below a root."""
+        self._roots[namespace, first] = root
+        if len(self._roots) > MOST:
+            del self._roots[next(iter(self._roots))]
+
+    def forget(self, namespace: str) -> None:
+        """The namespace was cleared."""
+        for one in [one for one in self._roots if one[0] == namespace]:
+            del self._roots[one]
+
+    def reason(
+        self, record_id: bytes, is_foreign: bool, namespace: str, first: bytes, root: bytes
+    ) -> Reason:
+        """Why a page is a miss; `first` is empty unless it is its prompt's first page."""
+        if is_foreign:
+            return "other_model"
+        if record_id in self._removed:
+            return "evicted"
+        is_salted = self._roots.get((namespace, first), root) != root
+        return "other_salt" if first and is_salted else "never_stored"

@@ -61,18 +61,17 @@ def open_tiers(
         tiers.reports.history = store.history
     if cache.disk_path is not None:
         path = Path(cache.disk_path)
-        disk = RecordStore(path, cache.disk_bytes, layout, evicted=tiers.disk_evicted)
-        tiers.use_disk(disk)
+        disk = RecordStore(path, cache.disk_bytes, layout, evicted=tiers.disk.evicted)
+        tiers.disk.open(disk)
         restore_quotas(store, tiers, disk)
     return Loading(tiers, wake)
 
 
 def check_sizes(cache: CacheSettings, block_bytes: int) -> None:
-    """Raises `TiersUnavailable` for sizes that hold no page, or more than the machine has."""
-    for name, size in (("host_bytes", cache.host_bytes), ("disk_bytes", cache.disk_bytes)):
-        if 0 < size < block_bytes:
-            reason = f"one page with its header takes {block_bytes}: raise it"
-            raise TiersUnavailable(f"cache.{name} = {size}: {reason}")
+    """Raises `TiersUnavailable` for host memory without a page, or more than the machine has."""
+    if 0 < cache.host_bytes < block_bytes:
+        reason = f"one page with its header takes {block_bytes}: raise it"
+        raise TiersUnavailable(f"cache.host_bytes = {cache.host_bytes}: {reason}")
     most = int(MOST_HOST * (free := free_bytes("cpu")))
     if cache.host_bytes > most:
         reason = f"at most {most} of the machine's {free} free bytes: lower it"
@@ -109,4 +108,4 @@ def keep_quota(store: Store, namespace: str) -> None:
     held, tiers = store.tree.budget.look(namespace), store.loading.tiers
     quota = {"max_pages": held.max_pages, "reserved_pages": held.reserved_pages}
     quota |= tiers.limits_of(namespace)
-    tiers.note(QUOTA + namespace, json.dumps(quota) if any(quota.values()) else None)
+    tiers.disk.note(QUOTA + namespace, json.dumps(quota) if any(quota.values()) else None)

@@ -694,11 +694,11 @@ def test_requests_that_wait_for_another_ones_load_do_not_look_up_again(tmp_path:
     async def scenario(caller: Caller) -> None:
         await fill(caller)
         loading, looked_up = caller.engine.store.loading, []
-        assert loading is not None and loading.tiers.disk is not None
+        assert loading is not None and loading.tiers.disk.store is not None
         find, gate = loading.lookup.find, threading.Event()
         loading.lookup.find = lambda *a: looked_up.append(a) or find(*a)  # type: ignore
-        read = loading.tiers.disk.read
-        loading.tiers.disk.read = lambda *a: gate.wait(30.0) and read(*a)  # type: ignore
+        read = loading.tiers.disk.store.read
+        loading.tiers.disk.store.read = lambda *a: gate.wait(30.0) and read(*a)  # type: ignore
         named = {"token_ids": PROMPTS[0]}
         calls = [caller.start(NewCall("prefetch", named), deadline_s=30.0) for _ in range(5)]
         await until(lambda: loading.fetcher.count > 0)

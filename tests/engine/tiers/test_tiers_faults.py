@@ -23,8 +23,8 @@ from tests.tiers.faulty_files import FaultyFiles
 def make_faulty(caller: Caller, files: FaultyFiles) -> FaultyFiles:
     """Put `files` below the engine's disk tier."""
     loading = caller.engine.store.loading
-    assert loading is not None and isinstance(loading.tiers.disk, RecordStore)
-    loading.tiers.disk._files = files
+    assert loading is not None and isinstance(loading.tiers.disk.store, RecordStore)
+    loading.tiers.disk.store._files = files
     return files
 
 
