@@ -51,5 +51,6 @@ VOLUME /home/attnd/.cache
 EXPOSE 8080
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=3s --start-period=2m --retries=3 CMD ["python", "-c", \
-  "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8080/health/ready', timeout=2)"]
+  "from http.client import *; door = HTTPConnection('127.0.0.1', 8080, timeout=2); \
+   door.request('GET', '/health/ready'); raise SystemExit(door.getresponse().status != 200)"]
 ENTRYPOINT ["attnd", "serve"]

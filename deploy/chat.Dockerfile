@@ -19,5 +19,6 @@ USER 10001:10001
 EXPOSE 8000
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=3s --start-period=2m --retries=3 CMD ["python", "-c", \
-  "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=2)"]
+  "from http.client import *; door = HTTPConnection('127.0.0.1', 8000, timeout=2); \
+   door.request('GET', '/health'); raise SystemExit(door.getresponse().status != 200)"]
 ENTRYPOINT ["python", "-m", "examples.serve", "--host", "0.0.0.0"]

@@ -13,7 +13,7 @@ import attnd
 import pytest
 import trustme
 from attnd import AsyncClient, Client, NeverReady, Session, TimedOut
-from scripted_server import Peer, ScriptedServer, answering, once
+from scripted_server import WHOLE, Peer, ScriptedServer, answering, once
 
 from tests.client.client_stub import Kind, client_of
 from tests.session.scripted_engine import Answers, ScriptedEngine
@@ -58,6 +58,27 @@ def test_a_connection_closed_without_an_answer_says_that_tls_may_be_spoken(kind:
         error = outcome(kind, server.url, info)
     assert isinstance(error, attnd.ReplyLost)
     assert "where 127.0.0.1:" in str(error) and "base_url must begin with https://" in str(error)
+
+
+def test_a_connection_that_was_answered_before_says_nothing_of_tls(kind: Kind) -> None:
+    def script(peer: Peer) -> None:
+        if peer.request() is not None:
+            peer.send(WHOLE)
+            peer.request()
+
+    def get_twice(client: Any) -> Any:
+        first = client.get_sequence("a")
+        return second(client, first) if isinstance(client, AsyncClient) else client.info()
+
+    async def second(client: AsyncClient, first: Any) -> Any:
+        await first
+        return await client.info()
+
+    with ScriptedServer(script) as server:
+        error = outcome(kind, server.url, get_twice)
+        assert len(server.peers) == 1
+    assert isinstance(error, attnd.ReplyLost) and "without an answer" in str(error)
+    assert "https" not in str(error)
 
 
 def test_tls_to_a_port_without_it_says_so(kind: Kind) -> None:

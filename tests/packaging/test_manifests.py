@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any, Final
 
 import pytest
@@ -40,6 +44,40 @@ def test_compose_gives_the_service_settings_that_exist_and_time_to_drain(
     settings = load_settings([])
     grace = float(service["stop_grace_period"].removesuffix("s"))
     assert grace > settings.server.drain_timeout_s + GRACE_S
+
+
+class Health(BaseHTTPRequestHandler):
+    """Answers the paths of health checks with the status `answer`."""
+
+    answer = 200
+
+    def do_GET(self) -> None:
+        is_known = self.path in ("/health/ready", "/health")
+        self.send_response(self.answer if is_known else 404)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.mark.parametrize("file", ["Dockerfile", "deploy/chat.Dockerfile"])
+def test_the_health_check_asks_the_container_itself_whatever_its_proxy(
+    file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (ROOT / file).read_text(encoding="utf-8").replace("\\\n", "")
+    check = re.search(r"^HEALTHCHECK .* CMD (\[.*\])$", text, re.MULTILINE)
+    assert check is not None
+    _, *arguments = json.loads(check[1])
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    with HTTPServer(("127.0.0.1", 0), Health) as server:
+        program = re.sub(r"\b80[08]0\b", str(server.server_port), arguments[-1])
+        Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            for answer, status in ((200, 0), (503, 1)):
+                monkeypatch.setattr(Health, "answer", answer)
+                done = subprocess.run([sys.executable, *arguments[:-1], program], timeout=30)
+                assert done.returncode == status
+        finally:
+            server.shutdown()
 
 
 @pytest.mark.parametrize("name", COMPOSED)

@@ -74,7 +74,7 @@ class ResponseReader:
     """Receive into `buffer()` and call `received` with the count, until it returns a response."""
 
     def __init__(self, unanswered: str = "") -> None:
-        """`unanswered`: why a connection may be closed before anything came."""
+        """`unanswered`: why a connection may be closed before its first answer."""
         self._unanswered = unanswered
         self._scratch = bytearray(SCRATCH_BYTES)
         self._view = memoryview(self._scratch)
@@ -155,6 +155,7 @@ class ResponseReader:
         self.reusable = parsing.keep_alive
         self._parsing = self._body = None
         self._have = 0
+        self._unanswered = ""
         return Response(parsing.status, parsing.headers, content)
 
 
