@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 from attnd.wire.dtypes import Array
@@ -28,6 +28,11 @@ from service.road.caller_end.caller import Answered
 from service.road.caller_end.slots import Slot
 from service.tenants import Tenant
 
+if TYPE_CHECKING:
+    from service.cluster.sharded.ranks import Ranks
+
+ASK_S: Final = 10.0
+"""Deadline of the router's own calls."""
 RETRY_BUDGET_S: Final = 2.0
 """For how long a call waits, in all, for sequences that are moving to another engine."""
 LATEST_WEIGHT: Final = 0.1
@@ -35,6 +40,8 @@ LATEST_WEIGHT: Final = 0.1
 NO_IMAGE: Final = memoryview(b"")
 RawReply = tuple[Answered, Slot]
 """A reply as the engine wrote it, and its slot."""
+Home: TypeAlias = "Engine | Ranks"
+"""Where a sequence is: one engine, or the engines that its shards are on, by rank."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,33 +91,6 @@ class EngineReply:
     fields: dict[str, Any]
     arrays: dict[str, Array]
     stages: tuple[float, ...]
-
-
-class Home(Protocol):
-    """Where a sequence is: one engine, or the group of engines that its shards are on.
-
-    `call` and `ask` raise ProblemText for an error reply, NotReady where the session is lost,
-    AnswerTooLarge and Overloaded.
-    """
-
-    name: str
-    tag: str
-
-    async def call(self, call: Call) -> RawReply:
-        """Sends the call's own image."""
-
-    async def ask(
-        self, call: Call, fields: Mapping[str, Any], arrays: Mapping[str, Array] | None = None
-    ) -> EngineReply:
-        """Sends other fields and tensors."""
-
-    def own(
-        self, operation: Operation, tenant: Tenant, deadline_s: float, *, is_poll: bool = False
-    ) -> Call:
-        """A call of the router's own, for `ask`; `is_poll`: also to an engine that is silent."""
-
-    def forget(self, call: Call, ids: Sequence[str]) -> None:
-        """Forgets the state of sequences."""
 
 
 class Engine:
@@ -192,9 +172,11 @@ class Engine:
             self.promised -= min(self.promised, max(held - self.held, 0))
         self.held = held
 
-    # calls
+    # calls: all raise ProblemText for an error reply, NotReady where the session is lost,
+    # AnswerTooLarge and Overloaded
 
     async def call(self, call: Call) -> RawReply:
+        """The reply to the call's own image."""
         if call.request is None:
             raise RuntimeError("a call without an image cannot be forwarded: this is a bug")
         return await self.exchange(call, call.request, len(call.image))
@@ -202,7 +184,7 @@ class Engine:
     async def send(
         self, call: Call, fields: Mapping[str, Any], arrays: Mapping[str, Array]
     ) -> RawReply:
-        """As `call`, with other fields and tensors."""
+        """The reply to other fields and tensors."""
         request, length = self.arena.lay(image(REQUEST, dump_json(fields), arrays))
         try:
             return await self.exchange(call, request, length)
@@ -212,6 +194,7 @@ class Engine:
     async def ask(
         self, call: Call, fields: Mapping[str, Any], arrays: Mapping[str, Array] | None = None
     ) -> EngineReply:
+        """As `send`; the reply is copied out of the arena."""
         answered, slot = await self.send(call, fields, arrays or {})
         try:
             whole = answered.image
@@ -254,11 +237,22 @@ class Engine:
             raise ProblemText(text)
         return answered, slot
 
-    def own(
-        self, operation: Operation, tenant: Tenant, deadline_s: float, *, is_poll: bool = False
-    ) -> Call:
-        most, us = self.link.limits.max_answer_bytes, int(deadline_s * 1e6)
+    def own(self, operation: Operation, tenant: Tenant, *, is_poll: bool = False) -> Call:
+        """A call of the router's own, for `ask`; `is_poll`: also to an engine that is silent."""
+        most, us = self.link.limits.max_answer_bytes, int(ASK_S * 1e6)
         return Call(operation, NO_IMAGE, most, us, NO_REQUEST_ID, tenant, is_poll=is_poll)
+
+    async def question(
+        self,
+        operation: Operation,
+        tenant: Tenant,
+        fields: Mapping[str, Any],
+        arrays: Mapping[str, Array] | None = None,
+        *,
+        is_poll: bool = False,
+    ) -> EngineReply:
+        """The reply to a call of the router's own."""
+        return await self.ask(self.own(operation, tenant, is_poll=is_poll), fields, arrays)
 
     def forget(self, call: Call, ids: Sequence[str]) -> None:
         """Nothing is remembered."""

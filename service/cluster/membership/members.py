@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Final
 from attnd.wire.frames import FrameError
 
 from config.server import ServerSettings
-from service.cluster.membership.engine import Engine, Home
+from service.cluster.membership.engine import ASK_S, Engine, Home
 from service.cluster.membership.member import Member
 from service.cluster.membership.members_file import MemberEntry, read_members
 from service.cluster.membership.polling import (
-    ASK_DEADLINE_S,
     ask,
     poll,
     poll_to_the_end,
@@ -253,7 +252,7 @@ class Members:
         try:
             await link.connect(member.address, self.door, self.secret)
             engine = Engine(member.name, link, self.arena)
-            async with asyncio.timeout(ASK_DEADLINE_S):
+            async with asyncio.timeout(ASK_S):
                 info = await ask(engine, "info", self.tenant)
                 engine.learn(InfoAnswer.model_validate(info.fields))
                 self.check_alike(member, engine)

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from service.cluster.membership.members import Members
 
 LOG: Final = logging.getLogger("attnd.cluster")
-ASK_DEADLINE_S: Final = 10.0
 SILENT_S: Final = 3.0
 """An engine without a reply for so long gets no calls until it replies. Silence is no death: the
 engine may resume at any time with all its sequences."""
@@ -32,9 +31,8 @@ poll."""
 
 async def ask(engine: Engine, name: str, tenant: Tenant, **fields: Any) -> EngineReply:
     """The reply to a question of the router's own, which silent engines get as well."""
-    call = engine.own(BY_NAME[name], tenant, ASK_DEADLINE_S, is_poll=True)
     try:
-        return await engine.ask(call, fields)
+        return await engine.question(BY_NAME[name], tenant, fields, is_poll=True)
     finally:
         engine.heard_s = time.monotonic()
 

@@ -33,7 +33,7 @@ from service.cluster.migration.transfer import (
     is_foreign_shard,
 )
 from service.cluster.routing.locator import Locator
-from service.cluster.routing.replies import gather_all
+from service.cluster.routing.replies import results_in_turn, whole
 from service.cluster.routing.tags import ANCHOR, BETWEEN, new_anchor
 from service.doors.kit.problems import ProblemText
 from service.errors import NotReady
@@ -131,13 +131,7 @@ class Drain:
             families += families_of(tenant, [one for one in views if not is_foreign_shard(one)])
             if foreign := sum(map(is_foreign_shard, views)):
                 progress.stayed["an orphaned shard"] += foreign
-        free = asyncio.Semaphore(MAX_PARALLEL)
-
-        async def move(family: Family) -> None:
-            async with free:
-                await self.move_family(family)
-
-        await gather_all([move(family) for family in families])
+        whole(await results_in_turn(MAX_PARALLEL, self.move_family, zip(families)))
         for tenant in tenants:  # many of the pages have moved with sequences
             await move_holds(self.members, source, tenant, progress)
         view = await polling.ask(source, "engines", self.members.tenant)

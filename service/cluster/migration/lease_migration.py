@@ -23,7 +23,7 @@ from service.cluster.migration.transfer import (
     ask,
     begin_transfer,
 )
-from service.cluster.routing.replies import gather_all
+from service.cluster.routing.replies import results_in_turn, whole
 from service.cluster.routing.tags import new_anchor
 from service.doors.kit.problems import ProblemText
 from service.operations.prefix import HOLDS, PIN, RELEASE_LEASE, RENEW_LEASE, UNPIN
@@ -41,23 +41,21 @@ Page = tuple[str, str]
 
 async def move_holds(members: Members, source: Engine, tenant: Tenant, progress: Progress) -> None:
     """Moves a tenant's pins and leases; counts the rest by the reason to stay."""
-    free = asyncio.Semaphore(MAX_PARALLEL)
 
     async def move(page: Page, count: int) -> None:
-        async with free:
-            try:
-                await move_page(members, source, tenant, page, progress)
-            except NoRoom as error:
-                progress.stayed[f"pin or lease: {error}"] += count
-            except ProblemText as error:
-                progress.stayed[f"pin or lease: {error.problem['code']}"] += count
-            except ENGINE_ERRORS as error:
-                progress.stayed[f"pin or lease: {type(error).__name__}: {error}"] += count
+        try:
+            await move_page(members, source, tenant, page, progress)
+        except NoRoom as error:
+            progress.stayed[f"pin or lease: {error}"] += count
+        except ProblemText as error:
+            progress.stayed[f"pin or lease: {error.problem['code']}"] += count
+        except ENGINE_ERRORS as error:
+            progress.stayed[f"pin or lease: {type(error).__name__}: {error}"] += count
 
     by_page = Counter(
         (hold["page_key"], hold["cache_salt"]) for hold in await holds_of(source, tenant)
     )
-    await gather_all([move(page, count) for page, count in by_page.items()])
+    whole(await results_in_turn(MAX_PARALLEL, move, by_page.items()))
 
 
 async def holds_of(source: Engine, tenant: Tenant) -> list[dict[str, Any]]:

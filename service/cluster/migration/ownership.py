@@ -10,9 +10,9 @@ import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from service.cluster.membership.engine import Engine, EngineReply
+from service.cluster.membership.engine import ASK_S, Engine, EngineReply
 from service.cluster.membership.members import Members
-from service.cluster.migration.transfer import ASK_S, Family, ask
+from service.cluster.migration.transfer import Family, ask
 from service.cluster.routing.locator import Locator, question, shard_at
 from service.cluster.routing.replies import gather_all, results_of
 from service.cluster.routing.tags import tags_of
@@ -45,8 +45,8 @@ async def roll_back(
     source may have transferred the ownership, so that others may settle it."""
     tenant, target, state = family.tenant, family.target, "back"
     if target is not None:
-        cancel = target.own(CANCEL_IMPORT, tenant, ASK_S, is_poll=True)
-        (cancelled,) = await results_of([target.ask(cancel, {"id": sequence})])
+        cancel = target.question(CANCEL_IMPORT, tenant, {"id": sequence}, is_poll=True)
+        (cancelled,) = await results_of([cancel])
         is_known = isinstance(cancelled, EngineReply)
         if isinstance(cancelled, ProblemText):
             there: bool | BaseException = False

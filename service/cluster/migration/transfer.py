@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from attnd.wire.dtypes import Array
 
-from service.cluster.membership.engine import Engine, EngineReply
+from service.cluster.membership.engine import ASK_S, Engine, EngineReply
 from service.cluster.membership.members import Members
 from service.cluster.placement.cost import choose
 from service.cluster.routing.locator import known_at
@@ -111,7 +111,6 @@ def families_of(tenant: Tenant, views: Sequence[dict[str, Any]]) -> list[Family]
     ]
 
 
-ASK_S: Final = 10.0
 PART_BYTES: Final = 4 * 2**20
 ENGINE_ERRORS: Final = (ProblemText, AttndError, OSError, TimeoutError)
 """Errors of a question to an engine."""
@@ -130,7 +129,7 @@ async def ask(
 ) -> EngineReply:
     """Raises ProblemText, NotReady, TimeoutError."""
     async with asyncio.timeout(ASK_S + 1.0):
-        return await engine.ask(engine.own(operation, tenant, ASK_S), fields, arrays)
+        return await engine.question(operation, tenant, fields, arrays)
 
 
 @dataclass(slots=True)

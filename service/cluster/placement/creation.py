@@ -229,10 +229,10 @@ class Creation:
     # where an attempt has failed
 
     async def recover(self, outcome: Outcome, error: Exception) -> None:
-        """Looks again for an id that was made since the look, and locates parents that have moved;
+        """Looks again for ids that were made since the look, and locates parents that have moved;
         else excludes the engines that failed, where others can do their work. Raises `error` where
         none can."""
-        if self.shared_ids and self.has_looked and is_taken(error):
+        if self.has_looked and isinstance(error, SequenceExists):
             await self.look_again(list(self.shared_ids))
             return
         if not self.errors:
@@ -278,13 +278,6 @@ class Creation:
         self.members.check_reachable(tags)
         if lost:
             raise LostSequence(list(lost))
-
-
-def is_taken(error: Exception) -> bool:
-    """Whether a door, or an engine, has found that an id is taken."""
-    if isinstance(error, ProblemText):
-        return bool(error.problem["code"] == "sequence_exists")
-    return isinstance(error, SequenceExists)
 
 
 def request_for(home: Home, new: list[New]) -> tuple[Fields, dict[str, Array]]:

@@ -16,7 +16,7 @@ from service.cluster.placement.cost import Load, choose
 from service.cluster.placement.inflight_prompts import InflightPrompt, Wait
 from service.cluster.placement.prefixes import Prefixes, chained_keys, prefix_of
 from service.cluster.placement.unique_ids import UniqueIds
-from service.cluster.routing.locator import ASK_DEADLINE_S, Locator
+from service.cluster.routing.locator import Locator
 from service.cluster.routing.outcomes import NEXT_ENGINE, Outcome
 from service.cluster.routing.replies import results_of
 from service.cluster.routing.sequence_calls import SequenceCalls
@@ -202,9 +202,7 @@ class ImportCall:
         if tag in self.members.by_tag and not is_new:
             return self.members.by_tag[tag]
         engines = self.members.engines
-        asking = [
-            one.ask(one.own(GET_IMPORT, tenant, ASK_DEADLINE_S), {"id": name}) for one in engines
-        ]
+        asking = [one.question(GET_IMPORT, tenant, {"id": name}) for one in engines]
         for engine, answer in zip(engines, await results_of(asking), strict=True):
             if isinstance(answer, EngineReply):
                 self.locator.learn(self.call, [name], engine)

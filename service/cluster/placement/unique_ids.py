@@ -14,10 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from service.cluster.membership.engine import Call, Engine, EngineReply, Home
+from service.cluster.membership.engine import ASK_S, Call, Engine, EngineReply, Home
 from service.cluster.routing.locator import shard_at
 from service.cluster.routing.outcomes import RETRY_PAUSE_S, Outcome, outcome_of
-from service.cluster.routing.replies import gather_all, results_of
+from service.cluster.routing.replies import gather_all, results_in_turn, whole
 from service.cluster.routing.sequence_calls import SequenceCalls
 from service.cluster.routing.tags import tags_of
 from service.doors.kit.problems import ProblemText
@@ -32,7 +32,6 @@ from service.errors import (
 from service.operations.internal import HAND_OVER
 from service.operations.sequences import DELETE_SEQUENCES
 
-REPLY_S: Final = 10.0
 LONGEST_S: Final = 3600.0
 LOOK_S: Final = 1.0
 """Between two looks for an engine that may come back."""
@@ -52,7 +51,7 @@ class UniqueIds:
         """The field of a request for sequences that wait for their confirmation. Those that get
         none expire, later than the call can end."""
         deadline_s = self.call.deadline_us * 1e-6 or self.calls.members.limits.deadline_s
-        return {"confirm_s": min(deadline_s, LONGEST_S) + REPLY_S}
+        return {"confirm_s": min(deadline_s, LONGEST_S) + ASK_S}
 
     async def refuse_taken(self, ids: Collection[str]) -> None:
         """Raises SequenceExists where an engine has one of these, NotReady where one that may have
@@ -77,7 +76,7 @@ class UniqueIds:
         confirmed = await asyncio.shield(self.set_state(made, "back"))
         for error in confirmed:
             if not isinstance(error, EngineReply):
-                text = f"new sequences were not confirmed within {REPLY_S:g} s"
+                text = f"new sequences were not confirmed within {ASK_S:g} s"
                 raise DeadlineExceeded(f"{text}: they may have been made") from error
 
     async def undo(self, made: Mapping[str, Home]) -> None:
@@ -93,9 +92,8 @@ class UniqueIds:
         members, tenant = self.calls.members, self.calls.members.acting_for(self.call.tenant)
         while not members.is_dead(tag):
             if (engine := members.by_tag.get(tag)) is not None:
-                call = engine.own(DELETE_SEQUENCES, tenant, REPLY_S, is_poll=True)
                 with suppress(ProblemText, AttndError):
-                    await engine.ask(call, {"ids": names})
+                    await engine.question(DELETE_SEQUENCES, tenant, {"ids": names}, is_poll=True)
                     return
             await asyncio.sleep(LOOK_S)
 
@@ -103,14 +101,12 @@ class UniqueIds:
         self, made: Mapping[str, Home], state: str
     ) -> list[EngineReply | BaseException]:
         """Has the engines of new sequences keep them (`back`) or delete them (`gone`)."""
-        free = asyncio.Semaphore(MAX_PARALLEL)
-
-        async def ask(tag: str, name: str) -> EngineReply:
-            async with free:
-                return await self.ask(tag, {"id": name, "state": state})
-
-        asking = [ask(tag, name) for name, home in made.items() for tag in tags_of(home.tag)]
-        return await results_of(asking)
+        asked = [
+            (tag, {"id": name, "state": state})
+            for name, home in made.items()
+            for tag in tags_of(home.tag)
+        ]
+        return await results_in_turn(MAX_PARALLEL, self.ask, asked)
 
     async def ask(self, tag: str, fields: Mapping[str, Any]) -> EngineReply:
         """The reply of the engine of a tag, also of a silent one; asked again while its queue is
@@ -120,7 +116,7 @@ class UniqueIds:
         if engine is None:
             raise NotReady("the session with its engine has ended")
         tenant = members.acting_for(self.call.tenant)
-        call = engine.own(HAND_OVER, tenant, REPLY_S, is_poll=True)
+        call = engine.own(HAND_OVER, tenant, is_poll=True)
         while True:
             try:
                 return await engine.ask(call, fields)
@@ -151,18 +147,16 @@ class UniqueIds:
         locator, tenant = self.calls.locator, self.call.tenant
         acting = self.calls.members.acting_for(tenant)
         holders = await locator.holders(names, tenant, engines)
-        free = asyncio.Semaphore(MAX_PARALLEL)
 
         async def is_there(name: str, engine: Engine) -> bool:
-            async with free:
-                while waits and await shard_at(engine, name, acting) == "moving":
-                    if not self.call.may_retry():
-                        raise SequenceMoving([name])
-                    await asyncio.sleep(RETRY_PAUSE_S)
-                return await locator.tag_of(name, engine, tenant) is not None
+            while waits and await shard_at(engine, name, acting) == "moving":
+                if not self.call.may_retry():
+                    raise SequenceMoving([name])
+                await asyncio.sleep(RETRY_PAUSE_S)
+            return await locator.tag_of(name, engine, tenant) is not None
 
         try:
-            there = await gather_all([is_there(*one) for one in holders.items()])
+            there = whole(await results_in_turn(MAX_PARALLEL, is_there, holders.items()))
         except LostSequence as error:
             raise NotReady(f"shards of a lost sequence are left: {error}: retry later") from error
         return {name for name, is_taken in zip(holders, there, strict=True) if is_taken}

@@ -35,7 +35,7 @@ from service.supervisor import YOUNG_S, Deaths
 from service.tenants import OPEN, SCOPES, tenant_of
 
 LOG: Final = logging.getLogger("attnd.cluster")
-ASK_S: Final = 5.0
+REPLY_S: Final = 5.0
 MAX_ON_A_HOST: Final = 64
 MAX_DEATHS: Final = 3
 """Deaths of a young process in a row after which Serve restarts the replica."""
@@ -143,13 +143,12 @@ class EngineReplica:
 
     async def ask(self) -> EngineReply:
         """The engine's view of itself. Raises NotReady, OSError, TimeoutError."""
-        async with asyncio.timeout(ASK_S), self.connecting:
+        async with asyncio.timeout(REPLY_S), self.connecting:
             if self.engine is None or not self.engine.is_ready:
                 link = Link(self.settings.server, self.tenant is not OPEN, arena=self.arena)
                 await link.connect(self.path, "replica", self.secret)
                 self.engine = Engine(self.name, link, self.arena)
-            call = self.engine.own(BY_NAME["engines"], self.tenant, ASK_S)
-            return await self.engine.ask(call, {})
+            return await self.engine.question(BY_NAME["engines"], self.tenant, {})
 
     async def __del__(self) -> None:
         """Called by Serve when it scales down: drains the engine, for at most `cluster.drain_s`,

@@ -8,7 +8,6 @@ again until nothing is left.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -16,8 +15,7 @@ from typing import Final
 from service.cluster.membership.engine import Call, RawReply
 from service.cluster.membership.members import Members
 from service.cluster.routing.broadcast import ask_all
-from service.cluster.routing.locator import ASK_DEADLINE_S
-from service.cluster.routing.replies import reply, results_of
+from service.cluster.routing.replies import reply, results_in_turn, results_of
 from service.cluster.routing.sequence_calls import SequenceCalls, joint_error
 from service.errors import InvalidRequest, LostSequence, UnknownSequence
 from service.operations.schema.spec import Prepared
@@ -66,13 +64,7 @@ class Deletes:
 
     async def one_by_one(self, call: Call, names: Sequence[str]) -> int:
         """The number of these that existed. Raises an error when all have been tried."""
-        free = asyncio.Semaphore(MAX_PARALLEL)
-
-        async def delete(name: str) -> bool:
-            async with free:
-                return await self.delete(call, name)
-
-        results = await results_of([delete(name) for name in names])
+        results = await results_in_turn(MAX_PARALLEL, self.delete, [(call, name) for name in names])
         if errors := [one for one in results if isinstance(one, BaseException)]:
             done = [name for name, one in zip(names, results, strict=True) if one is True]
             raise joint_error(errors, done)
@@ -88,11 +80,8 @@ class Deletes:
             return False
         except LostSequence:
             tenant = members.acting_for(call.tenant)
-            deleting = [
-                one.ask(one.own(DELETE_SEQUENCES, tenant, ASK_DEADLINE_S), {"ids": [name]})
-                for one in members.engines
-            ]
-            await results_of(deleting)
+            delete = DELETE_SEQUENCES, tenant, {"ids": [name]}
+            await results_of([one.question(*delete) for one in members.engines])
             return False
         self.calls.locator.forget(call, [name])
         return True

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 IDS_PER_CALL: Final = 1024
 """Maximum number of ids in one question to all engines."""
-ASK_DEADLINE_S: Final = 10.0
 MAX_BATCHES: Final = 256
 LOOK_PAUSE_S: Final = 0.005
 """Between two looks at all engines."""
@@ -223,8 +222,7 @@ async def question(
     engine: Engine, operation: Operation, tenant: Tenant, fields: dict[str, Any]
 ) -> EngineReply:
     """The reply to a question of the router's own. Raises ProblemText, NotReady."""
-    asking = engine.ask(engine.own(operation, tenant, ASK_DEADLINE_S), fields)
-    return await in_time(asking, engine)
+    return await in_time(engine.question(operation, tenant, fields), engine)
 
 
 Shard = dict[str, Any] | Literal["moving"] | None

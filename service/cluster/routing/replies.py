@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, Final, TypeVar, TypeVarTuple
 
 from attnd.wire.dtypes import Array
 from attnd.wire.frames import NO_STAGES
@@ -14,7 +14,7 @@ from service.cluster.membership.engine import Call, Engine, RawReply
 from service.doors.kit.arena import DoorArena
 from service.doors.kit.link import LESS
 from service.doors.kit.problems import ProblemText
-from service.errors import AnswerTooLarge
+from service.errors import AnswerTooLarge, NotReady
 from service.image.json_text import dump_json
 from service.image.writing import image
 from service.road.caller_end.caller import Answered
@@ -22,6 +22,7 @@ from service.road.caller_end.caller import Answered
 OUT_OF_PAGES: Final = "out_of_pages"
 Stages = tuple[float, ...]
 Result = TypeVar("Result")
+Given = TypeVarTuple("Given")
 
 
 def reply(
@@ -79,14 +80,30 @@ async def results_of(awaitables: Sequence[Awaitable[Result]]) -> list[Result | B
     return await asyncio.gather(*awaitables, return_exceptions=True)
 
 
+async def results_in_turn(
+    most: int, work: Callable[[*Given], Awaitable[Result]], every: Iterable[tuple[*Given]]
+) -> list[Result | BaseException]:
+    """As `results_of`, of `work` with each of the arguments, `most` at the same time."""
+    free = asyncio.Semaphore(most)
+
+    async def result(given: tuple[*Given]) -> Result:
+        async with free:
+            return await work(*given)
+
+    return await results_of([result(given) for given in every])
+
+
+def whole(results: Sequence[Result | BaseException]) -> list[Result]:
+    """All results. Raises the first error, that of an engine without a session before others."""
+    errors = [one for one in results if isinstance(one, BaseException)]
+    if errors:
+        raise next((one for one in errors if isinstance(one, NotReady)), errors[0])
+    return [one for one in results if not isinstance(one, BaseException)]
+
+
 async def gather_all(awaitables: Sequence[Awaitable[Result]]) -> list[Result]:
-    """The results of all. Raises the first error, when all are done."""
-    results: list[Result] = []
-    for one in await results_of(awaitables):
-        if isinstance(one, BaseException):
-            raise one
-        results.append(one)
-    return results
+    """The results of all. Raises as `whole`, when all are done."""
+    return whole(await results_of(awaitables))
 
 
 def run_in_background(work: Coroutine[Any, Any, Any]) -> None:

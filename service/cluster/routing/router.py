@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Final
 
 from config.server import ServerSettings
-from service.cluster.membership.engine import Call, Engine, RawReply
+from service.cluster.membership.engine import Call, RawReply
 from service.cluster.membership.members import Members
 from service.cluster.migration.drain import Drains
 from service.cluster.migration.ownership import settle
@@ -28,7 +27,7 @@ from service.cluster.routing.broadcast import Broadcast
 from service.cluster.routing.deletes import Deletes
 from service.cluster.routing.fast_path import ID_FIELD
 from service.cluster.routing.locator import Locator
-from service.cluster.routing.outcomes import Outcome, Retries
+from service.cluster.routing.outcomes import Retries
 from service.cluster.routing.replies import reply, with_room
 from service.cluster.routing.sequence_calls import SequenceCalls
 from service.doors.kit.arena import DoorArena
@@ -82,7 +81,7 @@ class Router:
                 call, ImportCall(self.placer, self.sequences, call, prepared)
             ),
             "everywhere": self.broadcast.call,
-            "anywhere": lambda call, _: self.retries.run(call, AnyEngine(self.members, call)),
+            "anywhere": self.anywhere,
             "engine": self.drain,
             "lease": self.broadcast.lease,
         }
@@ -186,6 +185,18 @@ class Router:
     def read(self, operation: Operation, header: bytes, room: int) -> Prepared:
         return finish(preparing(operation, header, room, self.members.info))
 
+    async def anywhere(self, call: Call, _: Prepared) -> RawReply:
+        """The reply of any engine, tried one after another where sessions end."""
+        tried: set[str] = set()
+        while True:
+            engine = self.members.least_busy(but=tried)
+            tried.add(engine.tag)
+            try:
+                return await engine.call(call)
+            except NotReady:
+                if len(tried) >= len(self.members.engines):
+                    raise
+
     async def drain(self, call: Call, prepared: Prepared) -> RawReply:
         """Starts or stops the draining of a named engine."""
         name, stop = prepared.fields.name, prepared.fields.stop
@@ -200,24 +211,3 @@ class Router:
         else:
             self.drains.start(name)
         return reply(self.arena, call, answer.fields | {"name": name}, stages=answer.stages)
-
-
-@dataclass(slots=True)
-class AnyEngine:
-    """A call that any engine can answer."""
-
-    members: Members
-    call: Call
-    tried: set[str] = field(default_factory=set)
-    engine: Engine | None = None
-
-    async def attempt(self) -> RawReply:
-        self.engine = None
-        self.engine = self.members.least_busy(but=self.tried)
-        self.tried.add(self.engine.tag)
-        return await self.engine.call(self.call)
-
-    async def recover(self, outcome: Outcome, error: Exception) -> None:
-        have_all_failed = len(self.tried) >= len(self.members.engines)
-        if self.engine is None or outcome is not Outcome.LOST or have_all_failed:
-            raise error

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from attnd.wire.dtypes import Array
 
-from service.cluster.membership.engine import Call, Engine, EngineReply
+from service.cluster.membership.engine import ASK_S, Call, Engine, EngineReply
 from service.cluster.routing.replies import longest, results_of
 from service.cluster.sharded.epochs import (
-    REPAIR_S,
     ShardedSequence,
     Stale,
     all_of,
@@ -43,7 +42,7 @@ async def delete(
                         raise error
                     case ProblemText(problem={"code": "invalid_request", "field": "id"}):
                         raise Stale
-        stages = longest(reply.stages for reply in all_of(replies, ranks))
+        stages = longest(reply.stages for reply in all_of(replies))
         ranks.forget(call, [one.id])
         return EngineReply({}, {}, stages)
 
@@ -52,10 +51,10 @@ async def delete(
 
 async def delete_marked(ranks: Ranks, one: ShardedSequence) -> list[EngineReply | BaseException]:
     """Mark the shards at all ranks, and delete them; or take the marks back where one refuses."""
-    call, count = ranks.own(HAND_OVER, one.tenant, REPAIR_S), len(ranks.engines)
-    mark = {"id": one.id, "state": "leaving", "epoch": one.epoch, "for_s": REPAIR_S}
+    count = len(ranks.engines)
+    mark = {"id": one.id, "state": "leaving", "epoch": one.epoch, "for_s": ASK_S}
     marking = [
-        engine.ask(call, mark | {"shard": {"rank": rank, "ranks": count}})
+        engine.question(HAND_OVER, one.tenant, mark | {"shard": {"rank": rank, "ranks": count}})
         for rank, engine in enumerate(ranks.engines)
     ]
     replies = await results_of(marking)
@@ -65,18 +64,19 @@ async def delete_marked(ranks: Ranks, one: ShardedSequence) -> list[EngineReply 
         if isinstance(reply, EngineReply)
     ]
     if len(marked) == count:
-        call.is_poll = True  # also at an engine that has fallen silent since: all or none
-        return await results_of([delete_one(engine, one, call) for engine in marked])
-    await results_of([engine.ask(call, {"id": one.id, "state": "back"}) for engine in marked])
+        return await results_of([delete_one(engine, one) for engine in marked])
+    back = HAND_OVER, one.tenant, {"id": one.id, "state": "back"}
+    await results_of([engine.question(*back) for engine in marked])
     return replies
 
 
-async def delete_one(engine: Engine, one: ShardedSequence, call: Call) -> EngineReply:
-    """Delete a marked shard, also if the mark has expired."""
+async def delete_one(engine: Engine, one: ShardedSequence) -> EngineReply:
+    """Delete a marked shard, also if the mark has expired, and at an engine that has fallen silent
+    since: all or none."""
+    gone = {"id": one.id, "state": "gone"}
     with suppress(ProblemText):
-        return await engine.ask(call, {"id": one.id, "state": "gone"})
-    delete = engine.own(DELETE_SEQUENCES, one.tenant, REPAIR_S, is_poll=True)
-    return await engine.ask(delete, {"ids": [one.id]})
+        return await engine.question(HAND_OVER, one.tenant, gone, is_poll=True)
+    return await engine.question(DELETE_SEQUENCES, one.tenant, {"ids": [one.id]}, is_poll=True)
 
 
 async def delete_shards(
@@ -89,6 +89,6 @@ async def delete_shards(
 
 
 async def delete_shard(engine: Engine, shard: Mapping[str, Any], tenant: Tenant, name: str) -> None:
-    view = await engine.ask(engine.own(GET_SEQUENCE, tenant, REPAIR_S), {"id": name})
+    view = await engine.question(GET_SEQUENCE, tenant, {"id": name})
     if view.fields.get("shard") == shard:
-        await engine.ask(engine.own(DELETE_SEQUENCES, tenant, REPAIR_S), {"ids": [name]})
+        await engine.question(DELETE_SEQUENCES, tenant, {"ids": [name]})

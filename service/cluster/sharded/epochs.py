@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from service.cluster.membership.engine import Call, EngineReply
-from service.cluster.routing.replies import results_of
+from service.cluster.routing.replies import gather_all, results_of, whole
 from service.doors.kit.problems import ProblemText
 from service.errors import SequenceTaken, UnknownSequence, problem
 from service.image.json_text import dump_json
@@ -28,7 +28,6 @@ from service.tenants import Tenant
 if TYPE_CHECKING:
     from service.cluster.sharded.ranks import Ranks
 
-REPAIR_S: Final = 10.0
 TRIES: Final = 14
 """How often other doors can interfere before a request is refused: half a second or so."""
 FIRST_PAUSE_S: Final = 0.001
@@ -122,11 +121,11 @@ def invalidate(sequences: Sequence[ShardedSequence]) -> None:
         one.lengths = None
 
 
-def all_of(replies: Sequence[EngineReply | BaseException], ranks: Ranks) -> list[EngineReply]:
-    """The replies of all ranks. Raises `Stale` if one is, else the first error."""
+def all_of(replies: Sequence[EngineReply | BaseException]) -> list[EngineReply]:
+    """The replies of all ranks. Raises `Stale` if one is, else as `whole`."""
     if any(map(is_stale, replies)):
         raise Stale
-    return ranks.whole(replies)
+    return whole(replies)
 
 
 async def refresh(ranks: Ranks, sequences: Sequence[ShardedSequence], *, to_write: bool) -> None:
@@ -148,10 +147,9 @@ async def refresh_one(ranks: Ranks, one: ShardedSequence, to_write: bool) -> Non
 async def read(ranks: Ranks, one: ShardedSequence) -> None:
     """Ask all ranks for the lengths. If they keep differing, claim, which cuts what only some
     ranks have."""
-    call = ranks.own(GET_SEQUENCE, one.tenant, REPAIR_S)
     for number in range(TRIES // 2):
         await pause(number)
-        views = await ranks.all(call, {"id": one.id})
+        views = whole(await ranks.question(GET_SEQUENCE, one.tenant, {"id": one.id}))
         if (state := common_state(one, views)) is not None:
             one.is_owned = one.is_owned and one.epoch == state[0]
             one.epoch, one.lengths = state
@@ -179,19 +177,19 @@ async def claim(ranks: Ranks, one: ShardedSequence) -> None:
 
     Raises SequenceTaken where other doors keep interfering.
     """
-    call, seen, own = ranks.own(CLAIM, one.tenant, REPAIR_S), one.epoch, one.epoch
+    seen = own = one.epoch
     known = one.lengths if one.is_owned else None
     one.is_owned = one.is_consistent = False
     for number in range(TRIES):
         await pause(number)
         epoch = later(seen)
-        replies = await ranks.broadcast(call, {"id": one.id, "epoch": epoch})
+        replies = await ranks.question(CLAIM, one.tenant, {"id": one.id, "epoch": epoch})
         errors = [reply for reply in replies if not isinstance(reply, EngineReply)]
         if not all(map(is_stale, errors)):
-            ranks.whole(replies)
+            whole(replies)
         seen = max([epoch, *(epoch_in(error, one.id) for error in errors)])
         if not errors:
-            held = [reply.fields for reply in ranks.whole(replies)]
+            held = [reply.fields for reply in whole(replies)]
             # an unfinished change of this door, which no other door has seen, is cut back as well
             is_same = all(shard["epoch"] == own for shard in held)
             is_unseen, one.is_ordered = known is not None and is_same, one.is_ordered and is_same
@@ -210,15 +208,16 @@ async def settle(
     """Cut tokens that only some ranks have, in an epoch that all have accepted."""
     every = [shard["lengths"] for shard in held] + ([] if known is None else [known])
     lengths = [min(layer) for layer in zip(*every, strict=True)]
-    call, cutting = ranks.own(TRUNCATE, one.tenant, REPAIR_S), []
+    cutting = []
     for engine, shard in zip(ranks.engines, held, strict=True):
         if shard["lengths"] == lengths:
             continue
         cuts = [{"layer": layer, "length": length} for layer, length in enumerate(lengths)]
         if len(set(lengths)) == 1:  # also within shared pages: a cut of all layers was begun
             cuts = [{"length": lengths[0]}]
-        cutting += [engine.ask(call, {"id": one.id, "epoch": epoch} | cut) for cut in cuts]
-    ranks.whole(await results_of(cutting))
+        given = {"id": one.id, "epoch": epoch}
+        cutting += [engine.question(TRUNCATE, one.tenant, given | cut) for cut in cuts]
+    await gather_all(cutting)
     one.set_claimed(lengths, epoch)
 
 

@@ -15,10 +15,9 @@ from attnd.wire.dtypes import Array
 from kernels.states import add_sinks, merge_states
 from service.cluster.membership.engine import Call, EngineReply
 from service.cluster.routing.batch_split import row_sums
-from service.cluster.routing.replies import longest, results_of
+from service.cluster.routing.replies import longest, results_of, whole
 from service.cluster.sharded.deletion import delete
 from service.cluster.sharded.epochs import (
-    REPAIR_S,
     TRIES,
     ShardedSequence,
     Stale,
@@ -88,7 +87,7 @@ async def rows(ranks: Ranks, call: Call, fields: Fields, arrays: Arrays) -> Engi
         state = {"offsets": before, "epochs": [one.epoch for one in sequences]}
         replies = await ranks.broadcast(call, fields | state, arrays)
         try:
-            parts = all_of(replies, ranks)
+            parts = all_of(replies)
         except Stale:
             raise
         except BaseException:
@@ -131,7 +130,7 @@ async def gather(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> EngineR
             raise Stale  # claimed from another door: asks where each rank is
         lengths = [one.known_lengths[fields["layer"]] for one in sequences]
         epochs = {"epochs": [one.epoch for one in sequences]}
-        replies = all_of(await ranks.broadcast(call, fields | epochs), ranks)
+        replies = all_of(await ranks.broadcast(call, fields | epochs))
         parts = [(reply.fields, reply.arrays) for reply in replies]
         if not has_all(parts, lengths, span, ranks.page_size):
             raise Stale  # rows were appended meanwhile
@@ -168,7 +167,7 @@ async def create(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> EngineR
         replies = await results_of(asking)
         if not all(isinstance(reply, EngineReply) for reply in replies):
             await undo_create(ranks, call, [one["id"] for one in new], replies)
-        parts = all_of(replies, ranks)
+        parts = all_of(replies)
         views = list(zip(*(part.fields["sequences"] for part in parts), strict=True))
         for view in views:
             name = view[0]["id"]
@@ -226,10 +225,8 @@ async def undo_create(ranks: Ranks, call: Call, ids: list[str], replies: Sequenc
     """Delete the sequences at the ranks that have, or may have, created them, as others did not; at
     a rank that does not reply they expire unconfirmed."""
     ranks.forget(call, ids)
-    # an engine that has fallen silent since has them, too
-    undo = ranks.own(HAND_OVER, call.tenant, REPAIR_S, is_poll=True)
-    asking = [
-        engine.ask(undo, {"id": name, "state": "gone"})
+    asking = [  # an engine that has fallen silent since has them, too
+        engine.question(HAND_OVER, call.tenant, {"id": name, "state": "gone"}, is_poll=True)
         for engine, reply in zip(ranks.engines, replies, strict=True)
         if not isinstance(reply, ProblemText)
         for name in ids
@@ -245,12 +242,11 @@ async def get(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> EngineRepl
             await pause(number)
             if number or not one.is_consistent:
                 await refresh(ranks, [one], to_write=False)
-            parts = await ranks.all(call, fields)
+            parts = whole(await ranks.broadcast(call, fields))
             if common_state(one, parts) is not None:
                 break
             invalidate([one])
-    shown = whole_view([part.fields for part in parts])
-    return EngineReply(shown, {}, longest(part.stages for part in parts))
+    return view_reply(parts)
 
 
 async def truncate(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> EngineReply:
@@ -265,11 +261,9 @@ async def truncate(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> Engin
         nonlocal is_cut
         (one,) = sequences
         if is_cut:  # once is enough: each later owner has cut it at all ranks
-            parts = await ranks.all(ranks.own(GET_SEQUENCE, one.tenant, REPAIR_S), {"id": one.id})
+            parts = whole(await ranks.question(GET_SEQUENCE, one.tenant, {"id": one.id}))
             lengths = [length] * len(one.known_lengths)
-            view = whole_view([part.fields for part in parts])
-            stages = longest(part.stages for part in parts)
-            return EngineReply(view | {"length": length, "lengths": lengths}, {}, stages)
+            return view_reply(parts, length=length, lengths=lengths)
         if length > (least := min(one.known_lengths)):
             if is_fresh:
                 raise InvalidRequest("length", length, f"0 to {least}, the sequence's length")
@@ -280,12 +274,11 @@ async def truncate(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> Engin
         (first,) = await results_of([last.ask(call, cut)])
         if not isinstance(first, EngineReply):
             one.is_consistent = not is_stale(first)
-            all_of([first], ranks)
+            all_of([first])
         one.lengths, is_cut = None, True  # at least one rank is in the new epoch
-        parts = all_of(await ranks.broadcast(call, cut), ranks)
+        parts = all_of(await ranks.broadcast(call, cut))
         one.set_claimed([length] * num_layers, cut["epoch"])
-        shown = whole_view([part.fields for part in parts])
-        return EngineReply(shown, {}, longest(part.stages for part in parts))
+        return view_reply(parts)
 
     try:
         return await retried(ranks, call, [fields["id"]], attempt, to_write=True)
@@ -313,6 +306,12 @@ def whole_view(parts: Sequence[Mapping[str, Any]]) -> Fields:
         "pages": pages,
         "last_page_len": last["last_page_len"],
     }
+
+
+def view_reply(parts: Sequence[EngineReply], **instead: Any) -> EngineReply:
+    """The ranks' descriptions of a sequence as one, with other values of some fields."""
+    view = whole_view([part.fields for part in parts]) | instead
+    return EngineReply(view, {}, longest(part.stages for part in parts))
 
 
 def one_state(

@@ -20,7 +20,6 @@ from service.cluster.routing.replies import results_of
 from service.cluster.routing.tags import BETWEEN, Name
 from service.cluster.sharded.epochs import ShardedSequence
 from service.cluster.sharded.operations import handle
-from service.errors import NotReady
 from service.image.reading import read_image
 from service.operations.schema.spec import Operation
 from service.road.caller_end.caller import Answered
@@ -49,11 +48,6 @@ class Ranks:
     def page_size(self) -> int:
         return self.engines[0].info.page_size
 
-    def own(
-        self, operation: Operation, tenant: Tenant, deadline_s: float, *, is_poll: bool = False
-    ) -> Call:
-        return self.engines[0].own(operation, tenant, deadline_s, is_poll=is_poll)
-
     async def call(self, call: Call) -> tuple[Answered, Slot]:
         """The reply, in a slot of the router. Raises the ranks' errors."""
         reply = await self.ask(call, *read_image(call.image))
@@ -67,23 +61,17 @@ class Ranks:
     ) -> EngineReply:
         return await handle(self, call, fields, arrays or {})
 
-    async def all(self, call: Call, fields: Mapping[str, Any]) -> list[EngineReply]:
-        """The replies of all ranks to one request. Raises the first error."""
-        return self.whole(await self.broadcast(call, fields))
-
     async def broadcast(
         self, call: Call, fields: Mapping[str, Any], arrays: Arrays | None = None
     ) -> list[EngineReply | BaseException]:
         """The reply or the error of each rank to one request."""
         return await results_of([engine.ask(call, fields, arrays) for engine in self.engines])
 
-    @staticmethod
-    def whole(replies: Sequence[EngineReply | BaseException]) -> list[EngineReply]:
-        """The replies of all ranks. Raises the first error, that of a lost engine before others."""
-        errors = [reply for reply in replies if isinstance(reply, BaseException)]
-        if errors:
-            raise next((error for error in errors if isinstance(error, NotReady)), errors[0])
-        return [reply for reply in replies if isinstance(reply, EngineReply)]
+    async def question(
+        self, operation: Operation, tenant: Tenant, fields: Mapping[str, Any]
+    ) -> list[EngineReply | BaseException]:
+        """As `broadcast`, of the router's own."""
+        return await self.broadcast(self.engines[0].own(operation, tenant), fields)
 
     # Cache of sequences.
 

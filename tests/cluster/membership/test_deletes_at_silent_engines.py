@@ -40,7 +40,7 @@ async def test_a_new_sequence_of_a_taken_id_is_deleted_at_an_engine_that_has_fal
     async def late(unique: UniqueIds, *given: Any) -> None:
         """Another door makes the id, and the new sequence's engine falls silent."""
         other, new = engines[SECOND], {"sequences": [{"id": "same"}]}
-        await other.ask(other.own(CREATE_SEQUENCES, OPEN, 5.0), new)
+        await other.ask(other.own(CREATE_SEQUENCES, OPEN), new)
         monkeypatch.setattr(polling, "ask", stalled)
         await cluster.until(lambda: engines[FIRST].is_silent, "silence")
         await confirm(unique, *given)

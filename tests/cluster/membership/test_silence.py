@@ -40,7 +40,6 @@ def remote_pair() -> Iterator[LocalEngines]:
 @pytest.fixture(autouse=True)
 def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine counts as silent early, so that a stall need not be long."""
-    monkeypatch.setattr(polling, "ASK_DEADLINE_S", 0.5)
     for module in (polling, finding):
         monkeypatch.setattr(module, "SILENT_S", 0.3, raising=False)
 

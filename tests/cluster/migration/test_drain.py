@@ -435,7 +435,7 @@ async def abandon(
         if when == "named":
             await finish(begun)
         if when == "given up":
-            asked = begun.target.own(CANCEL_IMPORT, begun.tenant, 5.0)
+            asked = begun.target.own(CANCEL_IMPORT, begun.tenant)
             await begun.target.ask(asked, {"id": begun.sequence})
         raise Died
 
@@ -492,7 +492,7 @@ async def test_a_shard_whose_others_no_engine_has_is_deleted_when_it_is_old(
     cluster.only_on()
     other = cluster.router.members.by_name["engine-1"].engine
     assert other is not None
-    await other.ask(other.own(DELETE_SEQUENCES, OPEN, 5.0), {"ids": ["a"]})
+    await other.ask(other.own(DELETE_SEQUENCES, OPEN), {"ids": ["a"]})
     async with another_door(cluster) as second:
         for orphan_s in (60.0, 0.1):
             monkeypatch.setattr(locator, "ORPHAN_S", orphan_s)
@@ -626,9 +626,9 @@ async def test_copies_that_an_earlier_drain_has_left_at_both_engines_do_not_keep
     rows = {"layers": list(range(LAYERS)), "sequences": [name]}
     for engine in cluster.router.members.engines:
         new = {"sequences": [{"id": name, "ttl_s": 4.0}]}
-        await engine.ask(engine.own(CREATE_SEQUENCES, OPEN, 5.0), new)
+        await engine.ask(engine.own(CREATE_SEQUENCES, OPEN), new)
         indptr = {"append_indptr": [0, 2 * PAGE]}
-        await engine.ask(engine.own(APPEND, OPEN, 5.0), rows | indptr, {"k": k, "v": k})
+        await engine.ask(engine.own(APPEND, OPEN), rows | indptr, {"k": k, "v": k})
     async with asyncio.timeout(40):
         await cluster.drain(SOURCE)
         await cluster.drained(SOURCE)
@@ -676,7 +676,7 @@ async def test_an_append_that_only_some_ranks_have_is_cut_back_while_a_drain_cop
     fields: dict[str, Any] = {"sequences": ["a"], "append_indptr": [0, length]} | epoch
     for layer in range(LAYERS):  # a door dies after one of the engines has appended at the last
         for engine in home.engines[: 1 if layer == LAYERS - 1 else 2]:
-            call = engine.own(APPEND, OPEN, 10.0)
+            call = engine.own(APPEND, OPEN)
             await engine.ask(call, fields | {"layer": layer}, {"k": k, "v": k})
     shard = {"rank": 0, "ranks": 2}
     family = Family(OPEN, ["a"], shard=shard, tags=[one.tag for one in home.engines])

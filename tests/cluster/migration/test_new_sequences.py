@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.cluster.membership.engine import Engine
 from service.cluster.placement.creation import Creation
 from service.cluster.placement.unique_ids import UniqueIds
 from tests.cluster.harness import DIM, FLOAT, HEADS, PAGE, THREE, Cluster, another_door
@@ -111,13 +110,10 @@ async def test_of_two_equal_ids_that_are_made_at_once_one_is_left(
 
 
 @THREE
-@pytest.mark.parametrize("ranks", [1, 2])
 async def test_of_two_doors_that_find_each_others_new_sequence_one_makes_it(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, ranks: int
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where each has made it at one of two engines, which refused it to the other."""
-    confirm, ask, both = UniqueIds.confirm, Engine.ask, asyncio.Barrier(2)
-    num_confirmed = num_asked = 0
+    confirm, both, num_confirmed = UniqueIds.confirm, asyncio.Barrier(2), 0
 
     async def at_once(unique: UniqueIds, made: Any, chosen: Any) -> None:
         nonlocal num_confirmed
@@ -126,27 +122,18 @@ async def test_of_two_doors_that_find_each_others_new_sequence_one_makes_it(
             await both.wait()
         await confirm(unique, made, chosen)
 
-    async def crossed(engine: Engine, call: Any, fields: Any, arrays: Any = None) -> Any:
-        nonlocal num_asked
-        num_asked += call.operation.name == "create_sequences"
-        if num_asked in (2, 3):  # the first door's second engine, the second one's first engine
-            await asyncio.sleep(0.2)
-        return await ask(engine, call, fields, arrays)
-
     without_the_first_looks(monkeypatch, 2)
-    if ranks == 1:
-        monkeypatch.setattr(UniqueIds, "confirm", at_once)
-    else:
-        monkeypatch.setattr(Engine, "ask", crossed)
+    monkeypatch.setattr(UniqueIds, "confirm", at_once)
     async with another_door(cluster) as second:
-        doors = (cluster, (SOURCE, SECOND)[:ranks]), (second, (SECOND, SOURCE)[:ranks])
-        for door, engines in doors:
-            door.only_on(*engines)
-        new = {"sequences": [{"id": "same", "ranks": ranks}]}
-        made = await asyncio.gather(*(door.call("create_sequences", new) for door, _ in doors))
+        cluster.only_on(SOURCE)
+        second.only_on(SECOND)
+        new = {"sequences": [{"id": "same"}]}
+        made = await asyncio.gather(
+            *(one.call("create_sequences", new) for one in (cluster, second))
+        )
         cluster.only_on()
         assert sorted(one.status for one in made) == [201, 409]
-        assert len(await holders(cluster, "same")) == ranks
+        assert len(await holders(cluster, "same")) == 1
 
 
 @THREE

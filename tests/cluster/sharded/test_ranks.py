@@ -235,7 +235,7 @@ async def test_a_door_without_a_cache_finds_all_shards_and_cuts_an_unfinished_ap
         "offsets": [3 * PAGE + 1],
         "epochs": [home.books["default", "a"].epoch],
     }
-    await engine.ask(engine.own(APPEND, OPEN, 10.0), fields, new)
+    await engine.ask(engine.own(APPEND, OPEN), fields, new)
     router.locator.tags.known.clear()
     router.locator.batches.clear()
     router.members.ranks.clear()
