@@ -31,6 +31,7 @@ from service.cluster.migration.transfer import (
     begin_transfer,
     families_of,
     is_foreign_shard,
+    reason,
 )
 from service.cluster.routing.locator import Locator
 from service.cluster.routing.replies import results_in_turn, whole
@@ -109,7 +110,7 @@ class Drain:
                     has_begun = True
                 left = await self.sweep()
             except ENGINE_ERRORS as error:
-                progress.stayed = Counter({f"{type(error).__name__}: {error}": 1})
+                progress.stayed = Counter({reason(error): 1})
             if not left:
                 end = "is empty" if left == 0 else "accepts new sequences again"
                 LOG.info("%s %s: %s", self.name, end, progress)
@@ -171,16 +172,15 @@ class Drain:
             try:
                 self.progress.num_bytes += await self.move(source, family, sequence)
             except NoRoom as error:
-                return str(error)
-            except ProblemText as error:
-                why = error.problem["code"]
+                return reason(error)
+            except ENGINE_ERRORS as error:
+                why = reason(error)
                 if why == "unknown_sequence":
                     return ""  # deleted meanwhile
-                if sequence in error.problem.get("handed", ()):  # by a door that may have died
+                handed = error.problem.get("handed", ()) if isinstance(error, ProblemText) else ()
+                if sequence in handed:  # by a door that may have died
                     with suppress(*ENGINE_ERRORS):
                         await ownership.settle(self.members, sequence, family.tenant)
-            except ENGINE_ERRORS as error:
-                why = f"{type(error).__name__}: {error}"
             else:
                 self.progress.moved += 1
                 return ""

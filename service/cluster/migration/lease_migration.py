@@ -22,6 +22,7 @@ from service.cluster.migration.transfer import (
     Progress,
     ask,
     begin_transfer,
+    reason,
 )
 from service.cluster.routing.replies import results_in_turn, whole
 from service.cluster.routing.tags import new_anchor
@@ -45,12 +46,8 @@ async def move_holds(members: Members, source: Engine, tenant: Tenant, progress:
     async def move(page: Page, count: int) -> None:
         try:
             await move_page(members, source, tenant, page, progress)
-        except NoRoom as error:
-            progress.stayed[f"pin or lease: {error}"] += count
-        except ProblemText as error:
-            progress.stayed[f"pin or lease: {error.problem['code']}"] += count
-        except ENGINE_ERRORS as error:
-            progress.stayed[f"pin or lease: {type(error).__name__}: {error}"] += count
+        except (NoRoom, *ENGINE_ERRORS) as error:
+            progress.stayed[f"pin or lease: {reason(error)}"] += count
 
     by_page = Counter(
         (hold["page_key"], hold["cache_salt"]) for hold in await holds_of(source, tenant)

@@ -120,6 +120,13 @@ class NoRoom(Exception):
     """No other engine accepts the sequence; the text is the last one's reason."""
 
 
+def reason(error: Exception) -> str:
+    """Why a sequence, pin or lease stays."""
+    if isinstance(error, ProblemText):
+        return str(error.problem["code"])
+    return str(error) if isinstance(error, NoRoom) else f"{type(error).__name__}: {error}"
+
+
 async def ask(
     engine: Engine,
     operation: Operation,

@@ -107,7 +107,7 @@ class Creation:
         self, placer: Placer, calls: SequenceCalls, call: Call, prepared: Prepared
     ) -> None:
         self.placer, self.members, self.locator = placer, placer.members, placer.locator
-        self.prompts = calls.prompts
+        self.calls, self.prompts = calls, calls.prompts
         self.call = call
         self.making = replace(call, tenant=self.members.acting_for(call.tenant))
         """The request to engines: only routers ask for confirmation."""
@@ -138,8 +138,8 @@ class Creation:
 
     async def locate_parents(self) -> None:
         names = [one.parent for one in self.new if one.parent and one.parent not in self.index]
-        homes = await self.locator.locate(names, self.call.tenant)
-        self.parents = dict(zip(names, homes, strict=True))
+        places = await self.locator.locate(names, self.call.tenant)
+        self.parents = {names[at]: home for home, some in places.items() for at in some}
         self.has_looked = True
 
     def place(self) -> Pieces[list[Wait]]:
@@ -239,12 +239,8 @@ class Creation:
             raise error
         unknown = {name for one in self.errors.values() for name in unknown_ids(one)}
         if moved := sorted(unknown & self.parents.keys()):
-            may_retry = self.call.may_retry()
-            await self.locator.find(moved, self.call.tenant)
-            if not may_retry:
-                raise SequenceMoving(moved)
+            await self.calls.find(self.call, moved)
             self.has_looked = False
-            await asyncio.sleep(RETRY_PAUSE_S)
             return
         failed = self.errors.keys()
         self.excluded |= failed

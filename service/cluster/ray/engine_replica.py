@@ -132,23 +132,24 @@ class EngineReplica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve: the load for the autoscaling policy."""
-        try:
-            view = await self.ask()
-        except (NotReady, OSError, TimeoutError):
+        if (view := await self.ask()) is None:
             return {}
         (pages,) = view.fields["engines"]
         held = pages["referenced"] + pages["pinned"]
         load = Load(pages["free"], pages["cached"], held, queue_s=view.stages[0])
         return {name: float(getattr(load, name)) for name in ("free", "cached", "held", "queue_s")}
 
-    async def ask(self) -> EngineReply:
-        """The engine's view of itself. Raises NotReady, OSError, TimeoutError."""
-        async with asyncio.timeout(REPLY_S), self.connecting:
-            if self.engine is None or not self.engine.is_ready:
-                link = Link(self.settings.server, self.tenant is not OPEN, arena=self.arena)
-                await link.connect(self.path, "replica", self.secret)
-                self.engine = Engine(self.name, link, self.arena)
-            return await self.engine.question(BY_NAME["engines"], self.tenant, {})
+    async def ask(self) -> EngineReply | None:
+        """The engine's view of itself; None while it does not reply."""
+        try:
+            async with asyncio.timeout(REPLY_S), self.connecting:
+                if self.engine is None or not self.engine.is_ready:
+                    link = Link(self.settings.server, self.tenant is not OPEN, arena=self.arena)
+                    await link.connect(self.path, "replica", self.secret)
+                    self.engine = Engine(self.name, link, self.arena)
+                return await self.engine.question(BY_NAME["engines"], self.tenant, {})
+        except (NotReady, OSError, TimeoutError):
+            return None
 
     async def __del__(self) -> None:
         """Called by Serve when it scales down: drains the engine, for at most `cluster.drain_s`,
@@ -201,8 +202,5 @@ class EngineReplica:
     async def num_left(self) -> int | None:
         """The number of sequences, imports, leases and pinned pages left; None while the engine
         does not reply."""
-        try:
-            view = await self.ask()
-        except (NotReady, OSError, TimeoutError):
-            return None
-        return sum(map(num_left, view.fields["engines"]))
+        view = await self.ask()
+        return None if view is None else sum(map(num_left, view.fields["engines"]))

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 IDS_PER_CALL: Final = 1024
 """Maximum number of ids in one question to all engines."""
-MAX_BATCHES: Final = 256
+MAX_IDS: Final = 2**15
+"""Number of ids in remembered batches."""
+Places = dict[Home, list[int]]
+"""The positions of a batch's sequences, by their home; that of the first sequence comes first."""
 LOOK_PAUSE_S: Final = 0.005
 """Between two looks at all engines."""
 MAX_SHARD_LOOKS: Final = 20
@@ -43,36 +46,41 @@ class Locator:
         self.members = members
         members.on_shards_lost = self.recheck
         self.tags = Tags()
-        self.batches: dict[tuple[str, tuple[str, ...]], list[Home]] = {}
-        """Homes of whole batches, which a step's layers repeat; valid while `changes` is."""
+        self.batches: dict[tuple[str, tuple[str, ...]], Places] = {}
+        """Places of whole batches, which a step's layers repeat; valid while `changes` is."""
+        self.num_ids = 0
+        """Of the batches."""
         self.changes = (0, 0)
 
-    async def locate(self, ids: Sequence[str], tenant: Tenant) -> list[Home]:
-        """The home of each sequence. Raises UnknownSequence, LostSequence, NotReady."""
-        changes = self.members.changes, self.tags.changes
-        if self.changes != changes:
-            self.batches.clear()
-            self.changes = changes
-        batch = tenant.namespace, tuple(ids)
-        homes = self.batches.get(batch)
-        if homes is None:
-            homes = await self.locate_each(ids, tenant)
-            if len(self.batches) >= MAX_BATCHES:
-                self.batches.clear()
-            if self.changes == (self.members.changes, self.tags.changes):
-                self.batches[batch] = homes
-        return homes
+    def home(self, name: str, tenant: Tenant) -> Home | None:
+        """Where a sequence should be; None where that is not known, or cannot be called."""
+        return self.members.home(self.tags.tag((tenant.namespace, name)) or "")
 
-    async def locate_each(self, ids: Sequence[str], tenant: Tenant) -> list[Home]:
-        """As `locate`, without the memory of batches."""
-        space, home, tag = tenant.namespace, self.members.home, self.tags.tag
-        while True:
-            homes = {name: home(tag((space, name)) or "") for name in ids}
-            found = [one for name in ids if (one := homes[name]) is not None]
-            if len(found) == len(ids):
-                return found
+    def known_places(self, ids: Sequence[str], tenant: Tenant) -> Places | None:
+        """As `locate`, from memory; None where one of the sequences is not known."""
+        changes = self.members.changes, self.tags.changes
+        if self.changes != changes or self.num_ids > MAX_IDS:
+            self.batches.clear()
+            self.changes, self.num_ids = changes, 0
+        batch = tenant.namespace, tuple(ids)
+        places = self.batches.get(batch)
+        if places is None:
+            places = {}
+            for at, name in enumerate(ids):
+                if (home := self.home(name, tenant)) is None:
+                    return None
+                places.setdefault(home, []).append(at)
+            self.batches[batch] = places
+            self.num_ids += len(ids)
+        return places
+
+    async def locate(self, ids: Sequence[str], tenant: Tenant) -> Places:
+        """The home of each sequence. Raises UnknownSequence, LostSequence, NotReady."""
+        while (places := self.known_places(ids, tenant)) is None:
             # an engine may leave while the others are asked: then they are asked again
-            await self.find([name for name, one in homes.items() if one is None], tenant)
+            unknown = [name for name in dict.fromkeys(ids) if self.home(name, tenant) is None]
+            await self.find(unknown, tenant)
+        return places
 
     async def find(self, ids: Sequence[str], tenant: Tenant) -> None:
         """Asks all engines for sequences, and remembers where they are. Raises as `locate`.

@@ -11,7 +11,7 @@ import numpy as np
 from attnd.wire.dtypes import Array
 from attnd.wire.images import RESPONSE
 
-from service.cluster.membership.engine import Call, EngineReply, Home, RawReply
+from service.cluster.membership.engine import Call, Engine, EngineReply, Home, RawReply
 from service.cluster.membership.members import Members
 from service.cluster.placement.inflight_prompts import InflightPrompts
 from service.cluster.routing.batch_split import Piece, has_mask, join, row_sums, split_batch
@@ -59,23 +59,18 @@ class SequenceCalls:
         self.retries = retries
         self.prompts = prompts
         self.prepare = prepare
-        self.fast_path = FastPath(locator)
+        self.fast_path = FastPath()
 
     async def call(self, call: Call, header: bytes) -> RawReply:
         """The reply to a call for the sequences that its header names."""
-        target = self.fast_path.target(call, header)
-        if target is not None:
-            return await self.retries.run(call, Forwarded(self, call, *target, header))
-        prepared = await self.prepare(call, header)
-        ids = ids_of(call.operation, prepared)
-        return await self.retries.run(call, Forwarded(self, call, ids, None, header))
+        forwarded = Forwarded(self, call, self.fast_path.ids(call, header), header)
+        return await self.retries.run(call, forwarded)
 
     async def together(self, call: Call, prepared: Prepared) -> RawReply:
         """The reply of the one engine that all the sequences are on. Raises InvalidRequest."""
         levels = getattr(prepared.fields, "levels", None)
         ids = prepared.fields.ids if levels is None else [i for one in levels for i in one.ids]
-        forwarded = Forwarded(self, call, tuple(dict.fromkeys(ids)), None, None)
-        return await self.retries.run(call, forwarded)
+        return await self.retries.run(call, Forwarded(self, call, tuple(dict.fromkeys(ids)), None))
 
     async def ask(
         self, call: Call, ids: Sequence[str], fields: Fields, arrays: Arrays, *, changes: bool
@@ -92,7 +87,8 @@ class SequenceCalls:
         """Finds the sequences that `home` does not have; raises for all other outcomes."""
         match outcome, error:
             case Outcome.UNKNOWN | Outcome.STALE, _:
-                await self.find(call, home, unknown_ids(error))
+                home.forget(call, unknown_ids(error))
+                await self.find(call, unknown_ids(error))
             case Outcome.LOST, _:
                 raise await self.lost(call, home, ids, error) from error
             case _, ProblemText():
@@ -100,10 +96,9 @@ class SequenceCalls:
             case _:
                 raise error
 
-    async def find(self, call: Call, home: Home, ids: Sequence[str]) -> None:
+    async def find(self, call: Call, ids: Sequence[str]) -> None:
         """Finds sequences that are not where they were believed to be. Raises UnknownSequence,
         LostSequence; SequenceMoving where they keep moving."""
-        home.forget(call, ids)
         may_retry = call.may_retry()
         await self.locator.find(ids, call.tenant)
         if not may_retry:
@@ -146,25 +141,30 @@ class Forwarded:
     calls: SequenceCalls
     call: Call
     ids: Sequence[str]
-    home: Home | None
-    """Where the first attempt goes; None: locate the sequences."""
+    """Empty: they are not known before the header is checked."""
     header: bytes | None
-    """None: the sequences must be on one engine."""
-    is_first: bool = True
+    """None: the request was checked, and the sequences must be on one engine."""
+    home: Home | None = None
 
     async def attempt(self) -> RawReply:
-        if self.home is None or not self.is_first:
-            self.home = None
-            homes = await self.calls.locator.locate(self.ids, self.call.tenant)
-            for name, home in zip(self.ids, homes, strict=True):
-                if home is not homes[0]:
-                    return await self.scatter(name)
-            self.home = homes[0]
-        self.is_first = False
+        self.home = None
+        locator, tenant = self.calls.locator, self.call.tenant
+        places = locator.known_places(self.ids, tenant) if self.ids else None
+        if places is None:  # a request is checked before engines are asked for its sequences
+            if self.header is not None:
+                prepared = await self.calls.prepare(self.call, self.header)
+                self.ids = ids_of(self.call.operation, prepared)
+            places = await locator.locate(self.ids, tenant)
+        if len(places) > 1:
+            _, (other, *_), *_ = places.values()
+            return await self.scatter(self.ids[other])
+        (self.home,) = places
         return await self.forward(self.home)
 
     async def forward(self, home: Home) -> RawReply:
         call, calls = self.call, self.calls
+        if self.header is not None and not isinstance(home, Engine):
+            await calls.prepare(call, self.header)
         prompts = calls.prompts.computed_by(call.operation, call.tenant.namespace, self.ids)
         try:
             answered, slot = await home.call(call)
@@ -212,12 +212,10 @@ class Piecewise:
 
     async def attempt(self) -> EngineReply:
         self.home = None
-        groups: dict[Home, list[int]] = {}
-        for at, home in enumerate(await self.calls.locator.locate(self.ids, self.call.tenant)):
-            groups.setdefault(home, []).append(at)
-        if len(groups) > 1:
-            return await self.scatter(list(groups.values()))
-        self.home = next(iter(groups))
+        places = await self.calls.locator.locate(self.ids, self.call.tenant)
+        if len(places) > 1:
+            return await self.scatter(list(places.values()))
+        (self.home,) = places
         return await self.home.ask(self.call, self.fields, self.arrays)
 
     async def scatter(self, groups: Sequence[Sequence[int]]) -> EngineReply:

@@ -643,7 +643,7 @@ async def test_a_move_that_failed_before_its_owner_changed_does_not_look_for_it_
     """An engine without the import refuses to cancel it. An unawaited look is a warning."""
     looks, states = list[Any](), list[str]()
 
-    async def refuse(*_: Any) -> None:
+    async def refuse(*_: Any, **__: Any) -> None:
         raise ProblemText("{}")
 
     async def set_state(source: Any, tenant: Any, sequence: str, state: str) -> None:
@@ -651,7 +651,7 @@ async def test_a_move_that_failed_before_its_owner_changed_does_not_look_for_it_
 
     monkeypatch.setattr(ownership, "set_state", set_state)
     monkeypatch.setattr(ownership, "has_arrived", lambda *asked: looks.append(asked))
-    engine: Any = SimpleNamespace(own=lambda *_, **__: None, ask=refuse)
+    engine: Any = SimpleNamespace(question=refuse)
     family = Family(OPEN, ["a"], target=engine)
     members: Any = None
     await ownership.roll_back(members, engine, family, "a", is_handed=False)

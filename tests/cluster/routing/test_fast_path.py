@@ -10,55 +10,54 @@ import numpy as np
 import pytest
 
 from service.cluster.routing.fast_path import MAX_BYTES, MAX_HEADER_BYTES, FastPath, ids_in
-from service.cluster.routing.tags import Tags
+from service.cluster.routing.locator import MAX_IDS, Locator
 from service.operations.schema.fields import MAX_SEQUENCES
 from service.operations.table import BY_NAME
 from tests.cluster.fake_engines import fake_cluster
-from tests.cluster.harness import rows
+from tests.cluster.harness import DIM, FLOAT, HEADS, Cluster, rows
 
 HERE, THERE = "00000000", "11111111"
+TENANT: Any = SimpleNamespace(namespace="")
 
 
 def header(**fields: Any) -> bytes:
     return json.dumps({"__metadata__": {"request": json.dumps(fields)}}).encode()
 
 
-def call(name: str = "decode", namespace: str = "") -> Any:
-    return SimpleNamespace(operation=BY_NAME[name], tenant=SimpleNamespace(namespace=namespace))
+def call(name: str = "decode") -> Any:
+    return SimpleNamespace(operation=BY_NAME[name])
 
 
 @pytest.fixture
-def fast_path() -> FastPath:
-    members = SimpleNamespace(by_tag={HERE: "here", THERE: "there"}, changes=0)
-    locator: Any = SimpleNamespace(members=members, tags=Tags())
-    return FastPath(locator)
+def locator() -> Locator:
+    members: Any = SimpleNamespace(by_tag={HERE: "here", THERE: "there"}, changes=0)
+    members.home = members.by_tag.get
+    return Locator(members)
 
 
-def test_a_call_about_sequences_of_one_engine_goes_there(fast_path: FastPath) -> None:
+def test_the_ids_of_a_call_are_read_from_its_header() -> None:
+    fast_path, ids = FastPath(), ("a", "b")
+    assert fast_path.ids(call(), header(layer=0, sequences=ids)) == ids
+    assert fast_path.ids(call("get_sequence"), header(id="c")) == ("c",)
+
+
+def test_sequences_of_one_engine_are_known_to_be_there(locator: Locator) -> None:
     ids = (f"a.{HERE}", f"b.{HERE}")
-    assert fast_path.target(call(), header(layer=0, sequences=ids)) == (ids, "here")
-    assert fast_path.target(call("get_sequence"), header(id=f"c.{THERE}")) == (
-        (f"c.{THERE}",),
-        "there",
-    )
+    assert locator.known_places(ids, TENANT) == {"here": [0, 1]}
+    ids = (f"a.{THERE}", f"b.{HERE}", f"c.{THERE}")
+    assert locator.known_places(ids, TENANT) == {"there": [0, 2], "here": [1]}
 
 
 @pytest.mark.parametrize(
     "ids",
-    [
-        [f"a.{HERE}", f"b.{THERE}"],
-        ["unknown"],
-        [f"a.{HERE}", "unknown"],
-        ["a.22222222"],
-        [f"a.{HERE}-{THERE}"],
-        [],
-    ],
-    ids=["two engines", "unknown", "one unknown", "lost engine", "over ranks", "none"],
+    [["unknown"], [f"a.{HERE}", "unknown"], ["a.22222222"]],
+    ids=["unknown", "one unknown", "lost engine"],
 )
-def test_calls_not_known_to_be_for_one_engine_are_parsed(
-    fast_path: FastPath, ids: list[str]
+def test_a_batch_is_not_known_where_one_of_its_sequences_is_not(
+    locator: Locator, ids: list[str]
 ) -> None:
-    assert fast_path.target(call(), header(layer=0, sequences=ids)) is None
+    assert locator.known_places(ids, TENANT) is None
+    assert not locator.batches
 
 
 @pytest.mark.parametrize(
@@ -81,55 +80,58 @@ def test_calls_not_known_to_be_for_one_engine_are_parsed(
         b"[" * 100_000,
     ],
 )
-def test_calls_with_a_malformed_header_are_parsed(fast_path: FastPath, bad: bytes) -> None:
-    assert ids_in(BY_NAME["decode"], bad) == ()
-    assert fast_path.target(call(), bad) is None
-
-
-def test_other_operations_are_parsed(fast_path: FastPath) -> None:
-    for name in ("cascade", "create_sequences", "pool", "merge"):
-        assert fast_path.target(call(name), header(sequences=[f"a.{HERE}"])) is None
-
-
-def test_targets_are_forgotten_when_an_engine_leaves_or_a_sequence_moves(
-    fast_path: FastPath,
-) -> None:
-    text = header(layer=0, sequences=["mine"])
-    members: Any = fast_path.locator.members
-    fast_path.locator.tags.learn(("", "mine"), HERE)
-    assert fast_path.target(call(), text) == (("mine",), "here")
-    assert fast_path.target(call(namespace="red"), text) is None, "of another namespace"
-    fast_path.locator.tags.learn(("", "mine"), THERE)
-    assert fast_path.target(call(), text) == (("mine",), "there")
-    del members.by_tag[THERE]
-    members.changes += 1
-    assert fast_path.target(call(), text) is None
-
-
-def test_the_memory_is_bounded(fast_path: FastPath) -> None:
-    for number in range(40):
-        ids = [f"a.{HERE}", f"{number}{'x' * (MAX_BYTES // 32)}.{HERE}"]
-        assert fast_path.target(call(), header(sequences=ids)) is not None
-        assert sum(len(key[2]) for key in fast_path.known) <= MAX_BYTES
-    assert fast_path.known
-
-
-def test_ids_of_a_header_too_long_to_remember_are_not_looked_up(fast_path: FastPath) -> None:
-    def tag(named: tuple[str, str]) -> str:
-        raise RuntimeError(f"{named} is looked up")
-
-    locator: Any = fast_path.locator
-    locator.tags = SimpleNamespace(tag=tag)
-    prepared: Any = SimpleNamespace(fields=SimpleNamespace(sequences=(f"a.{HERE}",)))
-    fast_path.learn(call(), b" " * (MAX_HEADER_BYTES + 1), prepared)
+def test_calls_with_a_malformed_header_are_parsed(bad: bytes) -> None:
+    fast_path = FastPath()
+    assert ids_in(BY_NAME["decode"], bad) == fast_path.ids(call(), bad) == ()
     assert not fast_path.known
 
 
-def test_a_header_that_was_read_in_pieces_is_remembered(fast_path: FastPath) -> None:
-    ids, text = (f"a.{HERE}",), b"too long to be read here"
+def test_other_operations_are_parsed() -> None:
+    for name in ("cascade", "create_sequences", "pool", "merge"):
+        assert FastPath().ids(call(name), header(sequences=["a"])) == ()
+
+
+def test_places_are_forgotten_when_an_engine_leaves_or_a_sequence_moves(locator: Locator) -> None:
+    members: Any = locator.members
+    locator.tags.learn(("", "mine"), HERE)
+    assert locator.known_places(["mine"], TENANT) == {"here": [0]}
+    red: Any = SimpleNamespace(namespace="red")
+    assert locator.known_places(["mine"], red) is None, "of another namespace"
+    locator.tags.learn(("", "mine"), THERE)
+    assert locator.known_places(["mine"], TENANT) == {"there": [0]}
+    del members.by_tag[THERE]
+    members.changes += 1
+    assert locator.known_places(["mine"], TENANT) is None
+
+
+def test_the_memory_of_headers_is_bounded() -> None:
+    fast_path = FastPath()
+    for number in range(40):
+        ids = ("a", f"{number}{'x' * (MAX_BYTES // 32)}")
+        assert fast_path.ids(call(), header(sequences=ids)) == ids
+        assert sum(len(text) for _, text in fast_path.known) <= MAX_BYTES
+    assert fast_path.known
+
+
+def test_the_memory_of_places_is_bounded(locator: Locator) -> None:
+    for number in range(100):
+        ids = [f"{number}-{at}.{HERE}" for at in range(MAX_IDS // 32)]
+        assert locator.known_places(ids, TENANT) == {"here": list(range(len(ids)))}
+        assert sum(len(names) for _, names in locator.batches) <= MAX_IDS + len(ids)
+
+
+def test_a_header_that_is_too_long_is_not_remembered() -> None:
+    prepared: Any = SimpleNamespace(fields=SimpleNamespace(sequences=("a",)))
+    fast_path, text = FastPath(), b" " * (MAX_HEADER_BYTES + 1)
+    fast_path.learn(call(), text, prepared)
+    assert not fast_path.known and fast_path.ids(call(), text) == ()
+
+
+def test_a_header_that_was_read_in_pieces_is_remembered() -> None:
+    fast_path, ids, text = FastPath(), ("a",), b"too long to be read here"
     prepared: Any = SimpleNamespace(fields=SimpleNamespace(sequences=ids))
     fast_path.learn(call(), text, prepared)
-    assert fast_path.target(call(), text) == (ids, "here")
+    assert fast_path.ids(call(), text) == ids
 
 
 async def test_a_long_call_is_forwarded_unread_once_its_sequences_are_known(
@@ -140,18 +142,26 @@ async def test_a_long_call_is_forwarded_unread_once_its_sequences_are_known(
     async with fake_cluster("a") as cluster:
         link, found = cluster.links["a"], cluster.router.sequences.fast_path.known
         link.ids.update(ids)
-        for known in (0, 1, 1):
+        for _ in range(2):
             link.served.clear()
             await cluster.ok("append", fields, k=k, v=k)
-            assert len(found) == known
+            assert list(found.values()) == [tuple(ids)]
         assert len(link.served) == 1
 
 
-def test_a_call_that_is_learned_again_takes_no_more_memory(fast_path: FastPath) -> None:
-    ids = [f"a.{HERE}", f"b.{THERE}"]
+def test_a_call_that_is_learned_again_takes_no_more_memory() -> None:
+    fast_path, ids = FastPath(), ["a", "b"]
     prepared: Any = SimpleNamespace(fields=SimpleNamespace(sequences=ids))
     for _ in range(2):
         fast_path.learn(call(), header(layer=0, sequences=ids), prepared)
         taken = fast_path.num_bytes
     fast_path.learn(call(), header(layer=0, sequences=ids), prepared)
     assert fast_path.num_bytes == taken < MAX_HEADER_BYTES
+
+
+async def test_a_call_over_ranks_is_checked_before_the_ranks_are_asked(cluster: Cluster) -> None:
+    await cluster.ok("create_sequences", {"sequences": [{"id": "long", "ranks": 2}]})
+    row = np.zeros((1, HEADS, DIM), FLOAT)
+    for fields in ({"layer": 0}, {"layer": "no"}, {"layer": 0, "unknown": 1}):
+        answer = await cluster.call("append", fields | {"sequences": ["long"]}, k=row, v=row)
+        assert answer.status == (200 if fields == {"layer": 0} else 422), answer
