@@ -229,7 +229,7 @@ async def in_time(asking: Awaitable[EngineReply], engine: Engine) -> EngineReply
 async def question(
     engine: Engine, operation: Operation, tenant: Tenant, fields: dict[str, Any]
 ) -> EngineReply:
-    """The reply to a question of the router's own. Raises ProblemText, NotReady."""
+    """As `Engine.question`, within `SILENT_S`. Raises ProblemText, NotReady."""
     return await in_time(engine.question(operation, tenant, fields), engine)
 
 
