@@ -9,8 +9,9 @@ import errno
 import logging
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from operator import itemgetter
 from pathlib import Path
 from typing import Final
 
@@ -19,13 +20,14 @@ from xxhash import xxh3_64_digest
 LOG: Final = logging.getLogger("attnd.tiers")
 SCHEMA: Final = """
 create table if not exists records (slot integer primary key, key blob, stamp blob,
-    namespace text, tag blob, digest blob, rank integer, used integer);
+    namespace text, tag blob, rank integer, used integer, digest blob);
 create table if not exists notes (name text primary key, value text, digest blob);
 """
 ROWS: Final = (
-    "select slot, key, stamp, namespace, tag, cast(rank as integer), cast(used as integer) as at,"
-    " digest from records order by at"
+    "select slot, key, stamp, namespace, tag, cast(rank as integer), cast(used as integer), digest"
+    " from records"
 )
+INSERT: Final = "insert or replace into records values (?, ?, ?, ?, ?, ?, ?, ?)"
 DELETE: Final = "delete from records where slot = ?"
 FAILED: Final = (sqlite3.Error, UnicodeDecodeError)
 """The latter for a message about a damaged text."""
@@ -33,9 +35,10 @@ DAMAGED: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_
 """Errors of an index that cannot be read again; after others, such as a full disk, it can."""
 
 
-Row = tuple[int, bytes, bytes, str, bytes, int, int]
-"""Slot, key, stamp, namespace and tag of a record; its rank; and a number that grows with each
-use."""
+Row = tuple[int, bytes, bytes, str, bytes, int, int, bytes]
+"""Slot, key, stamp, namespace and tag of a record; its rank, a number that grows with each use, and
+the digest of what does not change."""
+USED: Final = 6
 
 
 class Index:
@@ -72,25 +75,21 @@ class Index:
             except (TypeError, AttributeError, OverflowError):
                 is_intact = False
             if is_intact:
-                self.rows.append(row[:7])
+                self.rows.append(row)
             else:
                 damaged.append(row[0])
+        self.rows.sort(key=itemgetter(USED))
         notes = self._db.execute("select name, value, digest from notes").fetchall()
         self.notes = {name: text for name, text, known in notes if known == note_digest(name, text)}
         if count := len(damaged) + len(notes) - len(self.notes):
             LOG.warning("%d entries of %s are damaged: they are ignored", count, self.path)
         self._db.executemany(DELETE, [(slot,) for slot in damaged])
 
-    def write(self, rows: Iterable[Row], used: Iterable[tuple[int, int, int]]) -> None:
+    def write(self, rows: Sequence[Row], used: Iterable[tuple[int, int, int]]) -> None:
         """Write new rows, durably, and `used`, `rank` of the rows of some slots."""
-        new = [(*row, row_digest(*row[:5])) for row in rows]
-        with self._transaction(is_durable=bool(new)):
+        with self._transaction(is_durable=bool(rows)):
             self._db.executemany("update records set used = ?, rank = ? where slot = ?", used)
-            self._db.executemany(
-                "insert or replace into records (slot, key, stamp, namespace, tag, rank, used,"
-                " digest) values (?, ?, ?, ?, ?, ?, ?, ?)",
-                new,
-            )
+            self._db.executemany(INSERT, rows)
 
     def delete(self, slots: Iterable[int]) -> None:
         """Delete rows, durably before their places are written to: else they would be there again

@@ -17,7 +17,7 @@ from threading import Lock
 from typing import Final
 
 from service.tiers.files import Files, read_all, write_all
-from service.tiers.index import Index
+from service.tiers.index import USED, Index, row_digest
 from service.tiers.records import InvalidRecord, NewRecord, RecordLayout
 from service.tiers.shelf import Entry, Shelf
 
@@ -228,7 +228,7 @@ class RecordStore:
         self._index = Index(path / f"{size}.index")
         self._opened.callback(self._index.close)
         rows, self._index.rows = self._index.rows, []
-        self._clock = rows[-1][-1] if rows else 0
+        self._clock = rows[-1][USED] if rows else 0
         end = min(-(-os.fstat(self._data_fd).st_size // size), self._shelf.num_slots)
         beyond = [row[0] for row in rows if row[0] >= end]
         if beyond:
@@ -246,7 +246,7 @@ class RecordStore:
         return fd
 
     def _entry(
-        self, slot: int, key: bytes, stamp: bytes, namespace: str, tag: bytes, rank: int, _: int
+        self, slot: int, key: bytes, stamp: bytes, namespace: str, tag: bytes, rank: int, *_: object
     ) -> Entry:
         """A record of the index; one of another stamp has a key that no caller has."""
         if stamp != self.layout.stamp:
@@ -306,10 +306,10 @@ class RecordStore:
         clock = count(self._clock + 1)
         used = [(next(clock), entry.rank, entry.slot) for entry in touched.values()]
         stamp = self.layout.stamp
-        rows = [
-            (one.slot, one.key, stamp, one.namespace, one.tag, one.rank, next(clock))
-            for one in entries
-        ]
+        rows = []
+        for one in entries:
+            fixed = one.slot, one.key, stamp, one.namespace, one.tag
+            rows.append((*fixed, one.rank, next(clock), row_digest(*fixed)))
         self._clock += len(used) + len(rows)
         if rows or used:
             self._index.write(rows, used)

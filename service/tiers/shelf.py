@@ -51,7 +51,10 @@ class Owner:
 
     def put(self, entry: Entry) -> None:
         """Add a record as the most recently used one of its rank."""
-        self.ranks.setdefault(entry.rank, OrderedDict())[entry.key] = entry
+        queue = self.ranks.get(entry.rank)
+        if queue is None:
+            queue = self.ranks[entry.rank] = OrderedDict()
+        queue[entry.key] = entry
 
     def take_out(self, entry: Entry) -> None:
         queue = self.ranks[entry.rank]
