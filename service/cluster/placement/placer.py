@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice, tee
 from typing import Final
 
 from service.cluster.membership.engine import Call, Engine, EngineReply, Home, RawReply
 from service.cluster.membership.members import Members
-from service.cluster.placement.cost import Load, choose
+from service.cluster.placement.cost import choose
 from service.cluster.placement.inflight_prompts import InflightPrompt, Wait
 from service.cluster.placement.prefixes import Prefixes, chained_keys, prefix_of
 from service.cluster.placement.unique_ids import UniqueIds
@@ -42,37 +42,6 @@ class Placement:
     engine: Engine
     matched: int = 0
     wait: Wait | None = None
-    loaded: int = 0
-    """Those of the first pages that come from its lower tiers."""
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """The pages of a prompt that engines have in any tier or will have, by tag, and how many of
-    them are in lower tiers; `keys` are the prompt's."""
-
-    known: Prefixes
-    keys: Iterator[bytes]
-    matched: dict[str, int]
-    loaded: Counter[str]
-
-    def place(
-        self,
-        needed: int,
-        among: Mapping[str, Engine],
-        loads: Mapping[str, Load],
-        prompt: InflightPrompt | None,
-    ) -> Placement:
-        """The engine in `among` for the prompt, which expects its pages from now on."""
-        chosen = choose(loads, self.matched, needed, self.loaded)
-        there = min(self.matched.get(chosen, 0), needed)
-        cached, other = self.known.awaited(chosen, list(islice(self.keys, there)))
-        wait = None
-        if other is not None:
-            pages_s = loads[chosen].pace.span_s(float(cached), there)
-            wait = Wait(other, WORTH_WAITING * (loads[chosen].wait_s + pages_s))
-        self.known.expect(chosen, self.keys, time.monotonic(), prompt)
-        return Placement(among[chosen], there, wait, min(self.loaded[chosen], there))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,25 +65,30 @@ class Placer:
         excluded: Collection[str],
         prompt: InflightPrompt | None = None,
     ) -> Pieces[Placement]:
-        """In pieces: the engine for `needed` pages, of which the first have the prefix's keys.
-        Raises NotReady."""
-        match = None if prefix is None else (yield from self.match(namespace, prefix))
+        """In pieces: the engine for `needed` pages, of which the first have the prefix's keys; it
+        expects them from now on. Raises NotReady."""
+        known: Prefixes | None = None
+        matched, loaded = dict[str, int](), Counter[str]()
+        keys: Iterator[bytes] = iter(())
+        if prefix is not None:
+            known = self.members.prefixes_of(namespace)
+            chain, keys = tee(chained_keys(prefix, namespace, self.members.info.page_size))
+            matched, loaded = yield from known.matched(chain, time.monotonic())
         among = self.candidates(excluded)
         if not among:
             return Placement(self.members.least_busy())
         loads = {tag: one.load_now for tag, one in among.items()}
-        if match is None:
-            placed = Placement(among[choose(loads, {}, needed)])
-        else:
-            placed = match.place(needed, among, loads, prompt)
-        placed.engine.promised += max(needed - placed.matched + placed.loaded, 1)
-        return placed
-
-    def match(self, namespace: str, prefix: Prefix) -> Pieces[Match]:
-        known = self.members.prefixes_of(namespace)
-        keys, again = tee(chained_keys(prefix, namespace, self.members.info.page_size))
-        matched, loaded = yield from known.matched(keys, time.monotonic())
-        return Match(known, again, matched, loaded)
+        tag = choose(loads, matched, needed, loaded)
+        load, there = loads[tag], min(matched.get(tag, 0), needed)
+        wait: Wait | None = None
+        if known is not None:
+            cached, other = known.awaited(tag, list(islice(keys, there)))
+            if other is not None:
+                pages_s = load.pace.span_s(float(cached), there)
+                wait = Wait(other, WORTH_WAITING * (load.wait_s + pages_s))
+            known.expect(tag, keys, time.monotonic(), prompt)
+        among[tag].promised += max(needed - there + min(loaded[tag], there), 1)
+        return Placement(among[tag], there, wait)
 
     def place_sequence(
         self,
