@@ -287,6 +287,13 @@ class Settings(Section):
         }
         return self.model_copy(update=sections)
 
+    def with_own_disk_path(self, name: str) -> Settings:
+        """A copy in which one of several engines has a directory of its own."""
+        if (path := self.cache.disk_path) is None:
+            return self
+        cache = self.cache.model_copy(update={"disk_path": f"{path}/{name}"})
+        return self.model_copy(update={"cache": cache})
+
     @model_validator(mode="after")
     def check_endpoints(self) -> Settings:
         if not self.auth.open and (beyond := self.cache.open_endpoints):

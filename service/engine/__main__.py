@@ -9,7 +9,7 @@ import signal
 import sys
 from typing import Final
 
-from config.settings import Settings, set_cupy_cache, set_environment
+from config.settings import set_cupy_cache, set_environment
 from service.processes.handover import CANNOT_START, Inherited, on_hang_up, receive
 
 LOG: Final = logging.getLogger("attnd.engine")
@@ -37,7 +37,7 @@ def serve(inherited: Inherited) -> int:
     from service.logs import count_dropped
     from service.metrics import Metrics
 
-    settings = with_own_disk_path(inherited.settings, inherited.worker)
+    settings = inherited.settings.with_own_disk_path(f"engine-{inherited.worker}")
     metrics = Metrics(inherited.process, inherited.metrics)
     count_dropped(metrics.log_lines_dropped)
     try:
@@ -67,14 +67,6 @@ def serve(inherited: Inherited) -> int:
     finally:
         backend.close()
     return 0
-
-
-def with_own_disk_path(settings: Settings, worker: int) -> Settings:
-    """A copy in which each engine of a service has a directory of its own."""
-    if (path := settings.cache.disk_path) is None:
-        return settings
-    cache = settings.cache.model_copy(update={"disk_path": f"{path}/engine-{worker}"})
-    return settings.model_copy(update={"cache": cache})
 
 
 if __name__ == "__main__":

@@ -53,10 +53,7 @@ class LocalEngines:
         if self.over_tcp:
             more, lost_after_s = list(listen_tcp(HOST, 0, False)), LOST_AFTER_S
             address = f"tcp:{HOST}:{more[0].getsockname()[1]}"
-        settings = self.settings
-        if (path := settings.cache.disk_path) is not None:  # as engines of different hosts
-            cache = settings.cache.model_copy(update={"disk_path": f"{path}/{name}"})
-            settings = settings.model_copy(update={"cache": cache})
+        settings = self.settings.with_own_disk_path(name)  # as engines of different hosts
         engine = EngineProcess(name, settings, own, more, self.lifeline, self.secret)
         self.engines[name] = engine
         self.entries.append(MemberEntry(name, address, lost_after_s))

@@ -60,15 +60,6 @@ def fresh_folder(socket: Path) -> Path:
     return folder
 
 
-def with_own_disk_path(settings: Settings, socket: Path) -> Settings:
-    """A copy in which each engine of a host has a directory of its own, after its socket: the next
-    engine with this socket finds its records there."""
-    if (path := settings.cache.disk_path) is None:
-        return settings
-    cache = settings.cache.model_copy(update={"disk_path": f"{path}/{socket.stem}"})
-    return settings.model_copy(update={"cache": cache})
-
-
 class EngineReplica:
     """The actor that supervises one engine's process."""
 
@@ -84,7 +75,8 @@ class EngineReplica:
         host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         entry = listen_tcp(host, 0, False)
         self.address = f"tcp:{host}:{entry[0].getsockname()[1]}"
-        own = with_own_disk_path(settings, listening.path)
+        # by its socket: the host's next engine with this one finds the records
+        own = settings.with_own_disk_path(listening.path.stem)
         self.process = EngineProcess("engine-0", own, listening, entry, self.lifeline, secret)
         LOG.info("%s: sessions on this host connect to %s", self.name, self.path)
         self.arena = DoorArena(settings.server)

@@ -67,8 +67,12 @@ def served(*given: str, **environment: str) -> Iterator[httpx.Client]:
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[httpx.Client]:
-    with served() as made:
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """Its engines, on one host, have a directory each."""
+    path = tmp_path_factory.mktemp("disk")
+    disk = "--cache.disk-path", str(path), "--cache.disk-bytes", str(2**20), "--cache.model", "m"
+    with served(*disk) as made:
+        assert len(list(path.glob("*/engine-0"))) == 2
         yield made
 
 

@@ -127,13 +127,3 @@ async def test_an_engine_is_reported_from_its_first_reply_on(
             await asyncio.sleep(0.01)
     watching.cancel()
     assert set(reported) == {0}
-
-
-def test_engines_of_one_host_have_a_disk_directory_each() -> None:
-    from service.cluster.ray.engine_replica import with_own_disk_path
-
-    disk = ("--cache.disk-path", "/disk", "--cache.disk-bytes", "1000", "--cache.model", "m")
-    sockets = [Path(f"/run/8080-{number}.sock") for number in range(2)]
-    own = [with_own_disk_path(load_settings(disk), one).cache.disk_path for one in sockets]
-    assert own == ["/disk/8080-0", "/disk/8080-1"]
-    assert with_own_disk_path(load_settings([]), sockets[0]).cache.disk_path is None
