@@ -25,7 +25,7 @@ from service.cluster.membership.secret import SecretError, secret_of
 from service.doors.kit.tls import TlsError
 from service.extras import how_to_install
 from service.keys import KeysError, key_command
-from service.launch import HOME, command_of
+from service.launch import HOME, command_of, hold_hang_ups
 from service.logs import set_up_logs
 from service.processes.cells import make_shared
 from service.processes.handover import CheckedFiles, Child, Shared
@@ -59,6 +59,7 @@ IN_CLUSTER: Final = Commands(
 def main(argv: Sequence[str], commands: Commands | None = None) -> int:
     """Serve until SIGTERM or SIGINT; the service's exit status."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while nothing runs yet
+    hold_hang_ups()
     if argv[:1] == ["key"]:
         return key_command(argv[1:])
     on_ray = "--cluster" in argv
@@ -111,6 +112,7 @@ def cluster_on_ray(settings: Settings) -> int:
     if find_spec("ray") is None:
         LOG.error("cannot start: --cluster needs Ray: %s", how_to_install("ray"))
         return 1
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
     set_environment("ray")
     from service.cluster.ray.app import serve_cluster
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-from .launch import import_from_home
+from .launch import hold_hang_ups, import_from_home
 
 USAGE: Final = """\
 usage: attnd COMMAND [argument ...]
@@ -28,6 +28,7 @@ def attnd(argv: Sequence[str] | None = None) -> int:
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     import_from_home()
     if name in ("serve", "key", "--version"):
+        hold_hang_ups()  # before the imports, which take longest
         from service.__main__ import main as serve
 
         return serve(rest if name == "serve" else [name, *rest])

@@ -11,6 +11,7 @@ Run as a script with the name of a module, it starts a process of the service.
 from __future__ import annotations
 
 import runpy
+import signal
 import sys
 from pathlib import Path
 from typing import Final
@@ -34,6 +35,12 @@ def import_from_home() -> None:
     paths = [str(HOME), *([str(client)] if client.is_dir() else [])]
     if sys.path[: len(paths)] != paths:
         sys.path[:0] = paths
+
+
+def hold_hang_ups() -> None:
+    """Keep a SIGHUP, which ends a process by default, until the supervisor handles it: a reload may
+    follow a start at once."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
 
 
 def run_module() -> None:

@@ -80,7 +80,9 @@ class Supervisor:
 
     def run(self) -> Status:
         """Start them all, and watch until none is left or due; the service's exit status."""
-        with arriving_signals(self._shared.settings.reads_again) as arrived:
+        # a service without files ends with the terminal that started it
+        hang_ups = self._shared.settings.reads_again or not os.isatty(0)
+        with arriving_signals(hang_ups) as arrived:
             try:
                 for child in self._children:
                     self._start(child)
@@ -109,6 +111,9 @@ class Supervisor:
 
     def _handle_signal(self, number: int) -> None:
         if number == signal.SIGCHLD:
+            return
+        if number == signal.SIGHUP and not self._shared.settings.reads_again:
+            LOG.info("SIGHUP: there are no keys and no certificate to read again")
             return
         if number == signal.SIGHUP:
             LOG.info("SIGHUP: reading keys and certificates again")
@@ -240,6 +245,7 @@ def arriving_signals(hang_ups: bool) -> Iterator[Callable[[float | None], bytes]
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, *[signal.SIGHUP] * hang_ups):
         signal.signal(number, lambda *_: None)  # only so that the pipe is written
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # one may wait since the start
     with selectors.DefaultSelector() as selector:
         selector.register(reading, selectors.EVENT_READ)
 

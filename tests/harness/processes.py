@@ -97,7 +97,14 @@ def running(
     """A command from the repository's root, its standard error read all the time; killed at the
     end, when no process may be left that still has standard error open."""
     given = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(environment or {})}
-    with subprocess.Popen(command, cwd=ROOT, env=given, stderr=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=given,
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as child:
         process = Process(child)
         try:
             yield process

@@ -48,6 +48,34 @@ def test_every_process_is_handed_its_sockets_settings_and_name(path: Path) -> No
         service.find_entry(lambda entry: entry["message"] == f"sessions at {path}")
 
 
+def test_a_hang_up_ends_no_service_that_no_terminal_started(path: Path) -> None:
+    with supervised(socket=path) as service:
+        left = pids(service, "engine", "http-0")
+        service.child.send_signal(signal.SIGHUP)
+        service.find_entry(lambda entry: "no keys and no certificate" in entry["message"])
+        assert [started(service, name)["pid"] for name in ("engine", "http-0")] == left
+        assert service.stop() == 0
+
+
+def test_a_hang_up_during_the_start_is_handled_after_it() -> None:
+    program = """
+import os, signal
+import service.__main__
+from service.command import attnd
+from service.supervisor import arriving_signals
+
+def main(argv):
+    os.kill(os.getpid(), signal.SIGHUP)
+    with arriving_signals(True) as arrived:
+        print(*arrived(5.0))
+    return 0
+
+service.__main__.main = main
+attnd(["serve"])
+"""
+    assert python(program).split() == [str(int(signal.SIGHUP))]
+
+
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
 )
