@@ -120,11 +120,22 @@ def answer_bytes(text_bytes: int, shapes: Sequence[Shaped] = ()) -> int:
 
 
 REMEMBERED_BYTES: Final = 16 * 2**10
-"""Longest header that is remembered, which bounds the memory of `MOST_REMEMBERED` of them."""
 MOST_REMEMBERED: Final = 512
+REMEMBERED_WEIGHT: Final = 64 * 2**20
+"""Limits for headers that are remembered: size, number, and the memory of all of them."""
 REPEATED_BYTES: Final = 2 * 2**10
 MOST_REPEATED: Final = 128
-"""Limits for whole requests that a session remembers with their places: header size and number."""
+REPEATED_WEIGHT: Final = 32 * 2**10
+"""Limits for whole requests that a session remembers with their places: header size, number, and
+the memory of each."""
+OBJECT_BYTES: Final = 640
+VALUE_BYTES: Final = 128
+"""Memory of an object and of a value of a request's JSON, once it is read."""
+
+
+def weight_of(header: bytes) -> int:
+    """Approximate memory of a request that was read, in bytes."""
+    return OBJECT_BYTES * header.count(b"{") + VALUE_BYTES * header.count(b",") + len(header)
 
 
 @dataclass(slots=True, eq=False)
@@ -153,6 +164,8 @@ class RequestReader:
     def __init__(self, info: InfoAnswer) -> None:
         self._info = info
         self._known: OrderedDict[tuple[int, bytes, int, Tenant], Prepared] = OrderedDict()
+        self._weight = 0
+        """Of all that is known."""
         self._limit = info.limits.max_answer_bytes
 
     def read(self, operation: Operation, call: Call) -> Request | Pieces[Request]:
@@ -178,7 +191,8 @@ class RequestReader:
             is_fixed = all(
                 one.base is not None and one.dtype != BOOL for one in made.tensors.values()
             )
-            if len(header) <= REPEATED_BYTES and is_fixed:
+            is_short = len(header) <= REPEATED_BYTES and weight_of(header) <= REPEATED_WEIGHT
+            if is_short and is_fixed:
                 if len(repeated) >= MOST_REPEATED:
                     repeated.clear()
                 repeated[key] = made
@@ -195,10 +209,12 @@ class RequestReader:
         prepared = self._known.get(key)
         if prepared is None:
             prepared = yield from preparing(operation, header, room, self._info, tenant)
-            if len(header) <= REMEMBERED_BYTES:
+            if len(header) <= REMEMBERED_BYTES and key not in self._known:
                 self._known[key] = prepared
-                if len(self._known) > MOST_REMEMBERED:
-                    self._known.popitem(last=False)
+                self._weight += weight_of(header)
+                while len(self._known) > MOST_REMEMBERED or self._weight > REMEMBERED_WEIGHT:
+                    (_, oldest, _, _), _ = self._known.popitem(last=False)
+                    self._weight -= weight_of(oldest)
         else:
             self._known.move_to_end(key)
         tensors = yield from placing(image, start, prepared.layout)

@@ -72,6 +72,29 @@ async def test_tensors_of_a_remembered_header_are_checked_each_time(caller: Call
     assert await caller.code(masked.but(mask=mask)) == "ok"
 
 
+def of_objects(first: str, header_bytes: int) -> NewCall:
+    """A creation that fails, whose header is full of small objects."""
+    new: list[dict[str, Any]] = [{"parent": first}, *[{}] * (header_bytes // 4)]
+    return NewCall("create_sequences", {"sequences": new})
+
+
+@fake_engine()
+async def test_what_is_remembered_of_many_small_objects_is_bounded(caller: Caller) -> None:
+    """Each of 3 bytes takes half a kilobyte once it is read."""
+    known = caller.engine._reader._known
+    few = 8
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(requests, "REMEMBERED_WEIGHT", few * 500 * requests.OBJECT_BYTES)
+        for number in range(4 * few):
+            await caller.refused(of_objects(f"no{number}", 2000), "answer_too_large")
+            objects = sum(len(one.fields.sequences) for one in known.values())
+            assert objects <= few * 500
+    assert len(known) > few // 2
+    assert not any(session.repeated for session in caller.engine.callers.sessions)
+    await caller.refused(creation("a", "b").but(sequences=[{"parent": "no"}]), "unknown_sequence")
+    assert any(session.repeated for session in caller.engine.callers.sessions)
+
+
 class Registered(FakeBackend):
     """A backend that reaches all arenas by DMA."""
 
