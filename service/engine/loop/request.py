@@ -134,8 +134,9 @@ VALUE_BYTES: Final = 128
 
 
 def weight_of(header: bytes) -> int:
-    """Approximate memory of a request that was read, in bytes."""
-    return OBJECT_BYTES * header.count(b"{") + VALUE_BYTES * header.count(b",") + len(header)
+    """Approximate memory of a request that was read, in bytes; an escape may stand for a brace."""
+    objects = header.count(b"{") + header.count(b"\\u")
+    return OBJECT_BYTES * objects + VALUE_BYTES * header.count(b",") + len(header)
 
 
 @dataclass(slots=True, eq=False)

@@ -95,6 +95,12 @@ async def test_what_is_remembered_of_many_small_objects_is_bounded(caller: Calle
     assert any(session.repeated for session in caller.engine.callers.sessions)
 
 
+def test_objects_are_counted_however_they_are_spelled() -> None:
+    plain, escaped = b"{},", rb"\u007b\u007d\u002c"
+    for one in (plain, escaped):
+        assert requests.weight_of(one * 100) >= 100 * requests.OBJECT_BYTES
+
+
 class Registered(FakeBackend):
     """A backend that reaches all arenas by DMA."""
 
