@@ -7,20 +7,24 @@ import os
 import sys
 from pathlib import Path
 
+if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets is a part of the run
+    env = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+    os.execve(sys.executable, [sys.executable, "-m", "tests.world", *sys.argv[1:]], env)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.world.search import PATCHES, WORLDS, command, find, run, search, shrink
+from tests.world.simulation import Plan
 
 
 def arguments() -> argparse.Namespace:
-    from tests.world import put_back
-
     parser = argparse.ArgumentParser(prog="python -m tests.world", description=__doc__)
     parser.add_argument("--seeds", type=int, default=100, help="number of seeds")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="longest time")
-    bugs = (*put_back.names(), "all")
+    bugs = (*PATCHES, "all")
     parser.add_argument("--bug", choices=bugs, metavar="BUG", help="of tests/world/bugs, or `all`")
-    worlds = ("engine", "cluster", "disk", "all")
+    worlds = (*WORLDS, "all")
     parser.add_argument("--world", default="all", choices=worlds, help="(default: all)")
     parser.add_argument("--table", action="store_true", help="print operations and faults")
     parser.add_argument("--seed", type=int, help="replay this one, with its trace")
@@ -32,34 +36,21 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets is a part of the run
-        env = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
-        os.execve(sys.executable, [sys.executable, "-m", "tests.world", *sys.argv[1:]], env)
     given = arguments()
-    from tests.world import put_back
-
+    worlds = list(WORLDS) if given.world == "all" else [given.world]
     if given.bug:
-        missed = []
-        for name in put_back.names() if given.bug == "all" else [given.bug]:
-            print(f"{name}:", flush=True)
-            world = put_back.world_of(name) if given.world == "all" else given.world
-            args = ["--no-shrink", "--seeds", str(given.seeds), "--jobs", str(given.jobs)]
-            args += ["--world", world]
-            if not put_back.find(name, [*args, "--first", str(given.first)]):
-                missed.append(name)
+        args = [f"--seeds={given.seeds}", f"--first={given.first}", f"--jobs={given.jobs}"]
+        args += [] if given.world == "all" else ["--world", given.world]
+        bugs = PATCHES if given.bug == "all" else [given.bug]
+        missed = [name for name in bugs if not find(name, args)]
         if missed:
             print("not found:", *missed)
         return bool(missed)
-    from tests.world.search import WORLDS, command, run, search, shrink
-    from tests.world.simulation import Plan
-
-    worlds = list(WORLDS) if given.world == "all" else [given.world]
-
     if given.seed is not None:
-        skipped, faults = frozenset[int](), not given.no_faults
+        skipped = frozenset[int]()
         if given.only is not None:
             skipped = frozenset(range(4 * given.statements)) - {*map(int, given.only.split(","))}
-        plan = Plan(given.seed, 4, given.statements, faults, skipped, worlds[0])
+        plan = Plan(given.seed, 4, given.statements, not given.no_faults, skipped, worlds[0])
         result = run(plan)
         print(*result.trace, sep="\n")
         print(f"seed {plan.seed}: {result.error or 'ok'}; digest {result.digest}")
@@ -72,13 +63,12 @@ def main() -> int:
         print(totals.table())
     if failed is None:
         return 0
-    print(f"seed {failed.plan.seed} failed, the {totals.seeds}th that ran: {failed.error}")
+    print(f"seed {failed.plan.seed} failed, the {totals.sums['seeds']}th that ran: {failed.error}")
     print(f"replay: {command(failed.plan)}", flush=True)
-    if given.no_shrink:
-        return 1
-    best = shrink(failed)
-    print(f"shorter: {command(best.plan)}")
-    print(*best.trace[-12:], sep="\n")
+    if not given.no_shrink:
+        best = shrink(failed)
+        print(f"shorter: {command(best.plan)}")
+        print(*best.trace[-12:], sep="\n")
     return 1
 
 

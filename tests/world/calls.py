@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -15,18 +16,18 @@ from kernels.backend import PoolGeometry
 from tests.oracle import attend, visible
 
 NUM_LAYERS: Final = 2
+SPACES: Final = ("ours", "theirs")  # namespaces of callers
 TOLERANCE: Final = 2e-4
 NO_SEQUENCE: Final = ("release_lease", "renew_lease", "cancel_import", "import_sequence")
 """Operations whose `id` is not that of a sequence that must be there."""
 READING: Final = ("decode", "prefill", "gather", "get_sequence", "page_table", "export_sequence")
 """Operations that change no sequence, unless they bring rows."""
+ENDING: Final = ("delete_sequence", "delete_sequences", "loss")
+"""Operations that end a sequence; a loss is one by a process, not by a caller."""
 
-Every = tuple[tuple[int, ...], ...]
-"""A sequence's rows at each layer."""
-Outcome = tuple[Any, ...]
-"""What a caller sees: "ok" and a sequence's rows, or the codes that are right. An empty one: the
-call cannot take effect now."""
-NOT_NOW: Final[Outcome] = ()
+Every = tuple[tuple[int, ...], ...]  # a sequence's rows at each layer
+Outcome = tuple[Any, ...]  # "ok" and a sequence's rows, or the codes that are right
+NOT_NOW: Final[Outcome] = ()  # the call cannot take effect now
 
 
 class Wrong(AssertionError):
@@ -46,6 +47,7 @@ class Held(NamedTuple):
 
 
 Sequences = dict[str, Held]
+Answer = tuple[dict[str, Any], dict[str, Any]]  # fields and tensors of a success
 
 
 class Rows:
@@ -68,13 +70,13 @@ class Rows:
             parent = row
         return made
 
-    def content(self, rows: Sequence[int], layer: int) -> tuple[Any, Any]:
-        """k and v [n, Hkv, D] of rows."""
+    def content(self, rows: Sequence[int], layer: int) -> Any:
+        """k and v of rows, [2, n, Hkv, D]."""
         heads, dim = self.geometry.num_kv_heads, self.geometry.head_dim
         at = np.asarray(rows, np.float64).reshape(-1, 1, 1, 1)
         place = np.arange(2 * heads * dim, dtype=np.float64).reshape(2, heads, dim)
         values = np.sin(at * 12.9898 + place * 78.233 + layer * 3.7) * 2
-        return values[:, 0].astype(np.float32), values[:, 1].astype(np.float32)
+        return values.astype(np.float32).swapaxes(0, 1)
 
     def is_chain(self, rows: Sequence[int]) -> bool:
         """Whether each row's content belongs behind the row before it."""
@@ -83,7 +85,7 @@ class Rows:
         )
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Op:
     """A call. `rows` are those that it appends, `plan` what else an oracle needs to know."""
 
@@ -95,34 +97,25 @@ class Op:
     deadline_s: float = 0.0
     sent: float = 0.0
     is_cancelled: bool = False
-    faults: int = 0
-    """Length of the log of faults when it was sent."""
+    faults: int = 0  # that happened before it was sent
     space: Any = None
     session: int = 0
-    number: int = 0
-    """Of the call, in its session."""
-    reply: tuple[str, bytes] | None = None
-    """Code and image, as the engine answered."""
-    answer: tuple[dict[str, Any], dict[str, Any]] | None = None
-    """Fields and tensors of a success."""
-    seen: Every = ()
-    """Rows of its last sequence, as the oracle has them then."""
+    number: int = 0  # of the call, in its session
+    reply: tuple[int, bytes] | None = None  # status and image, as the engine answered
+    answer: Answer | None = None
+    seen: Every = ()  # rows of its last sequence, as the oracle has them then
 
-    @property
-    def ids(self) -> list[str]:
-        """Ids of the sequences that must be there."""
-        if self.name in NO_SEQUENCE or self.new:
-            return []
-        ids = self.fields.get("sequences") or self.fields.get("ids")
-        return list(ids) if ids else [self.fields["id"]] if "id" in self.fields else []
-
-    @property
-    def new(self) -> list[dict[str, Any]]:
-        return self.fields["sequences"] if self.name == "create_sequences" else []
-
-    @property
-    def parents(self) -> list[str]:
-        return [new["parent"] for new in self.new if "parent" in new]
+    def __post_init__(self) -> None:
+        fields = self.fields
+        self.new: list[dict[str, Any]] = []  # sequences that it makes
+        self.ids: list[str] = []  # of sequences that must be there
+        self.layers = fields.get("layers") or [fields.get("layer", 0)]
+        if self.name == "create_sequences":
+            self.new = fields["sequences"]
+        elif self.name not in NO_SEQUENCE:
+            one = [fields["id"]] if "id" in fields else []
+            self.ids = fields.get("sequences") or fields.get("ids") or one
+        self.parents = [new["parent"] for new in self.new if "parent" in new]
 
     @property
     def made(self) -> list[str]:
@@ -132,10 +125,6 @@ class Op:
         if self.answer is not None and self.new:
             return [view["id"] for view in self.answer[0]["sequences"]]
         return [new.get("id", "") for new in self.new]
-
-    @property
-    def layers(self) -> list[int]:
-        return self.fields.get("layers") or [self.fields["layer"]]
 
     @property
     def written(self) -> set[str]:
@@ -154,6 +143,11 @@ class Op:
     def steps(self) -> list[Step]:
         """What it does with each sequence."""
         return [Step(self, at) for at in range(len(self.made or self.ids))]
+
+
+def call(name: str, /, **fields: Any) -> Op:
+    """A call without tensors."""
+    return Op(name, fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,15 +175,18 @@ class Step:
         return f"{op.name} {self.name} {rows} {fields}"
 
     def apply(self, there: Sequences, number: int) -> Outcome:
+        """Changes the sequences; `number` is that of the effect."""
         op, name = self.op, self.name
         if op.made:
             return self._make(there, number)
+        if op.name == "loss" and (name not in there or there[name].made > number):
+            return NOT_NOW
         if name not in there:
             return ("ok",) if op.name == "delete_sequences" else ("unknown_sequence",)
-        made, rows = there[name]
-        if op.name in ("delete_sequence", "delete_sequences"):
+        if op.name in ENDING:
             del there[name]
             return ("ok",)
+        made, rows = there[name]
         if op.name == "truncate":
             length, keep = op.fields["length"], op.fields.get("keep") or []
             if max([length, *(at + 1 for at in keep)]) > min(map(len, rows)):
@@ -252,36 +249,30 @@ class Step:
                 pages = -(-lengths[op.layers[0]] // rule.geometry.page_size)
                 return bool(fields["kv_indptr"][at + 1] - fields["kv_indptr"][at] == pages)
             case "decode" | "prefill":
-                return self._attends(rows[op.layers[0]], rule)
+                queries = op.fields.get("qo_indptr") or range(len(op.ids) + 1)
+                span, (layer,) = slice(*queries[at : at + 2]), op.layers
+                return attends(op, span, rule.content(rows[layer], layer))
             case "gather":
                 (layer,), span = op.layers, slice(*fields["kv_indptr"][at : at + 2])
-                found = tensors["k"][span], tensors["v"][span]
-                return same(found, [rule.content(rows[layer], layer)])
+                return same(tensors, span, [rule.content(rows[layer], layer)])
             case "export_sequence" if op.plan is None:
                 return bool(fields["header"]["lengths"] == lengths)
             case "export_sequence":
-                wanted = [
-                    rule.content(rows[layer][first:last], layer) for layer, first, last in op.plan
-                ]
-                return same((tensors["k"], tensors["v"]), wanted)
+                parts = ((layer, rows[layer][first:last]) for layer, first, last in op.plan)
+                return same(tensors, slice(None), [rule.content(some, at) for at, some in parts])
         return True
 
-    def _attends(self, rows: Sequence[int], rule: Rows) -> bool:
-        op, (_, tensors) = self.op, self.op.answer or ({}, {})
-        queries = op.fields.get("qo_indptr") or range(len(op.ids) + 1)
-        span = slice(*queries[self.at : self.at + 2])
-        q, (k, v) = op.tensors["q"][span], rule.content(rows, op.layers[0])
-        seen = visible(len(q), len(rows), causal=op.fields.get("causal", False))
-        wanted = attend(q, k, v, seen, sm_scale=q.shape[-1] ** -0.5)
-        return all(
-            np.allclose(tensors[name][span], value, atol=TOLERANCE, rtol=TOLERANCE)
-            for name, value in zip(("o", "lse"), wanted, strict=True)
-        )
+
+def same(tensors: Any, span: slice, parts: list[Any]) -> bool:
+    """Whether k and v hold the content of all parts, one after another."""
+    found = [tensors["k"][span], tensors["v"][span]]
+    return not parts or np.array_equal(found, np.concatenate(parts, axis=1))
 
 
-def same(found: Sequence[Any], wanted: Sequence[tuple[Any, Any]]) -> bool:
-    """Whether k and v hold the rows of all spans, one after another."""
-    return not wanted or all(
-        np.array_equal(part, np.concatenate(each))
-        for part, each in zip(found, zip(*wanted, strict=True), strict=True)
-    )
+def attends(op: Op, span: slice, content: Any) -> bool:
+    """Whether the queries of a span attended to k and v."""
+    q, (k, v), (_, tensors) = op.tensors["q"][span], content, op.answer or ({}, {})
+    seen = visible(len(q), len(k), causal=op.fields.get("causal", False))
+    o, lse = attend(q, k, v, seen, sm_scale=q.shape[-1] ** -0.5)
+    close = partial(np.allclose, atol=TOLERANCE, rtol=TOLERANCE)
+    return bool(close(tensors["o"][span], o) and close(tensors["lse"][span], lse))

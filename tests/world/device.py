@@ -1,8 +1,7 @@
 """An adversarial device: work completes late, out of step with the host, or fails.
 
-Arguments are read and results are written when a kernel runs, not when it is launched. Freed pages
-are overwritten, in the order of the stream. A result that no kernel has written stays what the
-memory held before.
+Arguments are read and results written when a kernel runs, not when it is launched; freed pages are
+overwritten in the order of the stream. What no kernel writes stays what the memory held before.
 """
 
 from __future__ import annotations
@@ -16,21 +15,17 @@ from typing import Any, Final
 
 import numpy as np
 
-from kernels.backend import Attend, DeviceLost, DType, Int32, PoolGeometry, Unsupported
+from kernels.backend import Attend, DeviceLost, Done, DType, Int32, PoolGeometry, Unsupported
 from kernels.errors import NoMemory
 from kernels.pending import StageSeconds
 from tests.engine.fake_backend import FakeBackend, written
-from tests.world.clock import Clock
-from tests.world.network import Fault
+from tests.world.network import NEVER, Clock, Fault
 
-FREED: Final = np.nan
-"""What freed pages hold: attention to one shows at once."""
+FREED: Final = np.nan  # what freed pages hold: attention to one shows at once
 LONGEST_S: Final = 0.05
-READING: Final = ("attend", "gather", "read_stored")
-"""Operations whose kernels may fail."""
+READING: Final = ("attend", "gather", "read_stored")  # operations whose kernels may fail
 STORED: Final = ("read_stored", "write_stored")
-SUDDEN: Final = (0.01, 0.1, 0.3)
-"""Shares of looks at late work by which it is done, sooner than it was due."""
+SUDDEN: Final = (0.01, 0.1, 0.3)  # shares of looks at late work that find it done already
 
 
 @dataclass(eq=False, slots=True)
@@ -82,7 +77,6 @@ class WorldDevice(FakeBackend):
         self._free_at = 0.0
 
     def check(self) -> None:
-        """Raises DeviceLost after the device was lost."""
         if self.is_lost:
             raise DeviceLost("the device fell off the bus")
 
@@ -90,70 +84,61 @@ class WorldDevice(FakeBackend):
         """Run the kernels that are due."""
         while self.stream and self.stream[0].due <= until:
             work = self.stream.popleft()
-            if work.error is None:
-                work.value = work.kernel()
+            if work.error is None and (made := work.kernel()) is not None:
+                work.value = made.result()
             work.has_run = True
 
     def free(self, pages: Int32) -> None:
         """Freed pages hold nothing any more."""
-        if not pages.size:
-            return
         size = self.geometry.page_size
         slots = (pages[:, None] * size + np.arange(size)).reshape(-1)
 
         def overwrite() -> None:
             self.pool[:, :, slots] = FREED
 
-        self._launch("free", overwrite)
+        if pages.size:
+            self._launch("free", overwrite)
 
     def append(self, layer: int, k: Any, v: Any, slots: Int32) -> Any:
-        return self._call("append", super().append, layer, k, v, slots.copy())
+        return self._launch("append", super().append, layer, k, v, slots.copy())
 
     def write_stored(self, layer: int, k: Any, v: Any, slots: Int32) -> Any:
-        return self._call("write_stored", super().write_stored, layer, k, v, slots.copy())
+        return self._launch("write_stored", super().write_stored, layer, k, v, slots.copy())
 
     def copy_rows(self, *given: Int32) -> None:
-        self._enter("copy_rows")
-        self._launch("copy_rows", partial(super().copy_rows, *(one.copy() for one in given)))
+        self._launch("copy_rows", super().copy_rows, *(one.copy() for one in given))
 
     def attend(self, requests: Sequence[Attend]) -> Any:
-        self._enter("attend")
-        kernel = lambda: [written(self._attend(one), one.out) for one in requests]  # noqa: E731
+        def kernel() -> Any:
+            return Done([written(self._attend(one), one.out) for one in requests])
+
         return self._launch("attend", kernel)
 
     def gather(self, layer: int, slots: Int32, dtype: DType, out: Any = None) -> Any:
-        return self._call("gather", super().gather, layer, slots.copy(), dtype, out)
+        return self._launch("gather", super().gather, layer, slots.copy(), dtype, out)
 
     def read_stored(self, layer: int, slots: Int32, out: Any) -> Any:
-        return self._call("read_stored", super().read_stored, layer, slots.copy(), out)
+        return self._launch("read_stored", super().read_stored, layer, slots.copy(), out)
 
     def close(self) -> None:
-        self.run(float("inf"))
+        self.run(NEVER)
 
-    def _call(self, name: str, call: Callable[..., Any], *args: Any) -> Work:
-        self._enter(name)
-        return self._launch(name, lambda: call(*args).result())
-
-    def _launch(self, name: str, kernel: Callable[[], Any]) -> Work:
+    def _launch(self, name: str, call: Callable[..., Any], *args: Any) -> Work:
+        """A kernel starts now or later, in the order of the stream, or it does not."""
         self.check()
-        now, order = self.clock.now, self.order
+        order, is_armed = self.order, self.is_armed and name != "free"
+        # a driver that cannot copy rows for a truncation loses the pool
+        if is_armed and name != "copy_rows" and self.fault("launch fails", 0.005):
+            raise RuntimeError(f"{name}: a fault of the driver")
+        if is_armed and self.fault("no memory", 0.03 if name in STORED else 0.005):
+            raise NoMemory(f"{name}: no memory")
+        if is_armed and name == "attend" and self.fault("unsupported", 0.005):
+            raise Unsupported("q", "odd", "not here")
         late = 1e-6 * 10.0 ** (4.5 * order.random()) if order.random() < 0.7 else 0.0
-        self._free_at = max(now, self._free_at) + min(late, LONGEST_S)
-        work = Work(self, kernel, self._free_at)
-        if name in READING and self.is_armed and self.fault("kernel fails", 0.02):
+        self._free_at = max(self.clock.now, self._free_at) + min(late, LONGEST_S)
+        work = Work(self, partial(call, *args), self._free_at)
+        if is_armed and name in READING and self.fault("kernel fails", 0.02):
             work.error = RuntimeError(f"{name}: a fault of the device")
         self.stream.append(work)
         self.num_launched += 1
         return work
-
-    def _enter(self, name: str) -> None:
-        self.check()
-        if not self.is_armed:
-            return
-        # a driver that cannot copy rows for a truncation loses the pool
-        if name != "copy_rows" and self.fault("launch fails", 0.005):
-            raise RuntimeError(f"{name}: a fault of the driver")
-        if self.fault("no memory", 0.03 if name in STORED else 0.005):
-            raise NoMemory(f"{name}: no memory")
-        if name == "attend" and self.fault("unsupported", 0.005):
-            raise Unsupported("q", "odd", "not here")

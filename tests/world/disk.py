@@ -1,7 +1,6 @@
 """The world of a disk: the record store of the tiers on files that tear, flip, fill and lie.
 
-What is read is what was kept, or a miss; what was durable is there after a kill or a loss of power.
-SQLite's own files are real: their commits are durable once they return.
+What is read is what was kept, or a miss; what was durable survives. SQLite's own files are real.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import random
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,21 +19,21 @@ from service.tiers.files import Files
 from service.tiers.record_store import RecordStore
 from service.tiers.records import InvalidRecord, NewRecord, RecordLayout
 from service.tiers.shelf import Entry
-from tests.world.calls import check
-from tests.world.simulation import Plan, Result
+from tests.world.calls import SPACES, check
+from tests.world.network import Fault
+from tests.world.simulation import Plan, Result, Run
 
 LAYOUT: Final = RecordLayout(8, 200, b"model and shape.")
 MEMORY: Final = "/dev/shm" if os.path.isdir("/dev/shm") else None
 NUM_KEYS: Final = 24
-SPACES: Final = ("ours", "theirs")
-RESTARTS: Final = ("restart", "kill", "power loss")
-OPERATIONS: Final = (*("put", "get") * 9, *("drop", "clear", "limit") * 3, *RESTARTS)
+RARE: Final = ("restart", "kill", "power loss")
+OPERATIONS: Final = (*("put", "get") * 9, *("drop", "clear", "limit") * 3, *RARE)
 
 
 class SimFiles(Files):
     """Real files below a cache that is lost with the power."""
 
-    def __init__(self, order: random.Random, fault: Callable[[str, float], bool]) -> None:
+    def __init__(self, order: random.Random, fault: Fault) -> None:
         self.order, self.fault = order, fault
         self.unsynced: list[tuple[int, int, bytes]] = []
         """Descriptor, offset and old bytes of writes that are not on the device."""
@@ -72,33 +71,27 @@ class SimFiles(Files):
         self.unsynced = []
 
 
-class DiskWorld:
+class DiskWorld(Run):
     """One run: `statements` operations of each of the plan's callers, one after another."""
 
+    store: RecordStore
+
     def __init__(self, plan: Plan) -> None:
-        self.plan, self.result = plan, Result(plan)
+        super().__init__(plan)
         self.order = random.Random(f"{plan.seed} disk")
-        self.luck = random.Random(f"{plan.seed} faults")
         self.kept: dict[bytes, str] = {}
         """Namespaces of records that are certainly there, by key."""
-        self.is_honest = True
-        """Whether no fault can have cost a record."""
         self.room = self.order.choice((6, 12, 30)) * LAYOUT.block_bytes
         self.files = SimFiles(self.order, self.fault)
-        self.store: RecordStore
 
-    def fault(self, name: str, share: float) -> bool:
-        if not self.plan.faults or self.luck.random() >= share:
-            return False
-        self.result.faults[name] += 1
-        self.result.trace.append(name)
-        self.is_honest = self.is_honest and name != "disk lies about a sync"
-        return True
+    @property
+    def is_honest(self) -> bool:
+        """Whether no fault can have cost a record."""
+        return "disk lies about a sync" not in self.faults
 
     def run(self) -> Result:
         with tempfile.TemporaryDirectory(prefix="attnd-disk-", dir=MEMORY) as folder:
-            self.path, self.number = Path(folder), 0
-            self.open()
+            self.open(Path(folder) / "0")
             try:
                 for number in range(self.plan.statements * self.plan.callers):
                     if number not in self.plan.skipped:
@@ -106,51 +99,60 @@ class DiskWorld:
                         self.step()
                 self.restart("restart")
             except Exception as error:
-                self.result.error = f"{type(error).__name__}: {error}"
+                self.fail(error)
             self.store.close()
+        self.result.faults = Counter(self.faults)
         return self.result
 
-    def open(self) -> None:
-        self.files.unsynced = []
-        path = self.path / str(self.number)
-        self.store = RecordStore(path, self.room, LAYOUT, self.files, self.evicted)
+    def open(self, path: Path) -> None:
+        self.path, self.files.unsynced = path, []
+        self.store = RecordStore(path, self.room, LAYOUT, self.files, self.forget)
 
-    def evicted(self, entry: Entry) -> None:
+    def forget(self, entry: Entry) -> None:
         self.kept.pop(entry.key, None)
 
     def step(self) -> None:
-        order = self.order
-        name = order.choice(OPERATIONS)
+        name, since, code = self.order.choice(OPERATIONS), len(self.faults), "ok"
         self.result.rounds += 1
-        self.result.trace.append(name)
-        before = Counter(self.result.faults)
-        code = "ok"
+        self.note(name)
         try:
-            if name in RESTARTS:
-                self.restart(name)
-            else:
-                getattr(self, f"_{name}")()
+            self.operate(name)
         except OSError as error:
             code = errno.errorcode.get(error.errno or 0, "EIO")
             self.kept = {k: v for k, v in self.kept.items() if self.store.find(k) is not None}
             self.restart("kill")  # a store that has failed is not written to any more
-        self.result.coverage[name, code] += 1
-        for fault in self.result.faults - before:
-            self.result.coverage[name, fault] += 1
+        self.count(name, code, since)
 
-    def _put(self) -> None:
-        keys = {self.order.randrange(NUM_KEYS) for _ in range(self.order.randint(1, 3))}
-        records = [record(key) for key in sorted(keys)]
-        placed = self.store.put(records)
-        for one, is_kept in zip(records, placed, strict=True):
-            if is_kept:
-                self.kept[one.key] = one.namespace
-
-    def _get(self) -> None:
-        self.read(self.order.randrange(NUM_KEYS))
+    def operate(self, name: str) -> None:
+        order, store = self.order, self.store
+        match name:
+            case "put":
+                keys = {order.randrange(NUM_KEYS) for _ in range(order.randint(1, 3))}
+                records = [record(key) for key in sorted(keys)]
+                for one, is_kept in zip(records, store.put(records), strict=True):
+                    if is_kept:
+                        self.kept[one.key] = one.namespace
+            case "get":
+                self.read(order.randrange(NUM_KEYS))
+            case "drop":
+                if (entry := store.find(record(order.randrange(NUM_KEYS)).key)) is not None:
+                    store.drop([entry])
+                    self.forget(entry)
+            case "clear":
+                space = order.choice(SPACES)
+                self.kept = {key: owner for key, owner in self.kept.items() if owner != space}
+                store.clear(space)
+                (path,) = store.path.glob("*.data")
+                if self.is_honest:
+                    check(space.encode() not in path.read_bytes(), "bytes are left of", space)
+            case "limit":
+                limit = order.choice((None, 2 * LAYOUT.block_bytes))
+                store.set_limit(order.choice(SPACES), limit)
+            case _:
+                self.restart(name)
 
     def read(self, number: int) -> None:
-        wanted, before = record(number), self.result.faults["disk flips a bit"]
+        wanted, since = record(number), len(self.faults)
         entry = self.store.find(wanted.key)
         certain = self.is_honest and wanted.key in self.kept
         check(entry is not None or not certain, "a durable record is missing:", number)
@@ -161,62 +163,37 @@ class DiskWorld:
         try:
             found = self.store.get(entry, block)
         except InvalidRecord:
-            flipped = self.result.faults["disk flips a bit"] > before
-            check(flipped or not certain, "a durable record is damaged:", number)
+            is_flipped = "disk flips a bit" in self.faults[since:]
+            check(is_flipped or not certain, "a durable record is damaged:", number)
             self.store.drop([entry])
-            self.kept.pop(wanted.key, None)
+            self.forget(entry)
             return
         check(found is not None, "a record gave way to none:", number)
         check(bytes(block) == bytes(wanted.block), "a wrong record was read:", number)
 
-    def _drop(self) -> None:
-        entry = self.store.find(key_of(self.order.randrange(NUM_KEYS)))
-        if entry is not None:
-            self.store.drop([entry])
-            self.kept.pop(entry.key, None)
-
-    def _clear(self) -> None:
-        """Nothing of a namespace is on the disk afterwards."""
-        space = self.order.choice(SPACES)
-        self.kept = {key: owner for key, owner in self.kept.items() if owner != space}
-        self.store.clear(space)
-        (path,) = self.store.path.glob("*.data")
-        if self.is_honest:
-            check(space.encode() not in path.read_bytes(), "bytes are left of", space)
-
-    def _limit(self) -> None:
-        limit = self.order.choice((None, 2 * LAYOUT.block_bytes))
-        self.store.set_limit(self.order.choice(SPACES), limit)
-
     def restart(self, how: str) -> None:
         """The next store has a copy of what the one before left on its disk."""
-        old = self.store
+        old, here = self.store, self.path
         if how == "restart":
             old.close()
         elif how == "power loss":
             self.files.lose_power()
-        here, self.number = self.path / str(self.number), self.number + 1
-        shutil.copytree(here, self.path / str(self.number))
+        there = here.with_name(str(int(here.name) + 1))
+        shutil.copytree(here, there)
         if how != "restart":
             old.close()
         shutil.rmtree(here)
-        self.open()
+        self.open(there)
         for number in range(NUM_KEYS):
-            try:
+            with suppress(OSError):
                 self.read(number)
-            except OSError:
-                continue
-
-
-def key_of(number: int) -> bytes:
-    return number.to_bytes(16, "little")
 
 
 def record(number: int) -> NewRecord:
     """The record of a key, which is always the same, as for a page of tokens."""
     block: Any = memoryview(bytearray(LAYOUT.block_bytes))
-    space = SPACES[number % 2]
+    key, space = number.to_bytes(16, "little"), SPACES[number % 2]
     payload = f"{space} {number} ".encode() * 12
     LAYOUT.payload(block)[: len(payload)] = payload
-    LAYOUT.seal(block, key_of(number), space, b"label", len(payload))
-    return NewRecord(key_of(number), space, 35, b"tag", block)
+    LAYOUT.seal(block, key, space, b"label", len(payload))
+    return NewRecord(key, space, 35, b"tag", block)

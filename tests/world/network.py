@@ -1,101 +1,98 @@
-"""Sockets in memory: every byte arrives late, in pieces, or is lost with its connection."""
+"""Virtual time, and sockets in memory: bytes arrive late, in pieces, or never."""
 
 from __future__ import annotations
 
 import array
 import os
 import random
+import secrets
 import selectors
 import socket
+import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, Final
 
 from service.road.engine_end.listening import CREDENTIALS
-from tests.world.clock import Clock
 
-CAPACITIES: Final = (2**10, 2**15)
-"""Bytes that a connection holds in one direction before its sender has to wait."""
-SLOW: Final = (0.005, 0.02, 0.02, 0.5)
-"""Shares of a connection's pieces that arrive late: one process may be far from another."""
-FIRST_FD: Final = 10**6
-"""Numbers of the world's sockets; no descriptor of the system is so large."""
-
-
+TICK_S: Final = 2e-6  # time that passes at every look at the clock, so that no loop waits for ever
+STALLS_S: Final = (1e-4, 1e-3, 5e-3, 0.03, 0.2)  # pauses of a process between two such looks
+CAPACITIES: Final = (2**10, 2**15)  # bytes under way in one direction: more have to wait
+SLOW: Final = (0.005, 0.02, 0.02, 0.5)  # shares of late pieces, by how far two processes are
+FIRST_FD: Final = 10**6  # numbers of the world's sockets; no descriptor of the system is so large
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 NEVER: Final = float("inf")
-Fault = Callable[[str, float], bool]
-"""Whether a named fault happens now, by its share of the cases; counts it."""
+Fault = Callable[[str, float], bool]  # whether a named one happens now, by its share of the cases
 
 
-@dataclass(slots=True)
-class Pipe:
-    """One direction of a connection."""
+Replaced = tuple[Any, str, Any]  # an owner, the name of its attribute, and another value
 
-    order: random.Random
-    slow: float
-    capacity: int
-    chunks: deque[tuple[float, bytes]] = field(default_factory=deque)
-    """Bytes under way, with the time of their arrival."""
-    arrived: bytearray = field(default_factory=bytearray)
-    descriptors: list[int] = field(default_factory=list)
-    ends: float = NEVER
-    """When the reader sees the end."""
-    is_reset: bool = False
-    latest: float = 0.0
-    unread: int = 0
-    """Bytes that were sent and not read."""
 
-    def put(self, data: bytes, now: float) -> None:
-        """Send bytes on their way, in one to three pieces."""
-        order = self.order
-        self.unread += len(data)
-        while data:
-            cut = order.randint(1, len(data)) if order.random() < 0.1 else len(data)
-            kind, late = order.random(), 1e-6 * 10.0 ** (3 * order.random())
-            if kind < self.slow:
-                late = 0.3 * order.random()
-            self.latest = max(self.latest, now + late)
-            self.chunks.append((self.latest, data[:cut]))
-            data = data[cut:]
+class Clock:
+    """The world's time, in seconds. It moves when it is read, and by `advance`."""
 
-    def arrive(self, now: float) -> None:
-        while self.chunks and self.chunks[0][0] <= now:
-            self.arrived += self.chunks.popleft()[1]
+    def __init__(self, order: random.Random, stalls: float) -> None:
+        """`stalls`: the share of looks at the clock before which the process paused."""
+        self.now = 1000.0
+        self._order, self._stalls = order, stalls
 
-    @property
-    def readable_at(self) -> float:
-        """When its reader sees bytes or the end, as things are now."""
-        if self.arrived:
-            return 0.0
-        return self.chunks[0][0] if self.chunks else self.ends
+    def monotonic(self) -> float:
+        self.now += TICK_S
+        if self._order.random() < self._stalls:
+            self.now += self._order.choice(STALLS_S)
+        return self.now
+
+    def advance(self, to: float) -> None:
+        self.now = max(self.now, to)
+
+
+def virtual(clock: Clock, order: random.Random) -> list[Replaced]:
+    """In place of every clock and source of randomness of the process; beside these the service
+    reads only the module `random`, which the world seeds."""
+    return [
+        (time, "monotonic", clock.monotonic),
+        (time, "perf_counter", clock.monotonic),
+        (time, "time", lambda: clock.monotonic() + 1.7e9),
+        (time, "time_ns", lambda: int((clock.monotonic() + 1.7e9) * 1e9)),
+        (time, "sleep", lambda seconds: clock.advance(clock.now + seconds)),
+        (secrets, "token_bytes", lambda size=32: order.randbytes(size)),
+        (secrets, "token_hex", lambda size=32: order.randbytes(size).hex()),
+        (uuid, "uuid4", lambda: uuid.UUID(bytes=order.randbytes(16), version=4)),
+        (os, "urandom", order.randbytes),
+    ]
 
 
 class SimSocket:
-    """What the road needs of `socket.socket`, at one end of a connection."""
+    """What the service needs of `socket.socket`, at one end of a connection, with what is under way
+    to this end. `pair` is the connection's number, the same at both ends."""
 
     family = socket.AF_UNIX
 
-    def __init__(self, network: Network, fd: int, incoming: Pipe, outgoing: Pipe) -> None:
-        self.network, self.fd = network, fd
-        self.incoming, self.outgoing = incoming, outgoing
-        self.is_closed = False
-        self.deaf_until = 0.0
-        """Until when its process reads nothing."""
-        self.pair = 0
-        """The connection's number, the same at both ends."""
+    def __init__(self, network: Network, pair: int = 0, way: int = 0) -> None:
+        self.network, self.pair, self.fd = network, pair, next(network.numbers)
+        network.by_fd[self.fd] = self
+        self.order = random.Random(f"{network.seed} {pair} {way}")
+        self.slow, self.capacity = self.order.choice(SLOW), self.order.choice(CAPACITIES)
+        self.chunks: deque[tuple[float, bytes]] = deque()  # under way, with their arrival
+        self.arrived = bytearray()
+        self.descriptors: list[int] = []
+        self.unread = 0  # bytes that were sent and not read
+        self.latest = 0.0  # when the last bytes arrive
+        self.deaf_until = 0.0  # until when the process reads nothing
+        self.ends = NEVER  # when it sees the end
+        self.is_reset = self.is_closed = False
         self.peer = self
         self.selector: SimSelector | None = None
 
     def fileno(self) -> int:
         return -1 if self.is_closed else self.fd
 
-    def setblocking(self, flag: bool) -> None:
-        """The world's sockets never block."""
-
     def setsockopt(self, *_: Any) -> None:
-        """Options make no difference here."""
+        """Options make no difference here, and no socket ever blocks."""
+
+    setblocking = setsockopt
 
     def getsockname(self) -> tuple[str, int]:
         return "127.0.0.1", self.pair
@@ -110,52 +107,77 @@ class SimSocket:
 
     def ready_at(self, events: int) -> float:
         """When one of the events has come, as things are now."""
-        out = self.outgoing
-        if events & WRITE and (out.ends < NEVER or out.unread < out.capacity):
+        peer = self.peer
+        if events & WRITE and (peer.ends < NEVER or peer.unread < peer.capacity):
             return 0.0
-        return max(self.incoming.readable_at, self.deaf_until) if events & READ else NEVER
+        if not events & READ:
+            return NEVER
+        arrives = self.chunks[0][0] if self.chunks else self.ends
+        return max(0.0 if self.arrived else arrives, self.deaf_until)
+
+    def changed(self) -> None:
+        """Both ends may be ready at another time than before."""
+        for end in (self, self.peer):
+            if end.selector is not None:
+                end.selector.known = None
+
+    def arrive(self) -> None:
+        while self.chunks and self.chunks[0][0] <= self.network.clock.now:
+            self.arrived += self.chunks.popleft()[1]
+
+    def put(self, data: bytes) -> None:
+        """Bytes are on their way to this end, in pieces."""
+        order = self.order
+        self.unread += len(data)
+        while data:
+            cut = order.randint(1, len(data)) if order.random() < 0.1 else len(data)
+            kind, late = order.random(), 1e-6 * 10.0 ** (3 * order.random())
+            if kind < self.slow:
+                late = 0.3 * order.random()
+            self.latest = max(self.latest, self.network.clock.now + late)
+            self.chunks.append((self.latest, data[:cut]))
+            data = data[cut:]
+        self.changed()
 
     def send(self, data: Any) -> int:
+        peer, network = self.peer, self.network
         if self.is_closed:
             raise OSError(9, "closed")
-        if self.outgoing.ends < NEVER:
+        if peer.ends < NEVER:
             raise BrokenPipeError(32, "the other end is closed")
-        data = bytes(data)
-        room = self.outgoing.capacity - self.outgoing.unread
-        if room <= 0:
+        if peer.unread >= peer.capacity:
             raise BlockingIOError(11, "full")
-        data = data[:room]
-        if len(data) > 1 and self.network.fault("partial send", 0.01):
-            data = data[: self.outgoing.order.randint(1, len(data) - 1)]
-        self.outgoing.put(data, self.network.clock.now)
-        changed(self, self.peer)
-        if self.network.fault("connection breaks", 0.0003):
+        data = bytes(data)[: peer.capacity - peer.unread]
+        if len(data) > 1 and network.fault("partial send", 0.01):
+            data = data[: peer.order.randint(1, len(data) - 1)]
+        peer.put(data)
+        if network.fault("connection breaks", 0.0003):
             self.kill()
         return len(data)
 
     def sendmsg(self, buffers: Sequence[Any], ancillary: Any = (), *_: Any) -> int:
         for _, _, content in ancillary:
             numbers = array.array("i", content)
-            self.outgoing.descriptors += [os.dup(number) for number in numbers]
+            self.peer.descriptors += [os.dup(number) for number in numbers]
         return self.send(b"".join(bytes(one) for one in buffers))
 
     def recv(self, size: int) -> bytes:
-        incoming, now = self.incoming, self.network.clock.now
+        now, network = self.network.clock.now, self.network
         if self.is_closed:
             raise OSError(9, "closed")
-        incoming.arrive(now)
-        if self.fd < self.peer.fd and self.network.fault("caller stops reading", 0.0003):
-            self.deaf_until = now + incoming.order.choice((0.3, 1.0, 4.0))
-        if max(incoming.readable_at, self.deaf_until) > now:
+        self.arrive()
+        if self.fd < self.peer.fd and network.fault("caller stops reading", 0.0003):
+            self.deaf_until = now + self.order.choice((0.3, 1.0, 4.0))
+        if self.ready_at(READ) > now:
             raise BlockingIOError(11, "nothing has arrived")
-        if incoming.is_reset and not incoming.arrived:
+        if self.is_reset and not self.arrived:
             raise ConnectionResetError(104, "reset")
-        if size > 1 and len(incoming.arrived) > 1 and self.network.fault("short read", 0.01):
-            size = incoming.order.randint(1, min(size, len(incoming.arrived)) - 1) or 1
-        data = bytes(incoming.arrived[:size])
-        del incoming.arrived[:size]
-        incoming.unread -= len(data)
-        changed(self, self.peer)
+        if size > 1 and len(self.arrived) > 1 and network.fault("short read", 0.01):
+            size = self.order.randint(1, min(size, len(self.arrived)) - 1)
+        data = bytes(self.arrived[:size])
+        del self.arrived[:size]
+        self.unread -= len(data)
+        self.changed()
         return data
 
     def recv_into(self, buffer: Any) -> int:
@@ -164,58 +186,43 @@ class SimSocket:
         return len(data)
 
     def recvmsg(self, size: int, *_: Any) -> tuple[bytes, list[Any], int, None]:
-        data = self.recv(size)
-        numbers, self.incoming.descriptors = self.incoming.descriptors, []
-        rights = array.array("i", numbers).tobytes()
-        found = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if numbers else []
+        data, rights = self.recv(size), array.array("i", self.descriptors).tobytes()
+        self.descriptors = []
+        found = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if rights else []
         return data, found, 0, None
-
-    def shutdown(self, _: int) -> None:
-        self._end(lost=False)
 
     def close(self) -> None:
         if not self.is_closed:
-            self._end(lost=False)
+            self.shutdown()
             self.is_closed = True
             self.network.by_fd.pop(self.fd)
 
     def kill(self) -> None:
         """The process at this end dies: what is under way may be lost. Its end is closed later."""
-        self._end(lost=True)
+        self.shutdown(lost=True)
 
-    def _end(self, lost: bool) -> None:
-        now, out = self.network.clock.now, self.outgoing
-        out.arrive(now)
-        if out.ends == NEVER:
-            if lost and out.chunks and self.network.fault("frames lost", 0.5):
-                for _ in range(out.order.randint(1, len(out.chunks))):
-                    out.unread -= len(out.chunks.pop()[1])
-                out.is_reset = True
-            out.ends = max(now, out.chunks[-1][0] if out.chunks else now)
-        self.incoming.ends = min(self.incoming.ends, now)
-        changed(self, self.peer)
-        for number in self.incoming.descriptors:
+    def shutdown(self, _: int = socket.SHUT_RDWR, *, lost: bool = False) -> None:
+        now, peer = self.network.clock.now, self.peer
+        peer.arrive()
+        if peer.ends == NEVER:
+            if lost and peer.chunks and self.network.fault("frames lost", 0.5):
+                for _ in range(peer.order.randint(1, len(peer.chunks))):
+                    peer.unread -= len(peer.chunks.pop()[1])
+                peer.is_reset = True
+            peer.ends = max(now, peer.chunks[-1][0] if peer.chunks else now)
+        self.ends = min(self.ends, now)
+        self.changed()
+        for number in self.descriptors:
             os.close(number)
-        self.incoming.descriptors = []
+        self.descriptors = []
 
 
-class Listener:
+class Listener(SimSocket):
     """A listening socket; `dial` connects to it."""
 
-    family = socket.AF_UNIX
-
     def __init__(self, network: Network) -> None:
-        self.network, self.fd = network, network.new_fd()
+        super().__init__(network)
         self.backlog: deque[SimSocket] = deque()
-        self.is_closed = False
-        self.selector: SimSelector | None = None
-        network.by_fd[self.fd] = self
-
-    def fileno(self) -> int:
-        return self.fd
-
-    def setblocking(self, flag: bool) -> None:
-        """The world's sockets never block."""
 
     def ready_at(self, events: int) -> float:
         return 0.0 if self.backlog and events & READ else NEVER
@@ -223,7 +230,7 @@ class Listener:
     def accept(self) -> tuple[SimSocket, None]:
         if not self.backlog:
             raise BlockingIOError(11, "no connection")
-        changed(self)
+        self.changed()
         return self.backlog.popleft(), None
 
     def dial(self) -> SimSocket:
@@ -232,7 +239,7 @@ class Listener:
             raise ConnectionRefusedError(111, "no engine listens")
         here, there = self.network.pair()
         self.backlog.append(there)
-        changed(self)
+        self.changed()
         return here
 
     def close(self) -> None:
@@ -247,32 +254,19 @@ class Network:
 
     def __init__(self, clock: Clock, seed: int, fault: Fault) -> None:
         self.clock, self.seed, self.fault = clock, seed, fault
-        self.by_fd: dict[int, SimSocket | Listener] = {}
-        self._last_fd, self._last_pair = FIRST_FD, 0
-
-    def new_fd(self) -> int:
-        self._last_fd += 1
-        return self._last_fd
+        self.by_fd: dict[int, SimSocket] = {}
+        self.numbers, self.pairs = count(FIRST_FD), count(1)
 
     def pair(self) -> tuple[SimSocket, SimSocket]:
         """The two ends of a new connection."""
-        self._last_pair += 1
-        orders = [random.Random(f"{self.seed} {self._last_pair} {way}") for way in range(2)]
-        there, back = (Pipe(one, one.choice(SLOW), one.choice(CAPACITIES)) for one in orders)
-        here = SimSocket(self, self.new_fd(), back, there)
-        here.peer = SimSocket(self, self.new_fd(), there, back)
-        here.peer.peer = here
-        for end in (here, here.peer):
-            end.pair = self._last_pair
-            self.by_fd[end.fd] = end
-        return here, here.peer
+        number = next(self.pairs)
+        here, peer = (SimSocket(self, number, way) for way in (1, 0))
+        here.peer, peer.peer = peer, here
+        return here, peer
 
 
 class SimSelector(selectors._BaseSelectorImpl):  # type: ignore[misc]
-    """Finds the world's sockets that are ready; descriptors of the system never are.
-
-    `wait` lets the world run until there is something to do, or for some seconds.
-    """
+    """Finds the world's sockets that are ready; `wait` lets the world run for some seconds."""
 
     def __init__(
         self,
@@ -282,8 +276,7 @@ class SimSelector(selectors._BaseSelectorImpl):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self._network, self._order, self._wait = network, order, wait
-        self.known: float | None = None
-        """When one of its sockets is ready; None: something has changed since."""
+        self.known: float | None = None  # when a socket is ready; None: something has changed
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
         key = super().register(fileobj, events, data)
@@ -306,9 +299,6 @@ class SimSelector(selectors._BaseSelectorImpl):  # type: ignore[misc]
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         self._wait(timeout)
-        return self.ready()
-
-    def ready(self) -> list[tuple[selectors.SelectorKey, int]]:
         found, now, by_fd = [], self._network.clock.now, self._network.by_fd
         if self.ready_at() > now:
             return []
@@ -322,10 +312,3 @@ class SimSelector(selectors._BaseSelectorImpl):  # type: ignore[misc]
         if len(found) > 1:
             self._order.shuffle(found)
         return found
-
-
-def changed(*ends: SimSocket | Listener) -> None:
-    """They may be ready at another time than before."""
-    for end in ends:
-        if end.selector is not None:
-            end.selector.known = None

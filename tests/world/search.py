@@ -1,82 +1,76 @@
-"""Runs seeds until one fails, shrinks that run, and counts what was reached."""
+"""Runs seeds until one fails, shrinks that run, counts what was reached, and puts bugs back."""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import replace
 from multiprocessing import Pool
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from tests.world.cluster import ClusterWorld
 from tests.world.disk import DiskWorld
-from tests.world.simulation import Plan, Result, Simulation
+from tests.world.simulation import Plan, Result
 from tests.world.world import World
 
+ROOT: Final = Path(__file__).resolve().parents[2]
+PATCHES: Final = {path.stem: path for path in sorted((ROOT / "tests/world/bugs").glob("*.patch"))}
+PATCH: Final = ("patch", "--silent", "--force", "-p1")
+COPIED: Final = ("service", "config", "kernels", "client/src", "tests")
 PROGRESS_S: Final = 10.0
 SHRINK_RUNS: Final = 80
-KIND_CHARS: Final = 24
-"""Errors that begin with the same text are taken for the same."""
-KINDS: Final[dict[str, tuple[str, ...]]] = {
-    "deaths": ("caller dies", "door dies", "engine dies", "device lost"),
-    "stalls": ("engine stalls", "engine stalls long"),
-    "network": (
-        *("partial send", "short read", "frames lost", "connection breaks"),
-        "caller stops reading",
-    ),
-    "device": ("kernel fails", "launch fails", "no memory", "unsupported"),
-    "drains": ("engine drains", "engine is emptied", "emptying ends"),
-    "cancelled": ("caller cancels",),
-    "keys": ("key file breaks",),
-    "disk": (
-        *("disk fails to read", "disk fails to sync", "disk flips a bit", "disk is full"),
-        *("disk lies about a sync", "disk reads short", "disk writes short"),
-    ),
+KIND_CHARS: Final = 24  # errors that begin with the same text are taken for the same
+KINDS: Final = {
+    "deaths": "caller dies, door dies, engine dies, device lost",
+    "stalls": "engine stalls, engine stalls long",
+    "network": "partial send, short read, frames lost, connection breaks, caller stops reading",
+    "device": "kernel fails, launch fails, no memory, unsupported",
+    "drains": "engine drains, engine is emptied, emptying ends",
+    "cancelled": "caller cancels",
+    "keys": "key file breaks",
+    "disk": "disk fails to read, disk fails to sync, disk flips a bit, disk is full, "
+    "disk lies about a sync, disk reads short, disk writes short",
 }
-WORLDS: Final[dict[str, type[Simulation] | type[DiskWorld]]] = {
-    "engine": World,
-    "cluster": ClusterWorld,
-    "disk": DiskWorld,
-}
+"""Columns of the table, and the faults that each counts."""
+WORLDS: Final = {"engine": World, "cluster": ClusterWorld, "disk": DiskWorld}
 
 
 def run(plan: Plan) -> Result:
     return WORLDS[plan.world](plan).run()
 
 
-@dataclass(slots=True)
 class Totals:
     """What all runs did together."""
 
-    seeds: int = 0
-    seconds: float = 0.0
-    rounds: int = 0
-    calls: int = 0
-    unclear: int = 0
-    faults: Counter[str] = field(default_factory=Counter)
-    coverage: Counter[tuple[str, str]] = field(default_factory=Counter)
-    began: float = field(default_factory=time.perf_counter)
+    def __init__(self) -> None:
+        self.began = time.perf_counter()
+        self.sums: Counter[str] = Counter()
+        self.faults: Counter[str] = Counter()
+        self.coverage: Counter[tuple[str, str]] = Counter()
 
     def add(self, result: Result) -> None:
-        self.seeds += 1
-        self.seconds += result.seconds
-        self.rounds += result.rounds
-        self.calls += result.calls
-        self.unclear += result.is_unclear
+        names = ("seconds", "rounds", "calls", "unclear")
+        self.sums.update(seeds=1, **{name: getattr(result, name) for name in names})
         self.faults += result.faults
         self.coverage += result.coverage
 
     def line(self) -> str:
         spent = time.perf_counter() - self.began
         pairs = sum(1 for _, what in self.coverage if what in self.faults)
+        sums = self.sums
         return (
-            f"{self.seeds} seeds ({self.unclear} given up), {self.seeds / spent:.1f}/s; "
-            f"{self.seconds:.0f} s simulated, "
-            f"{self.seconds / spent:.1f}/s; {self.rounds} rounds, {self.calls} calls; "
+            f"{sums['seeds']} seeds ({sums['unclear']} given up), {sums['seeds'] / spent:.1f}/s; "
+            f"{sums['seconds']:.0f} s simulated, {sums['seconds'] / spent:.1f}/s; "
+            f"{sums['rounds']} rounds, {sums['calls']} calls; "
             f"{len(self.faults)} faults, {pairs} pairs of operation and fault"
         )
 
@@ -86,47 +80,35 @@ class Totals:
         lines.append("|---|" + "---|" * (len(KINDS) + 1))
         for name in sorted({name for name, _ in self.coverage}):
             of = {what: count for (one, what), count in self.coverage.items() if one == name}
-            hits = [sum(of.get(fault, 0) for fault in faults) for faults in KINDS.values()]
+            hits = [sum(of.get(one, 0) for one in some.split(", ")) for some in KINDS.values()]
             answered = sum(count for what, count in of.items() if what not in self.faults)
             lines.append(f"| `{name}` | {answered} | " + " | ".join(map(str, hits)) + " |")
-        lines.append(
-            "\n" + "; ".join(f"{name} {self.faults[name]}" for name in sorted(self.faults))
+        reached = "; ".join(f"{name} {self.faults[name]}" for name in sorted(self.faults))
+        texts = [path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("*.py")]
+        named = {name for text in texts for name in re.findall(r'fault\(\s*"([^"]+)"', text)}
+        missed = ", ".join(sorted(named - self.faults.keys())) or "none"
+        return "\n".join(
+            [*lines, "", reached, "", f"Named faults that were not reached: {missed}."]
         )
-        missed = sorted(named_faults() - self.faults.keys())
-        lines.append(f"\nNamed faults that were not reached: {', '.join(missed) or 'none'}.")
-        return "\n".join(lines)
-
-
-def named_faults() -> set[str]:
-    """The names of all fault points of the worlds, from their source."""
-    texts = [path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("*.py")]
-    return {name for text in texts for name in re.findall(r'fault\(\s*"([^"]+)"', text)}
-
-
-def results(plans: Iterable[Plan], jobs: int) -> Iterator[Result]:
-    """The results of plans, each as soon as it is there."""
-    if jobs == 1:
-        yield from map(run, plans)
-    else:
-        with Pool(jobs) as pool:
-            yield from pool.imap_unordered(run, plans)
 
 
 def search(
     plans: Iterable[Plan], jobs: int, budget_s: float = float("inf")
 ) -> tuple[Totals, Result | None]:
     """Run plans until one fails, or for `budget_s` seconds."""
-    totals, shown = Totals(), time.perf_counter()
-    for result in results(plans, jobs):
-        totals.add(result)
-        if result.error is not None:
-            return totals, result
-        now = time.perf_counter()
-        if now - shown > PROGRESS_S:
-            shown = now
-            print(totals.line(), file=sys.stderr, flush=True)
-        if now - totals.began > budget_s:
-            break
+    totals = Totals()
+    shown = totals.began
+    with Pool(jobs) if jobs > 1 else nullcontext() as pool:
+        for result in map(run, plans) if pool is None else pool.imap_unordered(run, plans):
+            totals.add(result)
+            if result.error is not None:
+                return totals, result
+            now = time.perf_counter()
+            if now - shown > PROGRESS_S:
+                shown = now
+                print(totals.line(), file=sys.stderr, flush=True)
+            if now - totals.began > budget_s:
+                break
     return totals, None
 
 
@@ -134,21 +116,19 @@ def shrink(failed: Result) -> Result:
     """A shorter run with the same error: fewer statements, then without faults if possible."""
     best, runs = failed, 0
 
-    def fails(plan: Plan) -> bool:
+    def fails(**changed: Any) -> bool:
         nonlocal best, runs
         if runs >= SHRINK_RUNS:
             return False
         runs += 1
-        result = run(plan)
+        result = run(replace(best.plan, **changed))
         same = (result.error or "")[:KIND_CHARS] == (failed.error or "")[:KIND_CHARS]
         if same:
             best = result
         return same
 
-    fails(replace(best.plan, faults=False))
-    while best.plan.statements > 1 and fails(
-        replace(best.plan, statements=best.plan.statements * 2 // 3)
-    ):
+    fails(faults=False)
+    while best.plan.statements > 1 and fails(statements=best.plan.statements * 2 // 3):
         pass
     whole = best.plan.statements * best.plan.callers
     size = max(1, whole // 4)
@@ -156,7 +136,7 @@ def shrink(failed: Result) -> Result:
         for begin in range(0, whole, size):
             chunk = frozenset(range(begin, begin + size))
             if not chunk <= best.plan.skipped:
-                fails(replace(best.plan, skipped=best.plan.skipped | chunk))
+                fails(skipped=best.plan.skipped | chunk)
         size //= 2
     return best
 
@@ -171,3 +151,26 @@ def command(plan: Plan) -> str:
         left = set(range(plan.statements * plan.callers)) - plan.skipped
         words.append("--only " + ",".join(map(str, sorted(left))))
     return " ".join(words)
+
+
+def applies(name: str) -> bool:
+    """Whether a patch still fits the code."""
+    return subprocess.run([*PATCH, "--dry-run", "-i", PATCHES[name]], cwd=ROOT).returncode == 0
+
+
+def find(name: str, args: list[str]) -> bool:
+    """Whether seeds fail on a copy of the code with the bug; `args` are more of the command's. The
+    world is the one that the patch names in its first line (`World: NAME`), else `engine`."""
+    first = PATCHES[name].read_text().partition("\n")[0]
+    world = first.removeprefix("World: ") if first.startswith("World: ") else "engine"
+    print(f"{name}:", flush=True)
+    command = [sys.executable, "-m", "tests.world", "--no-shrink", "--world", world, *args]
+    with tempfile.TemporaryDirectory(prefix="attnd-bug-") as folder:
+        copy = Path(folder)
+        for part in COPIED:
+            ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
+            shutil.copytree(ROOT / part, copy / part, ignore=ignored)
+        subprocess.run([*PATCH, "-i", PATCHES[name]], cwd=copy, check=True)
+        paths = os.pathsep.join(map(str, (copy, copy / "client/src", copy / "tests")))
+        env = os.environ | {"PYTHONPATH": paths}
+        return subprocess.run(command, cwd=copy, env=env).returncode == 1

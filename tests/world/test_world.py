@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.world import put_back
+from tests.world.search import PATCHES, applies
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,9 +41,9 @@ def test_a_seed_repeats_exactly(name: str) -> None:
     assert "digest" in first[1]
 
 
-@pytest.mark.parametrize("bug", put_back.names())
+@pytest.mark.parametrize("bug", PATCHES)
 def test_a_bug_can_still_be_put_back(bug: str) -> None:
-    assert put_back.applies(bug)
+    assert applies(bug)
 
 
 @pytest.mark.parametrize("bug", ["a-cut-does-not-wait-for-launches"])

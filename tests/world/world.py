@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, Final
 from zlib import crc32
@@ -12,25 +11,21 @@ from zlib import crc32
 from attnd.wire.images import PROBLEM, RESPONSE
 
 from service.errors import DeadlineExceeded, NotReady
-from service.image.json_body import fields_text, read_header
-from service.image.reading import Layout, place, read_entry
 from service.operations.table import BY_NAME
 from service.road.caller_end.caller import Answered, RoadCaller
-from service.road.caller_end.slots import ArenaFull, Slot
+from service.road.caller_end.slots import ArenaFull
 from service.road.engine_end.session import Session, problem_image
-from tests.images import write_image
-from tests.world.calls import Op, Sequences, Wrong, check
+from tests.images import read_image, write_image
+from tests.world.calls import SPACES, Answer, Op, Wrong, call, check
 from tests.world.model import Model
-from tests.world.network import SimSocket
-from tests.world.programs import SHORT_S, Program
-from tests.world.simulation import SPACES, EngineProcess, Plan, Simulation
+from tests.world.network import Replaced, SimSocket
+from tests.world.programs import Program
+from tests.world.simulation import EngineProcess, Plan, Simulation
 
 ARENA_BYTES: Final = 2**18
 ANSWER_BYTES: Final = 2**13
-SCRIBBLE: Final = 0xA5
-"""What a caller puts into slots that the engine must not use any more."""
-ANSWER_S: Final = 60.0
-"""Virtual time after which a call without an answer is a bug."""
+SCRIBBLE: Final = 0xA5  # what a caller puts into slots that the engine must not use any more
+ANSWER_S: Final = 60.0  # virtual time after which a call without an answer is a bug
 
 
 class CallerProcess(Program):
@@ -38,53 +33,21 @@ class CallerProcess(Program):
 
     def __init__(self, world: World, number: int) -> None:
         model = world.model
-        super().__init__(world, model.space(SPACES[number % 2]), model.rows, number)
-        self.road: RoadCaller | None = None
-        self.pair = 0
+        super().__init__(world, model.spaces[SPACES[number % 2]], model.rows, number)
+        self.road: Any = None
         self.connecting = asyncio.Lock()
 
-    def held(self) -> Sequences:
-        return self.space.sequences
-
-    def sweep(self) -> Op:
-        return Op("delete_sequences", {"prefix": self.order.choice(("s0", "s1", "s", "none"))})
-
-    def extended(self, new: dict[str, Any]) -> dict[str, Any]:
-        ttl = {"ttl_s": self.order.choice(SHORT_S)} if self.order.random() < 0.12 else {}
-        return new | ttl
-
-    async def connected(self) -> RoadCaller:
+    async def connected(self) -> Any:
         async with self.connecting:
             while self.road is None or self.road.lost:
                 with suppress(OSError, NotReady):
                     self.road = await RoadCaller.connect("world", ARENA_BYTES, key=self.space.name)
-                    sock: Any = self.road.sock
-                    self.pair = sock.pair
                     break
                 await asyncio.sleep(0.05)
             return self.road
 
-    def strike(self) -> None:
-        world = self.world
-        if self.road is not None and world.fault("caller dies", 0.01):
-            sock: Any = self.road.sock
-            sock.kill()
-            self.road.lose("it died")
-        elif world.engine.is_over:
-            return
-        elif world.fault("engine dies", 0.002):
-            world.engine.kill()
-        elif world.fault("engine drains", 0.002):
-            world.model.is_draining = True
-            world.engine.engine.drain()
-        elif world.fault("key file breaks", 0.005):
-            world.engine.keys = b"unreadable"
-            world.engine.engine.read_keys_again()
-        elif world.fault("device lost", 0.001):
-            world.model.is_draining = world.engine.device.is_lost = True
-
-    async def send(self, op: Op) -> tuple[str, dict[str, Any], dict[str, Any]] | None:
-        """The answer of a call, which is what the engine answered; None where none came."""
+    async def send(self, op: Op) -> Answer | None:
+        """The answer of a call, which is what the engine answered."""
         world, order = self.world, self.order
         op.space = self.space
         road = await self.connected()
@@ -96,20 +59,33 @@ class CallerProcess(Program):
         request.view(len(image))[:] = image
         if world.plan.faults and order.random() < 0.03:
             op.deadline_s = order.choice((0.0001, 0.005))
-        task = asyncio.ensure_future(self._call(road, op, request, len(image), answer))
+
+        async def called() -> Answered:
+            op.sent, op.faults = world.clock.now, len(world.faults)
+            if not road.lost:
+                op.session, op.number = road.sock.pair, road.last_id + 1
+                world.calls[op.session, op.number] = op
+                world.model.outstanding.add(op)
+                world.result.calls += 1
+            number, deadline_us = BY_NAME[op.name].number, int(op.deadline_s * 1e6)
+            return await road.call(number, request, len(image), answer, deadline_us=deadline_us)
+
+        def cancel() -> None:
+            op.is_cancelled = op.is_cancelled or not task.done()
+            task.cancel()
+
+        task = asyncio.ensure_future(called())
         share = 0.12 if op.name in ("append", "prefill", "create_sequences") else 0.03
-        if world.plan.faults and world.fault("caller cancels", share):
-            after = order.choice((0.0, 1e-4, 0.003, 0.05))
-            world.loop.call_later(after, self._cancel, op, task)
+        if world.fault("caller cancels", share):
+            world.loop.call_later(order.choice((0.0, 1e-4, 0.003, 0.05)), cancel)
         try:
             reply = await asyncio.wait_for(task, ANSWER_S)
-            found = bytes(reply.image)
-            code, fields, tensors = parse(reply.status, found)
+            found = reply.status, bytes(reply.image)
             if op.reply is None:
-                check(code != "ok", f"{op.name} was answered before the engine did so")
+                check(reply.status >= 400, f"{op.name} was answered before the engine did so")
             else:
-                check((code, found) == op.reply, f"the answer to {op.name} changed on its way")
-            return code, fields, {name: value.copy() for name, value in tensors.items()}
+                check(found == op.reply, f"the answer to {op.name} changed on its way")
+            return op.answer
         except TimeoutError:
             raise Wrong(f"{op.name}: no answer within {ANSWER_S:g} s") from None
         except (asyncio.CancelledError, NotReady, DeadlineExceeded):
@@ -120,41 +96,18 @@ class CallerProcess(Program):
                     slot.view()[:] = bytes([SCRIBBLE]) * slot.size
                 slot.free()
 
-    async def _call(
-        self, road: RoadCaller, op: Op, request: Slot, length: int, answer: Slot
-    ) -> Answered:
-        world, number = self.world, BY_NAME[op.name].number
-        op.sent, op.faults = world.clock.now, len(world.faults)
-        if not road.lost:
-            op.session, op.number = self.pair, road.last_id + 1
-            world.calls[op.session, op.number] = op
-            world.model.outstanding.add(op)
-            world.result.calls += 1
-        deadline_us = int(op.deadline_s * 1e6)
-        return await road.call(number, request, length, answer, deadline_us=deadline_us)
-
-    def _cancel(self, op: Op, task: asyncio.Task[Any]) -> None:
-        if not task.done():
-            op.is_cancelled = True
-            task.cancel()
-
 
 class World(Simulation):
     """One run."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
-        self.model = Model(self.geometry, self.faults)
+        self.model = Model(self.geometry, self.clock, self.faults)
+        self.spaces = list(self.model.spaces.values())
         self.calls: dict[tuple[int, int], Op] = {}
-        self.callers: list[CallerProcess] = []
-        self.spaces = [self.model.space(name) for name in SPACES]
-
-    @property
-    def engine(self) -> EngineProcess:
-        return self.engines["engine"]
 
     def begin(self) -> None:
-        self.engines["engine"] = EngineProcess(self)
+        self.engine = self.engines["engine"] = EngineProcess(self)
 
     def ended(self, engine: EngineProcess) -> None:
         self.model.clear()
@@ -162,75 +115,84 @@ class World(Simulation):
     async def dial(self, path: str) -> SimSocket:
         return self.engine.listener.dial()
 
-    def patches(self) -> Iterable[tuple[Any, str, Any]]:
-        answer, send_problem = Session.answer, Session.fail
+    def patches(self) -> list[Replaced]:
+        answer, fail = Session.answer, Session.fail
 
         def answered(session: Any, call: Any, status: int, length: int, *rest: Any) -> None:
-            self.answered(call, "ok", bytes(call.answer[:length]))
+            self.answered(call, status, bytes(call.answer[:length]))
             answer(session, call, status, length, *rest)
 
         def failed(session: Any, call: Any, error: BaseException, *rest: Any, **named: Any) -> None:
-            status, image = problem_image(error)
-            self.answered(call, parse(status, image)[0], image)
-            send_problem(session, call, error, *rest, **named)
+            self.answered(call, *problem_image(error))
+            fail(session, call, error, *rest, **named)
 
-        more = [(Session, "answer", answered), (Session, "fail", failed)]
-        return [*super().patches(), *more]
+        return [*super().patches(), (Session, "answer", answered), (Session, "fail", failed)]
 
     def wait(self, timeout: float | None) -> None:
         if self.engine.is_over:
             self.begin()
         super().wait(timeout)
 
+    def strike(self, caller: CallerProcess) -> None:
+        """What may happen to processes before a statement."""
+        process, road = self.engine, caller.road
+        if road is not None and self.fault("caller dies", 0.01):
+            road.sock.kill()
+            road.lose("it died")
+        elif process.is_over:
+            return
+        elif self.fault("engine dies", 0.002):
+            process.kill()
+        elif self.fault("engine drains", 0.002):
+            self.model.is_draining = True
+            process.engine.drain()
+        elif self.fault("key file breaks", 0.005):
+            process.keys = b"unreadable"
+            process.engine.read_keys_again()
+        elif self.fault("device lost", 0.001):
+            self.model.is_draining = process.device.is_lost = True
+
     def device_fault(self, name: str, share: float) -> bool:
         """A driver that fails while kept rows move loses the pool, so it does not fail then."""
-        if name in ("launch fails", "kernel fails") and any(
-            op.fields.get("keep") for op in self.model.outstanding
-        ):
+        moving = any(op.fields.get("keep") for op in self.model.outstanding)
+        if moving and name in ("launch fails", "kernel fails"):
             return False
         return self.fault(name, share)
 
-    # The engine's answers.
-
-    def answered(self, call: Any, code: str, image: bytes) -> None:
+    def answered(self, call: Any, status: int, image: bytes) -> None:
         """The engine answers a call: the model does the same."""
         op = self.calls.pop((call.session.sock.pair, call.id), None)
         if op is None or self.engine.is_over or op not in self.model.outstanding:
             return
-        self.count(op, code)
+        code, *answer = parse(status, image)
+        self.count(op.name, code, op.faults)
         text, seen = json.dumps(op.fields, default=str)[:300], crc32(image)
         self.note(f"  {call.tenant.namespace} {op.name} {code} {seen:08x} {text}")
-        op.reply = code, image
-        _, fields, tensors = parse(200 if code == "ok" else 400, image)
+        op.reply = status, image
         try:
-            self.model.apply(op, code, fields, tensors, self.clock.now)
+            self.model.apply(op, code, *answer)
         except Exception as error:
             self.fail(error)
 
-    # The run.
-
     async def main(self) -> None:
-        self.callers = [CallerProcess(self, number) for number in range(self.plan.callers)]
-        await asyncio.gather(*(one.run() for one in self.callers))
-        if self.result.error is None:
-            await self.settle()
-
-    async def settle(self) -> None:
         """Faults end; what is left agrees with the model, and can all be given back."""
+        callers = [CallerProcess(self, number) for number in range(self.plan.callers)]
+        await asyncio.gather(*(one.run() for one in callers))
+        if self.result.error is not None:
+            return
         self.end_faults()
         await asyncio.sleep(6.0)
-        for caller in self.callers[:2]:
-            for name in list(caller.space.sequences):
+        for caller in callers[:2]:
+            for name in list(caller.space.held):
                 await caller.gather_all(name)
-            await caller.send(Op("delete_sequences", {"prefix": ""}))
+            await caller.send(call("delete_sequences", prefix=""))
             for key in list(caller.space.pins):
-                await caller.send(Op("unpin", {"page_key": key}))
-            await caller.send(Op("evict", {"num_pages": self.geometry.num_pages}))
-        live = set[int]()
-        for caller in self.callers:
-            if caller.road is not None and not caller.road.lost:
-                live.add(caller.pair)
-                caller.road.close()
+                await caller.send(call("unpin", page_key=key))
+            await caller.send(call("evict", num_pages=self.geometry.num_pages))
+        roads = [one.road for one in callers if one.road is not None and not one.road.lost]
+        live = {road.sock.pair for road in roads}
+        for road in roads:
+            road.close()
         await asyncio.sleep(2.0)
         engine = self.engine.engine
         self.engine.check_empty()
@@ -244,11 +206,5 @@ def parse(status: int, image: bytes) -> tuple[str, dict[str, Any], dict[str, Any
     """An answer's code ("ok" for none), fields and tensors."""
     if not image:
         return "ok", {}, {}
-    document, start = read_header(image)
-    if status >= 400:
-        problem = json.loads(fields_text(document, PROBLEM))
-        return problem["code"], problem, {}
-    names = [name for name in document if name != "__metadata__"]
-    room = len(image) - start
-    layout = Layout({}, tuple(read_entry(name, document[name], room)[0] for name in names))
-    return "ok", json.loads(fields_text(document, RESPONSE)), place(image, start, layout)
+    found = read_image(image, PROBLEM if status >= 400 else RESPONSE)
+    return found.fields["code"] if status >= 400 else "ok", found.fields, found.tensors
