@@ -60,6 +60,7 @@ def main(argv: Sequence[str], commands: Commands | None = None) -> int:
     """Serve until SIGTERM or SIGINT; the service's exit status."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while nothing runs yet
     hold_hang_ups()
+    open_standard_streams()
     if argv[:1] == ["key"]:
         return key_command(argv[1:])
     on_ray = "--cluster" in argv
@@ -105,6 +106,16 @@ def main(argv: Sequence[str], commands: Commands | None = None) -> int:
         except OSError as error:
             LOG.error("cannot start the processes: %s", error)
             return 1
+
+
+def open_standard_streams() -> None:
+    """Open /dev/null in place of standard streams that are closed: the next files would get their
+    numbers, and other processes would take them for streams."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
 def cluster_on_ray(settings: Settings) -> int:

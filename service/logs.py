@@ -123,7 +123,7 @@ def count_dropped(count: Callable[[int], object]) -> None:
 def set_up_logs(settings: LogSettings, process: str) -> None:
     """Send everything of this process, named `process` in every line, through one handler."""
     lines = JsonLines(process) if settings.format == "json" else ConsoleLines(process)
-    handler = BackgroundHandler(sys.stderr.fileno())
+    handler = BackgroundHandler(2 if sys.stderr is None else sys.stderr.fileno())
     handler.setFormatter(lines)
     root = logging.getLogger()
     root.handlers[:] = [handler]

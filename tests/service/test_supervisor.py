@@ -6,18 +6,21 @@ import errno
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from supervised import started, supervised
+from supervised import PROGRAM, started, supervised
 
 from config.settings import load_settings
 from service import supervisor
 from service.processes.handover import Child, Shared
 from service.supervisor import EARLY_S, ECHO_S, YOUNG_S, Deaths
-from tests.harness.processes import Process, kill, python, wait_until_dead
+from tests.harness.processes import ROOT, Process, children, kill, python, wait_until_dead
+from tests.harness.waiting import WAIT_S, wait_for
 
 
 @pytest.fixture
@@ -55,6 +58,21 @@ def test_a_hang_up_ends_no_service_that_no_terminal_started(path: Path) -> None:
         service.find_entry(lambda entry: "no keys and no certificate" in entry["message"])
         assert [started(service, name)["pid"] for name in ("engine", "http-0")] == left
         assert service.stop() == 0
+
+
+def test_a_service_runs_with_its_standard_streams_closed(path: Path) -> None:
+    service = [sys.executable, "-c", PROGRAM, "serve", "serve"]
+    service += ["--server.port", "0", "--server.socket", str(path)]
+    command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *service]
+    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}) as child:
+        try:
+            wait_for(lambda: child.poll() is not None or len(children(child.pid)) == 2, "the start")
+            for pid in children(child.pid):
+                assert all(os.path.exists(f"/proc/{pid}/fd/{fd}") for fd in range(3))
+            child.terminate()
+            assert child.wait(WAIT_S) == 0
+        finally:
+            child.kill()
 
 
 def test_a_hang_up_during_the_start_is_handled_after_it() -> None:
