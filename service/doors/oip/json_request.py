@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from attnd.wire.dtypes import DTYPE_NAMES, Array, DType
@@ -39,6 +39,8 @@ TOP_KEYS: Final = frozenset({"id", "parameters", "inputs", "outputs"})
 INPUT_KEYS: Final = frozenset({"name", "shape", "datatype", "parameters", "data"})
 INPUT_PARAMETERS: Final = REGION_PARAMETERS | {BINARY_SIZE}
 OUTPUT_KEYS: Final = frozenset({"name", "parameters"})
+Kind = TypeVar("Kind", bool, str, dict[str, Any])
+KINDS: Final = {bool: "true or false", str: "a string", dict: "an object"}
 OUTPUT_PARAMETERS: Final = REGION_PARAMETERS | {BINARY}
 
 
@@ -57,7 +59,7 @@ def read_request(model: Model, text: bytes, data: memoryview) -> Call:
     if not isinstance(document, dict):
         raise MalformedBody("the request is not a JSON object")
     refuse_keys("", document, TOP_KEYS)
-    parameters = dict(read_object("parameters", document.get("parameters", {})))
+    parameters = dict(expect("parameters", document.get("parameters", {}), dict))
     wanted = read_wanted(document, parameters)
     given = read_list("inputs", document.get("inputs", []))
     inputs = read_inputs(model, given, lists, data)
@@ -85,20 +87,18 @@ class Requests:
 
 def read_wanted(document: Mapping[str, Any], parameters: dict[str, Any]) -> Wanted:
     """The form of the response; removes the protocol's own parameters from `parameters`."""
-    binary = read_flag(BINARY_OUTPUT, parameters.pop(BINARY_OUTPUT, False))
+    binary = expect(BINARY_OUTPUT, parameters.pop(BINARY_OUTPUT, False), bool)
     deadline_us = read_timeout(parameters.pop(TIMEOUT, 0))
-    name = document.get("id", "")
-    if not isinstance(name, str):
-        raise InvalidRequest("id", name, "must be a string")
+    name = expect("id", document.get("id", ""), str)
     outputs = []
     for index, output in enumerate(read_list("outputs", document.get("outputs", []))):
-        entry = read_object(f"outputs.{index}", output)
+        entry = expect(f"outputs.{index}", output, dict)
         refuse_keys(f"outputs.{index}.", entry, OUTPUT_KEYS)
-        given = read_object(f"outputs.{index}.parameters", entry.get("parameters", {}))
+        given = expect(f"outputs.{index}.parameters", entry.get("parameters", {}), dict)
         refuse_keys(f"outputs.{index}.parameters.", given, OUTPUT_PARAMETERS)
         refuse_regions(given)
-        is_binary = read_flag(BINARY, given.get(BINARY, binary))
-        outputs.append((read_name(f"outputs.{index}", entry), is_binary))
+        is_binary = expect(BINARY, given.get(BINARY, binary), bool)
+        outputs.append((expect(f"outputs.{index}.name", entry.get("name"), str), is_binary))
     return Wanted(name, tuple(outputs), binary, deadline_us)
 
 
@@ -109,12 +109,12 @@ def read_inputs(
     inputs = []
     at = 0
     for index, one in enumerate(given):
-        entry = read_object(f"inputs.{index}", one)
+        entry = expect(f"inputs.{index}", one, dict)
         refuse_keys(f"inputs.{index}.", entry, INPUT_KEYS)
-        name = read_name(f"inputs.{index}", entry)
+        name = expect(f"inputs.{index}.name", entry.get("name"), str)
         shape: Any = entry.get("shape")
         dtype, needed = check_input(model, name, entry.get("datatype", ""), shape)
-        parameters = read_object(f"{name}.parameters", entry.get("parameters", {}))
+        parameters = expect(f"{name}.parameters", entry.get("parameters", {}), dict)
         refuse_keys(f"{name}.parameters.", parameters, INPUT_PARAMETERS)
         refuse_regions(parameters)
         if BINARY_SIZE in parameters:
@@ -167,26 +167,14 @@ def flat(field: str, values: list[Any], depth: int = MAX_RANK) -> list[Any]:
     return found
 
 
-def read_object(field: str, value: object) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise InvalidRequest(field, value, "must be an object")
+def expect(field: str, value: object, kind: type[Kind]) -> Kind:
+    """The value, of that kind. Raises InvalidRequest."""
+    if not isinstance(value, kind):
+        raise InvalidRequest(field, value, f"must be {KINDS[kind]}")
     return value
 
 
 def read_list(field: str, value: object) -> list[Any]:
     if not isinstance(value, list) or len(value) > MAX_TENSORS:
         raise InvalidRequest(field, value, f"must be a list of at most {MAX_TENSORS} objects")
-    return value
-
-
-def read_name(field: str, entry: Mapping[str, Any]) -> str:
-    name = entry.get("name")
-    if not isinstance(name, str):
-        raise InvalidRequest(f"{field}.name", name, "must be a string")
-    return name
-
-
-def read_flag(field: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise InvalidRequest(field, value, "must be true or false")
     return value
