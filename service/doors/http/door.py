@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Coroutine
 from email.utils import formatdate
 from functools import cache
 from socket import socket
@@ -23,6 +23,7 @@ from service.doors.http.endpoints.inference import InferenceEndpoint
 from service.doors.http.endpoints.openapi import DESCRIPTION, document
 from service.doors.http.endpoints.operation import PathEndpoint
 from service.doors.http.endpoints.pages import ModelPages, Pages
+from service.doors.http.endpoints.responses import Endpoint, Respond
 from service.doors.http.live.page import live_routes
 from service.doors.http.long_json import LongJson
 from service.doors.http.protocol.admission import BusyConnections, HostRule
@@ -41,7 +42,7 @@ from service.operations.schema.spec import Operation
 from service.operations.table import OPERATIONS
 
 if TYPE_CHECKING:
-    from service.doors.http.protocol.exchange import Exchange
+    pass
 
 LOG: Final = logging.getLogger("attnd.http")
 READ_BYTES: Final = 64 * 2**10
@@ -210,11 +211,7 @@ class Door:
         self.link.close()
 
 
-Endpoint = Callable[["Exchange", Mapping[str, Any]], Awaitable[None]]
-"""Responds to a request, with the path's parameters."""
-
-
-def make_application(door: Door) -> tuple[FastAPI, dict[tuple[str, str], Endpoint]]:
+def make_application(door: Door) -> tuple[FastAPI, dict[tuple[str, str], Respond]]:
     """The application of one door, and the endpoints of its fixed paths, by method and path.
 
     Steps call the latter, without a walk through the router. Errors leave the application as
@@ -232,12 +229,12 @@ def make_application(door: Door) -> tuple[FastAPI, dict[tuple[str, str], Endpoin
     app.openapi = cache(document)  # type: ignore[method-assign]
     routes = app.router.routes
     infer = InferenceEndpoint(door)
-    fixed: dict[tuple[str, str], Endpoint] = {
+    fixed: dict[tuple[str, str], Respond] = {
         ("POST", f"/v2/models/{name}/infer"): one.run for name, one in infer.by_model.items()
     }
     for path, operations in by_path().items():
         endpoint = PathEndpoint(door, operations, namesake(path))
-        routes.append(Route(path, endpoint, name=operations[0].name))
+        routes.append(Route(path, Endpoint(endpoint.run), name=operations[0].name))
         if "{" not in path:
             fixed |= {(one.method, path): endpoint.by_method[one.method].run for one in operations}
     routes.append(EventStream(door).route())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
@@ -13,11 +14,8 @@ from starlette.routing import Route
 
 from service.doors.http.endpoints.operation import number
 from service.doors.http.endpoints.responses import (
-    EXCHANGE,
     KEEP_ALIVE,
-    Receive,
-    Scope,
-    Send,
+    Endpoint,
     check_stream,
     respond_stream,
 )
@@ -107,17 +105,16 @@ class Feed:
 
 
 class EventStream:
-    """ASGI endpoint of the stream, of one door."""
+    """The stream of one door."""
 
     def __init__(self, door: Door) -> None:
         self.door = door
         self.feeds: dict[Tenant, Feed] = {}
 
     def route(self) -> Route:
-        return Route(PATH, self, name="stream_events")
+        return Route(PATH, Endpoint(self.run), name="stream_events")
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange: Exchange = scope[EXCHANGE]
+    async def run(self, exchange: Exchange, params: Mapping[str, Any]) -> None:
         check_stream(exchange, "stream_events")
         last = last_event(exchange)
         self.door.link.ready()

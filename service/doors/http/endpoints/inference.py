@@ -10,16 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from attnd.wire.dtypes import Part
 
 from service.doors.http.endpoints.operation import INLINE_BYTES, JOIN_BYTES, LESS_JSON, call_engine
-from service.doors.http.endpoints.responses import (
-    EXCHANGE,
-    NO_PARAMS,
-    Receive,
-    Scope,
-    Send,
-    read_body,
-    respond,
-    wrong_method,
-)
+from service.doors.http.endpoints.responses import NO_PARAMS, read_body, respond, wrong_method
 from service.doors.http.long_json import GROWTH
 from service.doors.http.protocol.exchange import CONTENT_TYPES, Exchange
 from service.doors.http.protocol.heads import MAX_DIGITS
@@ -41,7 +32,7 @@ AS_BINARY: Final = f"request binary outputs (binary_data_output), {LESS_JSON}"
 
 
 class InferenceEndpoint:
-    """ASGI endpoint: inference with the model that the path names."""
+    """Inference with the model that the path names."""
 
     def __init__(self, door: Door) -> None:
         requests = Requests()
@@ -49,11 +40,9 @@ class InferenceEndpoint:
             name: ModelEndpoint(door, model, requests) for name, model in MODELS.items()
         }
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange: Exchange = scope[EXCHANGE]
+    async def run(self, exchange: Exchange, params: Mapping[str, Any]) -> None:
         if exchange.method != "POST":
             raise wrong_method(exchange, ["POST"])
-        params = scope["path_params"]
         model = model_of(params["model"], params.get("version", ""))
         await self.by_model[model.name].run(exchange, NO_PARAMS)
 

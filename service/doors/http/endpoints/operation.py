@@ -10,15 +10,7 @@ from urllib.parse import parse_qsl
 from attnd.wire.dtypes import Part
 from attnd.wire.images import PROBLEM, header
 
-from service.doors.http.endpoints.responses import (
-    EXCHANGE,
-    Receive,
-    Scope,
-    Send,
-    read_body,
-    respond,
-    wrong_method,
-)
+from service.doors.http.endpoints.responses import read_body, respond, wrong_method
 from service.doors.http.long_json import GROWTH, JSON_GROWTH
 from service.doors.http.protocol.exchange import CONTENT_TYPES, Exchange
 from service.doors.kit.headers import JSON, SAFETENSORS, call_id_of
@@ -49,7 +41,7 @@ AS_SAFETENSORS: Final = f"send `Accept: {SAFETENSORS}`, {LESS_JSON}"
 
 
 class PathEndpoint:
-    """ASGI endpoint of a path: its operations by method; then, for other methods, the operations of
+    """The endpoint of a path: its operations by method; then, for other methods, the operations of
     a sequence whose name is the path's last part (`namesake`)."""
 
     def __init__(
@@ -69,12 +61,10 @@ class PathEndpoint:
             self.by_method["HEAD"] = self.by_method["GET"]
         self.allow = sorted(self.by_method)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange: Exchange = scope[EXCHANGE]
+    async def run(self, exchange: Exchange, params: Mapping[str, Any]) -> None:
         endpoint = self.by_method.get(exchange.method)
         if endpoint is None:
             raise wrong_method(exchange, self.allow)
-        params = scope["path_params"]
         if self.given and endpoint.operation.path_names:
             params = self.given
         await endpoint.run(exchange, params)

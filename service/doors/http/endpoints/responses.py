@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
@@ -147,6 +147,21 @@ async def run_without_key(
             await route.handle(scope, adapter.receive, adapter.send)
             return
     respond_problem(door, exchange, refusal)
+
+
+Respond = Callable[[Exchange, Mapping[str, Any]], Awaitable[None]]
+"""Responds to a request, with the path's parameters."""
+
+
+class Endpoint:
+    """ASGI's endpoint of a function that responds to exchanges."""
+
+    def __init__(self, respond: Respond, *, needs_no_key: bool = False) -> None:
+        self.respond = respond
+        self.needs_no_key = needs_no_key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.respond(scope[EXCHANGE], scope["path_params"])
 
 
 class Adapter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,11 +20,8 @@ from starlette.routing import BaseRoute, Route
 from service.doors.http.endpoints.events import KEEP_ALIVE_S
 from service.doors.http.endpoints.pages import named
 from service.doors.http.endpoints.responses import (
-    EXCHANGE,
     KEEP_ALIVE,
-    Receive,
-    Scope,
-    Send,
+    Endpoint,
     check_stream,
     respond_stream,
 )
@@ -195,16 +193,17 @@ SAFE: Final = {
 
 def live_routes(door: Door) -> list[BaseRoute]:
     """The files are static and need no key; the stream needs the key of an operator."""
-    file = named("live_page", file_response, needs_no_key=True)
+    file, stream = named("live_page", file_response, needs_no_key=True), LiveStream(door)
+    endpoint = Endpoint(stream.run, needs_no_key=stream.needs_no_key)
     return [
         Route("/live", file, methods=["GET"]),
-        Route(LIVE_STREAM, LiveStream(door), name="stream_live"),
+        Route(LIVE_STREAM, endpoint, name="stream_live"),
         Route("/live/{name}", file, methods=["GET"]),
     ]
 
 
 class LiveStream:
-    """ASGI endpoint of the stream. All viewers share a feed, which ends with the last viewer."""
+    """The stream. All viewers share a feed, which ends with the last viewer."""
 
     def __init__(self, door: Door) -> None:
         self.door = door
@@ -213,8 +212,7 @@ class LiveStream:
         keys = door.authenticator
         self.needs_no_key = keys is not None and keys.auth.open_live
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange: Exchange = scope[EXCHANGE]
+    async def run(self, exchange: Exchange, params: Mapping[str, Any]) -> None:
         check_stream(exchange, "stream_live")
         if exchange.query:
             query = exchange.query.decode("latin-1")
