@@ -36,8 +36,8 @@ class AttndError(Exception):
 
 
 class CoreError(AttndError):
-    """Base of errors whose arguments name sequences as the tree does. Their callers get them made
-    again with the callers' own names."""
+    """Base of errors whose arguments, all by position, name sequences as the tree does. They are
+    made again for their callers, with the callers' own names."""
 
 
 def some(names: Sequence[str], count: int | None = None) -> str:

@@ -185,7 +185,9 @@ def finish(store: Store, request: Request) -> Fields:
         raise PartMismatch(num_parts, into.next_part, num_parts)
     if into.latest is not None and fields.digest != into.latest.hex():
         raise DigestMismatch("digest", fields.digest, into.latest.hex())
-    rename(store.tree, into.hidden, fields.id, into.header.ttl_s)
+    leaf, ttl_s = store.tree.books.leaf(into.hidden), into.header.ttl_s
+    store.tree.books.rename(leaf, fields.id)
+    store.tree.books.set_ttl(leaf, FOREVER if ttl_s is None else ttl_s)
     store.move_marks.put_new((fields.id,), fields.confirm_s)
     store.imports.finish(into)
     return report(request, into, is_done=True)
@@ -202,16 +204,6 @@ def fill(tree: PrefixTree, name: str, lengths: Sequence[int]) -> None:
     count = wanted[longest] - tree.books.lengths[longest, leaf.index]
     tree.extend(longest, (name,), np.array([count], np.int32))
     tree.books.lengths[:, leaf.index] = wanted
-
-
-def rename(tree: PrefixTree, name: str, new: str, ttl_s: float | None) -> None:
-    """Change a sequence's id and time to live. Raises `SequenceExists`."""
-    books = tree.books
-    if new in books:
-        raise SequenceExists([new])
-    leaf = books.leaf(name)
-    books.rename(leaf, new)
-    books.set_ttl(leaf, FOREVER if ttl_s is None else ttl_s)
 
 
 def touch(store: Store, into: UnfinishedImport) -> None:
