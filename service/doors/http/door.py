@@ -13,17 +13,17 @@ from socket import socket
 from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import FastAPI
-from starlette.routing import Route
 
 from config.sections import Settings
 from config.server import ServerSettings
 from service import __version__
+from service.doors.http.endpoints.events import PATH as EVENTS_PATH
 from service.doors.http.endpoints.events import EventStream
 from service.doors.http.endpoints.inference import InferenceEndpoint
 from service.doors.http.endpoints.openapi import DESCRIPTION, document
-from service.doors.http.endpoints.operation import PathEndpoint
+from service.doors.http.endpoints.operation import OperationEndpoint
 from service.doors.http.endpoints.pages import ModelPages, Pages
-from service.doors.http.endpoints.responses import Endpoint, Respond
+from service.doors.http.endpoints.responses import Respond, route
 from service.doors.http.live.page import live_routes
 from service.doors.http.long_json import LongJson
 from service.doors.http.protocol.admission import BusyConnections, HostRule
@@ -233,11 +233,11 @@ def make_application(door: Door) -> tuple[FastAPI, dict[tuple[str, str], Respond
         ("POST", f"/v2/models/{name}/infer"): one.run for name, one in infer.by_model.items()
     }
     for path, operations in by_path().items():
-        endpoint = PathEndpoint(door, operations, namesake(path))
-        routes.append(Route(path, Endpoint(endpoint.run), name=operations[0].name))
+        by_method = {one.method: OperationEndpoint(door, one).run for one in operations}
+        routes.append(route(path, by_method))
         if "{" not in path:
-            fixed |= {(one.method, path): endpoint.by_method[one.method].run for one in operations}
-    routes.append(EventStream(door).route())
+            fixed |= {(method, path): run for method, run in by_method.items()}
+    routes.append(route(EVENTS_PATH, {"GET": EventStream(door).run}))
     if door.limits.live:
         routes.extend(live_routes(door))
     routes.extend(ModelPages(door, infer).routes())
@@ -246,18 +246,9 @@ def make_application(door: Door) -> tuple[FastAPI, dict[tuple[str, str], Respond
 
 
 def by_path() -> dict[str, list[Operation]]:
-    """The operations of each path; fixed paths come before paths with parameters."""
+    """The operations of each path; fixed paths come before paths with parameters, which have the
+    methods that those do not: of a sequence named `delete`, for example."""
     paths: dict[str, list[Operation]] = {}
     for operation in sorted(OPERATIONS, key=lambda one: "{" in one.path):
         paths.setdefault(operation.path, []).append(operation)
     return paths
-
-
-def namesake(path: str) -> list[tuple[Operation, dict[str, str]]]:
-    """Operations on the thing that has this path, too: for example a sequence named `delete`."""
-    found = []
-    for operation in OPERATIONS:
-        folder, _, last = operation.path.rpartition("/")
-        if last.startswith("{") and path.rpartition("/")[0] == folder and path != operation.path:
-            found.append((operation, {last[1:-1]: path.rpartition("/")[2]}))
-    return found

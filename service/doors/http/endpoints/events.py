@@ -10,15 +10,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qsl
 
-from starlette.routing import Route
-
 from service.doors.http.endpoints.operation import number
-from service.doors.http.endpoints.responses import (
-    KEEP_ALIVE,
-    Endpoint,
-    check_stream,
-    respond_stream,
-)
+from service.doors.http.endpoints.responses import KEEP_ALIVE, respond_stream
 from service.doors.http.protocol.admission import is_still_valid
 from service.doors.http.protocol.exchange import Exchange
 from service.doors.kit.pieces import Waiters
@@ -111,11 +104,8 @@ class EventStream:
         self.door = door
         self.feeds: dict[Tenant, Feed] = {}
 
-    def route(self) -> Route:
-        return Route(PATH, Endpoint(self.run), name="stream_events")
-
     async def run(self, exchange: Exchange, params: Mapping[str, Any]) -> None:
-        check_stream(exchange, "stream_events")
+        exchange.op = "stream_events"
         last = last_event(exchange)
         self.door.link.ready()
         page = await page_after(self.door, exchange.tenant, last)

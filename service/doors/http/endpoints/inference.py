@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from attnd.wire.dtypes import Part
 
 from service.doors.http.endpoints.operation import INLINE_BYTES, JOIN_BYTES, LESS_JSON, call_engine
-from service.doors.http.endpoints.responses import NO_PARAMS, read_body, respond, wrong_method
+from service.doors.http.endpoints.responses import NO_PARAMS, read_body, respond
 from service.doors.http.long_json import GROWTH
 from service.doors.http.protocol.exchange import CONTENT_TYPES, Exchange
 from service.doors.http.protocol.heads import MAX_DIGITS
@@ -41,8 +41,6 @@ class InferenceEndpoint:
         }
 
     async def run(self, exchange: Exchange, params: Mapping[str, Any]) -> None:
-        if exchange.method != "POST":
-            raise wrong_method(exchange, ["POST"])
         model = model_of(params["model"], params.get("version", ""))
         await self.by_model[model.name].run(exchange, NO_PARAMS)
 

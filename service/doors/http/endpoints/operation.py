@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qsl
 
 from attnd.wire.dtypes import Part
 from attnd.wire.images import PROBLEM, header
 
-from service.doors.http.endpoints.responses import read_body, respond, wrong_method
+from service.doors.http.endpoints.responses import read_body, respond
 from service.doors.http.long_json import GROWTH, JSON_GROWTH
 from service.doors.http.protocol.exchange import CONTENT_TYPES, Exchange
 from service.doors.kit.headers import JSON, SAFETENSORS, call_id_of
@@ -38,36 +38,6 @@ INLINE_BYTES: Final = 16 * 2**10
 """JSON and images up to this length are converted here, longer ones in the worker process."""
 LESS_JSON: Final = "request less per call, or raise server.max_json_bytes"
 AS_SAFETENSORS: Final = f"send `Accept: {SAFETENSORS}`, {LESS_JSON}"
-
-
-class PathEndpoint:
-    """The endpoint of a path: its operations by method; then, for other methods, the operations of
-    a sequence whose name is the path's last part (`namesake`)."""
-
-    def __init__(
-        self,
-        door: Door,
-        operations: Sequence[Operation],
-        namesake: Sequence[tuple[Operation, dict[str, str]]] = (),
-    ) -> None:
-        self.by_method: dict[str, OperationEndpoint] = {
-            one.method: OperationEndpoint(door, one) for one in operations
-        }
-        self.given: dict[str, str] = {}
-        for one, given in namesake:
-            self.by_method.setdefault(one.method, OperationEndpoint(door, one))
-            self.given = given
-        if "GET" in self.by_method:
-            self.by_method["HEAD"] = self.by_method["GET"]
-        self.allow = sorted(self.by_method)
-
-    async def run(self, exchange: Exchange, params: Mapping[str, Any]) -> None:
-        endpoint = self.by_method.get(exchange.method)
-        if endpoint is None:
-            raise wrong_method(exchange, self.allow)
-        if self.given and endpoint.operation.path_names:
-            params = self.given
-        await endpoint.run(exchange, params)
 
 
 class OperationEndpoint:

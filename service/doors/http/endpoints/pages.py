@@ -17,7 +17,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from service.doors.http.endpoints.inference import InferenceEndpoint
-from service.doors.http.endpoints.responses import EXCHANGE, Endpoint
+from service.doors.http.endpoints.responses import EXCHANGE, route
 from service.doors.http.protocol.exchange import Exchange
 from service.doors.kit.headers import JSON
 from service.doors.kit.ledger import OTHERS_S
@@ -189,8 +189,8 @@ class ModelPages:
         """A model's paths with and without its version, and all models' paths."""
         link = self.door.link
         found: list[BaseRoute] = [
-            Route(f"{MODEL}/infer", Endpoint(self.infer.run)),
-            Route(f"{MODEL}/versions/{{version}}/infer", Endpoint(self.infer.run)),
+            route(f"{MODEL}/infer", {"POST": self.infer.run}),
+            route(f"{MODEL}/versions/{{version}}/infer", {"POST": self.infer.run}),
             page("/v2", lambda _: models.server_metadata()),
             page("/v2/health/live", lambda _: {"live": True}, "live", needs_no_key=True),
             page("/v2/health/ready", self.ready, "ready", needs_no_key=True),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attnd.wire.dtypes import Part
 from starlette.exceptions import HTTPException
-from starlette.routing import Match
+from starlette.routing import Match, Route
 
 from service.doors.http.protocol.exchange import CONTENT_TYPES, INFERENCE_PATHS, Exchange
 from service.doors.kit.headers import PROBLEM
@@ -33,7 +33,8 @@ def problem_response(error: BaseException, exchange: Exchange) -> tuple[int, str
     """Status, code, document, and header lines for an error."""
     if isinstance(error, HTTPException) and error.status_code == 405:
         allow = sorted((error.headers or {}).get("Allow", "").split(", "))
-        error = wrong_method(exchange, allow)
+        text = f"{exchange.method} {exchange.path}: use {' or '.join(allow)}"
+        error = MethodNotAllowed(text, allow=allow)
     elif isinstance(error, HTTPException):
         error = NoSuchRoute(f"{exchange.path}: see /docs")
     document = document_of(error, exchange.request_id)
@@ -55,11 +56,6 @@ def headers_of(document: dict[str, Any]) -> bytes:
             return b"retry-after: 1\r\n"
         case _:
             return b""
-
-
-def wrong_method(exchange: Exchange, allow: Sequence[str]) -> AttndError:
-    text = f"{exchange.method} {exchange.path}: use {' or '.join(allow)}"
-    return MethodNotAllowed(text, allow=allow)
 
 
 Scope = MutableMapping[str, Any]
@@ -154,14 +150,21 @@ Respond = Callable[[Exchange, Mapping[str, Any]], Awaitable[None]]
 
 
 class Endpoint:
-    """ASGI's endpoint of a function that responds to exchanges."""
+    """ASGI's endpoint of functions that respond, by method."""
 
-    def __init__(self, respond: Respond, *, needs_no_key: bool = False) -> None:
-        self.respond = respond
+    def __init__(self, by_method: Mapping[str, Respond], *, needs_no_key: bool = False) -> None:
+        self.by_method = by_method
         self.needs_no_key = needs_no_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.respond(scope[EXCHANGE], scope["path_params"])
+        await self.by_method[scope["method"]](scope[EXCHANGE], scope["path_params"])
+
+
+def route(path: str, by_method: Mapping[str, Respond], *, needs_no_key: bool = False) -> Route:
+    """A route of these methods; HEAD is answered where GET is."""
+    if "GET" in by_method:
+        by_method = {**by_method, "HEAD": by_method["GET"]}
+    return Route(path, Endpoint(by_method, needs_no_key=needs_no_key), methods=[*by_method])
 
 
 class Adapter:
@@ -213,13 +216,6 @@ def respond(
     head = exchange.response_head(status, sum(map(len, parts)), door.date, headers)
     connection.send(head, parts if exchange.method != "HEAD" else ())
     finish(door, exchange, status, code)
-
-
-def check_stream(exchange: Exchange, name: str) -> None:
-    """Name the operation of a stream. Raises MethodNotAllowed."""
-    exchange.op = name
-    if exchange.method not in ("GET", "HEAD"):
-        raise wrong_method(exchange, ["GET", "HEAD"])
 
 
 async def respond_stream(

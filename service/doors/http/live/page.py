@@ -19,12 +19,7 @@ from starlette.routing import BaseRoute, Route
 
 from service.doors.http.endpoints.events import KEEP_ALIVE_S
 from service.doors.http.endpoints.pages import named
-from service.doors.http.endpoints.responses import (
-    KEEP_ALIVE,
-    Endpoint,
-    check_stream,
-    respond_stream,
-)
+from service.doors.http.endpoints.responses import KEEP_ALIVE, respond_stream, route
 from service.doors.http.live.samples import COLUMNS, Samples
 from service.doors.http.protocol.admission import is_still_valid
 from service.doors.http.protocol.exchange import Exchange
@@ -194,10 +189,9 @@ SAFE: Final = {
 def live_routes(door: Door) -> list[BaseRoute]:
     """The files are static and need no key; the stream needs the key of an operator."""
     file, stream = named("live_page", file_response, needs_no_key=True), LiveStream(door)
-    endpoint = Endpoint(stream.run, needs_no_key=stream.needs_no_key)
     return [
         Route("/live", file, methods=["GET"]),
-        Route(LIVE_STREAM, endpoint, name="stream_live"),
+        route(LIVE_STREAM, {"GET": stream.run}, needs_no_key=stream.needs_no_key),
         Route("/live/{name}", file, methods=["GET"]),
     ]
 
@@ -213,7 +207,7 @@ class LiveStream:
         self.needs_no_key = keys is not None and keys.auth.open_live
 
     async def run(self, exchange: Exchange, params: Mapping[str, Any]) -> None:
-        check_stream(exchange, "stream_live")
+        exchange.op = "stream_live"
         if exchange.query:
             query = exchange.query.decode("latin-1")
             raise InvalidRequest("query", query, "this route takes no parameters")
