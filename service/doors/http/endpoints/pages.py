@@ -4,7 +4,7 @@ the Open Inference Protocol: health, models, statistics."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import cache
 from html import escape
 from pathlib import Path
@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import fastapi_offline
 from fastapi.openapi.docs import get_swagger_ui_html
-from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from service.doors.http.endpoints.inference import InferenceEndpoint
-from service.doors.http.endpoints.responses import EXCHANGE, route
+from service.doors.http.endpoints.responses import respond, route
 from service.doors.http.protocol.exchange import Exchange
 from service.doors.kit.headers import JSON
 from service.doors.kit.ledger import OTHERS_S
@@ -29,6 +28,8 @@ from service.image.json_text import dump_json
 if TYPE_CHECKING:
     from service.doors.http.door import Door
 
+Params = Mapping[str, Any]
+Page = Callable[[Exchange, Params], Awaitable[Response]]
 LINKS: Final = (
     ("live", "Shows the pool, the prefix tree and the load as they are now."),
     ("docs", "Lists every route with its fields, tensors and errors."),
@@ -105,7 +106,7 @@ class Pages:
             ("/docs/{name}", self.asset, "docs", open_docs),
         )
         return [
-            Route(path, named(name, page, needs_no_key=is_open), methods=["GET"])
+            page_route(self.door, path, page, name, needs_no_key=is_open)
             for path, page, name, is_open in pages
         ]
 
@@ -114,19 +115,18 @@ class Pages:
         keys = self.door.authenticator
         return keys is not None and keys.auth.open_metrics
 
-    async def index(self, request: Request) -> HTMLResponse:
+    async def index(self, *_: Any) -> HTMLResponse:
         page = index_page(self.door.limits.live, has_keys=self.door.authenticator is not None)
         return HTMLResponse(page, headers=INDEX_HEADERS)
 
-    async def live(self, request: Request) -> Response:
+    async def live(self, *_: Any) -> Response:
         return Response(b'{"status":"live"}', media_type=JSON)
 
-    async def ready(self, request: Request) -> Response:
+    async def ready(self, *_: Any) -> Response:
         self.door.link.check_heard()
         return Response(b'{"status":"ready"}', media_type=JSON)
 
-    async def metrics(self, request: Request) -> Response:
-        exchange: Exchange = request.scope[EXCHANGE]
+    async def metrics(self, exchange: Exchange, _: Params) -> Response:
         if not self.has_open_metrics:
             exchange.tenant.require("admin", "/metrics")
         await asyncio.sleep(OTHERS_S)
@@ -134,10 +134,10 @@ class Pages:
         body, content_type = self.door.metrics.render()
         return Response(body, headers={"content-type": content_type})
 
-    async def openapi(self, request: Request) -> Response:
+    async def openapi(self, *_: Any) -> Response:
         return Response(dump_json(self.document()), media_type=JSON)
 
-    async def docs(self, request: Request) -> HTMLResponse:
+    async def docs(self, *_: Any) -> HTMLResponse:
         """Swagger UI, with its files below the same path."""
         return get_swagger_ui_html(
             openapi_url="openapi.json",
@@ -147,26 +147,34 @@ class Pages:
             swagger_favicon_url=f"docs/{ICON}",
         )
 
-    async def asset(self, request: Request) -> Response:
-        name = request.path_params["name"]
+    async def asset(self, exchange: Exchange, params: Params) -> Response:
+        name = params["name"]
         if name not in TYPES:
-            raise NoSuchRoute(f"{request.url.path}: see /docs")
+            raise NoSuchRoute(f"{exchange.path}: see /docs")
         return Response(content(name), headers=A_DAY, media_type=TYPES[name])
 
 
-def named(
-    name: str, page: Callable[[Request], Any], *, needs_no_key: bool = False
-) -> Callable[[Request], Any]:
-    """The endpoint of a page, with its name in log and metrics. No page takes a query."""
+def page_route(
+    door: Door,
+    path: str,
+    page: Page,
+    name: str,
+    method: str = "GET",
+    *,
+    needs_no_key: bool = False,
+) -> Route:
+    """The route of a page, with its name in log and metrics. No page takes a query."""
 
-    async def answer(request: Request) -> Any:
-        request.scope[EXCHANGE].op = name
-        if query := request.scope["query_string"]:
-            raise InvalidRequest("query", query.decode("latin-1"), "this route takes no parameters")
-        return await page(request)
+    async def run(exchange: Exchange, params: Params) -> None:
+        exchange.op = name
+        if exchange.query:
+            query = exchange.query.decode("latin-1")
+            raise InvalidRequest("query", query, "this route takes no parameters")
+        response = await page(exchange, params)
+        lines = [b"%b: %b\r\n" % one for one in response.raw_headers if one[0] != b"content-length"]
+        respond(door, exchange, response.status_code, b"".join(lines), [bytes(response.body)])
 
-    answer.needs_no_key = needs_no_key  # type: ignore[attr-defined]
-    return answer
+    return route(path, {method: run}, needs_no_key=needs_no_key)
 
 
 @cache
@@ -187,50 +195,48 @@ class ModelPages:
 
     def routes(self) -> list[BaseRoute]:
         """A model's paths with and without its version, and all models' paths."""
-        link = self.door.link
+        link, page = self.door.link, self.page
         found: list[BaseRoute] = [
             route(f"{MODEL}/infer", {"POST": self.infer.run}),
             route(f"{MODEL}/versions/{{version}}/infer", {"POST": self.infer.run}),
-            page("/v2", lambda _: models.server_metadata()),
-            page("/v2/health/live", lambda _: {"live": True}, "live", needs_no_key=True),
-            page("/v2/health/ready", self.ready, "ready", needs_no_key=True),
-            page("/v2/models/stats", lambda one: self.counted(one, MODELS.values())),
-            page("/v2/repository/index", lambda _: models.index(link.state), method="POST"),
+            page("/v2", lambda *_: models.server_metadata()),
+            page("/v2/health/live", lambda *_: {"live": True}, "live", needs_no_key=True),
+            page("/v2/health/ready", lambda *_: self.ready(), "ready", needs_no_key=True),
+            page("/v2/models/stats", lambda one, _: self.counted(one, MODELS.values())),
+            page("/v2/repository/index", lambda *_: models.index(link.state), method="POST"),
         ]
         for path in (MODEL, f"{MODEL}/versions/{{version}}"):
             found += [
-                page(path, lambda one: models.metadata(model_in(one))),
-                page(f"{path}/ready", lambda one: self.ready(one, model_in(one)), "ready"),
-                page(f"{path}/config", lambda one: models.config(model_in(one))),
-                page(f"{path}/stats", lambda one: self.counted(one, [model_in(one)])),
+                page(path, lambda _, params: models.metadata(model_in(params))),
+                page(f"{path}/ready", lambda _, params: self.ready(model_in(params)), "ready"),
+                page(f"{path}/config", lambda _, params: models.config(model_in(params))),
+                page(f"{path}/stats", lambda one, params: self.counted(one, [model_in(params)])),
             ]
         return found
 
-    def ready(self, request: Request, model: Model | None = None) -> Any:
+    def ready(self, model: Model | None = None) -> Any:
         self.door.link.check_heard()
         return {"ready": True} if model is None else {"name": model.name, "ready": True}
 
-    def counted(self, request: Request, of: Iterable[Model]) -> Any:
-        exchange: Exchange = request.scope[EXCHANGE]
+    def counted(self, exchange: Exchange, of: Iterable[Model]) -> Any:
         exchange.tenant.require("admin", exchange.path)
         self.door.ledger.settle()
         return {"model_stats": statistics(of, self.door.metrics)}
 
+    def page(
+        self,
+        path: str,
+        document: Callable[[Exchange, Params], Any],
+        name: str = "model",
+        method: str = "GET",
+        *,
+        needs_no_key: bool = False,
+    ) -> Route:
+        async def answer(exchange: Exchange, params: Params) -> Response:
+            return Response(dump_json(document(exchange, params)), media_type=JSON)
 
-def model_in(request: Request) -> Model:
-    params = request.path_params
+        return page_route(self.door, path, answer, name, method, needs_no_key=needs_no_key)
+
+
+def model_in(params: Params) -> Model:
     return model_of(params["model"], params.get("version", ""))
-
-
-def page(
-    path: str,
-    document: Callable[[Request], Any],
-    name: str = "model",
-    method: str = "GET",
-    *,
-    needs_no_key: bool = False,
-) -> Route:
-    async def answer(request: Request) -> Response:
-        return Response(dump_json(document(request)), media_type=JSON)
-
-    return Route(path, named(name, answer, needs_no_key=needs_no_key), methods=[method])

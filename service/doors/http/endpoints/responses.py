@@ -59,9 +59,6 @@ def headers_of(document: dict[str, Any]) -> bytes:
 
 
 Scope = MutableMapping[str, Any]
-Event = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Event]]
-Send = Callable[[Event], Awaitable[None]]
 EXCHANGE: Final = "attnd.exchange"
 """The key of a scope's `Exchange`."""
 KEEP_ALIVE: Final = b": still here\n\n"
@@ -96,42 +93,23 @@ async def run(door: Door, exchange: Exchange) -> None:
 
 
 async def run_application(door: Door, exchange: Exchange) -> None:
-    """Have the application's router find the endpoint, as ASGI does.
+    """Have the application's router find the endpoint, which responds to the exchange.
 
     Skips FastAPI's middleware for exceptions, dependencies and telemetry, which nothing here uses
     and which costs three times as much as the router.
     """
-    head = exchange.head
-    if head is None or exchange.connection is None:
-        raise Internal("a request without its head or connection: this is a bug")
-    scope: Scope = {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1" if head.is_http_11 else "1.0",
-        "method": exchange.method,
-        "scheme": "http",
-        "path": head.target.path,
-        "raw_path": head.target.raw_path,
-        "query_string": head.target.query,
-        "root_path": "",
-        "headers": head.raw_headers,
-        "client": None,
-        "server": None,
-        "state": {},
-        "app": door.app,
-        EXCHANGE: exchange,
-    }
-    adapter = Adapter(door, exchange)
+    request = {"type": "http", "method": exchange.method, "path": exchange.path}
+    scope: Scope = {**request, "app": door.app, EXCHANGE: exchange}
     if exchange.refusal is None:
-        await door.app.router(scope, adapter.receive, adapter.send)
+        await door.app.router(scope, unused, unused)
     else:
-        await run_without_key(door, exchange, exchange.refusal, scope, adapter)
+        await run_without_key(door, exchange, exchange.refusal, scope)
     if not exchange.is_answered:
         raise Internal(f"{exchange.method} {exchange.path} has no response: this is a bug")
 
 
 async def run_without_key(
-    door: Door, exchange: Exchange, refusal: AttndError, scope: Scope, adapter: Adapter
+    door: Door, exchange: Exchange, refusal: AttndError, scope: Scope
 ) -> None:
     """Run an endpoint that declares that it needs no key, else respond with the refusal."""
     for route in door.app.router.routes:
@@ -140,7 +118,7 @@ async def run_without_key(
             if not getattr(child["endpoint"], "needs_no_key", False):
                 break
             scope.update(child)
-            await route.handle(scope, adapter.receive, adapter.send)
+            await route.handle(scope, unused, unused)
             return
     respond_problem(door, exchange, refusal)
 
@@ -156,7 +134,7 @@ class Endpoint:
         self.by_method = by_method
         self.needs_no_key = needs_no_key
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, *_: Any) -> None:
         await self.by_method[scope["method"]](scope[EXCHANGE], scope["path_params"])
 
 
@@ -167,34 +145,9 @@ def route(path: str, by_method: Mapping[str, Respond], *, needs_no_key: bool = F
     return Route(path, Endpoint(by_method, needs_no_key=needs_no_key), methods=[*by_method])
 
 
-class Adapter:
-    """ASGI's receive and send for one exchange, for endpoints that are Starlette's."""
-
-    def __init__(self, door: Door, exchange: Exchange) -> None:
-        self.door = door
-        self.exchange = exchange
-        self.has_received = False
-        self.status = 0
-        self.headers = b""
-        self.parts: list[Part] = []
-
-    async def receive(self) -> Event:
-        """An empty body: only operations have others, and read them from the exchange. Waits
-        forever after that: a client that hangs up cancels the task."""
-        if self.has_received:
-            await asyncio.get_running_loop().create_future()
-        self.has_received = True
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    async def send(self, event: Event) -> None:
-        if event["type"] == "http.response.start":
-            self.status = event["status"]
-            lines = [one for one in event["headers"] if one[0] != b"content-length"]
-            self.headers = b"".join([b"%b: %b\r\n" % one for one in lines])
-            return
-        self.parts.append(event.get("body", b""))
-        if not event.get("more_body", False):
-            respond(self.door, self.exchange, self.status, self.headers, self.parts)
+async def unused(*_: Any) -> Any:
+    """ASGI's receive and send."""
+    raise RuntimeError("endpoints respond to the exchange: this is a bug")
 
 
 def respond(

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from attnd.wire.dtypes import Array
-from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute
 
 from service.doors.http.endpoints.events import KEEP_ALIVE_S
-from service.doors.http.endpoints.pages import named
+from service.doors.http.endpoints.pages import page_route
 from service.doors.http.endpoints.responses import KEEP_ALIVE, respond_stream, route
 from service.doors.http.live.samples import COLUMNS, Samples
 from service.doors.http.protocol.admission import is_still_valid
@@ -188,11 +187,11 @@ SAFE: Final = {
 
 def live_routes(door: Door) -> list[BaseRoute]:
     """The files are static and need no key; the stream needs the key of an operator."""
-    file, stream = named("live_page", file_response, needs_no_key=True), LiveStream(door)
+    stream = LiveStream(door)
     return [
-        Route("/live", file, methods=["GET"]),
+        page_route(door, "/live", file_response, "live_page", needs_no_key=True),
         route(LIVE_STREAM, {"GET": stream.run}, needs_no_key=stream.needs_no_key),
-        Route("/live/{name}", file, methods=["GET"]),
+        page_route(door, "/live/{name}", file_response, "live_page", needs_no_key=True),
     ]
 
 
@@ -241,8 +240,8 @@ class LiveStream:
                     self.feed = None
 
 
-async def file_response(request: Request) -> Response:
-    name = request.path_params.get("name", "live.html")
+async def file_response(_: Exchange, params: Mapping[str, Any]) -> Response:
+    name = params.get("name", "live.html")
     content = files().get(name)
     if content is None:
         raise NoSuchRoute(f"/live/{name}: see /live")
