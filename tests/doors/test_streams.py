@@ -178,8 +178,8 @@ def test_a_listener_that_leaves_in_the_middle_of_a_body_ends_its_stream(tmp_path
 
 def sent(door: Running) -> int:
     """The number of the newest event that the feed has."""
-    routes = {one.name: one for one in door.door.app.router.routes}
-    (feed,) = routes["stream_events"].endpoint.feeds.values()
+    routes = {one.path: one for one in door.door.app.router.routes}
+    (feed,) = routes["/v1/events"].endpoint.by_method["GET"].__self__.feeds.values()
     return int(feed.newest)
 
 

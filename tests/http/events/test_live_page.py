@@ -50,8 +50,8 @@ def first(stream: Iterator[tuple[str, Any]], name: str, **fields: Any) -> Any:
 
 
 def feed_of(service: Service) -> Any:
-    routes = {one.name: one for one in service.door.app.router.routes}
-    return routes["stream_live"].endpoint.feed
+    routes = {one.path: one for one in service.door.app.router.routes}
+    return routes["/live/stream"].endpoint.by_method["GET"].__self__.feed
 
 
 def unpacked(pages: dict[str, Any]) -> np.ndarray:
