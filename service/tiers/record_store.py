@@ -24,6 +24,8 @@ from service.tiers.shelf import Entry, Shelf
 LOG: Final = logging.getLogger("attnd.tiers")
 REMOVED_AT_ONCE: Final = 256
 """Records removed between two moments at which other threads can look others up."""
+FOREIGN: Final = -1
+"""Rank of records of another stamp: they give way first."""
 
 
 class StoreUnavailable(RuntimeError):
@@ -56,7 +58,9 @@ class RecordStore:
         self._given_up: list[Entry] = []
         """Records that gave way to others in the write under way."""
         self.foreign: set[bytes] = set()
-        """Keys of records of another stamp that were there at the start."""
+        """Keys of records of another stamp that were there at the start, ..."""
+        self._num_foreign = 0
+        """... and how many of these there are still."""
         self._shelf = Shelf(capacity_bytes // layout.block_bytes, self._gave_way)
         self._dirty: dict[int, str | None] = {}
         """Free places with data of a namespace; None: after a restart it is not known whose."""
@@ -118,8 +122,9 @@ class RecordStore:
             self._shelf.set_limit(namespace, limit)
 
     def count(self) -> int:
+        """Records of this stamp."""
         with self._lock:
-            return len(self._shelf)
+            return len(self._shelf) - self._num_foreign
 
     def is_deleted(self) -> bool:
         """Whether the file of the blocks was deleted: its bytes go as it is closed."""
@@ -128,7 +133,7 @@ class RecordStore:
     def records(self) -> list[Entry]:
         """Records of this stamp that can be read; at the start, the least recently used first."""
         with self._lock:
-            return [entry for entry in self._shelf if entry.is_ready and entry.rank >= 0]
+            return [entry for entry in self._shelf if entry.is_ready and entry.rank != FOREIGN]
 
     # One thread.
 
@@ -137,7 +142,7 @@ class RecordStore:
 
         A record for which there is no place is not kept. Raises `OSError`.
         """
-        self._check_place()
+        self.check_place()
         self._age_out(len(records))
         with self._lock:
             placed = [self._place(one) for one in records]
@@ -167,7 +172,7 @@ class RecordStore:
 
     def drop(self, entries: Iterable[Entry]) -> None:
         """Delete records; their places may still have their bytes. Raises `OSError`."""
-        self._check_place()
+        self.check_place()
         with self._lock:
             removed = [one for one in entries if self._shelf.find(one.key) is one]
             for entry in removed:
@@ -179,7 +184,7 @@ class RecordStore:
 
         Returns the number of records. Raises `OSError`.
         """
-        self._check_place()
+        self.check_place()
         with self._lock:
             removed = list(self._shelf.own(namespace))
         for first in range(0, len(removed), REMOVED_AT_ONCE):
@@ -198,9 +203,14 @@ class RecordStore:
             raise errors[0]
         return len(removed)
 
+    def check_place(self) -> None:
+        """Raises `OSError` where the directory is not there any more."""
+        if not self._files.is_at(self._lock_fd, self.path / "lock"):
+            raise OSError(errno.ENOENT, f"{self.path} was removed or replaced")
+
     def note(self, name: str, value: str | None) -> None:
         """Keep a short text of the caller's in the index; None deletes it. Raises `OSError`."""
-        self._check_place()
+        self.check_place()
         self._index.note(name, value)
 
     def notes(self) -> dict[str, str]:
@@ -249,17 +259,13 @@ class RecordStore:
         self, slot: int, key: bytes, stamp: bytes, namespace: str, tag: bytes, rank: int, *_: object
     ) -> Entry:
         """A record of the index; one of another stamp has a key that no caller has."""
-        if stamp != self.layout.stamp:
-            self.foreign.add(key)
-            key, rank = b"\0%d" % slot, -1
-        return Entry(key, namespace, slot, rank, tag, is_ready=True)
+        if stamp == self.layout.stamp:
+            return Entry(key, namespace, slot, max(0, rank), tag, is_ready=True)
+        self.foreign.add(key)
+        self._num_foreign += 1
+        return Entry(b"\0%d" % slot, namespace, slot, FOREIGN, tag, is_ready=True)
 
     # Writes.
-
-    def _check_place(self) -> None:
-        """Raises `OSError` where the directory is not there any more."""
-        if not self._files.is_at(self._lock_fd, self.path / "lock"):
-            raise OSError(errno.ENOENT, f"{self.path} was removed or replaced")
 
     def _place(self, record: NewRecord) -> Entry | None:
         """The record's place; one that is kept already is not held."""
@@ -298,6 +304,7 @@ class RecordStore:
         """The record was removed; its bytes are still in its place."""
         self._touched.pop(entry.slot, None)
         self._dirty[entry.slot] = entry.namespace
+        self._num_foreign -= entry.rank == FOREIGN
 
     def _insert(self, entries: Sequence[Entry]) -> None:
         """Write new rows, and the order of use of others."""

@@ -253,11 +253,11 @@ def test_too_little_room_is_refused_with_the_numbers(tmp_path: Path) -> None:
 def test_records_with_another_stamp_are_ignored_and_give_way(store: RecordStore) -> None:
     put(store, *range(8))
     other = reopened(store, RecordLayout(40, 1000, b"another model   "))
-    assert kept(other) == []
+    assert (kept(other), other.count()) == ([], 0)
     put(other, 1)
-    assert kept(other) == [1]
+    assert (kept(other), other.count()) == ([1], 1)
     back = reopened(other)
-    assert len(kept(back)) == 7
+    assert len(kept(back)) == back.count() == 7
     assert all(get(back, number) == payload_of(number) for number in kept(back))
     back.close()
 

@@ -28,6 +28,8 @@ TASKS: Final = 4
 """Tasks that wait for one thread of a worker."""
 CLOSE_S: Final = 10.0
 """Longest wait for a worker at the engine's end."""
+LOOK_S: Final = 1.0
+"""Time between two looks at whether the directory is still there, where nothing is written."""
 REPORTED_AT_ONCE: Final = 1024
 """Maximum records that gave way whose events are made in a round."""
 
@@ -48,6 +50,7 @@ class Disk:
         self._pins: Counter[bytes] = Counter()
         """Pins of each page that stays on disk, by its identity."""
         self._writer = Worker("tiers-writer", TASKS, wake)
+        self._next_look = 0.0
 
     def open(self, store: RecordStore) -> None:
         """Use a store made with `evicted=disk.evicted`; events report the records that it has."""
@@ -142,6 +145,13 @@ class Disk:
                 self._tiers.misses.removed(entry.key)
         if self._gone:
             self._wake()
+
+    def look(self) -> None:
+        """Notice from time to time that the directory was removed."""
+        now = time.monotonic()
+        if self.store is not None and not self.is_writing and now >= self._next_look:
+            self._next_look = now + LOOK_S
+            self._run(RecordStore.check_place)
 
     # Host memory to disk.
 

@@ -113,6 +113,7 @@ class Tiers:
             return True
         self.disk.report_gone()
         self.disk.write_down()
+        self.disk.look()
         return self.copier.start() or has_worked
 
     def close(self, writes_pool: bool) -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from service.engine.tiers import setup
+from service.engine.tiers import disk, setup
 from service.tiers.record_store import RecordStore
-from tests.engine.handlers.test_engine_prefix import PAGE, check, keep
+from tests.engine.handlers.test_engine_prefix import PAGE, begin, check, keep
 from tests.engine.harness import Caller, NewCall, creation, until
 from tests.engine.tiers.test_tiers import BLOCK, PROMPTS, check_all, create, fill, on_disk, run
 from tests.tiers.faulty_files import FaultyFiles
@@ -140,6 +140,25 @@ def test_a_disk_whose_directory_was_removed_has_nothing_to_erase(
         assert await check_all(caller) == [0] * 6
 
     run(scenario, on_disk(tmp_path))
+
+
+def test_a_removed_directory_is_noticed_where_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pages are not durable any more."""
+    monkeypatch.setattr(disk, "LOOK_S", 0.01)
+
+    async def scenario(caller: Caller) -> None:
+        await begin(caller, "a", PROMPTS[0])
+        commit = {"id": "a", "token_ids": PROMPTS[0]}
+        assert (await caller.call("commit", commit)).fields["durable"]
+        shutil.rmtree(tmp_path)
+        async with asyncio.timeout(10.0):
+            while (await caller.call("commit", commit)).fields["durable"]:
+                await asyncio.sleep(0.02)
+        assert caller.metric('attnd_tier_up{tier="disk"}') == 0
+
+    run(scenario, on_disk(tmp_path, write="commit"))
 
 
 def test_reads_that_fail_are_misses(tmp_path: Path) -> None:
