@@ -5,9 +5,10 @@
 
 A row's floor is max(bytes / read ceiling, flops / matmul ceiling), with both ceilings measured in
 this run; roofline = floor / time. Times are medians of 7 replays of a CUDA graph of 6 or more calls
-over working sets larger than the cache. `--only TEXT` measures the rows with TEXT in their names,
-`--only cpu/` the host's times. `--random` draws N workloads instead, and shows the ten of the least
-roofline among those above 50 us.
+over working sets larger than the cache. `--invariant` and `--sinks` replay the row's graph and the
+other one in turn, and show the median of the pairs' ratios. `--only TEXT` measures the rows with
+TEXT in their names, `--only cpu/` the host's times. `--random` draws N workloads instead, and shows
+the ten of the least roofline among those above 50 us.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import gc
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from statistics import median
@@ -35,6 +37,8 @@ from kernels.cuda.device.launch import device_arch
 from kernels.cuda.wide import variants as wide
 
 REPLAYS: Final = 7
+PAIRS: Final = 10
+"""Replays of two graphs in turn; of a pair the one that came second comes first in the next."""
 PROFILED_MS: Final = 20
 """Of each measurement with `--profile`: so long that the profiler's own launches do not count."""
 LONG_MS: Final = 0.05
@@ -61,33 +65,66 @@ read_all(const uint4* x, long long n, uint4* out) {
 """
 
 
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A CUDA graph of `calls` calls, to be timed on `stream`."""
+
+    graph: Any
+    stream: Any
+    calls: int
+
+    @classmethod
+    def of(cls, call: Callable[[int], None], calls: int) -> Replay:
+        """Captured and launched once."""
+        stream = cupy.cuda.Stream(non_blocking=True, priority=-1)
+        with stream:
+            call(0)
+            stream.synchronize()
+            stream.begin_capture()
+            for i in range(calls):
+                call(i)
+            graph = stream.end_capture()
+            graph.launch(stream)
+        return cls(graph, stream, calls)
+
+    def ms(self) -> float:
+        """Milliseconds per call of one launch."""
+        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+        begin.record(self.stream)
+        self.graph.launch(self.stream)
+        end.record(self.stream)
+        end.synchronize()
+        took: float = cupy.cuda.get_elapsed_time(begin, end)
+        return took / self.calls
+
+    def profile(self, ms: float) -> None:
+        """About `PROFILED_MS` of launches, of `ms` per call, for a profiler."""
+        cupy.cuda.runtime.profilerStart()
+        for _ in range(ceil(PROFILED_MS / (self.calls * ms))):
+            self.graph.launch(self.stream)
+        self.stream.synchronize()
+        cupy.cuda.runtime.profilerStop()
+
+
 def graph_ms(call: Callable[[int], None], calls: int, profile: bool = False) -> float:
     """Milliseconds per call: median of graph replays, after a warm-up; `profile`: then more of
     them for a profiler."""
-    stream = cupy.cuda.Stream(non_blocking=True, priority=-1)
-    with stream:
-        call(0)
-        stream.synchronize()
-        stream.begin_capture()
-        for i in range(calls):
-            call(i)
-        graph = stream.end_capture()
-        graph.launch(stream)
-        times = []
-        for _ in range(REPLAYS):
-            begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-            begin.record(stream)
-            graph.launch(stream)
-            end.record(stream)
-            end.synchronize()
-            times.append(cupy.cuda.get_elapsed_time(begin, end) / calls)
-        if profile:
-            cupy.cuda.runtime.profilerStart()
-            for _ in range(ceil(PROFILED_MS / (calls * median(times)))):
-                graph.launch(stream)
-            stream.synchronize()
-            cupy.cuda.runtime.profilerStop()
-    return float(median(times))
+    replay = Replay.of(call, calls)
+    ms = median(replay.ms() for _ in range(REPLAYS))
+    if profile:
+        replay.profile(ms)
+    return ms
+
+
+def beside(plain: KernelCall, call: Callable[[int], None], calls: int) -> tuple[float, float]:
+    """Milliseconds per call, and how many times that of `plain`'s: the medians of pairs in turn."""
+    time.sleep(REST_S)
+    replays = Replay.of(plain.call, plain.calls), Replay.of(call, calls)
+    times: tuple[list[float], list[float]] = ([], [])
+    for turn in range(PAIRS):
+        for which in (turn % 2, 1 - turn % 2):
+            times[which].append(replays[which].ms())
+    return median(times[1]), median(b / a for a, b in zip(*times, strict=True))
 
 
 def properties() -> dict[str, Any]:
@@ -146,7 +183,9 @@ def run_facts() -> dict[str, Any]:
 
 def measure(row: Row, ceilings: dict[str, float], chosen: argparse.Namespace) -> Row:
     """One row of the results, with what the command line asks for beside it."""
-    ms = timed(build(row), chosen.profile)
+    free_memory()
+    case = build(row)
+    ms = timed(case, chosen.profile)
     floor = max(
         row["bytes"] / ceilings["read_tbps"] / 1e9, row["flops"] / ceilings["matmul_tflops"] / 1e9
     )
@@ -161,19 +200,26 @@ def measure(row: Row, ceilings: dict[str, float], chosen: argparse.Namespace) ->
     if row["kind"] == "cascade":
         result["flat_ms"] = round(timed(build(row, flat=True), chosen.profile), 5)
     if chosen.invariant and row["kind"] not in ("append", "merge"):
-        result["invariant_ms"] = round(timed(build(row, numerics="invariant"), chosen.profile), 5)
-    if chosen.sinks and row["kind"] != "append":
-        result["sinks_ms"] = round(timed(build(row, sinks=True), chosen.profile), 5)
+        other = build(row, numerics="invariant")
+        took, times = beside(case, other.call, other.calls)
+        result |= {"invariant_ms": round(took, 5), "invariant_speed": round(1 / times, 3)}
+        if chosen.profile:
+            timed(other, True)
+    if chosen.sinks and case.with_sinks is not None:
+        took, times = beside(case, case.with_sinks, case.calls)
+        result |= {"sinks_ms": round(took, 5), "sinks_time": round(times, 3)}
     return result
 
 
 def timed(case: KernelCall, profile: bool) -> float:
     time.sleep(REST_S)
-    ms = graph_ms(case.call, case.calls, profile)
-    del case
+    return graph_ms(case.call, case.calls, profile)
+
+
+def free_memory() -> None:
+    """Of rows before."""
     gc.collect()
     cupy.get_default_memory_pool().free_all_blocks()
-    return ms
 
 
 def cpu_cost(kv_lens: list[int]) -> dict[str, list[float]]:
@@ -224,9 +270,9 @@ def show(row: Row, result: Row) -> str:
     theirs = f"  FlashInfer {row['flashinfer_ms']:.4f} ms" if "flashinfer_ms" in row else ""
     if "invariant_ms" in result:
         flat += f"  invariant {result['invariant_ms']:.4f}, "
-        flat += f"{result['ms'] / result['invariant_ms']:.2f} of the speed"
+        flat += f"{result['invariant_speed']:.2f} of the speed"
     if "sinks_ms" in result:
-        flat += f"  sinks {result['sinks_ms'] / result['ms']:.3f} of the time"
+        flat += f"  sinks {result['sinks_time']:.3f} of the time"
     met = "" if row["at_least"] is None or result["roofline"] >= row["at_least"] else "  SHORT"
     return (
         f"{row['name']:28} {result['ms']:8.4f} ms {result['tbps']:6.2f} TB/s "

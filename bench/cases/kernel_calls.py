@@ -29,11 +29,15 @@ from kernels.cuda.kv.ragged import ragged_view
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """`call(i)` enqueues call i of `calls` on the current stream; `owners` keep its memory."""
+    """`call(i)` enqueues call i of `calls` on the current stream; `owners` keep its memory.
+
+    `with_sinks(i)` is the same call of the same tensors, with a sink for each head.
+    """
 
     call: Callable[[int], None]
     calls: int
     owners: tuple[Any, ...]
+    with_sinks: Callable[[int], None] | None = None
 
 
 def fill_random(address: int, count: int, dtype: np.dtype[Any], owner: Any) -> None:
@@ -65,20 +69,18 @@ def random_array(shape: Sequence[int], dtype: DType) -> Any:
     return array
 
 
-def build(
-    row: Row, flat: bool = False, numerics: Numerics = "fast", sinks: bool = False
-) -> KernelCall:
+def build(row: Row, flat: bool = False, numerics: Numerics = "fast") -> KernelCall:
     """A row's call, with its tensors on the device."""
     if row["kind"] == "append":
         return append_case(row)
     if row["kind"] == "merge":
-        return merge_case(row, sinks)
+        return merge_case(row)
     if row.get("storage") == "ragged":
-        return ragged_case(row, numerics, sinks)
-    return pool_case(row, flat, numerics, sinks)
+        return ragged_case(row, numerics)
+    return pool_case(row, flat, numerics)
 
 
-def pool_case(row: Row, flat: bool, numerics: Numerics, sinks: bool) -> KernelCall:
+def pool_case(row: Row, flat: bool, numerics: Numerics) -> KernelCall:
     """Decode, cascade, paged prefill: each call reads another layer, which is not in the cache."""
     g, plan = pool_plan(row, flat)
     layers = g.num_layers
@@ -86,8 +88,13 @@ def pool_case(row: Row, flat: bool, numerics: Numerics, sinks: bool) -> KernelCa
     fill_pool(backend)
     config = config_of(row, backend.kv)
     device_plan = backend.attention.make([(0, plan)], config)
-    call, owners = attend_call(row, backend, config, device_plan, len(plan.positions), sinks)
-    return KernelCall(lambda i: call(i % layers), max(6, layers), (backend, owners))
+    call, owners = attend_call(row, backend, config, device_plan, len(plan.positions))
+    return KernelCall(
+        lambda i: call(i % layers, False),
+        max(6, layers),
+        (backend, owners),
+        lambda i: call(i % layers, True),
+    )
 
 
 def attend_call(
@@ -96,23 +103,23 @@ def attend_call(
     config: AttentionConfig,
     device_plan: DevicePlan,
     rows: int,
-    sinks: bool,
-) -> tuple[Callable[[int], None], Any]:
+) -> tuple[Callable[[int, bool], None], Any]:
+    """Attention in a layer, with sinks or without, and its tensors."""
     shape = (rows, row["num_qo_heads"], row["head_dim"])
     q, o = random_array(shape, "fp16"), cupy.empty(int(np.prod(shape)) * 2, cupy.uint8)
     lse = cupy.empty(rows * row["num_qo_heads"], cupy.float32)
     given = cupy.zeros(row["num_qo_heads"], cupy.float32)
     where = (q.data.ptr, o.data.ptr, lse.data.ptr)
-    how = (given.data.ptr, given.size) if sinks else (0, 0)
     backend.transfers.finish()
 
-    def call(layer: int) -> None:
+    def call(layer: int, sinks: bool) -> None:
+        how = (given.data.ptr, given.size) if sinks else (0, 0)
         backend.attention.enqueue(device_plan, config, layer, *where, sinks=how)
 
     return call, (q, o, lse, given)
 
 
-def ragged_case(row: Row, numerics: Numerics, sinks: bool) -> KernelCall:
+def ragged_case(row: Row, numerics: Numerics) -> KernelCall:
     backend = CudaBackend(geometry_of(row | {"page_size": 16}, 1, 1), numerics=numerics)
     heads, head_dim = row["num_kv_heads"], row["head_dim"]
     tokens, plan = ragged_row_plan(row)
@@ -121,8 +128,9 @@ def ragged_case(row: Row, numerics: Numerics, sinks: bool) -> KernelCall:
     kv = ragged_view(heads, head_dim, row["kv_dtype"], k.data.ptr, v.data.ptr, tokens)
     config = config_of(row, kv)
     device_plan = backend.attention.make([(0, plan)], config)
-    call, owners = attend_call(row, backend, config, device_plan, len(plan.positions), sinks)
-    return KernelCall(lambda i: call(0), 6, (backend, k, v, owners))
+    call, owners = attend_call(row, backend, config, device_plan, len(plan.positions))
+    owners = (backend, k, v, owners)
+    return KernelCall(lambda _: call(0, False), 6, owners, lambda _: call(0, True))
 
 
 def append_case(row: Row) -> KernelCall:
@@ -143,7 +151,7 @@ def append_case(row: Row) -> KernelCall:
     return KernelCall(call, max(6, layers), (backend, k, v, slots_at))
 
 
-def merge_case(row: Row, sinks: bool) -> KernelCall:
+def merge_case(row: Row) -> KernelCall:
     geometry, lists = merge_indptr(row)
     backend = CudaBackend(geometry)
     rows, states, heads, dim = row["rows"], row["states"], row["num_heads"], row["head_dim"]
@@ -155,7 +163,7 @@ def merge_case(row: Row, sinks: bool) -> KernelCall:
     given = cupy.zeros(heads, cupy.float32)
     backend.transfers.finish()
 
-    def call(i: int) -> None:
+    def call(i: int, sinks: bool = False) -> None:
         backend.enqueue_merge(
             (rows, heads, dim),
             "fp16",
@@ -165,4 +173,5 @@ def merge_case(row: Row, sinks: bool) -> KernelCall:
             sinks=given.data.ptr if sinks else 0,
         )
 
-    return KernelCall(call, max(6, copies), (backend, o, lse, indptr, out, out_lse, given))
+    owners = (backend, o, lse, indptr, out, out_lse, given)
+    return KernelCall(call, max(6, copies), owners, lambda i: call(i, True))
