@@ -211,6 +211,8 @@ STATES = {
     "-inf alone": ([-INF, -INF], False),
     "nan and -inf": ([-INF, NAN], True),
     "far apart": ([-300.0, 0.5], False),
+    "many far below one": ([-300.0] * 19 + [0.5] + [-300.0] * 19, False),
+    "many in small steps": ([-360.0 + 60 * (i // 4) for i in range(28)], False),
     "many": ([0.5] * 20 + [NAN] + [0.5] * 20, True),
 }
 

@@ -130,6 +130,35 @@ def test_a_row_without_keys_has_the_sink_as_its_lse(backend, rng) -> None:
     np.testing.assert_allclose(got.lse[0], sinks, rtol=1e-6)
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("rows", "keys"), [(1, 37), (1, 5000), (6, 100), (75, 203), (75, 5000)])
+def test_sinks_of_any_size_are_the_lse_of_what_they_outweigh(backend, rng, rows, keys, dim) -> None:
+    """Of rows that see no key, masked or before the first, it is the sink, however low."""
+    geometry = replace(POOL, num_pages=1300, head_dim=dim)
+    pooled, scoring = Pooled(backend(geometry), rng, "fp16"), Scoring(dim**-0.5)
+    run = pooled.add(keys)
+    most = np.finfo(np.float32).max
+    sinks = np.array([most, 3e38, 2.4e38, 2e38, -1e3, -2e38, -3e38, -most], np.float32)
+    seen = np.repeat([False, True], rows)[:, None] & np.ones(keys, bool)
+    mask = make_mask(seen.ravel(), [2 * rows], [keys])
+    for blind, given, causal in ((0, None, False), (rows, mask, False), (rows, None, True)):
+        count = keys + blind if causal else rows + blind
+        if count > 300:
+            continue
+        plan = pooled.flat([run], [count], causal)
+        q = normal(rng, (count, HEADS, dim), "fp16")
+        plain, got = (
+            pooled.backend.attend([Attend(0, q, plan, scoring, given, sinks=s)]).result()[0]
+            for s in (None, sinks)
+        )
+        assert not got.o[:, :4].any()
+        assert not got.o[:blind].any()
+        for lse in (got.lse[:, :4], got.lse[:blind]):
+            np.testing.assert_allclose(lse, np.broadcast_to(sinks[: lse.shape[1]], lse.shape), 1e-6)
+        assert np.array_equal(got.o[blind:, 4:], plain.o[blind:, 4:])
+        assert np.array_equal(got.lse[blind:, 4:], plain.lse[blind:, 4:])
+
+
 def test_sinks_leave_a_nan_in_the_state(backend, rng) -> None:
     pool = backend(POOL)
     o, lse = np.ones((2, HEADS, DIM), np.float16), np.zeros((2, HEADS), np.float32)

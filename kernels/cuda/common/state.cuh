@@ -114,6 +114,9 @@ __device__ __forceinline__ float state_lse(float max, float sum) {
   return sum == 0.0f ? minus_infinity() : (max + log2_fast(sum)) * kLn2;
 }
 
+// A sink as the maximum of a state, in base 2: of a finite one finite, however large it is, as it is rounded towards 0.
+__device__ __forceinline__ float sink_maximum(float sink) { return __fmul_rz(sink, kLog2E); }
+
 // Weight of a member state in a merge: e^(lse - max_lse), 0 for an empty member.
 __device__ __forceinline__ float state_weight(float lse, float max_lse) {
   return exp2_fast((lse - state_reference(max_lse)) * kLog2E);

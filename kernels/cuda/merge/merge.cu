@@ -176,13 +176,14 @@ __device__ __forceinline__ void add_in_order(State& state, float lse, float sum,
   }
 }
 
-// kCount more members at once; one without weight (lse -inf) adds nothing whatever its o holds.
+// kCount more members at once, weighed against the highest lse of theirs, the state's and `max`; one without weight adds
+// nothing whatever its o holds.
 template <int kFormat, int kCount>
 __device__ __forceinline__ void add_members(State& state, const float (&lse)[kCount],
-                                            const Raw<kFormat> (&raw)[kCount][kUnits]) {
-  float max = lse[0];
+                                            const Raw<kFormat> (&raw)[kCount][kUnits],
+                                            float max = minus_infinity()) {
 #pragma unroll
-  for (int b = 1; b < kCount; ++b) max = fmaxf(max, lse[b]);
+  for (int b = 0; b < kCount; ++b) max = fmaxf(max, lse[b]);
   raise(state, max);
 #pragma unroll
   for (int b = 0; b < kCount; ++b) {
@@ -197,6 +198,15 @@ __device__ __forceinline__ void add_members(State& state, const float (&lse)[kCo
         state.o[u * kVector + i] = fmaf(x[i], weight, state.o[u * kVector + i]);
     }
   }
+}
+
+// Whether a state's o is finite where it is less than `dims` dims from the lane's first.
+__device__ __forceinline__ bool is_finite(const State& state, int dims) {
+  float zero = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kValues; ++i)
+    if (i / kVector * kStep < dims) zero = fmaf(state.o[i], 0.0f, zero);
+  return zero == 0.0f;
 }
 
 extern "C" __global__ void __launch_bounds__(kMostThreads)
@@ -255,6 +265,11 @@ extern "C" __global__ void __launch_bounds__(kMostThreads)
   __syncwarp();  // lane 0 overwrites it below
   for (int pass = 0; pass < passes; ++pass) {
     const int d = pass * kSpan + lane * kVector;
+    const auto read_member = [&](Raw<kIn> (&raw)[kUnits], const void* from, int64 at) {
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u)
+        if (d + u * kStep < head_dim) raw[u] = read_raw<kIn>(from, at * head_dim + d + u * kStep);
+    };
     State state;
     int e = begin + share;
     do {
@@ -268,10 +283,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads)
           const int64 at = static_cast<int64>(rows[b]) * p.num_kv_heads + head;
           lse[b] = p.lse_in[at];
           if (kInOrder) sum[b] = p.sum_in == nullptr ? 1.0f : p.sum_in[at];
-#pragma unroll
-          for (int u = 0; u < kUnits; ++u)
-            if (d + u * kStep < head_dim)
-              raw[b][u] = read_raw<kIn>(p.o_in, at * head_dim + d + u * kStep);
+          read_member(raw[b], p.o_in, at);
         }
       }
       e += split * kBatch;
@@ -284,20 +296,17 @@ extern "C" __global__ void __launch_bounds__(kMostThreads)
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) add_in_order<kIn>(state, lse[b], sum[b], raw[b]);
       } else {
-        add_members<kIn>(state, lse, raw);
+        add_members<kIn>(state, lse, raw, kOnce ? into_lse : minus_infinity());
       }
     } while (!kOnce && e < end);
     if constexpr (!kPartials) {
       if (p.into && share == 0 && active) {
-        Raw<kOut> raw[1][kUnits];
-#pragma unroll
-        for (int u = 0; u < kUnits; ++u)
-          if (d + u * kStep < head_dim)
-            raw[0][u] = read_raw<kOut>(p.o, out_row * head_dim + d + u * kStep);
+        Raw<kIn> raw[1][kUnits];
+        read_member(raw[0], p.o, out_row);
         if constexpr (kInOrder) {
-          add_in_order<kOut>(state, into_lse, 1.0f, raw[0]);
+          add_in_order<kIn>(state, into_lse, 1.0f, raw[0]);
         } else {
-          add_members<kOut>(state, {into_lse}, raw);
+          add_members<kIn>(state, {into_lse}, raw);
         }
       }
     }
@@ -326,6 +335,21 @@ extern "C" __global__ void __launch_bounds__(kMostThreads)
       __syncthreads();
     }
     if (share == 0 && active) {
+      // One member's o at least is not finite: again, with all weights relative to the highest lse, so that what
+      // weighs nothing adds nothing.
+      if (!kPartials && (!kOnce || kInOrder && p.into) && !is_finite(state, head_dim - d)) {
+        state = {state.max};
+        Raw<kIn> raw[1][kUnits];
+        for (int member = begin; member < end; ++member) {
+          const int64 at = static_cast<int64>(member) * p.num_kv_heads + head;
+          read_member(raw[0], p.o_in, at);
+          add_members<kIn>(state, {p.lse_in[at]}, raw);
+        }
+        if (p.into) {
+          read_member(raw[0], p.o, out_row);
+          add_members<kIn>(state, {into_lse}, raw);
+        }
+      }
       float lse = state_merged_lse(state.max, state.sum);
       const float inverse = state_inverse(state.sum), kept = add_sink(lse, sink);
 #pragma unroll

@@ -90,7 +90,8 @@ __device__ __forceinline__ void write_state(const Accumulator<kN>& acc, const At
     for (int unit = team.rank * 32 + lane; unit < units; unit += team.size * 32) {
       const int row = unit / (kHeadDim / 4), dim = unit % (kHeadDim / 4) * 4;
       // a sink is the first member, whose o is 0
-      const float sink = has_sinks(p) && final ? own.sink(n * 8 + row) * kLog2E : minus_infinity();
+      const bool sunk = has_sinks(p) && final;
+      const float natural = sunk ? own.sink(n * 8 + row) : minus_infinity(), sink = sink_maximum(natural);
       float max = sink;
 #pragma unroll 4
       for (int w = 0; w < team.size; ++w)
@@ -112,7 +113,8 @@ __device__ __forceinline__ void write_state(const Accumulator<kN>& acc, const At
           o.z = fmaf(live ? x.z : 0.0f, weight, o.z), o.w = fmaf(live ? x.w : 0.0f, weight, o.w);
         }
       }
-      const float inverse = state_inverse(sum) * p.v_scale, lse = state_lse(max, sum);
+      const float inverse = state_inverse(sum) * p.v_scale;
+      const float lse = sunk && max == sink ? state_merged_lse(natural, sum) : state_lse(max, sum);
       o.x *= inverse, o.y *= inverse, o.z *= inverse, o.w *= inverse;
       const int64 at = final ? own.query(n * 8 + row)
                              : partial_place(item.partial + n * 8 + row, p.num_kv_heads, head);
