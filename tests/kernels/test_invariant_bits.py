@@ -25,6 +25,22 @@ def test_a_row_has_the_same_bits_however_it_is_computed(backend, rng, shape, num
     assert different == []
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=IDS)
+def test_few_rows_beside_many_change_no_bits(backend, rng, shape, monkeypatch) -> None:
+    """On a device these have a launch each where there are enough of both: here always."""
+    if backend.kind == "cpu":
+        pytest.skip("a device's")
+    kernel_sets = pytest.importorskip("kernels.cuda.attention.kernel_sets")
+    for name in ("BESIDE_KEYS", "BESIDE_TILES"):
+        monkeypatch.setattr(kernel_sets, name, -1)
+    monkeypatch.setattr(kernel_sets, "PAIR_TILES", dict.fromkeys(kernel_sets.PAIR_TILES, -1))
+    try:
+        made = backend(shape.geometry, numerics="invariant")
+    except Unsupported:
+        pytest.skip("not on this device")
+    assert run(made, shape, rng, 300)[1] == []
+
+
 def test_without_it_the_comparison_finds_rows_that_differ(backend, rng) -> None:
     shape: Shape = SHAPES[0]
     rows, different = run(backend(shape.geometry), shape, np.random.default_rng(7), 300)

@@ -75,7 +75,8 @@ class _Places(NamedTuple):
 class DevicePlanBuilder:
     """What all plans of one configuration share: kernels, structs half filled.
 
-    `schedule` is the wide kernel's counters on the device, `running` its running states. Raises
+    `schedule` is the wide kernel's counters on the device, two for each of two launches that run
+    side by side, `running` its running states. Raises
     Unsupported for a head_dim that has no kernels.
     """
 
@@ -123,6 +124,7 @@ class DevicePlanBuilder:
         alone = len(work.kernels) == 1 and self._library.overlaps
         follows = not merged
         overlaps = alone and _begins_early(work.kernels[0], not merged)
+        apart = self._split_keys > 0 and count > 1
         before: list[Step] = []
         steps: list[Step] = []
         others: list[Step] = []
@@ -135,8 +137,9 @@ class DevicePlanBuilder:
                 finder, table = self._visible_step(launch, kernel, places, items, transfers)
                 (before if here else others).append(finder)
             if kernel.entry == wide.ENTRY:
-                how = (here, bool(steps))
-                step = self._wide_step(launch, kernel, places, items, table, *how)
+                beside = index > 0 if apart else bool(steps)
+                early = beside if apart else here or not beside
+                step = self._wide_step(launch, kernel, places, items, table, beside, early)
             else:
                 lists = 0 if launch.one_each else worker_begin
                 step = self._mma_step(launch, kernel, places, items, lists, table, overlaps)
@@ -215,13 +218,13 @@ class DevicePlanBuilder:
         places: _Places,
         items: int,
         table: tuple[int, int],
-        follows: bool,
         beside: bool,
+        early: bool,
     ) -> Step:
         kv, scoring = self._config.kv, self._config.scoring
         runs = len(np.unique(launch.items[:, PAGE]))
         heads = wide.heads_together(kv.num_kv_heads, launch.num_items, runs)
-        units, ctas = launch.num_items * kv.num_kv_heads, self._multiprocessors * kernel.blocks
+        units, ctas = launch.num_items * kv.num_kv_heads, launch.shape.workers
         has_maps = wide.has_maps(kv.dtype, 0 if kv.contiguous else kv.page_size)
         late = not has_maps or (beside and units <= ctas)
         if self._split_keys:
@@ -234,7 +237,7 @@ class DevicePlanBuilder:
             kv_indices=0 if kv.contiguous else places.kv_indices,
             order=places.order,
             positions=places.positions,
-            schedule=self._schedule,
+            schedule=self._schedule + 8 * (self._split_keys > 0 and beside),
             scale=LOG2E * (soft_cap or sm_scale),
             cap_scale=sm_scale / soft_cap if soft_cap else 0.0,
             window_left=scoring.window_left,
@@ -262,7 +265,7 @@ class DevicePlanBuilder:
             write = write_wide(lambda layer: kv.maps(layer, kernel.tile_keys))
             before, parameters = bytes(wide.PARAMS_AT), wide.PARAMETERS
         sizes = (grid, kernel.threads, kernel.shared_bytes)
-        overlaps = self._library.overlaps and (follows or not beside)
+        overlaps = early and self._library.overlaps
         launcher = Launcher(function, *sizes, before + block, parameters, overlaps)
         return Step(launcher, write)
 

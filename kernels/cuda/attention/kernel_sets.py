@@ -41,10 +41,20 @@ SHORT_PREFILL: Final = 512
 LONG_PREFILL: Final = 128
 """Keys of the longest sequence of a short prefill; and at least, on average, of one for three
 warpgroups, where there is that kernel."""
+BESIDE_KEYS: Final = 1500
+BESIDE_TILES: Final = 20
+"""Keys of few rows, and tiles of many rows, of all heads a multiprocessor, from which each kind has
+a launch of its own."""
 
 
 BatchKind = Literal[
-    "usual", "few rows", "short units", "short decode", "short prefill", "long prefill"
+    "usual",
+    "few rows",
+    "short units",
+    "few beside many",
+    "short decode",
+    "short prefill",
+    "long prefill",
 ]
 """Class of a batch. Prefills: each sequence has enough rows for the kernel of many rows."""
 
@@ -100,17 +110,20 @@ def kernel_sets(
         alike = {"usual": variant, "few rows": wide.few_variant(variant)}
         if (pair := wide.pair_variant(variant)) is not None:
             alike["short units"] = pair
-        return {
+        how = (config, multiprocessors, splits)
+        sets: dict[BatchKind, KernelSet] = {
             kind: _kernel_set(
                 (wide_kernel(one),),
                 {},
-                config,
-                multiprocessors,
-                splits,
+                *how,
                 None if config.masked or one.ctas > 1 else wide_kernel(wide.joining_variant(one)),
             )
             for kind, one in alike.items()
         }
+        if pair is not None:
+            both = wide_kernel(pair), wide_kernel(variant)
+            sets["few beside many"] = _kernel_set(both, {}, *how, sets["usual"].joining)
+        return sets
     few_rows = {} if config.general else few_rows_kernels(*options)
     made: dict[BatchKind, KernelSet]
     made = {"usual": _kernel_set(usual, few_rows, config, multiprocessors)}
@@ -185,7 +198,11 @@ def fixed_kind(plans: Sequence[Plan], usual: PlannerConfig, pairs: bool) -> Batc
     tiles = -(rows * usual.group_size // -shape.rows) * -(keys // -shape.granule)
     if pairs and total(tiles[~few]) <= PAIR_TILES[shape.granule] * np.count_nonzero(few):
         return "short units"
-    return "usual"
+    if not (pairs and few.any()):
+        return "usual"
+    each = shape.workers / usual.num_kv_heads
+    apart = total(keys[few]) > BESIDE_KEYS * each and total(tiles[~few]) > BESIDE_TILES * each
+    return "few beside many" if apart else "usual"
 
 
 def batch_kind(

@@ -50,7 +50,7 @@ class AttentionRunner:
         self._partial: Any = None
         self._partial_bytes = 0
         with transfers.compute:
-            self._schedule = cupy.zeros(2, cupy.uint32)
+            self._schedule = cupy.zeros(4, cupy.uint32)
             running = multiprocessors * wide.MOST_RUNNING if split_keys else 0
             self._running = cupy.zeros(running, cupy.uint32)
         # less urgent than the compute stream: narrow blocks take their multiprocessors first

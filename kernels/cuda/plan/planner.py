@@ -22,6 +22,7 @@ from kernels.cuda.plan.runs import KernelWork, cut, dearest_first
 from kernels.cuda.plan.tiles import (
     FIELDS,
     PLAIN_FIELDS,
+    START,
     Int,
     PlannerConfig,
     beside,
@@ -61,7 +62,12 @@ def make_work(requests: Sequence[tuple[int, Plan]], config: PlannerConfig) -> Ba
     tiles = _tiles(requests, config, FIELDS if ruled else PLAIN_FIELDS)
     kernels = cut(tiles, config, num_packed, _same_pages(levels, config))
     runs = beside([launch.items for launch in kernels])
-    if _tile_each(plans, tiles, num_packed // config.chunk, config):
+    if config.splits and len(kernels) > 1:  # members of a list come in the order of position
+        order = runs[:, START].argsort(kind="stable")
+        ordered = runs.take(order, axis=0)
+        merges = merge_lists(ordered, num_packed, config.chunk)
+        runs[order] = ordered
+    elif _tile_each(plans, tiles, num_packed // config.chunk, config):
         merges = lists_of_pieces(runs, kernels[0].pieces, config.chunk)
     else:
         merges = merge_lists(runs, num_packed, config.chunk)

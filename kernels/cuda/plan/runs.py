@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Final
 
 import numpy as np
@@ -61,8 +62,10 @@ LEADS: Final = (16384, 8192, 4096, 0)
 """Keys of first runs, of several fixed splits, that are tried."""
 UNEVEN: Final = 2.2
 """Runs of a causal prefill, the longest of which is twice the mean, are not."""
-JOINED_ROWS: Final = 8
+JOINED_ROWS: Final = 7
 """Rows of a tile from which joining its splits is cheaper than merging them."""
+SHARES: Final = (0.875, 1.0)
+"""Parts of the device, for many rows beside few, that are tried."""
 SPARE: Final = 2
 """Workers assumed busy with earlier work."""
 
@@ -80,7 +83,8 @@ class KernelWork:
     `team` warps, owns items `worker_begin[w]:worker_begin[w + 1]`; `heads_first`: all items of a kv
     head come before the next head's, more teams than there are at once.
 
-    Of fixed splits, `joins`: some run is several. `all_heads`: the longest of all come first.
+    Of fixed splits, `joins`: some run is several. `all_heads`: the longest of all come first;
+    `seconds`: when they end.
     """
 
     index: int
@@ -93,6 +97,7 @@ class KernelWork:
     heads_first: bool = False
     joins: bool = False
     all_heads: bool = False
+    seconds: float = 0.0
 
     @property
     def num_items(self) -> int:
@@ -120,7 +125,9 @@ def cut(parts: Parts, config: PlannerConfig, num_packed: int, same_pages: bool) 
     """
     if config.splits:
         merged = sum(total(tiles[:, ROWS]) for _, tiles in parts) > num_packed
-        return [_cut_fixed(i, mine, config, merged) for i, mine in parts]
+        if len(parts) == 2:
+            return _cut_apart(parts[0][1], parts[1][1], config)
+        return [_cut_fixed(i, mine, config, config.shapes[i], merged) for i, mine in parts]
     if same_pages and len(parts) == 1 and (together := _together(*parts[0], config)):
         return [together]
     if not parts or config.shapes[parts[-1][0]].persistent:  # persistent ones come first
@@ -135,35 +142,60 @@ def cut(parts: Parts, config: PlannerConfig, num_packed: int, same_pages: bool) 
     return made.cuts
 
 
-def _cut_fixed(index: int, tiles: Int, config: PlannerConfig, merged: bool) -> KernelWork:
+def _cut_apart(few: Int, many: Int, config: PlannerConfig) -> list[KernelWork]:
+    """Runs of fixed splits, those of many rows first, on some of the multiprocessors.
+
+    Few rows, of the first shape, have the others, and then all.
+    """
+    first, last = config.shapes
+    made = _cut_fixed(0, few, config, first, merged=True)
+    tried = []
+    for share in SHARES:
+        some = replace(last, workers=max(1, round(share * last.workers)))
+        apart = _cut_fixed(1, many, config, some, merged=True)
+        work = _busy_seconds(made, first) + _busy_seconds(apart, last)
+        tried.append((max(apart.seconds, work * config.num_kv_heads), apart))
+    return [min(tried, key=itemgetter(0))[1], made]
+
+
+def _busy_seconds(made: KernelWork, shape: TileShape) -> float:
+    """The work of a kv head, spread over all workers."""
+    work = made.num_keys * shape.key_seconds + made.num_items * shape.item_seconds
+    return work / shape.workers
+
+
+def _cut_fixed(
+    index: int, tiles: Int, config: PlannerConfig, shape: TileShape, merged: bool
+) -> KernelWork:
     """Runs that end at fixed positions, those of a tile one after another.
 
     The first of a tile is as long as leaves no worker idle at the end, where it may be. Tiles apart
     from each other, which share no keys, need not meet in the L2 cache.
     """
-    shape, heads, keys = config.shapes[index], config.num_kv_heads, tiles[:, KEYS]
+    heads, keys = config.num_kv_heads, tiles[:, KEYS]
     whole, longest, busy = total(keys), greatest(keys), ENOUGH * shape.workers
-    leads = [0]
+    leads, joins = [0], config.leads and index == len(config.shapes) - 1
     apart = longest * busy > whole * heads and len(np.unique(tiles[:, PAGE])) == len(tiles)
-    if config.leads and total(tiles[:, ROWS]) < JOINED_ROWS * len(tiles):
+    if joins and total(tiles[:, ROWS]) < JOINED_ROWS * len(tiles):
         where = (config.splits, config.page_size)
         counts = [len(cut_at_splits(tiles, *where, n)[0]) for n in (0, config.splits.keys)]
         if counts[1] * heads <= shape.workers < counts[0] * heads:
             leads = [config.splits.keys]  # all runs begin at once
-    elif config.leads:
+    elif joins:
         leads = [longest]
         if longest * busy > whole * heads:
             leads += [lead for lead in LEADS if lead < longest]
     made = []
     for lead in leads:
-        runs, joins = cut_at_splits(tiles, config.splits, config.page_size, lead)
+        runs, joined = cut_at_splits(tiles, config.splits, config.page_size, lead)
         top = greatest(runs[:, KEYS])
         uneven = (apart or top * len(runs) > UNEVEN * whole) and top * busy > whole * heads
         seconds = _fixed_seconds(runs, uneven, len(runs) > len(tiles) or merged, config, shape)
-        made.append((seconds, runs, joins, uneven))
-    _, runs, joins, uneven = min(made, key=lambda one: one[0])
-    unused = np.zeros(1, np.int32)
-    return KernelWork(index, shape, whole, runs, unused, joins=joins, all_heads=uneven)
+        made.append((seconds, runs, joined, uneven))
+    seconds, runs, joined, uneven = min(made, key=itemgetter(0))
+    best = KernelWork(index, shape, whole, runs, np.zeros(1, np.int32), joins=joined)
+    best.all_heads, best.seconds = uneven, seconds
+    return best
 
 
 def _fixed_seconds(

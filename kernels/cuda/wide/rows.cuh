@@ -18,6 +18,7 @@ __device__ __forceinline__ int my_row() {
 
 // What becomes of a unit's state: the rows' only one, or one of their splits.
 constexpr int kFinalEnd = 1;
+constexpr bool kBesideSplits = !SPLITS && kCtas == 2;  // beside a launch that joins splits, its states have sums, too
 __device__ __forceinline__ int ends_of(const WorkItem& item) {
   return (item.partial == kFinal ? kFinalEnd : 0) | (SPLITS ? item.rules & (kFollows | kFollowed) : 0);
 }
@@ -331,6 +332,7 @@ __device__ __forceinline__ void Finished::write(float (&o)[kOutputs],
     if (part == 0 && index >= 0) {
       (final ? params.lse : params.partial_lse)[index] = lse[r];
       if (SPLITS && !final && !(ends & kFollows)) params.partial_sum[index] = 1.0f;
+      if (kBesideSplits && !final && params.partial_sum != nullptr) params.partial_sum[index] = 1.0f;
     }
   }
 }

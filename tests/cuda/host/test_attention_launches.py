@@ -271,3 +271,25 @@ def test_units_are_taken_late_where_some_ctas_begin_late(
     (wide,) = [s for s in (*made.steps, *made.beside) if s.write is not write_attend]
     base = STORED_KV.itemsize if page_size == 5 else variants.PARAMS_AT
     assert np.frombuffer(wide.launcher.memory, WIDE_PARAMS, 1, base)["late"] == late
+
+
+def test_few_rows_follow_many_while_these_run(driver: Driver) -> None:
+    """With counters of their own, as both take units at the same time."""
+    driver.arch = "sm_90a"
+    shared, own = flat_level([16384], 16), flat_level([512] * 128, 16)
+    shared = replace(shared, qo_indptr=np.array([0, 128], np.int32))
+    own = replace(own, kv_start=np.full(128, 16384, np.int32))
+    plan = Plan((shared, own), np.full(128, 16895, np.int32))
+    attention = AttentionRunner(driver, Memory(), 132, 2048)  # type: ignore[arg-type]
+    made = attention.make([(0, plan)], config())
+    assert (len(made.steps), made.beside) == (2, ())
+    many, few = (
+        np.frombuffer(step.launcher.memory, WIDE_PARAMS, 1, variants.PARAMS_AT)[0]
+        for step in made.steps
+    )
+    assert (many["own_units"], few["own_units"]) == (116, 0)
+    assert few["schedule"] - many["schedule"] == 8
+    grids = [step.launcher.signature[0][1] for step in made.steps]
+    assert grids == [116, 264]
+    begins_early = [step.launcher.signature[1] for step in made.steps]
+    assert begins_early == [False, True]

@@ -144,6 +144,9 @@ def test_whatever_a_batch_may_launch_is_compiled_before_a_service_starts(
         ([1] * 100, 3000, "short units"),
         ([17, *[1] * 16], 3000, "short units"),
         ([17, *[1] * 15], 3000, "usual"),
+        ([480, *[1] * 9], 3000, "few beside many"),
+        ([480, *[1] * 8], 3000, "usual"),
+        ([416, *[1] * 9], 3000, "usual"),
     ],
 )
 def test_with_fixed_splits_a_batch_is_reported_by_what_its_runs_cost(
@@ -153,7 +156,9 @@ def test_with_fixed_splits_a_batch_is_reported_by_what_its_runs_cost(
     planner, plan = kernels["usual"].planner, plan_of(rows, [keys] * len(rows))
     assert batch_kind([plan], planner, kernels) == kind
     assert kernels[kind].kernels[0].rows == (128 if kind == "usual" else 64)
-    assert kernels[kind].kernels[0].blocks == (2 if kind == "short units" else 1)
+    pairs = kind in ("short units", "few beside many")
+    assert kernels[kind].kernels[0].blocks == (2 if pairs else 1)
+    assert kernels[kind].kernels[-1].rows == (128 if kind in ("usual", "few beside many") else 64)
     fp8 = kernel_sets(config_of("fp8_e4m3").shape, "sm_90a", MULTIPROCESSORS, 2048)
     assert batch_kind([plan], fp8["usual"].planner, fp8) in fp8
 

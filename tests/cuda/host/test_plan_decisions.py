@@ -6,6 +6,7 @@ Merge lists made from tile cuts equal the lists of the runs themselves.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from kernels.cuda.plan.tiles import (
     KEYS,
     LEAST,
     PARTIAL,
+    ROWS,
     RULES,
     START,
     PlannerConfig,
@@ -71,6 +73,33 @@ def test_all_levels_of_a_cascade_are_cut_at_splits() -> None:
     later = items[items[:, START] >= 1024]
     assert sorted(later[:, START].tolist()) == [1024, 1024, 1280, 1280, 1536]
     assert later[:, KEYS].max() == 256
+
+
+@pytest.mark.parametrize("own_first", [False, True])
+def test_few_rows_and_many_have_their_runs_apart_and_merge_by_position(own_first: bool) -> None:
+    """Levels come in any order of widths; 7 / 8 of the workers have the tiles of many rows."""
+    few = replace(WIDE, rows=64, most_rows=64, workers=264)
+    config = PlannerConfig(4, PAGE, 8, -1, (few, WIDE), splits=Splits(256), leads=True)
+    shared, own = flat_level([5000], PAGE), flat_level([600] * 100, PAGE)
+    shared = replace(shared, qo_indptr=np.array([0, 100], np.int32))
+    first, second = (own, shared) if own_first else (shared, own)
+    keys = 608 if own_first else 5008
+    second = replace(second, kv_start=np.full(len(second.kv_start), keys, np.int32))
+    plan = Plan((first, second), np.full(100, 5607, np.int32))
+    work = make_work([(0, plan)], config)
+    assert [launch.index for launch in work.kernels] == [1, 0], "many rows first"
+    assert [launch.shape.workers for launch in work.kernels] == [116, 264]
+    assert not work.kernels[1].joins
+    places = []
+    for launch in work.kernels:
+        for item in launch.items.tolist():
+            places += [(item[PARTIAL] + i, item[START]) for i in range(0, item[ROWS], 4)]
+    assert sorted(row for row, _ in places) == [*range(0, work.merges.num_partial_rows, 4)]
+    start_of = dict(places)
+    for begin, end in pairwise(work.merges.indptr.tolist()):
+        starts = [start_of[member] for member in work.merges.members[begin:end].tolist()]
+        assert starts == sorted(starts)
+        assert len(starts) > 3
 
 
 def test_runs_keep_a_rule_only_where_a_row_needs_it() -> None:
