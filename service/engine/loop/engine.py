@@ -41,7 +41,7 @@ from service.road.messages import State
 
 LOG: Final = logging.getLogger("attnd.engine")
 DRAINING: Final = "draining: finishing accepted requests, accepting no new ones"
-STOPPED: Final = "the engine stopped before the operation's turn came"
+STOPPED: Final = "the engine stopped before the operation was done; nothing was changed"
 CUT_OFF: Final = "the engine stopped mid-operation; the change may have been applied"
 LEAST_RETRY_S: Final = 0.05
 MOST_RETRY_S: Final = 30.0

@@ -203,7 +203,7 @@ async def test_a_drain_that_takes_too_long_refuses_unfinished_operations(
     caller.engine.drain()
     replies = await asyncio.gather(waiting, outcome(barrier), outcome(first))
     assert [code(one) for one in replies] == ["not_ready"] * 3
-    assert "before the operation's turn came" in str(replies[0])
+    assert "before the operation was done; nothing was changed" in str(replies[0])
     assert "mid-operation" in str(replies[2])
 
 
