@@ -25,8 +25,6 @@ FIRST_FD: Final = 10**6  # numbers of the world's sockets; no descriptor of the 
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 NEVER: Final = float("inf")
 Fault = Callable[[str, float], bool]  # whether a named one happens now, by its share of the cases
-
-
 Replaced = tuple[Any, str, Any]  # an owner, the name of its attribute, and another value
 
 

@@ -227,8 +227,10 @@ class Simulation(Run):
 
     def patches(self) -> list[Replaced]:
         """What is replaced in the service."""
-        by_pair = lambda session: session.sock.pair  # noqa: E731  sets keep their order
-        return [(caller_end, "connected", self.dial), (Session, "__hash__", by_pair)]
+        return [
+            (caller_end, "connected", self.dial),
+            (Session, "__hash__", lambda session: session.sock.pair),  # sets keep their order
+        ]
 
     def end_faults(self) -> None:
         self.plan = replace(self.plan, faults=False)
