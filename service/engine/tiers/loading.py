@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any, Final
 
@@ -152,9 +153,8 @@ class Loading:
         """Load what lower tiers have of a prefix; where its pages were. Stops at `limits.ends`."""
         origin, left = Origin(), limits.max_pages
         while True:
-            now = LoadLimits(limits.tiers, left, limits.ends)
             found = Found()
-            looking = self.lookup.find(namespace, prefix, now, found)
+            looking = self.lookup.find(namespace, prefix, replace(limits, max_pages=left), found)
             next(looking, None)
             origin["pool"] = found.num_cached - origin["host"] - origin["disk"]
             if time.monotonic() >= limits.ends:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
+from dataclasses import replace
 from itertools import islice
 from typing import Final
 
@@ -28,7 +29,7 @@ class Lookup:
         if limits.max_pages == 0:
             return False
         found = Found()
-        next(self.find(namespace, prefix, limits, found, 1), None)
+        next(self.find(namespace, prefix, replace(limits, max_pages=1), found), None)
         self.count_miss(namespace, prefix, found)
         return bool(found.records) or found.loading is not None
 
@@ -42,12 +43,7 @@ class Lookup:
         return origin
 
     def find(
-        self,
-        namespace: str,
-        prefix: Prefix,
-        limits: LoadLimits,
-        found: Found,
-        most: int | None = None,
+        self, namespace: str, prefix: Prefix, limits: LoadLimits, found: Found
     ) -> Generator[None, None, None]:
         """Fill `found`, some pages a step."""
         tree, names = self._tree, self._tree.cache.named
@@ -57,9 +53,9 @@ class Lookup:
         if match.node is not None:
             page = match.node.pages.item(match.num_pages - 1 - match.node.start)
             key, record_id = names.key_of(page), self.tiers.paths.id_of(page)
-        most = limits.max_pages if most is None else most
         stop = prefix.num_pages(names.page_size)
-        stop = stop if most is None else min(stop, match.num_pages + most)
+        if limits.max_pages is not None:
+            stop = min(stop, match.num_pages + limits.max_pages)
         if match.is_cut:
             return
         keys = prefix.chain(key, names.page_size, match.num_pages)

@@ -18,7 +18,7 @@ from service.engine.tiers.page_records import layout_of
 from service.engine.tiers.tiers import Tiers
 from service.metrics import Metrics
 from service.tiers.files import sizes_of
-from service.tiers.record_store import RecordStore
+from service.tiers.record_store import RecordStore, StoreUnavailable
 
 LOG: Final = logging.getLogger("attnd.tiers")
 STAGING_BYTES: Final = 64 * 2**20
@@ -32,14 +32,10 @@ QUOTA: Final = "quota/"
 """Notes of quotas begin so, followed by the namespace."""
 
 
-class TiersUnavailable(RuntimeError):
-    """The settings of the tiers cannot be met; the message is one line."""
-
-
 def open_tiers(
     store: Store, cache: CacheSettings, metrics: Metrics, wake: Callable[[], None]
 ) -> Loading | None:
-    """The tiers of a store, or None without any. Raises `TiersUnavailable`, `StoreUnavailable`."""
+    """The tiers of a store, or None without any. Raises `StoreUnavailable`."""
     if not cache.host_bytes and cache.disk_path is None:
         return None
     layout = layout_of(store.geometry, cache.model or "")
@@ -68,14 +64,14 @@ def open_tiers(
 
 
 def check_sizes(cache: CacheSettings, block_bytes: int) -> None:
-    """Raises `TiersUnavailable` for host memory without a page, or more than the machine has."""
+    """Raises `StoreUnavailable` for host memory without a page, or more than the machine has."""
     if 0 < cache.host_bytes < block_bytes:
         reason = f"one page with its header takes {block_bytes}: raise it"
-        raise TiersUnavailable(f"cache.host_bytes = {cache.host_bytes}: {reason}")
+        raise StoreUnavailable(f"cache.host_bytes = {cache.host_bytes}: {reason}")
     most = int(MOST_HOST * (free := free_bytes("cpu")))
     if cache.host_bytes > most:
         reason = f"at most {most} of the machine's {free} free bytes: lower it"
-        raise TiersUnavailable(f"cache.host_bytes = {cache.host_bytes}: {reason}")
+        raise StoreUnavailable(f"cache.host_bytes = {cache.host_bytes}: {reason}")
     if cache.disk_path is not None:
         path = Path(cache.disk_path)
         try:
@@ -83,10 +79,10 @@ def check_sizes(cache: CacheSettings, block_bytes: int) -> None:
             free = shutil.disk_usage(above).free + sizes_of(path)
         except (OSError, ValueError) as error:
             reason = f"{getattr(error, 'strerror', error)}: name another path"
-            raise TiersUnavailable(f"cache.disk_path = {path}: {reason}") from error
+            raise StoreUnavailable(f"cache.disk_path = {path}: {reason}") from error
         if cache.disk_bytes > free:
             reason = f"{free} are free at {path}: lower it, or name another path"
-            raise TiersUnavailable(f"cache.disk_bytes = {cache.disk_bytes}: {reason}")
+            raise StoreUnavailable(f"cache.disk_bytes = {cache.disk_bytes}: {reason}")
 
 
 def restore_quotas(store: Store, tiers: Tiers, disk: RecordStore) -> None:
