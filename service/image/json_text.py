@@ -88,6 +88,9 @@ T = TypeVar("T")
 Pieces = Generator[None, None, T]
 """Yields between pieces of work and returns the result."""
 
+OBJECT_BYTES: Final = 640
+VALUE_BYTES: Final = 128
+"""Memory of an object and of a value of a request's JSON, once it is read."""
 SHORT_VALUES: Final = 8192
 SHORT_OBJECTS: Final = 1024
 """Text with fewer commas and braces is read at once."""
@@ -113,6 +116,12 @@ def finish(pieces: Pieces[T]) -> T:
 def is_short(text: bytes) -> bool:
     """Whether text may be read at once."""
     return text.count(b",") <= SHORT_VALUES and text.count(b"{") <= SHORT_OBJECTS
+
+
+def weight_of(header: bytes) -> int:
+    """Approximate memory of a request that was read, in bytes; an escape may stand for a brace."""
+    objects = header.count(b"{") + header.count(b"\\u")
+    return OBJECT_BYTES * objects + VALUE_BYTES * header.count(b",") + len(header)
 
 
 def loading(text: bytes, what: str) -> Pieces[Any]:

@@ -10,7 +10,7 @@ import pytest
 
 from service.errors import MalformedBody
 from service.image import json_text
-from service.image.json_text import finish, is_short, load_json, loading
+from service.image.json_text import OBJECT_BYTES, finish, is_short, load_json, loading, weight_of
 
 LONG: dict[str, Any] = {
     "numbers": {"layer": 0, "token_ids": list(range(100_000))},
@@ -80,3 +80,9 @@ def test_random_edits_of_long_text_are_taken_or_refused_alike(
                 finish(loading(text, "it"))
         else:
             assert finish(loading(text, "it")) == wanted
+
+
+def test_objects_are_counted_however_they_are_spelled() -> None:
+    plain, escaped = b"{},", rb"\u007b\u007d\u002c"
+    for one in (plain, escaped):
+        assert weight_of(one * 100) >= 100 * OBJECT_BYTES

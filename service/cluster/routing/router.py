@@ -35,7 +35,7 @@ from service.doors.kit.link import GRACE_S
 from service.doors.kit.pieces import OneByOne
 from service.doors.kit.problems import ProblemText
 from service.errors import DeadlineExceeded, InvalidRequest, NotReady
-from service.image.json_text import finish, is_short
+from service.image.json_text import finish, is_short, weight_of
 from service.image.reading import LENGTH_BYTES, split
 from service.metrics import Metrics
 from service.operations.schema.spec import Operation, Prepared, Routing, preparing
@@ -44,7 +44,9 @@ from service.road.caller_end.slots import Slot
 from service.tenants import Tenant
 
 MAX_REMEMBERED_BYTES: Final = 16 * 2**10
-"""Longest header whose checked form is remembered."""
+REMEMBERED_WEIGHT: Final = 64 * 2**10
+"""Limits for a header whose checked form is remembered: its size, and the memory of that form."""
+MOST_REMEMBERED: Final = 512
 
 
 class Router:
@@ -71,7 +73,7 @@ class Router:
         self.broadcast = Broadcast(self.members)
         self.deletes = Deletes(self.members, self.sequences)
         self.drains = Drains(self.members, self.locator)
-        self.remembered = lru_cache(maxsize=512)(self.read)
+        self.remembered = lru_cache(maxsize=MOST_REMEMBERED)(self.read)
         self.routes: dict[Routing, Callable[[Call, Prepared], Awaitable[RawReply]]] = {
             "together": self.sequences.together,
             "placed": lambda call, prepared: self.retries.run(
@@ -176,7 +178,9 @@ class Router:
         loop runs other calls. Raises MalformedBody, InvalidRequest, NotReady."""
         room = len(call.image) - len(header) - LENGTH_BYTES
         if len(header) <= MAX_REMEMBERED_BYTES and is_short(header):
-            return self.remembered(call.operation, header, room)
+            is_light = weight_of(header) <= REMEMBERED_WEIGHT
+            read = self.remembered if is_light else self.read
+            return read(call.operation, header, room)
         preparation = preparing(call.operation, header, room, self.members.info)
         found = await self.long_work.do(preparation, call.tenant.namespace)
         self.sequences.fast_path.learn(call, header, found)

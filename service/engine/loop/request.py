@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kernels.tensor import PinnedArray
 from service.errors import AnswerTooLarge
-from service.image.json_text import Pieces, dump_json
+from service.image.json_text import Pieces, dump_json, weight_of
 from service.image.reading import placing, split
 from service.image.writing import in_order, lay, num_bytes, size
 from service.operations.schema.info import InfoAnswer
@@ -128,15 +128,6 @@ MOST_REPEATED: Final = 128
 REPEATED_WEIGHT: Final = 32 * 2**10
 """Limits for whole requests that a session remembers with their places: header size, number, and
 the memory of each."""
-OBJECT_BYTES: Final = 640
-VALUE_BYTES: Final = 128
-"""Memory of an object and of a value of a request's JSON, once it is read."""
-
-
-def weight_of(header: bytes) -> int:
-    """Approximate memory of a request that was read, in bytes; an escape may stand for a brace."""
-    objects = header.count(b"{") + header.count(b"\\u")
-    return OBJECT_BYTES * objects + VALUE_BYTES * header.count(b",") + len(header)
 
 
 @dataclass(slots=True, eq=False)

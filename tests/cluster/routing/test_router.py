@@ -259,6 +259,17 @@ async def test_invalid_requests_are_rejected_by_the_router(cluster: Cluster, nam
     assert (refused.status, refused.fields["code"]) == (422, "invalid_request")
 
 
+async def test_the_memory_of_checked_requests_is_bounded(cluster: Cluster) -> None:
+    """Short objects take two hundred times their text."""
+    remembered = cluster.router.remembered
+    before = remembered.cache_info().currsize
+    for count, more in ((4, 1), (400, 0)):
+        new: list[dict[str, Any]] = [{"parent": "no"}, *[{}] * count]
+        assert (await cluster.call("create_sequences", {"sequences": new})).status == 404
+        assert remembered.cache_info().currsize == before + more
+        before += more
+
+
 async def test_the_pool_is_the_sum_of_all_engines(cluster: Cluster) -> None:
     await cluster.create(4)
     pool = await cluster.fields("pool")

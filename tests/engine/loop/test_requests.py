@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from service.engine.loop import request as requests
+from service.image import json_text
 from service.operations.table import BY_NAME
 from tests.engine.fake_backend import GEOMETRY, FakeBackend
 from tests.engine.harness import (
@@ -84,7 +85,7 @@ async def test_what_is_remembered_of_many_small_objects_is_bounded(caller: Calle
     known = caller.engine._reader._known
     few = 8
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(requests, "REMEMBERED_WEIGHT", few * 500 * requests.OBJECT_BYTES)
+        patch.setattr(requests, "REMEMBERED_WEIGHT", few * 500 * json_text.OBJECT_BYTES)
         for number in range(4 * few):
             await caller.refused(of_objects(f"no{number}", 2000), "answer_too_large")
             objects = sum(len(one.fields.sequences) for one in known.values())
@@ -93,12 +94,6 @@ async def test_what_is_remembered_of_many_small_objects_is_bounded(caller: Calle
     assert not any(session.repeated for session in caller.engine.callers.sessions)
     await caller.refused(creation("a", "b").but(sequences=[{"parent": "no"}]), "unknown_sequence")
     assert any(session.repeated for session in caller.engine.callers.sessions)
-
-
-def test_objects_are_counted_however_they_are_spelled() -> None:
-    plain, escaped = b"{},", rb"\u007b\u007d\u002c"
-    for one in (plain, escaped):
-        assert requests.weight_of(one * 100) >= 100 * requests.OBJECT_BYTES
 
 
 class Registered(FakeBackend):
