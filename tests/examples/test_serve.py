@@ -26,10 +26,12 @@ from selenium.webdriver import Chrome, Keys
 from selenium.webdriver.common.by import By
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from bench.driver.servers import free_port
 from examples.local_service import serve_tcp
 from examples.serve import launch
 from examples.serve.__main__ import arguments
 from tests.browser import browser, prefers
+from tests.examples.tiny_decoders import greedy, llama
 from tests.harness import processes
 from tests.harness.plain_http import status_of
 from tests.harness.processes import children, run
@@ -62,22 +64,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
     fast.chat_template = TEMPLATE
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=257,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=4096,
-        initializer_range=0.3,
-        eos_token_id=0,
-        bos_token_id=None,
-    )
     path = tmp_path_factory.mktemp("model") / "tiny"
-    model = LlamaForCausalLM(config)
+    model = llama(3, max_position_embeddings=4096, eos_token_id=0)
     torch.nn.init.zeros_(model.lm_head.weight[0])  # answers do not end by themselves
     model.save_pretrained(path)
     fast.save_pretrained(path)
@@ -99,12 +87,6 @@ class Server:
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
         given = {"model": "tiny", "temperature": 0, "max_tokens": 40, **options}
         return self.openai.chat.completions.create(messages=messages, **given)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port: int = listening.getsockname()[1]
-        return port
 
 
 @contextmanager
@@ -148,11 +130,10 @@ def expect(folder: Path) -> Any:
 
     def expected(question: str, count: int = 40) -> str:
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
-        ids = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )["input_ids"]
-        out = model.generate(ids, max_new_tokens=count, do_sample=False, pad_token_id=0)
-        text: str = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
+            "input_ids"
+        ]
+        text: str = tokenizer.decode(greedy(model, ids, count), skip_special_tokens=True)
         return text
 
     return expected

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any, Final
 
 import pytest
@@ -20,34 +19,17 @@ from transformers import (
 
 from bench.driver.servers import free_port
 from examples.local_service import serve_tcp
-from examples.serve.answers import Delta, Sampling
 from examples.serve.runner import Runner
 from examples.serve.scheduler import Scheduler
+from tests.examples.tiny_decoders import SIZES, NoText, ask, greedy
 
 pytestmark = pytest.mark.long
 
 COUNT: Final = 24
-SIZES: Final[dict[str, Any]] = {
-    "vocab_size": 257,
-    "hidden_size": 128,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "initializer_range": 0.3,
-    "eos_token_id": None,
-    "bos_token_id": None,
-}
 WINDOW: Final[dict[str, Any]] = {
     "sliding_window": 32,
     "layer_types": ["sliding_attention", "full_attention"],
 }
-
-
-class NoText:
-    def decode(self, tokens: list[int], **_: Any) -> str:
-        return ""
 
 
 def qwen2() -> Any:
@@ -74,12 +56,7 @@ def test_answers_of_other_decoders_equal_generate(build: Any) -> None:
     model = build().eval()
     model.set_attn_implementation("eager")
     prompts = [[7 + number, *range(1, 70 + 9 * number)] for number in range(3)]
-    expected = [
-        model.generate(
-            torch.tensor([one]), max_new_tokens=COUNT, do_sample=False, pad_token_id=0
-        ).tolist()[0]
-        for one in prompts
-    ]
+    expected = [greedy(model, one, COUNT) for one in prompts]
     settings = pool_settings(model) | {"pool.num-pages": 60, "server.port": free_port()}
     with serve_tcp(settings):
         port = int(str(settings["server.port"]))
@@ -88,22 +65,8 @@ def test_answers_of_other_decoders_equal_generate(build: Any) -> None:
         scheduler.start()
         try:
             for cached in (0, 64):
-                requests = [answered(scheduler, one) for one in prompts]
-                assert [request.answers[0].tokens for request in requests] == expected
-                assert requests[0].cached_tokens == cached
+                asked = [ask(scheduler, one, COUNT) for one in prompts]
+                assert [one.tokens() for one in asked] == expected
+                assert asked[0].request.cached_tokens == cached
         finally:
             scheduler.close()
-
-
-def answered(scheduler: Scheduler, prompt: list[int]) -> Any:
-    over, errors = threading.Event(), list[str]()
-
-    def emit(delta: Delta) -> None:
-        if delta.error is not None:
-            errors.append(delta.error)
-        if delta.finish or delta.error:
-            over.set()
-
-    request = scheduler.submit(prompt, Sampling(COUNT, temperature=0), 1, emit)
-    assert over.wait(60) and not errors
-    return request

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,7 +13,6 @@ import torch
 from attnd import ConnectionFailed, ReplyLost
 from attnd.torch import TorchSession
 from attnd.transformers import pool_settings
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.driver.servers import free_port
 from examples.local_service import serve_tcp
@@ -21,6 +20,7 @@ from examples.serve import scheduler as module
 from examples.serve.answers import Delta, Sampling
 from examples.serve.runner import Runner
 from examples.serve.scheduler import Scheduler
+from tests.examples.tiny_decoders import Asked, NoText, ask, greedy, llama
 from tests.harness.waiting import wait_for
 
 pytestmark = pytest.mark.long
@@ -29,39 +29,15 @@ PAGE_SIZE, POOL_TOKENS, COUNT = 16, 640, 48
 SHARED = list(range(1, 129))
 
 
-def build(seed: int = 5) -> Any:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=257,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        initializer_range=0.3,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    settings = pool_settings(build()) | {
+    settings = pool_settings(llama(5)) | {
         "pool.page-size": PAGE_SIZE,
         "pool.num-pages": POOL_TOKENS // PAGE_SIZE,
         "server.port": free_port(),
     }
     with serve_tcp(settings):
         yield int(settings["server.port"])
-
-
-class Text:
-    """A tokenizer that needs no vocabulary."""
-
-    def decode(self, tokens: list[int], **_: Any) -> str:
-        return "".join(chr(32 + token) for token in tokens)
 
 
 class Faulty(Runner):
@@ -91,34 +67,12 @@ class Faulty(Runner):
 
 
 @dataclass
-class Asked:
-    """One request: its tokens when it is over, or its error."""
-
-    over: threading.Event = field(default_factory=threading.Event)
-    error: str | None = None
-    request: Any = None
-
-    def emit(self, delta: Delta) -> None:
-        self.error = self.error or delta.error
-        if delta.finish or delta.error:
-            self.over.set()
-
-    def tokens(self) -> list[int]:
-        assert self.over.wait(60), "the answer has not ended"
-        assert self.error is None
-        answer: list[int] = self.request.answers[0].tokens
-        return answer[len(self.request.prompt) :]
-
-
-@dataclass
 class Bench:
     runner: Faulty
     scheduler: Scheduler
 
     def ask(self, prompt: list[int], **options: Any) -> Asked:
-        asked, given = Asked(), {"max_tokens": COUNT, "temperature": 0, **options}
-        asked.request = self.scheduler.submit(prompt, Sampling(**given), 1, asked.emit)
-        return asked
+        return ask(self.scheduler, prompt, **{"max_tokens": COUNT, **options})
 
 
 @pytest.fixture
@@ -127,25 +81,17 @@ def bench(port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     monkeypatch.setattr(module, "RETRY_S", 0.01)
     with TorchSession(port=port) as session:
         session.clear()
-    runner = Faulty(build(), port)
-    scheduler = Scheduler(runner, Text(), set())
+    runner = Faulty(llama(5), port)
+    scheduler = Scheduler(runner, NoText(), set())
     yield Bench(runner, scheduler)
     if scheduler._thread.is_alive():
         scheduler.close()
 
 
 @pytest.fixture(scope="module")
-def expect() -> Callable[[list[int]], list[int]]:
-    model = build()
-
-    def expected(prompt: list[int], count: int = COUNT) -> list[int]:
-        out = model.generate(
-            torch.tensor([prompt]), max_new_tokens=count, do_sample=False, pad_token_id=0
-        )
-        found: list[int] = out[0, len(prompt) :].tolist()
-        return found
-
-    return expected
+def expect() -> Callable[..., list[int]]:
+    model = llama(5)
+    return lambda prompt, count=COUNT: greedy(model, prompt, count)
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -298,15 +244,13 @@ def test_models_that_share_an_attnd_do_not_share_its_cache(bench: Bench, port: i
     bench.scheduler.start()
     first = bench.ask(SHARED)
     first.tokens()
-    other = build(seed=6)
-    out = other.generate(
-        torch.tensor([SHARED]), max_new_tokens=COUNT, do_sample=False, pad_token_id=0
-    )
+    other = llama(6)
+    expected = greedy(other, SHARED, COUNT)
     runner = Runner(other, lambda: TorchSession(port=port), 8, 520)
-    scheduler = Scheduler(runner, Text(), set())
+    scheduler = Scheduler(runner, NoText(), set())
     scheduler.start()
     asked = Bench(bench.runner, scheduler).ask(SHARED)
-    assert asked.tokens() == out[0, len(SHARED) :].tolist() != first.tokens()
+    assert asked.tokens() == expected != first.tokens()
     assert asked.request.cached_tokens == 0
     scheduler.close()
 
