@@ -204,8 +204,8 @@ class Engine:
         """Seconds to wait for sockets: none while calls that come could join work in hand."""
         scheduler, launches = self.scheduler, self.scheduler.launches.in_flight
         poll_s = None if self.store.loading is None else self.store.loading.poll_s
-        if poll_s == 0.0:
-            return poll_s
+        if poll_s == 0.0 or self._lanes.is_behind:
+            return 0.0
         if (oldest := launches[0] if launches else scheduler.long_work.running) is not None:
             return 1e-3 if time.monotonic() - oldest.started > SPIN_S else 0.0
         if scheduler.is_busy:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Final
 
 from attnd.wire.frames import DEVICE_ARENA, DONE, json_frame, layer_frame, opened_frame
 
@@ -21,6 +22,9 @@ from service.operations.step import STEP, StepFields
 from service.road.engine_end.calls import STEP_ROUTE, ArenaRequest, Call
 from service.road.engine_end.session import Session
 from service.tenants import Tenant
+
+OPENING_S: Final = 0.005
+"""Longest time in a round for opening arenas, each of which can take milliseconds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +43,10 @@ class SessionLanes:
         self._lanes = lanes
         self._steps = steps
         self.by_session: dict[Session, SessionLane] = {}
+        self._spent_s = 0.0
+        """Time spent on opening arenas in this round."""
+        self.is_behind = False
+        """Whether requests wait for nothing but the next round."""
 
         def read(description: bytes, tenant: Tenant) -> StepFields:
             tenant.require(STEP.scope, STEP.name)
@@ -81,10 +89,15 @@ class SessionLanes:
         return Request(operation, fields, {}, AnswerPlace(call.answer), call.tenant, step=where)
 
     def serve(self) -> None:
-        """Serve requests for arenas where no step is open; close the lanes of ended sessions."""
-        for held in list(self.by_session.values()):
+        """Begin a round: serve requests for arenas where no step is open, as far as its time
+        allows, and close the lanes of ended sessions."""
+        self._spent_s, self.is_behind = 0.0, False
+        for session, held in list(self.by_session.items()):
             if held.requested:
+                before = self._spent_s
                 self._serve(held)
+                if self._spent_s > before:  # next time the others come first
+                    self.by_session[session] = self.by_session.pop(session)
             if held.session.closed and not has_open_step(held.session):
                 self._close(held)
                 del self.by_session[held.session]
@@ -101,10 +114,14 @@ class SessionLanes:
         session = held.session
         if has_open_step(session) or session.closed or session.ended:
             return
-        requested, held.requested = held.requested, []
-        session.num_devices -= len(requested)
-        for arena_bytes in requested:
-            session.send(json_frame(DEVICE_ARENA, self._open(held, arena_bytes)))
+        while held.requested:
+            if self._spent_s > OPENING_S:
+                self.is_behind = True
+                return
+            started = time.monotonic()
+            session.num_devices -= 1
+            session.send(json_frame(DEVICE_ARENA, self._open(held, held.requested.pop(0))))
+            self._spent_s += time.monotonic() - started
 
     def _open(self, held: SessionLane, arena_bytes: int) -> dict[str, Any]:
         """Give the session a lane; the reply's fields, or the problem."""

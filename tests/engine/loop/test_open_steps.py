@@ -6,7 +6,7 @@ import json
 import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -20,6 +20,7 @@ from service.errors import Forbidden
 from service.operations.schema.spec import validate
 from service.operations.step import STEP, StepFields
 from service.road.engine_end.calls import STEP_ROUTE, ArenaRequest, Call
+from service.road.engine_end.session import Session
 from service.tenants import tenant_of
 from tests.engine.fake_backend import GEOMETRY
 from tests.engine.harness import get, truncate
@@ -337,3 +338,26 @@ def test_a_step_stays_in_its_keys_namespace_and_scopes(rig: Rig, scopes: list[An
     else:
         with pytest.raises(Forbidden):
             read()
+
+
+def test_arenas_that_take_long_to_open_are_opened_over_rounds(rig: Rig) -> None:
+    class SlowLanes(HandLanes):
+        def open(self, arena: memoryview, arena_bytes: int, owner: Owner) -> HandLane:
+            time.sleep(0.003)
+            super().open(arena, arena_bytes, owner)
+            return HandLane(0)
+
+    made, count = SlowLanes(), 12
+    lanes = SessionLanes(made, rig.scheduler.steps, rig.store.info)
+    greedy, other = FakeSession(), FakeSession()
+    greedy.num_devices = count
+    for session in [greedy] * count + [other]:
+        lanes.request_arena(ArenaRequest(cast(Session, session), 2**16))
+    rounds = 0
+    while lanes.is_behind:
+        rounds, before = rounds + 1, len(made.owners)
+        lanes.serve()
+        assert 0 < len(made.owners) - before <= 2
+        assert other.sent or rounds < 3
+    assert rounds > 3
+    assert (len(greedy.sent), greedy.num_devices, len(other.sent)) == (count, 0, 1)
