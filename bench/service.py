@@ -11,6 +11,7 @@ median beyond the backend's own time (plan, copy in, kernel, copy out), which ea
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -272,14 +273,22 @@ def case_cells(row: Mapping[str, Any]) -> tuple[str, str]:
     return str(row["batch"]), f"{row['q_bytes'] // 1024} KiB"
 
 
+def positive(text: str) -> int:
+    """Read an option that is a number of 1 or more. Raises ValueError, ArgumentTypeError."""
+    number = int(text)
+    if number < 1:
+        raise ArgumentTypeError(f"{number}: must be 1 or more")
+    return number
+
+
 def main() -> None:
     parser = command_line(__doc__ or "", before=True)
     parser.add_argument("--backend", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
         "--places", default="time_sliced,mps,other_gpu", help="with cuda: places of the caller"
     )
-    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes of q")
+    parser.add_argument("--batches", type=positive, nargs="+", default=BATCHES)
+    parser.add_argument("--sizes", type=positive, nargs="+", default=SIZES, help="bytes of q")
     chosen = parser.parse_args()
     if chosen.backend == "cuda":
         from bench.gpu_steps import measure_steps
