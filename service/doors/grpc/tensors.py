@@ -24,7 +24,7 @@ from service.doors.oip.request import (
     Wanted,
     check_input,
     check_size,
-    make_call,
+    making_call,
     read_timeout,
     refuse_keys,
     refuse_regions,
@@ -167,7 +167,7 @@ def reading_request(model: Model, request: Any) -> Pieces[Call]:
         check_parameters(output)
     wanted = Wanted(request.id, outputs, deadline_us=deadline_us)
     inputs = yield from reading_inputs(model, request)
-    return make_call(model, parameters, inputs, wanted)
+    return (yield from making_call(model, parameters, inputs, wanted))
 
 
 def check_parameters(tensor: Any) -> None:

@@ -14,11 +14,13 @@ from attnd.wire.images import Shaped, header
 from service.doors.oip.models import DTYPES_BY_DATATYPE, NUMBERED, Model
 from service.errors import InvalidRequest, NotSupported, unknown_name
 from service.image.json_body import dump_fields
-from service.image.json_text import load_json
+from service.image.json_text import Pieces, finish, loading
 from service.image.reading import MAX_RANK, MAX_VALUES, REQUEST, are_counts, is_huge
 
 TIMEOUT: Final = "timeout"
 """The request parameter with a client's deadline, in microseconds."""
+MAX_TEXT: Final = 4096
+"""Characters of a field that is a string: more than any rule for one allows."""
 MAX_TIMEOUT_US: Final = 3_600_000_000
 REGION_PARAMETERS: Final = frozenset(
     {"shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"}
@@ -88,8 +90,22 @@ def make_call(
 
     Raises InvalidRequest, and MalformedBody for a parameter that is not JSON.
     """
+    return finish(making_call(model, parameters, inputs, wanted))
+
+
+def making_call(
+    model: Model, parameters: Mapping[str, Any], inputs: Sequence[Input], wanted: Wanted
+) -> Pieces[Call]:
+    """As `make_call`, in pieces."""
     check_outputs(model, wanted.outputs)
-    fields = {name: field_value(model, name, value) for name, value in parameters.items()}
+    fields = {}
+    texts = [value for value in parameters.values() if isinstance(value, str)]
+    if (count := sum(text.count(",") for text in texts)) > MAX_VALUES:
+        raise InvalidRequest(
+            "parameters", f"{count} values", f"must be at most {MAX_VALUES} values together"
+        )
+    for name, value in parameters.items():
+        fields[name] = yield from reading_value(model, name, value)
     tensors = []
     names: set[str] = set()
     for one in inputs:
@@ -122,15 +138,17 @@ def span_of(tensors: Sequence[Input]) -> tuple[int, int] | None:
     return begin, end
 
 
-def field_value(model: Model, name: str, value: Any) -> Any:
+def reading_value(model: Model, name: str, value: Any) -> Pieces[Any]:
     """A request parameter as a field: a string is JSON, unless the field is a string."""
     if name not in model.fields:
         raise unknown_name(name, value, f"model {model.name}", "parameter", tuple(model.fields))
+    if isinstance(value, str) and name in model.text_fields and len(value) > MAX_TEXT:
+        rule = f"must have at most {MAX_TEXT} characters"
+        raise InvalidRequest(name, f"{len(value)} characters", rule)
     if not isinstance(value, str) or name in model.text_fields:
         return value
-    if (count := value.count(",")) > MAX_VALUES:
-        raise InvalidRequest(name, f"{count} values", f"must be at most {MAX_VALUES} values")
-    return load_json(value.encode("utf-8", "surrogatepass"), f"parameter {name}")
+    text = value.encode("utf-8", "surrogatepass")
+    return (yield from loading(text, f"parameter {name}"))
 
 
 def check_input(model: Model, name: str, datatype: str, shape: list[int]) -> tuple[DType, int]:

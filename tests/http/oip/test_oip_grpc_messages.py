@@ -21,6 +21,7 @@ from service.doors.grpc.tensors import (
 )
 from service.doors.kit.ledger import Ledger
 from service.doors.oip.models import MODELS
+from service.doors.oip.request import MAX_TEXT
 from service.errors import InvalidRequest, MalformedBody
 from service.image.json_text import finish
 from service.image.reading import MAX_VALUES
@@ -138,6 +139,24 @@ def test_a_parameter_of_many_values_is_refused_before_it_is_read() -> None:
     given.parameters["sequences"].string_param = "[" + "," * (MAX_VALUES + 1) + "]"
     with pytest.raises(InvalidRequest, match="at most 262144 values"):
         finish(reading_request(MODELS["append"], given))
+
+
+def test_parameters_are_read_in_pieces_and_have_a_limit_together() -> None:
+    half = "[" + "1," * (MAX_VALUES // 2 + 1) + "1]"
+    given = request(model_name="prefill")
+    given.parameters["offsets"].string_param = half
+    pieces = reading_request(MODELS["prefill"], given)
+    assert [next(pieces) for _ in range(3)] == [None] * 3
+    given.parameters["qo_indptr"].string_param = half
+    with pytest.raises(InvalidRequest, match="at most 262144 values together"):
+        finish(reading_request(MODELS["prefill"], given))
+
+
+def test_a_long_text_is_refused_before_it_is_escaped() -> None:
+    given = request(model_name="get_sequence")
+    given.parameters["id"].string_param = "\0" * (MAX_TEXT + 1)
+    with pytest.raises(InvalidRequest, match="id = 4097 characters: must have at most 4096"):
+        finish(reading_request(MODELS["get_sequence"], given))
 
 
 async def test_the_oldest_probe_ends_where_too_many_clients_do_not_read() -> None:
