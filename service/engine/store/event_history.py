@@ -63,7 +63,7 @@ class EventHistory:
         """`most_pages` are kept for each namespace; with 0, none."""
         self._page_size = page_size
         self._pages_an_event = max(1, min(PAGES_AN_EVENT, TOKENS_AN_EVENT // page_size))
-        self._most_pages = most_pages
+        self.most_pages = most_pages
         self._begin = time.time_ns() // 1000
         self._pasts: dict[str, Past] = {}
         self.is_high = False
@@ -71,17 +71,17 @@ class EventHistory:
 
     @property
     def is_kept(self) -> bool:
-        return self._most_pages > 0
+        return self.most_pages > 0
 
     def hear(self, change: Change) -> None:
         """Keep a change; it is turned into JSON when it is read."""
         past = self._pasts.get(change.namespace) or self._begun(change.namespace)
         weight = weight_of(change)
         if weight <= self._pages_an_event:
-            past.add(change, weight, self._most_pages)
+            past.add(change, weight, self.most_pages)
             return
         for part in parts_of(change, self._pages_an_event):
-            past.add(part, weight_of(part), self._most_pages)
+            past.add(part, weight_of(part), self.most_pages)
 
     def press(self, is_high: bool, left: dict[str, tuple[int, int]]) -> None:
         """Add an event of changed pressure for all namespaces; `left` has the pages that are free
@@ -90,7 +90,7 @@ class EventHistory:
         if self.is_kept:
             for namespace, pages in left.items():
                 past = self._pasts.get(namespace) or self._begun(namespace)
-                past.add(Pressure(is_high, *pages), 1, self._most_pages)
+                past.add(Pressure(is_high, *pages), 1, self.most_pages)
 
     def page(
         self, namespace: str, after: int, limit: int

@@ -55,8 +55,7 @@ class Disk:
     def open(self, store: RecordStore) -> None:
         """Use a store made with `evicted=disk.evicted`; events report the records that it has."""
         self.store, self.total_bytes = store, store.capacity_bytes
-        for entry in store.records():
-            self._tiers.reports.stored(entry, entry.tag, "DISK")
+        self._tiers.reports.found(store.records())
         self._tiers.report()
 
     def evicted(self, entry: Entry) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict, deque
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any, Final, Literal
 
 from service.core.prefix.named_pages import Removed, Stored
@@ -56,6 +58,16 @@ class Reports:
         if self.history is not None:
             tag, ids = PageTag.read(label), label[TAG.size :] or None
             self.history.hear(Stored(entry.namespace, tag.key, tag.before, ids, medium))
+
+    def found(self, entries: Iterable[Entry]) -> None:
+        """Records were on disk at the start, the latest last: no more than the history keeps."""
+        if self.history is not None:
+            most = self.history.most_pages + 1  # one is forgotten, so that readers know of others
+            latest: defaultdict[str, deque[Entry]] = defaultdict(lambda: deque(maxlen=most))
+            for entry in entries:
+                latest[entry.namespace].append(entry)
+            for entry in chain.from_iterable(latest.values()):
+                self.stored(entry, entry.tag, "DISK")
 
     def removed(self, entries: Iterable[Entry], medium: Medium) -> None:
         for entry in entries:
