@@ -225,9 +225,11 @@ def long_variant(usual: WideVariant) -> WideVariant | None:
 
 def joining_variant(usual: WideVariant) -> WideVariant:
     """That joins the fixed splits of a run; with one buffer of queries where they leave it at once,
-    so that shared memory has room for more of the running states."""
+    so that shared memory has room for more of the running states. With two tiles of fp8 staged, a
+    soft cap spills."""
     stages = 1 if usual.query_registers else usual.query_stages
-    return replace(usual, splits=True, query_stages=stages)
+    staged = max(usual.staged, 3) if usual.converts and usual.has_soft_cap else usual.staged
+    return replace(usual, splits=True, query_stages=stages, staged=staged)
 
 
 def few_variant(usual: WideVariant) -> WideVariant:

@@ -68,7 +68,11 @@ def test_every_specialisation_compiles_without_spills_or_serialised_products(
     assert variant.blocks * (variant.shared_bytes + RESERVED) <= shared_limit("sm_90a")
 
 
-STORED = [wide.variant(d, "fp16", 16, storage="fp8_e4m3") for d in (64, 128, 192)]
+STORED = [
+    wide.variant(d, "fp16", 16, has_soft_cap=has_cap, storage="fp8_e4m3")
+    for d in (64, 128, 192)
+    for has_cap in (False, True)
+]
 CAPPED = [wide.variant(d, "fp16", 16, has_soft_cap=True) for d in HEAD_DIMS]
 
 
