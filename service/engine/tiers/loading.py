@@ -45,7 +45,7 @@ HIDDEN: Final = "~~"
 BATCHES: Final = 2
 """Batches of one load for each of the fetcher's threads: others have their turns between them."""
 EVICTED_AT_ONCE: Final = 1024
-MAX_DELAY_S: Final = 5e-4
+MAX_DELAY_S: Final = 7.5e-4
 """Beside answers that others wait for, time between two pieces of the engine's work for tiers."""
 POLL_S: Final = 1e-3
 STEPS: Final = 2
