@@ -162,7 +162,7 @@ def test_memory_that_the_system_does_not_give_is_no_bug(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("way", "accept", "count", "peers", "mib"), [
-    ("attnd", SAFETENSORS, 80, 8, 8), ("attnd", JSON, 8, 5, 16), ("oip", JSON, 8, 5, 16),
+    ("attnd", SAFETENSORS, 80, 8, 16), ("attnd", JSON, 8, 5, 16), ("oip", JSON, 8, 5, 16),
 ])  # fmt: skip
 def test_answers_that_one_namespace_does_not_read_leave_room_for_other_namespaces(
     tmp_path: Path, way: str, accept: str, count: int, peers: int, mib: int
