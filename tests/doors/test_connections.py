@@ -394,13 +394,12 @@ def test_a_client_of_http_1_0_gets_no_interim_response(door: Running) -> None:
 def test_connections_that_never_had_a_valid_key_give_place_whatever_they_do(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text(line_of("secret", "a", ["read"]))
-    unread = request("/live/live.js", method="GET", content_length="") * 400
+    unread = request("/live/live.js", method="GET", content_length="") * 800
     with serving(tmp_path, *FEW, "--auth.keys-file", str(keys)) as running, ExitStack() as stack:
         for _ in range(4):
             peer = stack.enter_context(running.connect())
-            peer.setblocking(False)
-            with suppress(BlockingIOError):
-                peer.sendall(unread)
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)  # the system keeps little
+            peer.sendall(unread)
         held = running.door.connections
         wait_for(lambda: len(held) == 4 and all(one.intake.ahead for one in held), "all to wait")
         assert is_open(stack.enter_context(running.connect()))
