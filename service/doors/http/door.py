@@ -10,7 +10,7 @@ from collections.abc import Coroutine
 from email.utils import formatdate
 from functools import cache
 from socket import socket
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from fastapi import FastAPI
 
@@ -40,9 +40,6 @@ from service.keys import Authenticator
 from service.metrics import Metrics
 from service.operations.schema.spec import Operation
 from service.operations.table import OPERATIONS
-
-if TYPE_CHECKING:
-    pass
 
 LOG: Final = logging.getLogger("attnd.http")
 READ_BYTES: Final = 64 * 2**10

@@ -7,11 +7,10 @@ shake hands would take every descriptor.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 from collections.abc import Iterator
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from contextlib import contextmanager, suppress
+from typing import Any, Final
 
 import uvicorn
 
@@ -23,9 +22,6 @@ from service.doors.kit.process import DRAINING, ENGINE_LATER_S, Setup, connect
 from service.doors.kit.tls import HANDSHAKE_S, Tls, make_tls
 from service.errors import NotReady
 from service.keys import make_authenticator
-
-if TYPE_CHECKING:
-    from service.doors.http.door import Door
 
 BACKLOG: Final = 2048
 CUT_OFF: Final = "the drain ended while the engine ran the operation; it may have been applied"
@@ -77,7 +73,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self.connecting is not None:
             self.connecting.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
+            with suppress(asyncio.CancelledError):
                 await self.connecting
         for server in self.accepting:
             server.close()
@@ -86,7 +82,7 @@ class Server(uvicorn.Server):
         if self.tracing is not None:
             await self.tracing.close()
 
-    @contextlib.contextmanager
+    @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """No signals: the door's process handles them."""
         yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import mmap
 import os
 import socket
@@ -59,7 +58,7 @@ class Mapping:
         end = (offset + length) // PAGE * PAGE
         mapped = self.memory.obj
         if end > begin and isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_REMOVE"):
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 mapped.madvise(mmap.MADV_REMOVE, begin, end - begin)
 
     def close(self) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, Final, Self
 
 import torch
@@ -254,5 +253,5 @@ OPEN: Final[weakref.WeakSet[AttndCache]] = weakref.WeakSet()
 def close_all() -> None:
     """At the interpreter's end, while sessions still work."""
     for cache in list(OPEN):
-        with contextlib.suppress(AttndError, RuntimeError, OSError):
+        with suppress(AttndError, RuntimeError, OSError):
             cache.close()
