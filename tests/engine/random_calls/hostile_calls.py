@@ -21,7 +21,7 @@ import numpy as np
 from attnd.wire import frames as f
 
 from service.image.writing import image
-from service.operations.schema.fields import ID_PATTERN
+from service.operations.schema.fields import ID_PATTERN, MAX_ID_LENGTH
 from service.operations.table import BY_NAME
 from tests.engine.random_calls.hostile_caller import (
     ARENA_BYTES,
@@ -131,7 +131,8 @@ class Fuzz:
 
     def give_up_imports(self) -> None:
         """Cancel imports that a case may have begun, under its own name or a default one."""
-        names = [one for one in VALUES if isinstance(one, str) and re.fullmatch(ID_PATTERN, one)]
+        texts = [one for one in VALUES if isinstance(one, str) and len(one) <= MAX_ID_LENGTH]
+        names = [one for one in texts if re.fullmatch(ID_PATTERN, one)]
         for name in ("moved", *names):
             body = b"".join(image("request", json.dumps({"id": name}), {}))
             number = BY_NAME["cancel_import"].number
