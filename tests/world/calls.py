@@ -22,8 +22,7 @@ NO_SEQUENCE: Final = ("release_lease", "renew_lease", "cancel_import", "import_s
 """Operations whose `id` is not that of a sequence that must be there."""
 READING: Final = ("decode", "prefill", "gather", "get_sequence", "page_table", "export_sequence")
 """Operations that change no sequence, unless they bring rows."""
-ENDING: Final = ("delete_sequence", "delete_sequences", "loss")
-"""Operations that end a sequence; a loss is one by a process, not by a caller."""
+ENDING: Final = ("delete_sequence", "delete_sequences", "loss")  # the last by a process
 
 Every = tuple[tuple[int, ...], ...]  # a sequence's rows at each layer
 Outcome = tuple[Any, ...]  # "ok" and a sequence's rows, or the codes that are right
@@ -80,9 +79,7 @@ class Rows:
 
     def is_chain(self, rows: Sequence[int]) -> bool:
         """Whether each row's content belongs behind the row before it."""
-        return all(
-            self.parents[row] == before for before, row in zip((0, *rows[:-1]), rows, strict=True)
-        )
+        return [self.parents[row] for row in rows] == [0, *rows[:-1]]
 
 
 @dataclass(eq=False)
@@ -198,10 +195,8 @@ class Step:
                 return ("invalid_request",)
             if "offsets" in op.fields and lengths != {op.fields["offsets"][self.at]}:
                 return ("length_mismatch",)
-            rows = tuple(
-                (*some, *op.rows[self.at]) if layer in op.layers else some
-                for layer, some in enumerate(rows)
-            )
+            added = [op.rows[self.at] if at in op.layers else () for at in range(NUM_LAYERS)]
+            rows = tuple((*some, *more) for some, more in zip(rows, added, strict=True))
         there[name] = Held(made, rows)
         return ("ok", rows)
 

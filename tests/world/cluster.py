@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, Final
+from unittest.mock import patch
 
 from attnd import AsyncClient
 from attnd.http import async_transport
@@ -42,9 +43,8 @@ class ClusterCaller(Program):
     in_cluster = True
 
     def __init__(self, world: ClusterWorld, number: int) -> None:
-        space = world.spaces[number % len(world.spaces)]
-        super().__init__(world, space, world.rows, number)
-        self.tenant = tenant_of(space.name, SCOPES) if world.has_keys else OPEN
+        super().__init__(world, number)
+        self.tenant = tenant_of(self.space.name, SCOPES) if world.has_keys else OPEN
         self.clients: dict[str, AsyncClient] = {}
         self.imports: dict[str, Effect] = {}  # imports under way, by the ids that they make
 
@@ -54,12 +54,11 @@ class ClusterCaller(Program):
         for effect in self.imports.values():
             self.space.lost(effect, UNCERTAIN_S)
         self.imports = {}
-        if self.order.random() >= 0.7:
-            return
-        pending = [one for one in self.space.pending.values() if one.step.op.name != "loss"]
-        names = {name for one in pending if one.ends < NEVER for name in one.names}
-        for name in sorted(names - self.world.abandoned)[:3]:
-            await self.send(call("get_sequence", id=name))
+        if self.order.random() < 0.7:
+            pending = [one for one in self.space.pending.values() if one.step.op.name != "loss"]
+            names = {name for one in pending if one.ends < NEVER for name in one.names}
+            for name in sorted(names - self.world.abandoned)[:3]:
+                await self.send(call("get_sequence", id=name))
 
     async def send(self, op: Op) -> Answer | None:
         world, op.faults = self.world, len(self.world.faults)
@@ -100,9 +99,8 @@ class ClusterCaller(Program):
     async def _call(self, op: Op) -> Any:
         """Code ("ok" for none), fields or problem, tensors; `lost` where no answer came."""
         world, name = self.world, f"door-{self.number // 2 % 2}"
-        while world.doors[name].is_dead and not world.has_http:  # it is started again
+        while (door := world.doors[name]).is_dead and not world.has_http:  # it is started again
             await asyncio.sleep(0.05)
-        door = world.doors[name]
         given = op.name, op.fields, op.tensors
         if world.has_http:
             if name not in self.clients:
@@ -116,26 +114,21 @@ class ClusterCaller(Program):
         done, _ = await asyncio.wait([task], timeout=60.0)
         check(done, f"{op.name}: no answer", op.fields)
         if task.cancelled() or (door.is_dead and not world.has_http):
-            task.cancelled() or task.exception()
             return "lost", {}, {}
         return task.result()
 
     def _may_exist(self, effect: Effect) -> bool:
         """Whether another call makes it, or a door that has died has left an import of it."""
-        stores = [one.engine.store for one in self.world.engines.values()]
-        name = self.tenant.prefix + effect.makes
-        return (
-            self.space.is_contended(effect)
-            or effect.makes in self.world.abandoned
-            or any(store.imports.find(name) for store in stores)
-        )
+        name, engines = self.tenant.prefix + effect.makes, self.world.engines.values()
+        is_importing = any(one.engine.store.imports.find(name) for one in engines)
+        is_abandoned = effect.makes in self.world.abandoned
+        return is_importing or is_abandoned or self.space.is_contended(effect)
 
     def settle(self, effects: Sequence[Effect], code: str, found: dict[str, Any]) -> None:
         """What an answer says of each effect."""
         history = self.space
         listed = found.get("sequences") or found.get("lengths") or {str(found.get("value"))}
-        every = {name for effect in effects for name in effect.names}
-        named = set() if code == "ok" else every & set(listed)
+        named = {name for effect in effects for name in effect.names if name in listed}
         may_be_refused = REFUSALS | {"length_mismatch", "sequence_changed"}
         if {"kernel fails", "launch fails"} & set(self.world.faults):
             may_be_refused |= {"internal"}
@@ -213,7 +206,6 @@ class ClusterWorld(Simulation):
             (asyncio.SelectorEventLoop, "create_connection", self.dial_http),
             (members.LOG, "exception", self.logged),
             (problems.LOG, "error", self.logged),
-            (members, "POLL_S", members.POLL_S),
             (async_transport, "select", poll),
             (Connection, "__hash__", lambda one: hash(one.peer)),
         ]
@@ -300,16 +292,13 @@ class ClusterWorld(Simulation):
                 await asyncio.sleep(0.01)
         callers = [ClusterCaller(self, number) for number in range(self.plan.callers)]
         await asyncio.gather(*(one.run() for one in callers))
-        if self.result.error is not None:
-            return
         self.end_faults()
         for name in self.names:
             self.restart(name)
         await asyncio.sleep(5.0)
         await self.check_drains()
-        polls, members.POLL_S = members.POLL_S, IDLE_POLL_S
-        await asyncio.sleep(SETTLED_S)
-        members.POLL_S = polls
+        with patch.object(members, "POLL_S", IDLE_POLL_S):
+            await asyncio.sleep(SETTLED_S)
         self.is_settled = True
         for caller in callers:
             caller.order = random.Random(f"{self.plan.seed} {caller.number} end")
@@ -351,11 +340,11 @@ class ClusterWorld(Simulation):
         """What others can take of an engine: of two none takes a shard, and torn ones stay."""
         engine = self.engines[name]
         store, goes = engine.engine.store, len(self.names) > 2
-        left = ["imports"] * store.imports.count(None)
+        left = ["imports"] * store.imports.count(None) + ["leases"] * store.tree.cache.num_leases
         for _, shown, leaf in self.leaves(engine):
             if not leaf.shard or (goes and shown not in self.abandoned):
                 left.append(leaf.id)
-        return left + ["leases"] * store.tree.cache.num_leases
+        return left
 
     def check_places(self, history: History) -> None:
         """Each sequence is at one engine, or has all its shards, each at one."""
@@ -363,18 +352,16 @@ class ClusterWorld(Simulation):
         for name, process in self.engines.items():
             marks = process.engine.store.move_marks.marks
             for space, shown, leaf in self.leaves(process):
-                if (mark := marks.get(leaf.id)) and mark.is_handed:
-                    continue  # it answers no calls until a door settles it or it expires
-                if space is history:
+                mark = marks.get(leaf.id)  # a handed one answers no calls until it is settled
+                if space is history and not (mark and mark.is_handed):
                     places.setdefault(shown, []).append((name, leaf.shard))
         known = history.every_name() | self.abandoned
         extra = {one: places[one] for one in places.keys() - known if not one.startswith("seq-")}
         check(not extra, "sequences that no caller made are left:", extra)
         for shown, some in places.items():
             shards = [shard.layout for _, shard in some if shard is not None]
-            ranks = {(layout.rank, layout.ranks) for layout in shards}
-            most = max((num_ranks for _, num_ranks in ranks), default=0)
+            ranks = sorted((layout.rank, layout.ranks) for layout in shards)
             is_whole = len(some) == 1 and not shards
-            is_sharded = len(shards) == len(some) == len(ranks) == most
+            is_sharded = ranks == [(rank, len(some)) for rank in range(len(some))]
             right = is_whole or is_sharded or (shards and shown in self.abandoned)
             check(right, "a sequence is at several engines:", shown, some)

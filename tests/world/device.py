@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import setitem
 from typing import Any, Final
 
 import numpy as np
@@ -92,12 +93,8 @@ class WorldDevice(FakeBackend):
         """Freed pages hold nothing any more."""
         size = self.geometry.page_size
         slots = (pages[:, None] * size + np.arange(size)).reshape(-1)
-
-        def overwrite() -> None:
-            self.pool[:, :, slots] = FREED
-
         if pages.size:
-            self._launch("free", overwrite)
+            self._launch("free", setitem, self.pool, np.s_[:, :, slots], FREED)
 
     def append(self, layer: int, k: Any, v: Any, slots: Int32) -> Any:
         return self._launch("append", super().append, layer, k, v, slots.copy())

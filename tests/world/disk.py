@@ -35,8 +35,7 @@ class SimFiles(Files):
 
     def __init__(self, order: random.Random, fault: Fault) -> None:
         self.order, self.fault = order, fault
-        self.unsynced: list[tuple[int, int, bytes]] = []
-        """Descriptor, offset and old bytes of writes that are not on the device."""
+        self.unsynced: list[tuple[int, int, bytes]] = []  # descriptor, offset and old bytes
 
     def read(self, fd: int, into: memoryview, offset: int) -> int:
         size = len(into)
@@ -79,8 +78,7 @@ class DiskWorld(Run):
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
         self.order = random.Random(f"{plan.seed} disk")
-        self.kept: dict[bytes, str] = {}
-        """Namespaces of records that are certainly there, by key."""
+        self.kept: dict[bytes, str] = {}  # namespaces of records that are certainly there, by key
         self.room = self.order.choice((6, 12, 30)) * LAYOUT.block_bytes
         self.files = SimFiles(self.order, self.fault)
 

@@ -37,6 +37,14 @@ RAW: Final = attrgetter("fields", "tensors")  # of a reply
 SECRET: Final = "a secret of the cluster's world"
 UNSAFE: Final = ("create_sequences", "import_sequence", "release_lease", "commit")
 """Calls made of fields and tensors as they are that are not sent again after a lost reply."""
+MAKERS: Final[dict[str, Any]] = {
+    "append": attention.append,
+    "decode": attention.decode,
+    "truncate": control.truncate,
+    "delete_sequence": control.delete_sequence,
+    "delete_sequences": control.delete_sequences,
+}
+PARAMETERS: Final = {"id": "sequence", "layers": "layer"}  # names of fields in these functions
 DOOR: Final[contextvars.ContextVar[DoorProcess]] = contextvars.ContextVar("DOOR")
 
 
@@ -67,8 +75,7 @@ class DoorProcess:
         """kill -9: nothing that it does afterwards reaches an engine."""
         self.is_dead = True
         for sock in self.sockets:
-            if not sock.is_closed:
-                sock.kill()
+            sock.kill()
         for task in list(self.calls):
             task.cancel()
         if self.http is not None:
@@ -145,19 +152,9 @@ async def call_with(client: AsyncClient, name: str, fields: Any, arrays: Any) ->
 
 def call_of(name: str, fields: Any, arrays: Any) -> Call[Any]:
     """A call as the client makes it."""
-    match name:
-        case "append":
-            layers = fields.get("layers", fields.get("layer"))
-            more = {key: fields.get(key) for key in ("append_indptr", "offsets")}
-            return attention.append(layers, fields["sequences"], **arrays, **more)
-        case "decode":
-            return attention.decode(**fields, **arrays)
-        case "delete_sequence":
-            return control.delete_sequence(fields["id"])
-        case "delete_sequences":
-            return control.delete_sequences(**fields)
-        case "truncate":
-            return control.truncate(fields["id"], fields["length"])
-        case "create_sequences" if all("prefix" not in one for one in fields["sequences"]):
-            return control.create_sequences([NewSequence(**one) for one in fields["sequences"]])
+    if name == "create_sequences" and all("prefix" not in one for one in fields["sequences"]):
+        return control.create_sequences([NewSequence(**one) for one in fields["sequences"]])
+    if name in MAKERS:
+        given = {PARAMETERS.get(key, key): value for key, value in fields.items()}
+        return MAKERS[name](**given, **arrays)
     return Call(name, RAW, name not in UNSAFE, fields, arrays, answer_bytes=2**14)

@@ -42,9 +42,6 @@ class Effect:
         self.is_read = not (op.made or op.rows or op.name in (*ENDING, "truncate"))
         self.ends = NEVER  # when it cannot take place any more, without an answer
 
-    def apply(self, held: Sequences) -> Outcome:
-        return self.step.apply(held, self.number)
-
 
 class Group:
     """Sequences whose states depend on one another, as calls are about several of them. Together,
@@ -78,7 +75,7 @@ class History:
         for frozen, done in self._expanded(effect):
             if (seen := dict(done).get(effect.number)) is None:
                 held = dict(frozen)
-                seen = effect.apply(held)
+                seen = effect.step.apply(held, effect.number)
                 frozen = freeze(held)
             if seen and is_right(seen):
                 found.add((frozen, without(done, effect)))
@@ -154,9 +151,7 @@ class History:
                 names |= more
             rest -= names
             numbers = {one.number for one in near if one.names & names}
-            states = {
-                (of(frozen, names), frozenset(of(done, numbers))) for frozen, done in group.states
-            }
+            states = {(of(one, names), frozenset(of(done, numbers))) for one, done in group.states}
             parts.append(Group(names, states))
         num_states = prod(len(part.states) for part in parts)
         if len(parts) == 1 or num_states > len(group.states) < SOME_STATES:
@@ -172,11 +167,10 @@ class History:
             raise Wrong(f"{text}: not possible after {before}, with {waiting}")
         group.states = found
         self.pending.pop(effect.number, None)
-        now = self.clock.now
         if effect.makes:
-            self.made[effect.makes] = now
+            self.made[effect.makes] = self.clock.now
         self._split(group)
-        for one in [one for one in self.pending.values() if one.ends < now]:
+        for one in [one for one in self.pending.values() if one.ends < self.clock.now]:
             self._forget(one)
 
     def _forget(self, effect: Effect) -> None:
@@ -198,7 +192,7 @@ class History:
                 if one.number in numbers and not one.repeats:
                     continue
                 held = dict(frozen)
-                outcome = one.apply(held)
+                outcome = one.step.apply(held, one.number)
                 if one.ends < NEVER and outcome[:1] == ("ok",):
                     state = freeze(held), done | {(one.number, ANY)}
                 elif outcome and one.ends == NEVER:

@@ -16,16 +16,15 @@ from kernels.backend import PoolGeometry
 from tests.world.calls import SPACES, Op, Rows, Sequences, Step, check
 from tests.world.network import NEVER, Clock
 
-FAULT_OF: Final = {
+FAULT_OF: Final = {  # faults that explain an error
     "cancelled": {"connection breaks"},
     "internal": {"kernel fails", "launch fails"},
     "overloaded": {"no memory"},
     "invalid_request": {"unsupported"},
     "out_of_pages": {"quota changes"},
 }
-"""Faults that explain an error."""
 MOVING: Final = ("export_sequence", "import_sequence", "hand_over")
-MAY_FAIL: Final = {
+MAY_FAIL: Final = {  # operations to which an error may come whatever the model holds
     "sequence_changed": MOVING,
     "part_mismatch": MOVING,
     "digest_mismatch": MOVING,
@@ -34,7 +33,6 @@ MAY_FAIL: Final = {
     "key_mismatch": ("commit",),
     "invalid_request": (*MOVING, "prefill", "commit"),  # others may have cut it meanwhile
 }
-"""Operations to which an error may come whatever the model holds."""
 DEADLINE_S: Final = ServerSettings().deadline_s  # of calls that give none
 
 
@@ -104,15 +102,13 @@ class Model:
         self.geometry, self.clock, self.faults = geometry, clock, faults
         self.rows = Rows(geometry)
         self.spaces = {name: Namespace(name, clock) for name in SPACES}
-        self.outstanding: set[Op] = set()
-        self.is_draining = False
-        """Whether the engine takes no more calls: it drains, or its device is lost."""
+        self.clear()
 
     def clear(self) -> None:
         for space in self.spaces.values():
             space.clear()
-        self.outstanding.clear()
-        self.is_draining = False
+        self.outstanding: set[Op] = set()
+        self.is_draining = False  # whether it takes no more calls, also as its device is lost
 
     def apply(self, op: Op, code: str, fields: dict[str, Any], tensors: Any) -> None:
         """The engine answered `op` with `code` ("ok": with these fields and tensors)."""
@@ -231,17 +227,15 @@ class Model:
             return sum(self._pages(rows) + 1 for rows in op.rows)
         every = [one.rows for space in self.spaces.values() for one in space.held.values()]
         longest = max((self._pages(rows) for some in every for rows in some), default=0) + 2
-        if op.name in ("truncate", "import_sequence", "commit"):
-            return longest
-        return longest * len(op.new)
+        is_one = op.name in ("truncate", "import_sequence", "commit")
+        return longest * (1 if is_one else len(op.new))
 
     def _least_cached(self, space: Namespace, wanted: Sequence[int]) -> int:
         """Tokens of a prompt that are certainly cached: leased, or of a committed sequence."""
         leases, size = space.leases.values(), self.geometry.page_size
         held: list[Sequence[int]] = [rows for rows, until, _ in leases if self.clock.now < until]
         held += [space.keys[key] for key in space.pins]
-        for name in space.certain():
-            held.append(space.held[name].rows[0][: space.lives[name].committed])
+        held += [space.held[one].rows[0][: space.lives[one].committed] for one in space.certain()]
         # the number of a row stands for all rows before it as well
         lengths = [sum(map(eq, rows, wanted)) for rows in held]
         return max(lengths, default=0) // size * size

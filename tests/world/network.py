@@ -25,6 +25,7 @@ FIRST_FD: Final = 10**6  # numbers of the world's sockets; no descriptor of the 
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 NEVER: Final = float("inf")
 Fault = Callable[[str, float], bool]  # whether a named one happens now, by its share of the cases
+Wait = Callable[[float | None], None]  # lets the world run for some seconds
 Replaced = tuple[Any, str, Any]  # an owner, the name of its attribute, and another value
 
 
@@ -97,9 +98,6 @@ class SimSocket:
 
     getpeername = getsockname
 
-    def gettimeout(self) -> float:
-        return 0.0
-
     def getsockopt(self, *_: Any) -> bytes:
         return CREDENTIALS.pack(0, os.getuid(), os.getgid())
 
@@ -155,8 +153,7 @@ class SimSocket:
 
     def sendmsg(self, buffers: Sequence[Any], ancillary: Any = (), *_: Any) -> int:
         for _, _, content in ancillary:
-            numbers = array.array("i", content)
-            self.peer.descriptors += [os.dup(number) for number in numbers]
+            self.peer.descriptors += map(os.dup, array.array("i", content))
         return self.send(b"".join(bytes(one) for one in buffers))
 
     def recv(self, size: int) -> bytes:
@@ -210,9 +207,8 @@ class SimSocket:
             peer.ends = max(now, peer.chunks[-1][0] if peer.chunks else now)
         self.ends = min(self.ends, now)
         self.changed()
-        for number in self.descriptors:
-            os.close(number)
-        self.descriptors = []
+        while self.descriptors:
+            os.close(self.descriptors.pop())
 
 
 class Listener(SimSocket):
@@ -264,14 +260,9 @@ class Network:
 
 
 class SimSelector(selectors._BaseSelectorImpl):  # type: ignore[misc]
-    """Finds the world's sockets that are ready; `wait` lets the world run for some seconds."""
+    """Finds the world's sockets that are ready, after a wait."""
 
-    def __init__(
-        self,
-        network: Network,
-        order: random.Random,
-        wait: Callable[[float | None], None] = lambda _: None,
-    ) -> None:
+    def __init__(self, network: Network, order: random.Random, wait: Wait = lambda _: None) -> None:
         super().__init__()
         self._network, self._order, self._wait = network, order, wait
         self.known: float | None = None  # when a socket is ready; None: something has changed
@@ -302,11 +293,8 @@ class SimSelector(selectors._BaseSelectorImpl):  # type: ignore[misc]
             return []
         for fd, key in self._fd_to_key.items():
             if (end := by_fd.get(fd)) is not None:
-                mask = READ if end.ready_at(key.events & READ) <= now else 0
-                if key.events & WRITE and end.ready_at(WRITE) <= now:
-                    mask |= WRITE
-                if mask:
-                    found.append((key, mask))
-        if len(found) > 1:
-            self._order.shuffle(found)
+                ready = [one for one in (READ, WRITE) if end.ready_at(key.events & one) <= now]
+                if ready:
+                    found.append((key, sum(ready)))
+        self._order.shuffle(found)
         return found

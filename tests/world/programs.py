@@ -34,8 +34,10 @@ class Program:
 
     in_cluster = False
 
-    def __init__(self, world: Any, space: Any, rows: Rows, number: int) -> None:
-        self.world, self.space, self.rows, self.number = world, space, rows, number
+    def __init__(self, world: Any, number: int) -> None:
+        self.world, self.number = world, number
+        self.rows: Rows = world.rows
+        self.space: Any = world.spaces[number % len(world.spaces)]
         self.order = random.Random(f"{world.plan.seed} caller {number}")
         self.own = (f"p{number}.a", f"p{number}.b")
         self.exports: list[dict[str, Any]] = []

@@ -76,8 +76,7 @@ class Run:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.result = plan, Result(plan)
         self.luck = random.Random(f"{plan.seed} faults")
-        self.faults: list[str] = []
-        """Names of faults, in the order in which they happened."""
+        self.faults: list[str] = []  # their names, in the order in which they happened
 
     def fault(self, name: str, share: float) -> bool:
         """Whether a fault happens now, by its share of the cases."""
@@ -138,13 +137,14 @@ class EngineProcess:
         try:
             self.engine.round()
             world.result.rounds += 1
-            if self.engine.is_drained():
-                check(not self.engine.jobs, "a drain ended before calls that were accepted")
-                self.end()
-                return
+            ends = self.engine.is_drained()
+            check(not (ends and self.engine.jobs), "a drain ended before calls that were accepted")
         except FATAL as error:
             check(self.device.is_lost, f"the engine lost its pool: {error!r}")
-            self.end()
+            ends = True
+        if ends:
+            self.engine.close()
+            self._over()
             return
         self.due = world.clock.now + self.engine.wait_s()
         if self.device.stream and self._state() == before and world.order.random() < 0.9:
@@ -168,16 +168,10 @@ class EngineProcess:
     def kill(self) -> None:
         """kill -9: nothing is sent any more."""
         self._over()
-        for session in list(self.engine.callers.sessions):
-            sock: Any = session.sock
-            sock.kill()
+        for session in list[Any](self.engine.callers.sessions):
+            session.sock.kill()
             session.live.clear()
         self.engine.close()
-
-    def end(self) -> None:
-        """A graceful end, or that of a lost device."""
-        self.engine.close()
-        self._over()
 
     def _over(self) -> None:
         self.is_over = True
@@ -282,11 +276,10 @@ class Simulation(Run):
         finally:
             self.result.seconds, self.result.faults = self.clock.now - began, Counter(self.faults)
             self.loop.set_exception_handler(lambda *_: None)
-            for task in asyncio.all_tasks(self.loop):
-                left: Any = task
-                left._log_destroy_pending = False
+            for task in list[Any](asyncio.all_tasks(self.loop)):
+                task._log_destroy_pending = False
                 with suppress(Exception):  # here, not when it is collected, in another run
-                    left.get_coro().close()
+                    task.get_coro().close()
             self.loop.close()
             gc.collect()  # what a run leaves behind must not act in the next one
             gc.enable()
