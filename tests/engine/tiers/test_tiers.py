@@ -735,6 +735,9 @@ def test_info_describes_the_tiers(tmp_path: Path) -> None:
     async def scenario(caller: Caller) -> None:
         await fill(caller)
         await check_all(caller)
+        loading = caller.engine.store.loading
+        assert loading is not None
+        await until(lambda: not loading.tiers.is_copying)
         host, disk = (await caller.call("info")).fields["tiers"]
         assert (host["name"], host["total_bytes"]) == ("host", 64 * BLOCK)
         assert (disk["name"], disk["total_bytes"]) == ("disk", 64 * BLOCK)
