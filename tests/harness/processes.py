@@ -141,7 +141,7 @@ def is_alive(pid: int) -> bool:
     """Whether the process exists and is no zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
     return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
 
