@@ -76,8 +76,8 @@ class DevicePlanBuilder:
     """What all plans of one configuration share: kernels, structs half filled.
 
     `schedule` is the wide kernel's counters on the device, two for each of two launches that run
-    side by side, `running` its running states. Raises
-    Unsupported for a head_dim that has no kernels.
+    side by side, `running` its running states. Raises Unsupported for a head_dim that has no
+    kernels.
     """
 
     def __init__(

@@ -193,9 +193,10 @@ def _cut_fixed(
         seconds = _fixed_seconds(runs, uneven, len(runs) > len(tiles) or merged, config, shape)
         made.append((seconds, runs, joined, uneven))
     seconds, runs, joined, uneven = min(made, key=itemgetter(0))
-    best = KernelWork(index, shape, whole, runs, np.zeros(1, np.int32), joins=joined)
-    best.all_heads, best.seconds = uneven, seconds
-    return best
+    unused = np.zeros(1, np.int32)
+    return KernelWork(
+        index, shape, whole, runs, unused, joins=joined, all_heads=uneven, seconds=seconds
+    )
 
 
 def _fixed_seconds(

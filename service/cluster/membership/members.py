@@ -48,8 +48,13 @@ FIRST_WAIT_S: Final = 0.05
 LONGEST_WAIT_S: Final = 1.0
 """Before another session is tried."""
 ALIKE: Final = (
-    *("num_layers", "page_size", "num_kv_heads", "head_dim"),
-    *("dtype", "k_scale", "v_scale"),
+    "num_layers",
+    "page_size",
+    "num_kv_heads",
+    "head_dim",
+    "dtype",
+    "k_scale",
+    "v_scale",
 )
 """Settings of the pool that all engines must share."""
 EXIT_S: Final = 0.5

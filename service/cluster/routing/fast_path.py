@@ -33,7 +33,7 @@ class FastPath:
         self.num_bytes = 0
 
     def ids(self, call: Call, header: bytes) -> tuple[str, ...]:
-        """None where the header is malformed, or long and not remembered."""
+        """None of them where the header is malformed, or long and not remembered."""
         if call.operation.routed not in ID_FIELD or len(header) > MAX_HEADER_BYTES:
             return ()
         found = self.known.get((call.operation, header))
