@@ -51,8 +51,9 @@ class Index:
         """Of the start, the least recently used first."""
         self.notes: dict[str, str] = {}
         with self._errors():
+            self._connect()
             try:
-                self._open()
+                self._read()
             except FAILED as error:
                 self.close()
                 if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF not in DAMAGED:
@@ -62,11 +63,14 @@ class Index:
                     one.unlink()
                 os.truncate(path, 0)  # with its mode
                 self.rows.clear()
-                self._open()
+                self._connect()
+                self._read()
 
-    def _open(self) -> None:
+    def _connect(self) -> None:
         self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
         self._db.text_factory = lambda text: text.decode(errors="replace")
+
+    def _read(self) -> None:
         self._db.executescript(f"pragma journal_mode = wal; pragma secure_delete = on; {SCHEMA}")
         damaged: list[int] = []
         for row in self._db.execute(ROWS):

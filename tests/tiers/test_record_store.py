@@ -22,6 +22,7 @@ import pytest
 from faulty_files import FaultyFiles
 from xxhash import xxh3_128_digest
 
+from service.tiers.index import Index
 from service.tiers.record_store import RecordStore, StoreUnavailable
 from service.tiers.records import InvalidRecord, NewRecord, RecordLayout
 from service.tiers.shelf import PINNED
@@ -678,3 +679,8 @@ def test_the_umask_does_not_open_the_directory(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "tier").stat().st_mode) == 0o700
+
+
+def test_an_index_that_cannot_be_connected_to_is_an_error_of_the_system(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="unable to open"):
+        Index(tmp_path / "none" / "index")
