@@ -24,6 +24,7 @@ from service.engine.loop.scheduler import NOTED_S, Scheduler
 from service.engine.loop.session_lanes import SessionLanes
 from service.engine.loop.stats import MOST_REPLIES, QUIET_S, Stats
 from service.engine.selftest import calibrate, self_test
+from service.engine.store.ledger import Ledger
 from service.engine.store.pace import first_pace
 from service.engine.store.setup import make_info
 from service.engine.store.store import FATAL, Limits, Store
@@ -88,6 +89,7 @@ class Engine:
         )
         share = 1.0 if settings.auth.keys_file is None else settings.engine.namespace_share
         self.store.limits = Limits(settings.engine.max_sequences, settings.engine.max_leases, share)
+        self.store.ledger = Ledger(share)
         self.store.counts = metrics.own
         self_test(self.store)
         if backend.name == "cpu":  # processors differ more than devices do

@@ -16,15 +16,13 @@ from service.core.values import Extension
 from service.engine.loop.job import Cost, Seconds
 from service.engine.loop.request import Request
 from service.engine.store.event_history import EventHistory
+from service.engine.store.ledger import RETRY_S, Ledger
 from service.engine.store.moves import MoveMarks, UnfinishedImports
 from service.engine.store.pace import DevicePace
 from service.engine.store.plan_cache import PlanCache
 from service.engine.store.snapshot import Snapshots
 from service.errors import NotReady, OutOfSequences, Overloaded
 from service.operations.schema.info import InfoAnswer
-
-RETRY_S: Final = 1.0
-"""Seconds until a retry where a share is used up: there is no estimate of when it is freed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +104,7 @@ class Store:
         self.num_qo_heads = geometry.num_kv_heads
         """Query heads of the latest queries."""
         self.limits = Limits(info.limits.max_sequences, info.limits.max_sequences)
+        self.ledger = Ledger()
         self.tree = PrefixTree(geometry.num_pages, geometry.page_size, geometry.num_layers)
         self.plans = PlanCache(self.tree, backend.split_keys)
         self.history = EventHistory(geometry.page_size, events_history)

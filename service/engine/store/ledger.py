@@ -1,0 +1,102 @@
+"""What calls leave behind after their replies: counted by namespace, worked off in fair turns."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Final, Generic, TypeVar
+
+from service.engine.loop.fair import FairQueue
+from service.errors import Overloaded
+
+T = TypeVar("T")
+RETRY_S: Final = 1.0
+"""Seconds until a retry where a share is used up: there is no estimate of when it is freed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Things that calls leave behind.
+
+    `name`: their plural, for messages. `most`: maximum of all namespaces together. `remedy`: how a
+    caller gets rid of some.
+    """
+
+    name: str
+    most: int
+    remedy: str
+
+
+class Ledger:
+    """Counts the things of each kind that a namespace's calls have left behind.
+
+    A namespace can have its `share` of a kind's maximum, as of leases and sequences.
+    """
+
+    def __init__(self, share: float = 1.0) -> None:
+        self._share = share
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._totals: Counter[str] = Counter()
+
+    def count(self, kind: Kind, namespace: str) -> int:
+        return self._counts[kind.name, namespace]
+
+    def add(self, kind: Kind, namespace: str, number: int = 1) -> None:
+        """Count more things of a namespace, or with a negative `number` fewer."""
+        self._totals[kind.name] += number
+        self._counts[kind.name, namespace] += number
+        if not self._counts[kind.name, namespace]:
+            del self._counts[kind.name, namespace]
+
+    def room(self, kind: Kind, namespace: str, among: int = 1) -> int:
+        """How many more a namespace can leave behind; at most an equal part `among` several."""
+        part = max(1, int(kind.most * min(self._share, 1.0 / among)))
+        left = min(part - self.count(kind, namespace), kind.most - self._totals[kind.name])
+        return max(0, left)
+
+    def refuse(self, kind: Kind, namespace: str, number: int = 1) -> None:
+        """Raises Overloaded where a namespace cannot leave `number` more behind."""
+        if number > self.room(kind, namespace):
+            held = self.count(kind, namespace)
+            limit = f"with {number} more exceed its share of {kind.most}"
+            reason = f"{held} {kind.name} of this namespace {limit}: {kind.remedy}"
+            raise Overloaded(reason, retry_after_s=RETRY_S)
+
+
+class Backlog(Generic[T]):
+    """Work that calls leave behind: the newest item of each name only, in fair turns.
+
+    The items that wait are counted in a ledger; callers ask `refuse` before they change anything.
+    """
+
+    def __init__(self, ledger: Ledger, kind: Kind) -> None:
+        self._ledger, self._kind = ledger, kind
+        self._turns: FairQueue[tuple[str, Hashable]] = FairQueue()
+        self._items: dict[tuple[str, Hashable], T] = {}
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def refuse(self, namespace: str, name: Hashable) -> None:
+        """Raises Overloaded where a namespace cannot leave an item of a name behind."""
+        if (namespace, name) not in self._items:
+            self._ledger.refuse(self._kind, namespace)
+
+    def put(self, namespace: str, name: Hashable, item: T) -> None:
+        """Add an item, or replace the one of its name, which keeps its place."""
+        place = namespace, name
+        if place not in self._items:
+            self._ledger.add(self._kind, namespace)
+            self._turns.append(namespace, place)
+        self._items[place] = item
+
+    def take(self, most: int) -> list[tuple[str, Hashable, T]]:
+        """Take up to `most` items, namespace, name and item; one of each namespace in turn."""
+        taken: list[tuple[str, Hashable, T]] = []
+        while self._turns.count and len(taken) < most:
+            namespace, name = place = self._turns.pop()
+            self._turns.charge(namespace, 1.0)
+            self._ledger.add(self._kind, namespace, -1)
+            taken.append((namespace, name, self._items.pop(place)))
+        return taken
