@@ -139,14 +139,17 @@ def set_environment(*libraries: str) -> None:
 
 def set_cupy_cache() -> None:
     """Give CuPy a temporary directory for its kernels where it cannot make its own, as for a user
-    without a home: its import would fail there, or make a directory named `~`."""
+    without a home (its import would fail there, or make a directory named `~`), or where another
+    user can write to it."""
     if find_spec("cupy") is None:
         return
     own = os.path.expanduser(os.environ.get(CUPY_CACHE, "~/.cupy/kernel_cache"))
     with suppress(OSError):
         if not own.startswith("~"):
             os.makedirs(own, exist_ok=True)
-            if os.access(own, os.W_OK):
+            found = os.stat(own)
+            is_own = found.st_uid == os.geteuid() and not found.st_mode & 0o002
+            if is_own and os.access(own, os.W_OK):
                 return
     SPARE_CACHE.append(TemporaryDirectory(prefix="attnd-cupy-"))
     os.environ[CUPY_CACHE] = SPARE_CACHE[-1].name

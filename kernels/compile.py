@@ -7,6 +7,7 @@ Where that cannot be written to, they live in a folder of this process, which en
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import logging
@@ -118,7 +119,7 @@ def compile_cached(
     for folder in (cache, *(Path(spare.name) for spare in SPARE)):
         with suppress(OSError, RuntimeError):  # the user may have no home
             path = folder.expanduser() / name
-            cubin, log = path.read_bytes(), path.with_suffix(".log").read_text()
+            cubin, log = own_file(path), own_file(path.with_suffix(".log")).decode()
             if cubin:
                 return Compiled(kernel, arch, cubin, log, path)
     compiled = compile_spec(kernel, arch, sources)
@@ -126,6 +127,17 @@ def compile_cached(
         return stored(compiled, cache.expanduser() / name)
     except (OSError, RuntimeError) as error:
         return stored(compiled, Path(spare_cache(error)) / name)
+
+
+def own_file(path: Path) -> bytes:
+    """A file's contents. Raises `PermissionError` where a user beside root and the process's own
+    can have written them: kernels run with the rights of the service."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    with os.fdopen(fd, "rb") as file:
+        found = os.fstat(fd)
+        if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o022:
+            raise PermissionError(errno.EPERM, f"others can write to {path}")
+        return file.read()
 
 
 def cached_name(kernel: Spec, arch: str, sources: Path = SOURCES) -> str:

@@ -97,7 +97,7 @@ ARROWS: Final = (
     Arrow(
         "the record store knows nothing of pages: the standard library and xxhash",
         ("service/tiers/*",),
-        beyond("xxhash", "service.tiers"),
+        beyond("xxhash", "service.tiers", "service.trusted_paths"),
     ),
     Arrow(
         "images know numpy, JSON, the errors and nothing else",
@@ -122,7 +122,7 @@ ARROWS: Final = (
         ("service/road/*",),
         beyond(
             *("numpy", "attnd.wire", "service.road", "service.image"),
-            *("service.errors", "service.keys", "service.tenants"),
+            *("service.errors", "service.keys", "service.tenants", "service.trusted_paths"),
             *("pydantic", "config.wording"),
         ),
     ),

@@ -6,11 +6,11 @@ import base64
 import hashlib
 import json
 import os
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Final
 
 ReadFile = Callable[[str], bytes]
@@ -30,7 +30,11 @@ def anonymous_memory(name: str) -> int:
 
 
 def from_disk(path: str) -> bytes:
-    return Path(path).read_bytes()
+    """Raises OSError, also for a file that every user can change."""
+    with open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_mode & stat.S_IWOTH:
+            raise OSError("others can write to it: chmod o-w it")
+        return file.read()
 
 
 def why_unreadable(error: OSError) -> str:

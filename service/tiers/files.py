@@ -5,9 +5,12 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
+
+from service.trusted_paths import check_parents
 
 FILE_MODE: Final = 0o600
 DIRECTORY_MODE: Final = 0o700
@@ -16,22 +19,29 @@ DIRECTORY_MODE: Final = 0o700
 class Files:
     """Reads and writes files of one directory; every method can raise `OSError`."""
 
-    def make_directory(self, path: Path) -> None:
-        """Make a directory that only its owner, this process's user, can read."""
+    def make_directory(self, path: Path) -> int:
+        """The descriptor of a directory that only its owner, this process's user, can read, made
+        if it does not exist. No link in its place is followed, and no file of others accepted."""
+        check_parents(path)
         path.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
-        check_owner(path.stat())
-        path.chmod(DIRECTORY_MODE)
-
-    def open(self, path: Path) -> int:
-        """The descriptor of a file that only its owner, this process's user, can read, made if it
-        does not exist."""
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
-        try:
+        if path.is_symlink():
+            raise OSError(errno.ELOOP, "it is a symbolic link, which is not followed")
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        with closed_on_error(fd):
             check_owner(os.fstat(fd))
+            os.fchmod(fd, DIRECTORY_MODE)
+            for one in os.listdir(fd):
+                check_owner(os.stat(one, dir_fd=fd, follow_symlinks=False), one)
+        return fd
+
+    def open(self, directory: int, name: str) -> int:
+        """The descriptor of a file that only its owner, this process's user, can read, made if it
+        does not exist. `directory` is a descriptor, too."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(name, flags, FILE_MODE, dir_fd=directory)
+        with closed_on_error(fd):
+            check_owner(os.fstat(fd), name)
             os.fchmod(fd, FILE_MODE)
-        except OSError:
-            os.close(fd)
-            raise
         return fd
 
     def lock(self, fd: int) -> None:
@@ -58,10 +68,19 @@ class Files:
             return False
 
 
-def check_owner(found: os.stat_result) -> None:
+def check_owner(found: os.stat_result, name: str = "it") -> None:
     """Raises `PermissionError` where another user could read what is written."""
     if found.st_uid != os.geteuid():
-        raise PermissionError(errno.EPERM, f"it belongs to user {found.st_uid}")
+        raise PermissionError(errno.EPERM, f"{name} belongs to user {found.st_uid}")
+
+
+@contextmanager
+def closed_on_error(fd: int) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        os.close(fd)
+        raise
 
 
 def read_all(files: Files, fd: int, into: memoryview, offset: int) -> int:

@@ -225,7 +225,8 @@ class RecordStore:
 
     def _open(self) -> None:
         files, path, size = self._files, self.path, self.layout.block_bytes
-        files.make_directory(path)
+        self._directory = files.make_directory(path)
+        self._opened.callback(os.close, self._directory)
         self._lock_fd = self._open_file("lock")
         try:
             files.lock(self._lock_fd)
@@ -251,7 +252,7 @@ class RecordStore:
             LOG.warning("%s: %s: name another path to keep them", path, kind)
 
     def _open_file(self, name: str) -> int:
-        fd = self._files.open(self.path / name)
+        fd = self._files.open(self._directory, name)
         self._opened.callback(os.close, fd)
         return fd
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import config.settings as settings_module
 from config.cluster import ClusterSettings
 from config.sections import PATHS, AuthSettings, CacheSettings
 from config.server import ServerSettings
@@ -126,6 +127,17 @@ def test_idle_threads_sleep_unless_the_environment_says_otherwise(
             monkeypatch.setenv("OMP_WAIT_POLICY", reply)
         set_environment("torch")
         assert os.environ["OMP_WAIT_POLICY"] == left, f"from {reply}"
+
+
+def test_cupy_gets_no_directory_that_others_can_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings_module, "find_spec", lambda _: "there")
+    for mode, is_own in ((0o755, True), (0o777, False)):
+        tmp_path.chmod(mode)
+        monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
+        settings_module.set_cupy_cache()
+        assert (os.environ["CUPY_CACHE_DIR"] == str(tmp_path)) is is_own
 
 
 @pytest.mark.parametrize("home", ["/proc/missing", "~"])

@@ -89,6 +89,13 @@ def test_a_link_in_place_of_the_private_directory_is_refused(tmp_path: Path) -> 
         listen(tmp_path / "attnd" / "engine.sock", private=True)
 
 
+def test_a_private_directory_that_others_can_replace_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(CannotListen, match=f"others can write to {tmp_path}"):
+        listen(tmp_path / "attnd" / "engine.sock", private=True)
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize(
     ("name", "detail"), [("x" * 120, "path too long"), ("../missing/../file/a", "ot a directory")]
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,13 @@ def test_a_line_is_a_digest_a_namespace_and_scopes(tmp_path: Path) -> None:
     assert keys.check(b"secret", "") == keys.by_digest[bytes.fromhex(DIGEST)]
     assert keys.check(b"secret", "").tenant is tenant_of("search", ["append", "read"])
     assert keys.check(b"other", "").tenant.scopes == {"admin"}
+
+
+def test_a_file_that_every_user_can_change_is_refused(tmp_path: Path) -> None:
+    path = file_of(tmp_path, f"{DIGEST} search read")
+    os.chmod(path, 0o646)
+    with pytest.raises(KeysError, match="others can write to it: chmod o-w it"):
+        read_keys(path)
 
 
 @pytest.mark.parametrize(

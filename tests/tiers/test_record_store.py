@@ -232,6 +232,41 @@ def test_a_link_in_place_of_a_file_is_not_followed(store: RecordStore, tmp_path:
         RecordStore(store.path, ROOM, LAYOUT)
 
 
+def test_a_link_in_place_of_the_directory_is_not_followed(tmp_path: Path) -> None:
+    """Another user can plant one in a directory for temporary files; its target stays as it is."""
+    (tmp_path / "target").mkdir(mode=0o755)
+    (tmp_path / "tier").symlink_to(tmp_path / "target")
+    with pytest.raises(StoreUnavailable, match="symbolic link"):
+        RecordStore(tmp_path / "tier", ROOM, LAYOUT)
+    assert stat.S_IMODE((tmp_path / "target").stat().st_mode) == 0o755
+    assert not [*(tmp_path / "target").iterdir()]
+
+
+@pytest.mark.parametrize("name", ["tier", "new/tier"])
+def test_a_parent_that_others_can_write_needs_the_sticky_bit(tmp_path: Path, name: str) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    with pytest.raises(StoreUnavailable, match=f"others can write to {shared}: chmod o-w it"):
+        RecordStore(shared / name, ROOM, LAYOUT)
+    assert not [*shared.iterdir()]
+    shared.chmod(0o1777)
+    RecordStore(shared / name, ROOM, LAYOUT).close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to others")
+@pytest.mark.parametrize("planted", ["parent", "file"])
+def test_what_another_user_planted_is_refused(tmp_path: Path, planted: str) -> None:
+    link, path = tmp_path / "link", tmp_path / "tier"
+    link.symlink_to(tmp_path)
+    path.mkdir()
+    (path / "1.index-wal").write_text("")
+    os.chown(link if planted == "parent" else path / "1.index-wal", 7, 7, follow_symlinks=False)
+    found = {"parent": f"{link} is a link of user 7", "file": "1.index-wal belongs to user 7"}
+    with pytest.raises(StoreUnavailable, match=found[planted]):
+        RecordStore(link / "tier", ROOM, LAYOUT)
+
+
 def test_a_second_service_is_refused_in_one_line(store: RecordStore) -> None:
     with pytest.raises(StoreUnavailable, match="another service uses it: name another path") as no:
         RecordStore(store.path, ROOM, LAYOUT)

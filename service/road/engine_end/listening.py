@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from service.road.messages import refusal
+from service.trusted_paths import check_parents
 
 BACKLOG: Final = 256
 CREDENTIALS: Final = struct.Struct("<iII")
@@ -93,6 +94,8 @@ def listen(
 
 def make_directory(directory: Path, private: bool) -> None:
     """Make the socket's directory with mode 0700, or check the one that is there."""
+    if private:
+        check_parents(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700)

@@ -15,6 +15,7 @@ from kernels.__main__ import main
 from kernels.backend import DType
 from kernels.compile import (
     ARCHITECTURES,
+    Compiled,
     CompileError,
     Spec,
     compile_all,
@@ -119,6 +120,28 @@ def test_kernels_that_cannot_be_cached_are_compiled_once(
     assert first.path is not None
     assert first.path.read_bytes() == first.cubin
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+@pytest.mark.parametrize("planted", ["link", "mode"])
+def test_a_kernel_that_another_user_can_have_written_is_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: str
+) -> None:
+    wanted = spec("rows/rows", HEAD_DIM=64, TENSOR=0, STORE=0)
+    monkeypatch.setattr(
+        compile_module, "compile_spec", lambda *_: Compiled(wanted, "sm_80", b"compiled", "log")
+    )
+    path = compile_all([wanted], "sm_80", tmp_path)[0].path
+    assert path is not None
+    path.write_bytes(b"planted")
+    if planted == "link":
+        path.rename(tmp_path / "other")
+        path.symlink_to(tmp_path / "other")
+    else:
+        path.chmod(0o666)
+    (again,) = compile_all([wanted], "sm_80", tmp_path)
+    assert again.cubin == b"compiled"
+    assert not path.is_symlink()
+    assert path.read_bytes() == again.cubin
 
 
 def test_a_disk_that_is_full_leaves_no_file_behind(
