@@ -48,6 +48,12 @@ def cuda_devices() -> int:
     return count
 
 
+def driver_problem() -> str:
+    """Why the driver that this machine has cannot be used, with a remedy; else empty."""
+    problem: str = importlib.import_module("kernels.cuda.device.devices").driver_problem()
+    return problem
+
+
 def why_no_device() -> str:
     """The reason why CUDA is unavailable, with its remedy."""
     if find_spec("cupy") is None:
@@ -55,7 +61,7 @@ def why_no_device() -> str:
             "CuPy is not installed: pip install 'cupy-cuda13x[ctk]' cuda-bindings (CUDA 12: "
             "'cupy-cuda12x[ctk]' 'cuda-bindings<13')"
         )
-    return (
+    return driver_problem() or (
         "no CUDA device responds on this machine: check that nvidia-smi lists one and that "
         "CUDA_VISIBLE_DEVICES does not hide it"
     )

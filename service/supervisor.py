@@ -8,7 +8,7 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Final
@@ -152,6 +152,8 @@ class Supervisor:
             if status is not None:
                 del self._running[name]
                 self._ended(running, status)
+        started = {running.process.pid for running in self._running.values()}
+        reap_orphans(started)
 
     def _ended(self, running: Running, status: Status) -> None:
         """Restart a process that has ended, or stop the service."""
@@ -220,6 +222,16 @@ class Supervisor:
         for running in self._running.values():
             running.process.wait()
         self._running.clear()
+
+
+def reap_orphans(started: Set[int]) -> None:
+    """Reap the dead children of processes that have died: the first process of a container gets
+    them. The end of a process of `started` is left to its owner."""
+    with suppress(ChildProcessError):  # there are no children
+        while dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if dead.si_pid in started:  # it has just ended: another signal comes
+                return
+            os.waitpid(dead.si_pid, os.WNOHANG)
 
 
 def has_pool(running: Running) -> bool:

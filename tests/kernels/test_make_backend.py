@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from pooled import Pooled, int32, normal
 
-from kernels import cuda_devices, make_backend
+from kernels import cuda_devices, driver_problem, make_backend
 from kernels.backend import (
     NUMPY_DTYPES,
     Attend,
@@ -127,7 +128,40 @@ def test_cuda_without_a_device_reports_the_reason_and_a_remedy(
     monkeypatch: pytest.MonkeyPatch, installed: bool, remedy: str
 ) -> None:
     monkeypatch.setattr("kernels.cuda_devices", lambda: 0)
+    monkeypatch.setattr("kernels.driver_problem", lambda: "")
     monkeypatch.setattr("kernels.find_spec", lambda name: object() if installed else None)
     with pytest.raises(DeviceLost, match=r"^backend.kind = cuda: .*or set backend.kind: cpu") as no:
         make_backend("cuda", GEOMETRY)
     assert remedy in str(no.value)
+
+
+DRIVER = """
+int cuInit(unsigned flags) { return CODE; }
+int cuDriverGetVersion(int *version) { *version = VERSION; return 0; }
+int cuGetErrorString(int code, const char **text) { *text = "its own reason"; return 0; }
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "version", "reported"),
+    [
+        (0, 11080, "the NVIDIA driver supports CUDA 11.8, and CuPy needs CUDA 1"),
+        (803, 99000, "the NVIDIA driver reports error 803, its own reason: "),
+        (100, 99000, "no CUDA device responds on this machine"),
+    ],
+)
+def test_an_unusable_driver_is_reported_in_its_own_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, version: int, reported: str
+) -> None:
+    pytest.importorskip("cupy")
+    if (compiler := shutil.which("cc")) is None:
+        pytest.skip("needs a C compiler")
+    (tmp_path / "cuda.c").write_text(DRIVER)
+    library = tmp_path / f"libcuda-{code}-{version}.so"
+    made = [f"-DCODE={code}", f"-DVERSION={version}", "-o", library]
+    subprocess.run([compiler, "-shared", "-fPIC", *made, tmp_path / "cuda.c"], check=True)
+    monkeypatch.setattr("kernels.cuda.device.devices.DRIVER", str(library))
+    monkeypatch.setattr("kernels.cuda_devices", lambda: 0)
+    with pytest.raises(DeviceLost, match=f"^backend.kind = cuda: {reported}"):
+        make_backend("cuda", GEOMETRY)
+    assert bool(driver_problem()) == (code != 100)

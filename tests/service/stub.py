@@ -7,6 +7,7 @@ import logging
 import os
 import select
 import signal
+import subprocess
 import sys
 import time
 
@@ -26,6 +27,9 @@ def main(behaviour: str, arguments: list[str]) -> int:
         return CANNOT_START
     stopped, stop = os.pipe()
     signal.signal(signal.SIGTERM, lambda *_: os.write(stop, b"."))
+    if behaviour == "have a helper":
+        helper = subprocess.Popen("cat", stdin=subprocess.PIPE)  # ends with this process
+        LOG.info("a helper", extra={"fields": {"pid": helper.pid}})
     LOG.info("up", extra={"fields": facts(inherited)})
     while True:
         ready = select.select([inherited.lifeline, stopped], [], [])[0]

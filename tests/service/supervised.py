@@ -22,10 +22,14 @@ sys.exit(main(arguments, Commands((*command, engine), (*command, door))))
 
 @contextmanager
 def supervised(
-    *arguments: str, engine: str = "serve", door: str = "serve", socket: Path
+    *arguments: str,
+    engine: str = "serve",
+    door: str = "serve",
+    before: str = "",
+    socket: Path,
 ) -> Iterator[Process]:
-    """Stubs with these behaviours; the engine's socket is at `socket`."""
-    command = [sys.executable, "-c", PROGRAM, engine, door, "--log.format", "json"]
+    """Stubs with these behaviours; the engine's socket is at `socket`. `before` is run first."""
+    command = [sys.executable, "-c", before + PROGRAM, engine, door, "--log.format", "json"]
     command += ["--server.port", "0", "--server.socket", str(socket), *arguments]
     with running(command) as service:
         yield service

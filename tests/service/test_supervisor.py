@@ -60,6 +60,21 @@ def test_a_hang_up_ends_no_service_that_no_terminal_started(path: Path) -> None:
         assert service.stop() == 0
 
 
+def test_the_first_process_of_a_container_reaps_the_helpers_of_dead_doors(path: Path) -> None:
+    """Here the process that adopts orphans, as the first one does."""
+    adopt = "import ctypes; ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER"
+    with supervised(door="have a helper", before=adopt, socket=path) as service:
+        for count in (1, 2):
+            is_helper = {"process": "http-0", "message": "a helper"}.items()
+            helper = service.find_entry(lambda entry: entry.items() >= is_helper, count)["pid"]  # noqa: B023
+            os.kill(started(service, "http-0", count)["pid"], signal.SIGKILL)
+            started(service, "http-0", count + 1)
+            wait_for(lambda: not os.path.exists(f"/proc/{helper}"), "the end of the zombie")  # noqa: B023
+        assert len(children(service.child.pid)) == 2
+        assert service.stop() == 0
+    assert service.messages("error") == []
+
+
 def test_a_service_runs_with_its_standard_streams_closed(path: Path) -> None:
     service = [sys.executable, "-c", PROGRAM, "serve", "serve"]
     service += ["--server.port", "0", "--server.socket", str(path)]

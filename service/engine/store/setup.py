@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import Final
 
 from attnd.wire.dtypes import DTYPE_NAMES
 
 from config.settings import DEFAULT_NUM_PAGES, MAX_SLOTS, BackendSettings, PoolSettings, Settings
-from kernels import cuda_devices, make_backend
+from kernels import cuda_devices, driver_problem, make_backend
 from kernels.backend import NUMPY_DTYPES, TENSOR_DTYPES, Backend, Numerics, PoolGeometry
 from kernels.memory import Kind, free_bytes
 from service import __version__
 from service.operations.schema.info import InfoAnswer, LimitsAnswer
+
+LOG: Final = logging.getLogger("attnd.engine")
 
 
 class PoolTooSmall(RuntimeError):
@@ -26,6 +30,8 @@ def open_backend(
     """The backend with its pool; engine `worker` of several has a GPU of its own."""
     found: Kind = "cuda" if backend.kind == "auto" and cuda_devices() else "cpu"
     kind = found if backend.kind == "auto" else backend.kind
+    if (backend.kind, kind) == ("auto", "cpu") and (problem := driver_problem()):
+        LOG.warning("backend.kind = auto uses the CPU: %s", problem)
     device = backend.device if kind == "cpu" else backend.device + worker
     pages = num_pages(pool, lambda: free_bytes(kind, device))
     return make_backend(kind, geometry(pool, pages), device, numerics=numerics)
