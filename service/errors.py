@@ -18,7 +18,6 @@ from service.core.errors import KeyMismatch as KeyMismatch
 from service.core.errors import LengthMismatch as LengthMismatch
 from service.core.errors import OutOfPages as OutOfPages
 from service.core.errors import SequenceExists as SequenceExists
-from service.core.errors import SequenceTaken as SequenceTaken
 from service.core.errors import UnknownLease as UnknownLease
 from service.core.errors import UnknownPage as UnknownPage
 from service.core.errors import UnknownSequence as UnknownSequence

@@ -6,7 +6,6 @@ from __future__ import annotations
 import sys
 
 from service.cluster.routing.router import Router
-from service.cluster.sharded import ranks  # noqa: F401 (not amid the first call that needs it)
 from service.doors.__main__ import main
 
 if __name__ == "__main__":

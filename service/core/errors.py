@@ -77,17 +77,6 @@ class LengthMismatch(CoreError):
         )
 
 
-class SequenceTaken(CoreError):
-    """Another door writes to a sharded sequence; `epochs` has the present epoch by sequence id.
-
-    Nothing was done; the request can be repeated.
-    """
-
-    def __init__(self, epochs: Mapping[str, int]) -> None:
-        detail = f"another writer is changing {some(list(epochs))}: try again"
-        super().__init__(detail, epochs=dict(epochs))
-
-
 class OutOfPages(CoreError):
     """Too few pages are free or evictable within the caller's quota; `available` counts both.
 

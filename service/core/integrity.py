@@ -255,8 +255,6 @@ def check_leaf(leaf: Leaf, books: SequenceBooks, page_size: int) -> None:
         )
     if leaf.parent is not None and leaf not in leaf.parent.children:
         raise IntegrityError(f"{where} is not among its parent's children")
-    if leaf.shard is not None:
-        leaf.shard.check(where, lengths, page_size)
     if pages and books.last_page[leaf.index] != leaf.table[pages - 1]:
         last = int(books.last_page[leaf.index])
         raise IntegrityError(f"{where} ends in page {leaf.table[pages - 1]}, the books say {last}")

@@ -231,8 +231,6 @@ class PrefixTree:
             self.cuts.drop_pages(leaf, int(books.num_pages[leaf.index]) - count)
             # The next extension can reach the same length on other pages.
             books.renew(leaf)
-        if extension.after_undo is not None:
-            extension.after_undo()
 
     def lengths(self, ids: Ids, layer: int) -> Int32:
         """kv_len at `layer`, int32 [B]. Raises `UnknownSequence` with every unknown id."""

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from service.core.prefix.keys import Prefix
 from service.core.prefix.nodes import Leaf
-
-if TYPE_CHECKING:
-    from service.core.shards import Shard
 
 Int32 = NDArray[np.int32]
 Indices = NDArray[np.intp]
@@ -27,8 +24,6 @@ class NewSpec:
     """A sequence to create: empty, a fork of `parent` at `length` (None: its whole length), or
     starting with the longest cached beginning of `prefix` in its `namespace`. `ttl_s`: idle seconds
     before deletion (None: never).
-
-    `shard` says which pages of it come here (None: all); `length` counts the tokens in them.
     """
 
     id: str
@@ -37,7 +32,6 @@ class NewSpec:
     prefix: Prefix | None = None
     namespace: str = DEFAULT_NAMESPACE
     ttl_s: float | None = None
-    shard: Shard | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,8 +62,8 @@ class Extension:
     `slots` int32 [sum(counts)]: token slots (`page * page_size + offset`) of the new tokens, in row
     order. `lengths` int32 [B]: kv_len afterwards. For the undo: the `leaves` and their lengths
     `before`; the leaves that got pages (`grown`), how many each got (`num_new_pages`), and how many
-    each has now (`num_pages`); what `PrefixTree.undo` calls last; and `others`, more layers with
-    the same lengths: all layers share one page table, so the slots and pages are theirs, too.
+    each has now (`num_pages`); and `others`, more layers with the same lengths: all layers share
+    one page table, so the slots and pages are theirs, too.
     """
 
     slots: Int32
@@ -80,13 +74,12 @@ class Extension:
     grown: list[Leaf]
     num_new_pages: Int32
     num_pages: Int32
-    after_undo: Callable[[], None] | None = None
     others: Indices | None = None
 
     @property
     def num_stored(self) -> int:
-        """Tokens that have a slot: all, unless sequences are shards."""
-        return int(np.count_nonzero(self.slots >= 0))
+        """Number of new tokens at one layer."""
+        return self.slots.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +88,7 @@ class SequenceView:
 
     `pages` is the size of its page table and `last_page_len` the tokens in the last page, at the
     longest layer. `parent` is the id of the sequence it was forked from, which may be deleted.
-    `ttl_s`: idle seconds before deletion (None: never). For a `shard` all numbers count this pool's
-    part.
+    `ttl_s`: idle seconds before deletion (None: never).
     """
 
     id: str
@@ -106,4 +98,3 @@ class SequenceView:
     last_page_len: int
     parent: str | None
     ttl_s: float | None = None
-    shard: Shard | None = None

@@ -15,7 +15,6 @@ from service.operations.schema.fields import (
     Counts,
     DType,
     Entries,
-    Epochs,
     ExpectingFields,
     Fields,
     Indptr,
@@ -90,8 +89,6 @@ class GatherFields(BatchFields):
     """First token of each sequence to read."""
     stop: Count | None = None
     """End of the tokens to read, exclusive; absent or beyond a sequence's length: its length."""
-    epochs: Epochs | None = None
-    """Of shards that were claimed: the epoch of each sequence. In another it is a 409."""
 
     def check(self, entries: Entries, info: InfoAnswer) -> None:
         check_layer(self.layer, info)

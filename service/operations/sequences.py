@@ -13,7 +13,6 @@ from service.operations.schema.fields import (
     Count,
     Counts,
     Entries,
-    Epoch,
     Fields,
     Ids,
     Indptr,
@@ -40,29 +39,12 @@ from service.operations.schema.spec import Operation
 
 MAX_NEW: Final = 65536
 MAX_LISTED: Final = 1000
-MAX_RANKS: Final = 1024
 MAX_BATCH: Final = 512
 """Maximum sequences that one call truncates or commits, within one turn of the engine."""
 MAX_KEPT: Final = 65536
 """Maximum tokens that one call moves up."""
 PLAIN: Final = frozenset({"id", "parent", "ttl_s"})
 """Fields of a new sequence that can be combined in any way."""
-
-
-class ShardFields(Fields):
-    """The pages of a sequence that an engine has: page i belongs to rank i mod `ranks`."""
-
-    rank: Annotated[int, Field(ge=0, lt=MAX_RANKS)]
-    ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
-
-
-class ShardAnswer(ShardFields):
-    """A shard with the state of its whole sequence."""
-
-    epoch: Epoch
-    """As it was claimed last; 0: never."""
-    lengths: Counts
-    """kv_len per layer of the whole sequence."""
 
 
 class HeldFields(Fields):
@@ -89,16 +71,6 @@ class NewSequenceFields(Fields):
     while the engine is draining, so that another engine can import it."""
     ttl_s: Seconds | None = None
     """Idle seconds before deletion; absent: never."""
-    ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)] | None = None
-    """Number of engines of a cluster that share its pages: page i goes to rank i mod `ranks`. A
-    fork is sharded like its parent."""
-    shard: ShardFields | None = None
-    """Pages that this engine keeps, for callers who shard pages themselves. Requests then need
-    `offsets` and count tokens of the whole sequence; replies count this engine's tokens. Requires
-    the scope `move`."""
-    epoch: Epoch | None = None
-    """With `shard`: the epoch that it begins in. Of a fork of a shard: its parent's, which the fork
-    gets too. Absent: 0, which is none."""
 
 
 class CreateFields(Fields):
@@ -114,13 +86,7 @@ class CreateFields(Fields):
     `gone` deletes it at once. Until then calls for it are a 503. Absent: nothing to confirm.
     Requires the scope `move`."""
 
-    @cached_property
-    def is_for_shards(self) -> bool:
-        return any(new.shard is not None or new.epoch is not None for new in self.sequences)
-
     def moved_with(self) -> str:
-        if any(new.shard is not None for new in self.sequences):
-            return "shard"
         return "" if self.confirm_s is None else "confirm_s"
 
     def check(self, entries: Entries, info: InfoAnswer) -> None:
@@ -136,7 +102,6 @@ class CreateFields(Fields):
             if new.held is not None and (new.parent is not None or new.prefix is not None):
                 rule = "cannot be combined with parent or prefix"
                 refuse(f"sequences.{index}.held", "given", rule)
-            check_shard(f"sequences.{index}", new)
         check_ids([new.id for new in self.sequences if new.id is not None])
         check_prefixes(self, entries)
 
@@ -163,8 +128,7 @@ class DeleteFields(Fields):
     prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{0,128}$")] | None = None
     """Prefix of the ids of the sequences."""
     skip: bool = False
-    """Whether to skip sequences that other engines have a part in, and list them in `skipped`:
-    claimed shards, and sequences that are moving to another engine."""
+    """Whether to skip sequences that are moving to another engine, and list them in `skipped`."""
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -193,8 +157,6 @@ class TruncateFields(Fields):
     layer: Count | None = None
     """Layer to truncate alone, to undo a part of an append; not within pages shared with other
     sequences. Absent: every layer."""
-    epoch: Epoch | None = None
-    """Of a shard that was claimed: its epoch, or a later one that begins with this."""
 
     def check(self, entries: Entries, info: InfoAnswer) -> None:
         if self.layer is not None:
@@ -240,8 +202,6 @@ class SequenceAnswer(Fields):
     """Id of the sequence it was forked from."""
     ttl_s: float | None
     """Idle seconds before deletion; null: never."""
-    shard: ShardAnswer | None = None
-    """Pages that this engine has, if not all."""
 
 
 class TruncatedAnswer(Fields):
@@ -265,22 +225,6 @@ class ListAnswer(Fields):
     """Sequences in order of id."""
     next: SequenceId | None
     """Value of `after` for the next page; null at the end."""
-
-
-def check_shard(field: str, new: NewSequenceFields) -> None:
-    """`ranks` and `shard` exclude each other, forks, and prefixes, which are on one engine."""
-    for name, given in (("ranks", new.ranks), ("shard", new.shard)):
-        if given is None:
-            continue
-        if new.parent is not None:
-            refuse(f"{field}.{name}", "given", "a fork has its parent's: leave it out")
-        if new.prefix is not None or new.held is not None:
-            refuse(f"{field}.{name}", "given", "the prefix cache is of whole sequences: no prefix")
-    if new.shard is not None and (new.ranks is not None or new.shard.rank >= new.shard.ranks):
-        rule = "must be below ranks, which is given there alone"
-        refuse(f"{field}.shard.rank", new.shard.rank, rule)
-    if new.epoch is not None and new.shard is None and new.parent is None:
-        refuse(f"{field}.epoch", new.epoch, "is that of a shard or of a fork: give one of them")
 
 
 def check_prefixes(fields: CreateFields, entries: Entries) -> None:

@@ -13,7 +13,6 @@ from service.operations.schema.fields import (
     Count,
     Counts,
     Entries,
-    Epoch,
     Fields,
     SequenceId,
     pool_sizes,
@@ -23,7 +22,7 @@ from service.operations.schema.info import InfoAnswer, PoolDType
 from service.operations.schema.page_names import NAMES, CacheSalt, Seconds
 from service.operations.schema.spec import Operation, TensorSpec
 from service.operations.schema.tensors import row
-from service.operations.sequences import SequenceFields, ShardAnswer, ShardFields
+from service.operations.sequences import SequenceFields
 
 MAX_BESIDE: Final = 256
 DEFAULT_PART_BYTES: Final = 16 * 2**20
@@ -124,13 +123,8 @@ class ExportFields(Fields):
     than the one requested, since a part must fit one request and one reply of this service."""
     beside: Annotated[list[SequenceId], Field(max_length=MAX_BESIDE, fail_fast=True)] | None = None
     """Without `part`: sequences that may share pages with this one."""
-    shard: ShardFields | None = None
-    """Shard whose pages to export, from the whole sequence or the shard itself. The
-    header's `lengths` count them, and they have no names. The same for every part."""
 
     def check(self, entries: Entries, info: InfoAnswer) -> None:
-        if self.shard is not None:
-            check_rank(self.shard)
         if self.part is None:
             for name in ("generation", "before"):
                 if getattr(self, name) is not None:
@@ -149,10 +143,6 @@ class ExportAnswer(Fields):
     whole export."""
     shared: Counts | None = None
     """Without `part`: for each of `beside`, the tokens in full pages that both sequences share."""
-    whole: Counts | None = None
-    """With `shard`: kv_len per layer of the whole sequence."""
-    epoch: Epoch | None = None
-    """With `shard`, where only that is here: its epoch."""
 
 
 class ImportFields(Fields):
@@ -176,16 +166,13 @@ class ImportFields(Fields):
     tokens must be the same. Requires the scope `move`."""
     base_len: Count = 0
     """Tokens to fork, in full pages."""
-    shard: ShardAnswer | None = None
-    """With `header`: shard that the export has, with the whole sequence's state. Requires the scope
-    `move`."""
     idle_s: Annotated[float, Field(gt=0.0, le=MAX_IDLE_S)] = DEFAULT_IDLE_S
     """With `header`: seconds without a request after which the import is cancelled."""
     confirm_s: Seconds | None = None
     """At the end of an import: as of a new sequence. Requires the scope `move`."""
 
     def moved_with(self) -> str:
-        given = [one for one in ("shard", "base", "confirm_s") if getattr(self, one) is not None]
+        given = [one for one in ("base", "confirm_s") if getattr(self, one) is not None]
         return given[0] if given else ""
 
     def sizes(self, info: InfoAnswer) -> dict[str, int]:
@@ -207,12 +194,9 @@ class ImportFields(Fields):
             refuse("before", self.before, "requires part")
         if self.confirm_s is not None and (self.header is not None or self.part is not None):
             refuse("confirm_s", self.confirm_s, "belongs to the end of an import")
-        if self.shard is not None and self.header is None:
-            refuse("shard", "given", "requires header")
         if self.header is not None:
             check_header(self.header, info)
             check_base(self, self.header)
-            check_part_of(self, self.header)
             check_names(self.header, entries)
         dtype = POOL_DTYPES[info.dtype]
         for name in sorted({"k", "v"} & entries.keys()):
@@ -234,8 +218,6 @@ class ImportAnswer(Fields):
     pages are cached."""
     expires_at: float | None
     """Time at which the import is cancelled, in seconds since 1970; null when it is done."""
-    epoch: Epoch | None = None
-    """Of a part of a sequence: the one that it begins in."""
 
 
 def check_base(fields: ImportFields, header: Header) -> None:
@@ -244,24 +226,6 @@ def check_base(fields: ImportFields, header: Header) -> None:
     if fields.base_len > least or fields.base_len % header.page_size:
         rule = f"must be a multiple of {header.page_size}, and at most {least}"
         refuse("base_len", fields.base_len, rule)
-
-
-def check_part_of(fields: ImportFields, header: Header) -> None:
-    """A shard knows kv_len of the whole, and its pages have no names."""
-    shard = fields.shard
-    if shard is None:
-        return
-    check_rank(shard)
-    if len(shard.lengths) != header.num_layers:
-        rule = f"must be {header.num_layers}, one per layer"
-        refuse("shard.lengths", f"{len(shard.lengths)} numbers", rule)
-    if header.num_named:
-        refuse("header.num_named", header.num_named, "must be 0: a shard's pages have no names")
-
-
-def check_rank(shard: ShardFields) -> None:
-    if shard.rank >= shard.ranks:
-        refuse("shard.rank", shard.rank, f"must be below ranks = {shard.ranks}")
 
 
 def check_header(header: Header, info: InfoAnswer) -> None:

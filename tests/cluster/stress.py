@@ -36,9 +36,7 @@ MOST_TOKENS: Final = 120
 MOST_SEQUENCES: Final = 10
 STEP: Final = 1000
 """Between the first values of two sequences; fp32 has all integers that come up."""
-AGAIN: Final = frozenset(
-    {"sequence_moving", "not_ready", "overloaded", "sequence_taken", "deadline_exceeded"}
-)
+AGAIN: Final = frozenset({"sequence_moving", "not_ready", "overloaded", "deadline_exceeded"})
 """Errors that a client must retry while no engine dies."""
 UNCERTAIN: Final = frozenset({"deadline_exceeded", "broken"})
 """It may have been done, or be done yet."""
@@ -64,7 +62,6 @@ class Written:
 
     id: str
     first: int
-    ranks: int
     length: int = 0
     more: int = 0
     is_made: bool = False
@@ -112,12 +109,11 @@ class Caller:
 
     async def create(self) -> None:
         at = self.number * MOST_SEQUENCES + len(self.written)
-        ranks = self.random.choice([1, 1, 1, 2]) if self.num_engines > 2 else 1
-        one = Written(f"s{at}", at * STEP, ranks)
+        one = Written(f"s{at}", at * STEP)
         self.written.append(one)
         while not one.is_made:
-            new = {"id": one.id} | ({"ranks": ranks} if ranks > 1 else {})
-            code, reply = await self.ask("POST", "/v1/sequences", {"sequences": [new]})
+            new = {"sequences": [{"id": one.id}]}
+            code, reply = await self.ask("POST", "/v1/sequences", new)
             tried = self.outcomes[f"tried {one.id}"]
             assert code in AGAIN | {"ok", "broken"} or (code == "sequence_exists" and tried), reply
             one.is_made = code in ("ok", "sequence_exists")

@@ -44,7 +44,7 @@ async def export(caller: Caller, name: str, **fields: Any) -> Exported:
     header, digest, parts = reply.fields["header"], reply.fields["digest"], []
     before = digest
     for number in range(header["num_parts"]):
-        part = await ask_part(caller, name, header, number, before, fields.get("shard"))
+        part = await ask_part(caller, name, header, number, before)
         before = part.fields["digest"]
         parts.append((before, dict(part.tensors)))
     return Exported(header, digest, dict(reply.tensors), parts)
@@ -56,11 +56,8 @@ async def ask_part(
     header: dict[str, Any],
     number: int,
     before: str,
-    shard: dict[str, int] | None = None,
 ) -> Reply:
     fields: dict[str, Any] = {"id": name, "part": number, "before": before}
-    if shard is not None:
-        fields["shard"] = shard
     fields |= {key: header[key] for key in ("generation", "part_bytes")}
     return await caller.submit(NewCall("export_sequence", fields), room=2**20)
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from attnd import AttndError, NewSequence, OutOfPages, Session, TimedOut
-from attnd.torch import RankedTorchSession, TorchSession
+from attnd.torch import TorchSession
 
 from tests.session.stepping import HEADS, LAYERS, Served, serve
 
@@ -207,32 +207,6 @@ def test_an_interrupted_layer_does_not_count_as_released(stepped: Any, other: Se
         for layer in range(LAYERS):
             interrupted(connection, KeyboardInterrupt, {0}, lambda at=layer: step.attend(at))
     expect_free(stepped, slots, other)
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, TimedOut])
-def test_an_interrupted_entry_over_two_engines_frees_both(
-    served: Served, second: Served, error: type[BaseException]
-) -> None:
-    with RankedTorchSession([served.path, second.path], timeout=20.0) as ranked:
-        ranked.create_sequence("r")
-        slots = ranked.slots(1, HEADS)
-        for rank, session in enumerate(ranked.sessions):
-            for at in range(4):
-                connection = connections(session)[0]
-
-                def run() -> None:
-                    with ranked.step(["r"], slots, [0]) as step:
-                        for layer in range(LAYERS):
-                            step.attend(layer)
-
-                interrupted(connection, error, {at}, run)
-                lengths = [one.get_sequence("r").length for one in ranked.sessions]
-                assert lengths == [0, 0], (rank, at)
-        with ranked.step(["r"], slots, [0]) as step:
-            for layer in range(LAYERS):
-                step.attend(layer)
-        step.wait()
-        ranked.delete_sequence("r")
 
 
 def test_a_connection_that_broke_is_replaced_for_steps_with_arrays(

@@ -229,8 +229,6 @@ class ClusterWorld(Simulation):
         for history, name, leaf in leaves:
             if leaf.id.startswith(HIDDEN):
                 continue
-            if leaf.shard is not None:  # the others stay where no door knows them
-                self.abandoned.add(name)
             (loss,) = call("loss", id=name).steps
             history.lost(history.begin(loss), LONGEST_S)
 
@@ -337,31 +335,23 @@ class ClusterWorld(Simulation):
             await self.drain(name, "door-0", stop=True)
 
     def left(self, name: str) -> list[str]:
-        """What others can take of an engine: of two none takes a shard, and torn ones stay."""
+        """What others can take of an engine."""
         engine = self.engines[name]
-        store, goes = engine.engine.store, len(self.names) > 2
+        store = engine.engine.store
         left = ["imports"] * store.imports.count(None) + ["leases"] * store.tree.cache.num_leases
-        for _, shown, leaf in self.leaves(engine):
-            if not leaf.shard or (goes and shown not in self.abandoned):
-                left.append(leaf.id)
-        return left
+        return left + [leaf.id for *_, leaf in self.leaves(engine)]
 
     def check_places(self, history: History) -> None:
-        """Each sequence is at one engine, or has all its shards, each at one."""
-        places: dict[str, list[Any]] = {}
+        """Each sequence is at one engine, none at two."""
+        places: dict[str, list[str]] = {}
         for name, process in self.engines.items():
             marks = process.engine.store.move_marks.marks
             for space, shown, leaf in self.leaves(process):
                 mark = marks.get(leaf.id)  # a handed one answers no calls until it is settled
                 if space is history and not (mark and mark.is_handed):
-                    places.setdefault(shown, []).append((name, leaf.shard))
+                    places.setdefault(shown, []).append(name)
         known = history.every_name() | self.abandoned
         extra = {one: places[one] for one in places.keys() - known if not one.startswith("seq-")}
         check(not extra, "sequences that no caller made are left:", extra)
         for shown, some in places.items():
-            shards = [shard.layout for _, shard in some if shard is not None]
-            ranks = sorted((layout.rank, layout.ranks) for layout in shards)
-            is_whole = len(some) == 1 and not shards
-            is_sharded = ranks == [(rank, len(some)) for rank in range(len(some))]
-            right = is_whole or is_sharded or (shards and shown in self.abandoned)
-            check(right, "a sequence is at several engines:", shown, some)
+            check(len(some) == 1, "a sequence is at several engines:", shown, some)

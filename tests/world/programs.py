@@ -157,13 +157,11 @@ class Program:
         return Op("create_sequences", {"sequences": [*map(self.extended, every)]}, plan=plan)
 
     def extended(self, new: dict[str, Any]) -> dict[str, Any]:
-        """A new sequence, now and then a short-lived one, or one without an id or of two shards."""
+        """A new sequence, now and then a short-lived one, or one without an id."""
         draw = self.order.random()
         if not self.in_cluster:
             return new | {"ttl_s": self.order.choice(SHORT_S)} if draw < 0.12 else new
-        if draw < 0.2 and new.keys() == {"id"}:
-            return {} if draw < 0.1 else new | {"ranks": 2}
-        return new
+        return {} if draw < 0.1 and new.keys() == {"id"} else new
 
     def create(self) -> Op:
         names = sorted({self.order.choice(self.names) for _ in range(self.order.randint(1, 2))})

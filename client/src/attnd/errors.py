@@ -22,7 +22,6 @@ AttndError                       request_id
     ├── RequestTimeout           408
     ├── SequenceExists           409 sequences
     ├── LengthMismatch           409 lengths
-    ├── SequenceTaken            409 epochs
     ├── KeyMismatch              409 page
     ├── SequenceChanged          409 sequences, generation
     ├── ImportExists             409 sequences
@@ -214,12 +213,6 @@ class LengthMismatch(ServiceError):
     """`lengths`: the true kv_len of every sequence of the request, at its layer."""
 
     lengths: dict[str, int]
-
-
-class SequenceTaken(ServiceError):
-    """Another writer changes a sequence over several engines; `epochs` by sequence. Retry."""
-
-    epochs: dict[str, int]
 
 
 class SequenceMoving(ServiceError):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy as np
 from attnd.wire.dtypes import Array
@@ -28,9 +28,6 @@ from service.road.caller_end.caller import Answered
 from service.road.caller_end.slots import Slot
 from service.tenants import Tenant
 
-if TYPE_CHECKING:
-    from service.cluster.sharded.ranks import Ranks
-
 ASK_S: Final = 10.0
 """Deadline of the router's own calls."""
 RETRY_BUDGET_S: Final = 2.0
@@ -40,8 +37,6 @@ LATEST_WEIGHT: Final = 0.1
 NO_IMAGE: Final = memoryview(b"")
 RawReply = tuple[Answered, Slot]
 """A reply as the engine wrote it, and its slot."""
-Home: TypeAlias = "Engine | Ranks"
-"""Where a sequence is: one engine, or the engines that its shards are on, by rank."""
 
 
 @dataclass(slots=True, eq=False)
@@ -253,6 +248,3 @@ class Engine:
     ) -> EngineReply:
         """The reply to a call of the router's own."""
         return await self.ask(self.own(operation, tenant, is_poll=is_poll), fields, arrays)
-
-    def forget(self, call: Call, ids: Sequence[str]) -> None:
-        """Nothing is remembered."""

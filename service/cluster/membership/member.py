@@ -11,7 +11,6 @@ from service.cluster.membership.engine import Engine
 from service.doors.kit.problems import ProblemText
 from service.road.caller_end.greeting import PeerProcess
 from service.road.tcp import is_remote
-from service.tenants import Tenant
 
 FIRST_SESSION_S: Final = 60.0
 """For how long a new door waits for an engine of its host before it reports ready without it."""
@@ -45,8 +44,6 @@ class Member:
     """Until then a new door waits for its first session before it reports ready."""
     peer: PeerProcess | None = None
     """The process of the latest session, while it is unknown whether it has exited."""
-    lost_shards: dict[Tenant, list[str]] = field(default_factory=dict)
-    """Sharded sequences of which it had a shard when its latest session ended."""
     session: asyncio.Task[None] | None = None
     positions: dict[str, int] = field(default_factory=dict)
     """The number of the latest event read, by namespace."""

@@ -6,16 +6,15 @@ import asyncio
 import logging
 import math
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from attnd.wire.frames import FrameError
 
 from config.server import ServerSettings
-from service.cluster.membership.engine import ASK_S, Engine, Home
+from service.cluster.membership.engine import ASK_S, Engine
 from service.cluster.membership.member import Member
 from service.cluster.membership.members_file import MemberEntry, read_members
 from service.cluster.membership.polling import (
@@ -25,7 +24,6 @@ from service.cluster.membership.polling import (
     read_events,
 )
 from service.cluster.placement.prefixes import Prefixes
-from service.cluster.routing.tags import BETWEEN, tags_of
 from service.doors.kit.arena import DoorArena
 from service.doors.kit.link import Link
 from service.doors.kit.problems import ProblemText
@@ -35,9 +33,6 @@ from service.operations.schema.info import InfoAnswer
 from service.road.caller_end.caller import RoadCaller
 from service.road.caller_end.greeting import PeerProcess
 from service.tenants import OPEN, SCOPES, Tenant, tenant_of
-
-if TYPE_CHECKING:
-    from service.cluster.sharded.ranks import Ranks
 
 LOG: Final = logging.getLogger("attnd.cluster")
 FILE_POLL_S: Final = 0.1
@@ -59,7 +54,6 @@ ALIKE: Final = (
 """Settings of the pool that all engines must share."""
 EXIT_S: Final = 0.5
 """A killed process closes its sockets before it counts as having exited."""
-MOST_RANKS: Final = 1024
 REMOVED: Final = "removed from the cluster"
 SESSION_ERRORS: Final = (OSError, AttndError, FrameError, ProblemText, TimeoutError)
 """What ends a session, or keeps it from beginning."""
@@ -84,14 +78,10 @@ class Members:
         self.changes = 0
         """Counts the engines that come, leave, die or fall silent."""
         self.first_info: InfoAnswer | None = None
-        self.ranks: OrderedDict[str, Ranks] = OrderedDict()
-        """Engines of sharded sequences, by their tags, the latest used last."""
         self.prefixes: dict[str, Prefixes] = {}
         """By namespace, for namespaces that have used prefixes."""
         self.tenant = tenant_of("cluster", SCOPES) if has_keys else OPEN
         """The tenant of the router's own questions."""
-        self.on_shards_lost: Callable[[Tenant, list[str]], None] = lambda tenant, ids: None
-        """Called for sequences of which a dead engine may have had a shard."""
         self.door = self.secret = ""
         self.watching: asyncio.Task[None] | None = None
         self.met = asyncio.Event()
@@ -106,31 +96,6 @@ class Members:
     def open_engines(self) -> dict[str, Engine]:
         """The engines that take new sequences, by tag."""
         return {tag: one for tag, one in self.by_tag.items() if one.takes_new}
-
-    def home(self, tag: str) -> Home | None:
-        """The engine of a tag, or all engines of a sharded sequence; None where one is missing."""
-        if BETWEEN not in tag:
-            return self.by_tag.get(tag)
-        found = self.ranks.get(tag)
-        if found is None:
-            tags = tags_of(tag)
-            engines = [self.by_tag[one] for one in tags if one in self.by_tag]
-            if len(engines) < len(tags) or len(set(tags)) < len(tags):
-                return None
-            from service.cluster.sharded.ranks import Ranks  # with the first sharded sequence
-
-            found = self.ranks[tag] = Ranks(engines, self.acting_for)
-            if len(self.ranks) > MOST_RANKS:
-                self.forget_ranks()
-        self.ranks.move_to_end(tag)
-        return found
-
-    def forget_ranks(self) -> None:
-        """Keeps the groups with sequences, and the latest used: ids may name engines in any
-        order."""
-        unused = [tag for tag, ranks in self.ranks.items() if not ranks.books]
-        for tag in (unused or list(self.ranks))[: len(self.ranks) - MOST_RANKS]:
-            del self.ranks[tag]
 
     @property
     def info(self) -> InfoAnswer:
@@ -223,9 +188,6 @@ class Members:
         if self.watching is not None:
             self.watching.cancel()
         self.changes += 1
-        self.ranks.clear()  # the engines keep their shards
-        for member in self.by_name.values():
-            member.lost_shards.clear()
         for name in list(self.by_name):
             self.remove(name)
 
@@ -273,7 +235,6 @@ class Members:
         if member.tag != engine.tag:  # it has restarted, without its sequences
             self.mark_dead(member)
         member.stop_watching()
-        member.lost_shards.clear()
         member.tag, member.is_dead, member.is_met = engine.tag, False, True
         self.changes += 1
         member.engine = self.by_tag[engine.tag] = engine
@@ -308,11 +269,6 @@ class Members:
             self.changes += 1
             del self.by_tag[engine.tag]
         member.disconnected(time.monotonic())
-        for tag, ranks in list(self.ranks.items()):
-            if engine in ranks.engines:
-                del self.ranks[tag]
-                for tenant, ids in ranks.abandon().items():
-                    member.lost_shards.setdefault(tenant, []).extend(ids)
         for namespace, known in self.prefixes.items():
             known.forget(engine.tag, namespace)
         if self.metrics is not None:
@@ -342,9 +298,6 @@ class Members:
         self.changes += 1
         self.death.set()
         self.death = asyncio.Event()
-        lost, member.lost_shards = member.lost_shards, {}
-        for tenant, ids in lost.items():
-            self.on_shards_lost(tenant, ids)
 
     # engines without a session
 

@@ -30,12 +30,11 @@ from service.cluster.migration.transfer import (
     ask,
     begin_transfer,
     families_of,
-    is_foreign_shard,
     reason,
 )
 from service.cluster.routing.locator import Locator
 from service.cluster.routing.replies import results_in_turn, whole
-from service.cluster.routing.tags import ANCHOR, BETWEEN, new_anchor
+from service.cluster.routing.tags import ANCHOR, new_anchor
 from service.doors.kit.problems import ProblemText
 from service.errors import NotReady
 from service.operations.sequences import CREATE_SEQUENCES, GET_SEQUENCE, LIST_SEQUENCES, MAX_LISTED
@@ -129,9 +128,7 @@ class Drain:
         tenants = await self.tenants(source)
         for tenant in tenants:
             views = [one for one in await views_of(source, tenant) if not is_anchor(one)]
-            families += families_of(tenant, [one for one in views if not is_foreign_shard(one)])
-            if foreign := sum(map(is_foreign_shard, views)):
-                progress.stayed["an orphaned shard"] += foreign
+            families += families_of(tenant, views)
         whole(await results_in_turn(MAX_PARALLEL, self.move_family, zip(families)))
         for tenant in tenants:  # many of the pages have moved with sequences
             await move_holds(self.members, source, tenant, progress)
@@ -193,10 +190,8 @@ class Drain:
         """Moves a sequence; returns the bytes copied. Raises NoRoom, and what engines raise: then
         the sequence is where it was."""
         tenant = family.tenant
-        family.tags = await ownership.tags_there(self.locator, source, family, sequence)
         num_bytes = await self.copy_anchors(source, family, sequence)
-        shard = await ownership.shard_there(source, family, sequence)
-        await ownership.set_state(source, tenant, sequence, "leaving", **shard)
+        await ownership.set_state(source, tenant, sequence, "leaving")
         is_handed = False
         try:
             transfer = await begin_transfer(self.members, source, family, sequence)
@@ -210,8 +205,7 @@ class Drain:
             await asyncio.shield(rolling_back)
             raise
         await ownership.set_state(source, tenant, sequence, "gone")
-        tags = [transfer.target.tag if tag == source.tag else tag for tag in family.tags]
-        self.locator.tags.learn((tenant.namespace, sequence), BETWEEN.join(tags))
+        self.locator.tags.learn((tenant.namespace, sequence), transfer.target.tag)
         return num_bytes + transfer.num_bytes
 
     async def copy_anchors(self, source: Engine, family: Family, sequence: str) -> int:
@@ -221,21 +215,11 @@ class Drain:
         for _ in range(MAX_ANCHORS):
             view = (await ask(source, GET_SEQUENCE, tenant, {"id": sequence})).fields
             size = source.info.page_size
-            length, layout = int(view["length"]), None
-            if family.shard is not None:
-                from service.core.shards import ShardLayout
-
-                layout = ShardLayout(**family.shard)
-                held = await ownership.held_by_all(self.members, family, sequence, layout)
-                length = min(length, held)
-            length = length // size * size
+            length = int(view["length"]) // size * size
             if not length:
                 break
             anchor = new_anchor()
             new = {"id": anchor, "parent": sequence, "length": length, "ttl_s": ANCHOR_TTL_S}
-            if layout is not None:  # in tokens of all ranks
-                new["length"] = layout.whole_for(length // size, size)
-                new["epoch"] = view["shard"]["epoch"]
             family.all_anchors.append(anchor)
             await ask(source, CREATE_SEQUENCES, tenant, {"sequences": [new]})
             transfer = await begin_transfer(self.members, source, family, anchor)

@@ -67,7 +67,7 @@ async def move_page(
     engines raise: then the source keeps the rest."""
     key, salt = page
     anchor = new_anchor()
-    family = Family(tenant, [anchor], all_anchors=[anchor], tags=[source.tag])
+    family = Family(tenant, [anchor], all_anchors=[anchor])
     held = {"page_key": key, "cache_salt": salt}
     try:
         new = {"id": anchor, "held": held, "ttl_s": ANCHOR_TTL_S}

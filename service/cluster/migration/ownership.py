@@ -8,23 +8,18 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from service.cluster.membership.engine import ASK_S, Engine, EngineReply
 from service.cluster.membership.members import Members
 from service.cluster.migration.transfer import Family, ask
-from service.cluster.routing.locator import Locator, question, shard_at
+from service.cluster.routing.locator import question, state_at
 from service.cluster.routing.replies import gather_all, results_of
-from service.cluster.routing.tags import tags_of
 from service.doors.kit.problems import ProblemText
-from service.errors import NotReady
 from service.operations.internal import HAND_OVER
 from service.operations.sequences import GET_SEQUENCE
 from service.operations.transfer import CANCEL_IMPORT, GET_IMPORT, IMPORT
 from service.tenants import Tenant
-
-if TYPE_CHECKING:
-    from service.core.shards import ShardLayout
 
 LOG: Final = logging.getLogger("attnd.cluster")
 
@@ -68,41 +63,6 @@ async def is_dead(members: Members, engine: Engine) -> bool:
     return members.is_dead(engine.tag)
 
 
-async def tags_there(locator: Locator, source: Engine, family: Family, sequence: str) -> list[str]:
-    """The engines that have a sequence, by rank. Raises LostSequence; NotReady while another of its
-    shards is moving; the source's error where it has transferred the ownership of this one."""
-    if family.shard is None:
-        return [source.tag]
-    tag = await locator.tag_of(sequence, source, family.tenant)
-    tags = [] if tag is None else tags_of(tag)
-    if len(tags) < family.shard["ranks"]:
-        await ask(source, GET_SEQUENCE, family.tenant, {"id": sequence})
-        await settle(locator.members, sequence, family.tenant)  # its door may have died
-        raise NotReady("another shard of it is moving")
-    return tags
-
-
-async def shard_there(source: Engine, family: Family, sequence: str) -> dict[str, Any]:
-    """The shard at the source and its epoch; empty for a whole sequence."""
-    if family.shard is None:
-        return {}
-    view = (await ask(source, GET_SEQUENCE, family.tenant, {"id": sequence})).fields
-    return {"shard": family.shard, "epoch": view["shard"]["epoch"]}
-
-
-async def held_by_all(members: Members, family: Family, sequence: str, layout: ShardLayout) -> int:
-    """The number of tokens in a shard of those that all ranks have: the next claim cuts back what
-    only some have, which a fork must not share. Raises NotReady where a shard has moved."""
-    engines = [members.by_tag[tag] for tag in family.tags if tag in members.by_tag]
-    looks = [ask(one, GET_SEQUENCE, family.tenant, {"id": sequence}) for one in engines]
-    views = [view.fields for view in await gather_all(looks)]
-    shards = [view["shard"] for view in views if "shard" in view]
-    if len(shards) < layout.ranks:
-        raise NotReady("another shard of it is moving")
-    known = min(min(shard["lengths"]) for shard in shards)
-    return layout.held(known, engines[0].info.page_size)
-
-
 NO_GENERATION: Final = "0" * 32
 NO_DIGEST: Final = "0" * 64
 """For an import that had all pages from the beginning."""
@@ -125,10 +85,9 @@ async def settle(members: Members, name: str, tenant: Tenant) -> None:
     for source in await handed_by(engines, name, tenant):
         others = [one for one in engines if one is not source]
         await gather_all([finish_import(one, name, tenant) for one in others])
-        shards = await gather_all([shard_at(one, name, tenant) for one in others])
-        ranks = {one["rank"]: one["ranks"] for one in shards if isinstance(one, dict)}
-        is_whole = "moving" not in shards and len(ranks) == max(ranks.values(), default=-1)
-        has_left = is_whole or await has_arrived(source, others, name, tenant)
+        states = await gather_all([state_at(one, name, tenant) for one in others])
+        is_there = "there" in states and "moving" not in states
+        has_left = is_there or await has_arrived(source, others, name, tenant)
         state = "gone" if has_left else "back"
         await question(source, HAND_OVER, tenant, {"id": name, "state": state})
 
@@ -151,8 +110,8 @@ async def has_arrived(source: Engine, others: list[Engine], name: str, tenant: T
 
 
 async def handed_by(engines: list[Engine], name: str, tenant: Tenant) -> list[Engine]:
-    """The engines that have handed a sequence over, or a shard of it: also one that it has left for
-    another one, which has handed it over since."""
+    """The engines that have handed a sequence over: also one that it has left for another one,
+    which has handed it over since."""
     found: list[Engine] = []
     for engine in engines:
         try:

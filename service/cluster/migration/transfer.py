@@ -60,10 +60,6 @@ class Family:
     anchors: list[str] = field(default_factory=list)
     all_anchors: list[str] = field(default_factory=list)
     """Includes anchors that have not reached the target."""
-    shard: dict[str, int] | None = None
-    """Which shard of them the source has; None: all."""
-    tags: list[str] = field(default_factory=list)
-    """The engines of all shards of the sequence that is being moved, by rank."""
 
     async def keep_anchors(self, members: Members) -> None:
         """Uses the anchors regularly, so that they do not expire."""
@@ -84,31 +80,17 @@ async def use(engine: Engine, ids: Sequence[str], tenant: Tenant) -> None:
         await known_at(engine, there, tenant)
 
 
-def is_foreign_shard(view: dict[str, Any]) -> bool:
-    """Whether a view is of a shard that a caller made by itself, and no router knows."""
-    return "shard" in view and view["shard"]["epoch"] == 0
-
-
 def families_of(tenant: Tenant, views: Sequence[dict[str, Any]]) -> list[Family]:
-    """Sequences grouped by their oldest known ancestor, parents first; shards apart by rank."""
+    """Sequences grouped by their oldest known ancestor, parents first."""
     parents = {view["id"]: view["parent"] for view in views}
-    families: dict[tuple[str, int, int], list[tuple[int, str]]] = {}
+    families: dict[str, list[tuple[int, str]]] = {}
     for view in views:
         root, depth, seen = view["id"], 0, {view["id"]}
         while (parent := parents.get(root)) is not None and parent not in seen:
             root, depth = parent, depth + 1
             seen.add(parent)
-        shard = view.get("shard") or {"rank": 0, "ranks": 1}
-        key = (root, shard["rank"], shard["ranks"])
-        families.setdefault(key, []).append((depth, view["id"]))
-    return [
-        Family(
-            tenant,
-            [name for _, name in sorted(ids)],
-            shard=None if ranks == 1 else {"rank": rank, "ranks": ranks},
-        )
-        for (_, rank, ranks), ids in families.items()
-    ]
+        families.setdefault(root, []).append((depth, view["id"]))
+    return [Family(tenant, [name for _, name in sorted(ids)]) for ids in families.values()]
 
 
 PART_BYTES: Final = 4 * 2**20
@@ -155,8 +137,6 @@ class Transfer:
     digest: str
     """Of the parts sent."""
     num_bytes: int = 0
-    shard: dict[str, Any] | None = None
-    """The shard of the sequence that is copied; None: all of it."""
 
     async def run(self) -> None:
         """Copies the wanted parts; sends each while the next one is exported."""
@@ -175,8 +155,6 @@ class Transfer:
         """A part, with the digest of all parts so far."""
         fields: dict[str, Any] = {"id": self.sequence, "part": number, "before": self.digest}
         fields |= {name: self.header[name] for name in ("generation", "part_bytes")}
-        if self.shard is not None:
-            fields["shard"] = self.shard
         return await ask(self.source, EXPORT, self.tenant, fields)
 
     async def send(self, number: int, before: str, part: EngineReply) -> EngineReply:
@@ -205,14 +183,10 @@ async def begin_transfer(
     tenant, beside = family.tenant, family.anchors[-MAX_BESIDE:]
     asked: dict[str, Any] = {"id": sequence, "part_bytes": PART_BYTES}
     asked |= {"beside": beside} if beside else {}
-    asked |= {"shard": family.shard} if family.shard else {}
     export = await ask(source, EXPORT, tenant, asked)
     header, digest = export.fields["header"], export.fields["digest"]
     shared = export.fields["shared"]
     fields = {"id": sequence, "header": header, "digest": digest, "idle_s": 4 * ASK_S}
-    if family.shard:
-        known = {"epoch": export.fields["epoch"], "lengths": export.fields["whole"]}
-        fields["shard"] = family.shard | known
     if shared and max(shared):
         size = header["page_size"]
         most = min(max(shared), min(header["lengths"]) // size * size)
@@ -228,7 +202,6 @@ async def begin_transfer(
         export.arrays,
         state["next_part"],
         state["digest"] or digest,
-        shard=family.shard,
     )
 
 
@@ -241,7 +214,7 @@ async def begin_somewhere(
 ) -> tuple[Engine, dict[str, Any]]:
     """An engine that has begun an import, and the import's state. A family stays together: once
     one of it was moved, the others go to the same engine or nowhere. Raises NoRoom."""
-    excluded: set[str] = {source.tag, *family.tags}
+    excluded: set[str] = {source.tag}
     header = Header.model_validate(fields["header"])
     matched: dict[str, int] = {}
     if names and family.target is None:
@@ -256,8 +229,7 @@ async def begin_somewhere(
         loads = {tag: one.load_now for tag, one in among.items()}
         target = among[choose(loads, matched, max(header.num_pages, 1))]
         try:
-            replaces = family.shard is None
-            return target, await begin(target, family.tenant, fields, names, replaces=replaces)
+            return target, await begin(target, family.tenant, fields, names)
         except NotReady as error:
             why = str(error)
         except ProblemText as error:
@@ -285,15 +257,13 @@ async def begin(
     tenant: Tenant,
     fields: dict[str, Any],
     names: dict[str, Array],
-    *,
-    replaces: bool,
 ) -> dict[str, Any]:
-    """The state of an import that begins. `replaces`: an earlier import of the same name, of the
-    sequence as it was before, is cancelled; shards do not, since another one may be arriving."""
+    """The state of an import that begins. An earlier import of the same name, of the sequence as it
+    was before, is cancelled."""
     try:
         return (await ask(target, IMPORT, tenant, fields, names)).fields
     except ProblemText as error:
-        if error.problem["code"] != "import_exists" or not replaces:
+        if error.problem["code"] != "import_exists":
             raise
     await ask(target, CANCEL_IMPORT, tenant, {"id": fields["id"]})
     return (await ask(target, IMPORT, tenant, fields, names)).fields

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from attnd.wire.dtypes import Array
 
-from service.cluster.membership.engine import Call, Engine, EngineReply, Home, RawReply
+from service.cluster.membership.engine import Call, Engine, EngineReply, RawReply
 from service.cluster.placement.inflight_prompts import InflightPrompt, Wait
 from service.cluster.placement.placer import Placer
 from service.cluster.placement.prefixes import prefix_of
@@ -26,7 +26,7 @@ from service.cluster.routing.outcomes import (
 )
 from service.cluster.routing.replies import longest, reply, results_of, run_in_background
 from service.cluster.routing.sequence_calls import SequenceCalls
-from service.cluster.routing.tags import new_id, refuse_anchor, tags_of
+from service.cluster.routing.tags import new_id, refuse_anchor
 from service.core.prefix.keys import Prefix
 from service.doors.kit.problems import ProblemText
 from service.errors import (
@@ -62,10 +62,6 @@ class New:
         return name
 
     @property
-    def num_ranks(self) -> int:
-        return self.fields.get("ranks") or 1
-
-    @property
     def parent(self) -> str | None:
         name: str | None = self.fields.get("parent")
         return name
@@ -85,9 +81,6 @@ def new_sequences(call: Call, prepared: Prepared) -> list[New]:
     for index, one in enumerate(fields.sequences):
         given = one.model_dump(exclude_unset=True)
         refuse_anchor(f"sequences.{index}.id", one.id)
-        if one.shard is not None:
-            rule = "a cluster shards by itself: use ranks instead"
-            raise InvalidRequest(f"sequences.{index}.shard", given["shard"], rule)
         if one.held is not None:
             rule = "is for one engine: use a prefix instead"
             raise InvalidRequest(f"sequences.{index}.held", given["held"], rule)
@@ -116,12 +109,12 @@ class Creation:
         self.index = {one.id: at for at, one in enumerate(self.new) if one.id is not None}
         self.shared_ids = self.index if len(self.members.by_name) > 1 else {}
         """Chosen ids that other engines may have; an only engine refuses its own by itself."""
-        self.parents: dict[str, Home] = {}
+        self.parents: dict[str, Engine] = {}
         """Homes of the parents that exist already."""
         self.has_looked = False
         """For the chosen ids, which were not taken, and for the parents."""
         self.excluded: set[str] = set()
-        self.homes: list[Home] = []
+        self.homes: list[Engine] = []
         self.errors: dict[str, Exception] = {}
         """Of the latest attempt, by the tag of the home."""
 
@@ -149,9 +142,7 @@ class Creation:
             if time.monotonic() - began > PIECE_S:
                 yield
                 began = time.monotonic()
-            if one.num_ranks > 1:
-                self.homes.append(self.placer.place_shards(one.num_ranks, self.excluded))
-            elif one.parent is None:
+            if one.parent is None:
                 placed = yield from self.placer.place_sequence(
                     self.call.tenant.namespace, one.prefix, self.excluded, one.prompt
                 )
@@ -167,10 +158,10 @@ class Creation:
 
     async def make(self) -> RawReply:
         """Makes each at its home. After an error deletes the others and raises the first error."""
-        groups: dict[Home, list[int]] = {}
+        groups: dict[Engine, list[int]] = {}
         for at, home in enumerate(self.homes):
             groups.setdefault(home, []).append(at)
-        if len(groups) == 1 and isinstance(self.homes[0], Engine):
+        if len(groups) == 1:
             return await self.make_on(self.homes[0])
         asking = []
         for home, some in groups.items():
@@ -209,7 +200,7 @@ class Creation:
                 names = [made["id"] for one, made in every if one.id is None]
                 run_in_background(self.unique.undo_when_back(engine.tag, names))
             raise
-        made: dict[str, Home] = {one["id"]: engine for one in fields["sequences"]}
+        made: dict[str, Engine] = {one["id"]: engine for one in fields["sequences"]}
         try:
             if self.shared_ids:
                 await self.unique.confirm(made, self.shared_ids)
@@ -219,7 +210,7 @@ class Creation:
         self.begin_prompts(made)
         return answered, slot
 
-    def begin_prompts(self, made: Mapping[str, Home]) -> None:
+    def begin_prompts(self, made: Mapping[str, Engine]) -> None:
         """Remembers the new sequences, and whose prompts are computed from now on."""
         for one, (name, home) in zip(self.new, made.items(), strict=True):
             self.locator.learn(self.call, [name], home)
@@ -245,7 +236,6 @@ class Creation:
         failed = self.errors.keys()
         self.excluded |= failed
         bound = {home.tag for home in self.parents.values()}
-        bound |= {home.tag for home in self.homes if not isinstance(home, Engine)}
         may_retry = all(outcome_of(one) in NEXT_ENGINE for one in self.errors.values())
         if bound & failed or not may_retry or not self.placer.candidates(self.excluded):
             await self.check_parents()
@@ -264,19 +254,20 @@ class Creation:
     async def check_parents(self) -> None:
         """Raises LostSequence for parents that were lost with their engine, NotReady while that may
         come back."""
+        by_tag = self.members.by_tag
         lost = {
-            one.parent: tags_of(home.tag)
+            one.parent: home.tag
             for one, home in zip(self.new, self.homes, strict=True)
-            if one.parent and home.tag in self.errors and self.locator.is_partitioned(home.tag)
+            if one.parent and home.tag in self.errors and home.tag not in by_tag
         }
-        tags = {tag for some in lost.values() for tag in some}
+        tags = set(lost.values())
         await self.members.wait_for_fate(tags)
         self.members.check_reachable(tags)
         if lost:
             raise LostSequence(list(lost))
 
 
-def request_for(home: Home, new: list[New]) -> tuple[Fields, dict[str, Array]]:
+def request_for(home: Engine, new: list[New]) -> tuple[Fields, dict[str, Array]]:
     """What one home is asked to make. Sequences without an id get one with the home's tag."""
     fields: Fields = {"sequences": [one.fields | {"id": one.id or new_id(home.tag)} for one in new]}
     names = {name for one in new for name in one.arrays}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import islice, tee
 from typing import Final
 
-from service.cluster.membership.engine import Call, Engine, EngineReply, Home, RawReply
+from service.cluster.membership.engine import Call, Engine, EngineReply, RawReply
 from service.cluster.membership.members import Members
 from service.cluster.placement.cost import choose
 from service.cluster.placement.inflight_prompts import InflightPrompt, Wait
@@ -20,10 +20,9 @@ from service.cluster.routing.locator import Locator
 from service.cluster.routing.outcomes import NEXT_ENGINE, Outcome
 from service.cluster.routing.replies import results_of
 from service.cluster.routing.sequence_calls import SequenceCalls
-from service.cluster.routing.tags import BETWEEN, refuse_anchor
+from service.cluster.routing.tags import refuse_anchor
 from service.core.prefix.keys import Prefix
 from service.doors.kit.pieces import OneByOne
-from service.errors import InvalidRequest, NotReady
 from service.image.json_text import Pieces
 from service.operations.schema.page_names import PageNames
 from service.operations.schema.spec import Prepared
@@ -104,24 +103,6 @@ class Placer:
         placed = yield from self.place(namespace, prefix, needed, excluded, prompt)
         placed.engine.add_work(placed.matched, needed)
         return placed
-
-    def place_shards(self, num_ranks: int, excluded: Collection[str]) -> Home:
-        """The engines with the most room. Raises InvalidRequest where the cluster has fewer
-        engines, NotReady where fewer take new sequences now."""
-        open_, total = list(self.members.open_engines.values()), len(self.members.by_name)
-        if num_ranks > total:
-            raise InvalidRequest("ranks", num_ranks, f"at most {total}, the number of engines")
-        if num_ranks > len(open_):
-            why = f"{len(open_)} of {total} engines take new sequences now"
-            raise NotReady(f"ranks = {num_ranks}: {why}: retry later, or use fewer ranks")
-        open_.sort(key=lambda one: (one.tag in excluded, -one.load_now.room, one.name))
-        chosen = open_[:num_ranks]
-        for engine in chosen:
-            engine.promised += 1
-        home = self.members.home(BETWEEN.join(engine.tag for engine in chosen))
-        if home is None:
-            raise RuntimeError("an engine has left within one pass of the loop: this is a bug")
-        return home
 
 
 class ImportCall:

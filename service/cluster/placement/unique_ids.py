@@ -14,17 +14,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from service.cluster.membership.engine import ASK_S, Call, Engine, EngineReply, Home
-from service.cluster.routing.locator import shard_at
+from service.cluster.membership.engine import ASK_S, Call, Engine, EngineReply
+from service.cluster.routing.locator import state_at
 from service.cluster.routing.outcomes import RETRY_PAUSE_S, Outcome, outcome_of
 from service.cluster.routing.replies import gather_all, results_in_turn, whole
 from service.cluster.routing.sequence_calls import SequenceCalls
-from service.cluster.routing.tags import tags_of
 from service.doors.kit.problems import ProblemText
 from service.errors import (
     AttndError,
     DeadlineExceeded,
-    LostSequence,
     NotReady,
     SequenceExists,
     SequenceMoving,
@@ -61,7 +59,7 @@ class UniqueIds:
         if taken := await self.taken(list(ids), members.engines, waits=True):
             raise SequenceExists([name for name in ids if name in taken])
 
-    async def confirm(self, made: Mapping[str, Home], chosen: Collection[str]) -> None:
+    async def confirm(self, made: Mapping[str, Engine], chosen: Collection[str]) -> None:
         """Looks for other sequences of the chosen ones of the ids just made; then others may call
         all of them. Where there are others, or that cannot be known, deletes all that were made and
         raises SequenceExists, NotReady. Raises DeadlineExceeded where an engine does not reply to
@@ -79,11 +77,9 @@ class UniqueIds:
                 text = f"new sequences were not confirmed within {ASK_S:g} s"
                 raise DeadlineExceeded(f"{text}: they may have been made") from error
 
-    async def undo(self, made: Mapping[str, Home]) -> None:
+    async def undo(self, made: Mapping[str, Engine]) -> None:
         """Deletes sequences of a call that has failed; at an engine that does not reply they
         expire."""
-        for name, home in made.items():
-            home.forget(self.call, [name])
         await asyncio.shield(self.set_state(made, "gone"))
 
     async def undo_when_back(self, tag: str, names: list[str]) -> None:
@@ -98,14 +94,10 @@ class UniqueIds:
             await asyncio.sleep(LOOK_S)
 
     async def set_state(
-        self, made: Mapping[str, Home], state: str
+        self, made: Mapping[str, Engine], state: str
     ) -> list[EngineReply | BaseException]:
         """Has the engines of new sequences keep them (`back`) or delete them (`gone`)."""
-        asked = [
-            (tag, {"id": name, "state": state})
-            for name, home in made.items()
-            for tag in tags_of(home.tag)
-        ]
+        asked = [(home.tag, {"id": name, "state": state}) for name, home in made.items()]
         return await results_in_turn(MAX_PARALLEL, self.ask, asked)
 
     async def ask(self, tag: str, fields: Mapping[str, Any]) -> EngineReply:
@@ -125,7 +117,7 @@ class UniqueIds:
                     raise
             await asyncio.sleep(RETRY_PAUSE_S)
 
-    async def elsewhere(self, made: Mapping[str, Home]) -> set[str]:
+    async def elsewhere(self, made: Mapping[str, Engine]) -> set[str]:
         """The ids that other engines than those of `made` have as well. Looks twice while sequences
         may be moving from an engine that is asked late to one that is asked early."""
         engines = self.calls.members.engines
@@ -133,7 +125,7 @@ class UniqueIds:
         for _ in range(1 if all(engine.takes_new for engine in engines) else 2):
             looks = []
             for engine in engines:
-                others = [one for one, home in made.items() if engine.tag not in tags_of(home.tag)]
+                others = [one for one, home in made.items() if engine is not home]
                 if others:
                     looks.append(self.taken(others, [engine], waits=False))
             for names in await gather_all(looks):
@@ -142,21 +134,17 @@ class UniqueIds:
 
     async def taken(self, names: list[str], engines: Iterable[Engine], *, waits: bool) -> set[str]:
         """Those of the ids that some of `engines` have. `waits` until those that others make or
-        move are there or are not. Raises NotReady where shards are left of a sequence that was
-        lost: they are deleted first."""
+        move are there or are not."""
         locator, tenant = self.calls.locator, self.call.tenant
         acting = self.calls.members.acting_for(tenant)
         holders = await locator.holders(names, tenant, engines)
 
         async def is_there(name: str, engine: Engine) -> bool:
-            while waits and await shard_at(engine, name, acting) == "moving":
+            while (state := await state_at(engine, name, acting)) == "moving" and waits:
                 if not self.call.may_retry():
                     raise SequenceMoving([name])
                 await asyncio.sleep(RETRY_PAUSE_S)
-            return await locator.tag_of(name, engine, tenant) is not None
+            return state is not None
 
-        try:
-            there = whole(await results_in_turn(MAX_PARALLEL, is_there, holders.items()))
-        except LostSequence as error:
-            raise NotReady(f"shards of a lost sequence are left: {error}: retry later") from error
+        there = whole(await results_in_turn(MAX_PARALLEL, is_there, holders.items()))
         return {name for name, is_taken in zip(holders, there, strict=True) if is_taken}

@@ -1,9 +1,8 @@
 """Deletes many sequences over all engines, also while some are moving.
 
-Each engine deletes the sequences that it has alone, and lists the others: shards, and sequences
-that are moving. Those are deleted one by one, each at all of its engines or at none. A sequence may
-reach an engine after that was asked and leave another before that is, so the engines are asked
-again until nothing is left.
+Each engine deletes its sequences, and lists those that are moving, which are deleted one by one. A
+sequence may reach an engine after that was asked and leave another before that is, so the engines
+are asked again until nothing is left.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from typing import Final
 from service.cluster.membership.engine import Call, RawReply
 from service.cluster.membership.members import Members
 from service.cluster.routing.broadcast import ask_all
-from service.cluster.routing.replies import reply, results_in_turn, results_of
+from service.cluster.routing.replies import reply, results_in_turn
 from service.cluster.routing.sequence_calls import SequenceCalls, joint_error
 from service.errors import InvalidRequest, LostSequence, UnknownSequence
 from service.operations.schema.spec import Prepared
-from service.operations.sequences import DELETE_SEQUENCE, DELETE_SEQUENCES, MAX_LISTED
+from service.operations.sequences import DELETE_SEQUENCE, MAX_LISTED
 
 MAX_PARALLEL: Final = 64
 """Sequences that are deleted one by one at the same time."""
@@ -35,8 +34,8 @@ class Deletes:
     calls: SequenceCalls
 
     async def call(self, call: Call, prepared: Prepared) -> RawReply:
-        """The number of deleted sequences; a sharded one counts once. After an error each is there
-        or is not, and the same call deletes the rest."""
+        """The number of deleted sequences. After an error each is there or is not, and the same
+        call deletes the rest."""
         fields = prepared.fields
         if fields.skip:
             rule = "is for one engine: a cluster deletes whole sequences"
@@ -71,17 +70,11 @@ class Deletes:
         return sum(one is True for one in results)
 
     async def delete(self, call: Call, name: str) -> bool:
-        """Deletes a sequence at all engines that have a shard of it, or at none; whether it
-        existed. Deletes what remains of one that was lost with an engine."""
-        single, members = replace(call, operation=DELETE_SEQUENCE), self.members
+        """Deletes a sequence; whether it existed."""
+        single = replace(call, operation=DELETE_SEQUENCE)
         try:
             await self.calls.ask(single, [name], {"id": name}, {}, changes=True)
-        except UnknownSequence:
-            return False
-        except LostSequence:
-            tenant = members.acting_for(call.tenant)
-            delete = DELETE_SEQUENCES, tenant, {"ids": [name]}
-            await results_of([one.question(*delete) for one in members.engines])
+        except (UnknownSequence, LostSequence):
             return False
         self.calls.locator.forget(call, [name])
         return True

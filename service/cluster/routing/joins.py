@@ -51,24 +51,13 @@ def join_info(_: Fields, replies: Sequence[Fields]) -> Fields:
 
 
 def join_lists(request: Fields, replies: Sequence[Fields]) -> Fields:
-    """A page of the list of all sequences, by id; shards of one sequence become one view."""
+    """A page of the list of all sequences, by id."""
     limit = request["limit"]
-    views: dict[str, list[Fields]] = {}
-    for view in (view for part in replies for view in part["sequences"]):
-        views.setdefault(view["id"], []).append(view)
-    every = [view_of(views[name]) for name in sorted(views)]
+    views = {view["id"]: view for part in replies for view in part["sequences"]}
+    every = [views[name] for name in sorted(views)]
     has_more = len(every) > limit or any(part["next"] is not None for part in replies)
     shown = every[:limit]
     return {"sequences": shown, "next": shown[-1]["id"] if shown and has_more else None}
-
-
-def view_of(views: list[Fields]) -> Fields:
-    """A sequence, from the views of its shards, or of all of it where an engine has that."""
-    if whole := [one for one in views if "shard" not in one]:
-        return whole[0]
-    from service.cluster.sharded.operations import whole_view
-
-    return whole_view(sorted(views, key=lambda one: int(one["shard"]["rank"])))
 
 
 def join_namespaces(_: Fields, replies: Sequence[Fields]) -> Fields:

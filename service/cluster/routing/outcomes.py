@@ -3,7 +3,6 @@
 Outcome  the engine's reply         sequences that exist                new sequences, imports
 OK       2xx                        return it                           return it, remember where
 UNKNOWN  404 unknown_sequence       ask all engines, try where it is    the same, for a parent
-STALE    409 sequence_taken         the same: its shards have moved     the same, for a parent
 MOVING   503 sequence_moving        wait 3 ms; after 0.5 s settle a     the same
                                     move that its door has abandoned
 FULL     429, 507, any other 503    raise it; a 507 names the engines   try the next engine
@@ -15,7 +14,7 @@ REFUSED  any other error, and any   raise it                            raise it
          part took effect
 
 A sequence that no engine has is a 404, or a 410 where its engine is dead: see `Locator.find`.
-All retries of a call for UNKNOWN, STALE and MOVING share one budget of time, `RETRY_BUDGET_S`. Each
+All retries of a call for UNKNOWN and MOVING share one budget of time, `RETRY_BUDGET_S`. Each
 engine is tried once for FULL and LOST. Engines report errors in one way: they raise.
 """
 
@@ -44,7 +43,6 @@ class Outcome(Enum):
 
     OK = auto()
     UNKNOWN = auto()
-    STALE = auto()
     MOVING = auto()
     FULL = auto()
     LOST = auto()
@@ -53,7 +51,6 @@ class Outcome(Enum):
 
 BY_CODE: Final = {
     "unknown_sequence": Outcome.UNKNOWN,
-    "sequence_taken": Outcome.STALE,
     "sequence_moving": Outcome.MOVING,
 }
 NEXT_ENGINE: Final = frozenset({Outcome.FULL, Outcome.LOST})
@@ -73,12 +70,9 @@ def outcome_of(error: BaseException) -> Outcome:
 
 
 def unknown_ids(error: BaseException) -> list[str]:
-    """The sequences that an engine does not have, or has a shard of in another epoch."""
-    match outcome_of(error), error:
-        case Outcome.UNKNOWN, ProblemText(problem=problem):
-            return list(problem["sequences"])
-        case Outcome.STALE, ProblemText(problem=problem):
-            return list(problem["epochs"])
+    """The sequences that an engine does not have."""
+    if isinstance(error, ProblemText) and outcome_of(error) is Outcome.UNKNOWN:
+        return list(error.problem["sequences"])
     return []
 
 

@@ -9,9 +9,8 @@ from typing import Any, Final
 
 import numpy as np
 from attnd.wire.dtypes import Array
-from attnd.wire.images import RESPONSE
 
-from service.cluster.membership.engine import Call, Engine, EngineReply, Home, RawReply
+from service.cluster.membership.engine import Call, Engine, EngineReply, RawReply
 from service.cluster.membership.members import Members
 from service.cluster.placement.inflight_prompts import InflightPrompts
 from service.cluster.routing.batch_split import Piece, has_mask, join, row_sums, split_batch
@@ -19,7 +18,6 @@ from service.cluster.routing.fast_path import FastPath, ids_of
 from service.cluster.routing.locator import Locator
 from service.cluster.routing.outcomes import RETRY_PAUSE_S, Outcome, Retries, unknown_ids
 from service.cluster.routing.replies import gather_all, longest, reply, results_of, with_full_engine
-from service.cluster.routing.tags import tags_of
 from service.doors.kit.problems import ProblemText, document_of
 from service.errors import (
     DeadlineExceeded,
@@ -27,11 +25,9 @@ from service.errors import (
     LostSequence,
     NotReady,
     SequenceMoving,
-    UnknownSequence,
-    problem,
 )
 from service.image.json_text import dump_json
-from service.image.reading import read_layout, split
+from service.image.reading import split
 from service.operations.schema.fields import Int32
 from service.operations.schema.spec import Prepared
 from service.operations.sequences import GET_SEQUENCE
@@ -82,12 +78,11 @@ class SequenceCalls:
     # where an attempt has failed
 
     async def recover(
-        self, call: Call, ids: Sequence[str], home: Home, outcome: Outcome, error: Exception
+        self, call: Call, ids: Sequence[str], home: Engine, outcome: Outcome, error: Exception
     ) -> None:
         """Finds the sequences that `home` does not have; raises for all other outcomes."""
         match outcome, error:
-            case Outcome.UNKNOWN | Outcome.STALE, _:
-                home.forget(call, unknown_ids(error))
+            case Outcome.UNKNOWN, _:
                 await self.find(call, unknown_ids(error))
             case Outcome.LOST, _:
                 raise await self.lost(call, home, ids, error) from error
@@ -105,17 +100,18 @@ class SequenceCalls:
             raise SequenceMoving(ids)
         await asyncio.sleep(RETRY_PAUSE_S)
 
-    async def lost(self, call: Call, home: Home, ids: Sequence[str], error: Exception) -> Exception:
+    async def lost(
+        self, call: Call, home: Engine, ids: Sequence[str], error: Exception
+    ) -> Exception:
         """The error of a call during which the session was lost: NotReady while the engine may come
         back, or has; DeadlineExceeded where it may then have the call's change, since clients
         repeat calls that are not ready."""
-        if self.members.home(home.tag) is home:
+        if self.members.by_tag.get(home.tag) is home:
             return error
-        tags = tags_of(home.tag)
-        await self.members.wait_for_fate(tags)
-        if self.members.home(home.tag) is None:
+        await self.members.wait_for_fate([home.tag])
+        if home.tag not in self.members.by_tag:
             try:
-                self.members.check_reachable(tags)
+                self.members.check_reachable([home.tag])
             except NotReady as why:
                 error = why if not isinstance(error, AnswerLost) else error
             else:
@@ -144,7 +140,7 @@ class Forwarded:
     """Empty: they are not known before the header is checked."""
     header: bytes | None
     """None: the request was checked, and the sequences must be on one engine."""
-    home: Home | None = None
+    home: Engine | None = None
 
     async def attempt(self) -> RawReply:
         self.home = None
@@ -161,19 +157,14 @@ class Forwarded:
         (self.home,) = places
         return await self.forward(self.home)
 
-    async def forward(self, home: Home) -> RawReply:
+    async def forward(self, home: Engine) -> RawReply:
         call, calls = self.call, self.calls
-        if self.header is not None and not isinstance(home, Engine):
-            await calls.prepare(call, self.header)
         prompts = calls.prompts.computed_by(call.operation, call.tenant.namespace, self.ids)
         try:
             answered, slot = await home.call(call)
         finally:
             for one in prompts:
                 one.num_calls -= 1
-        if call.operation is GET_SEQUENCE and is_shard((answered, slot)):
-            calls.members.arena.give_back(slot)
-            raise ProblemText(dump_json(problem(UnknownSequence(self.ids))))
         calls.succeeded(call, self.ids)
         return answered, slot
 
@@ -208,7 +199,7 @@ class Piecewise:
     fields: Fields
     arrays: Arrays
     changes: bool
-    home: Home | None = None
+    home: Engine | None = None
 
     async def attempt(self) -> EngineReply:
         self.home = None
@@ -263,14 +254,6 @@ def may_change(call: Call) -> bool:
     if operation.scope != "read" or not operation.appended_with:
         return operation.scope != "read"
     return f'"{operation.appended_with}"'.encode() in split(call.image)[0]
-
-
-def is_shard(raw: RawReply) -> bool:
-    """Whether a view of a sequence is that of one shard."""
-    header, start = split(raw[0].image)
-    if b"shard" not in header:
-        return False
-    return "shard" in read_layout(header, len(raw[0].image) - start, RESPONSE).fields
 
 
 def joint_error(errors: Sequence[BaseException], done: Sequence[str]) -> BaseException:

@@ -1,10 +1,9 @@
 """Ids that name their engine, and a bounded memory of the sequences whose ids do not.
 
 An id made by the cluster ends in the tag of the engine that made the sequence: the first digits of
-its `instance_id`, so a restarted engine has another tag. The id of a sharded sequence ends in the
-tags of all its engines, by rank. Ids chosen by callers, and sequences that were moved, are
-remembered; for others the engines are asked. A wrong memory does no harm: the engine replies 404,
-and then all are asked.
+its `instance_id`, so a restarted engine has another tag. Ids chosen by callers, and sequences that
+were moved, are remembered; for others the engines are asked. A wrong memory does no harm: the
+engine replies 404, and then all are asked.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ from typing import Final
 from service.errors import InvalidRequest
 
 TAG_DIGITS: Final = 8
-BETWEEN: Final = "-"
-"""Separates the tags of a sharded sequence's engines."""
-TAGGED: Final = re.compile(rf".*\.([0-9a-f]{{{TAG_DIGITS}}}(?:{BETWEEN}[0-9a-f]{{{TAG_DIGITS}}})*)")
+TAGGED: Final = re.compile(rf".*\.([0-9a-f]{{{TAG_DIGITS}}})")
 MAX_REMEMBERED: Final = 2**20
 Name = tuple[str, str]
 """Namespace and id."""
@@ -28,11 +25,6 @@ Name = tuple[str, str]
 
 def tag_of_instance(instance_id: str) -> str:
     return instance_id[:TAG_DIGITS]
-
-
-def tags_of(tag: str) -> list[str]:
-    """The engines of a tag, by rank."""
-    return tag.split(BETWEEN)
 
 
 def new_id(tag: str) -> str:

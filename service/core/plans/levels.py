@@ -47,14 +47,13 @@ class CascadeLevel:
 class PlanBatch:
     """Sequences in plan order: page tables, kv_len [B], and rows as `qo_indptr` [B+1]; int32.
 
-    `first` [B] is the position of each one's first row; None: rows are the last of their sequence.
+    Rows are the last of their sequence.
     """
 
     page_size: int
     tables: Sequence[Int32]
     kv_lens: Int32
     qo_indptr: Int32
-    first: Int32 | None = None
 
     @property
     def size(self) -> int:
@@ -110,7 +109,7 @@ def _hides(batch: PlanBatch, bounds: Indices, end: Int32, tokens: Int32) -> bool
     qo_lens = lens_of(batch.qo_indptr)
     if qo_lens.size == 0:
         return False
-    first = batch.kv_lens - qo_lens if batch.first is None else batch.first.copy()
+    first = batch.kv_lens - qo_lens
     first[qo_lens == 0] = np.iinfo(np.int32).max
     least = np.minimum.reduceat(first, bounds[:-1])
     return bool((least < end - 1)[tokens > 0].any())

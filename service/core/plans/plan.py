@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -14,9 +14,6 @@ from service.core.plans.ragged import Int32, indptr, lens_of, ramps
 from service.core.plans.segments import Segments, cut_segments
 from service.core.sequences.books import Ids
 from service.core.tree import PrefixTree
-
-if TYPE_CHECKING:
-    from service.core.shards import ShardView
 
 CascadeMode = Literal["auto", "always", "never"]
 
@@ -50,12 +47,9 @@ def make_plan(
     qo_indptr: Int32,
     causal: bool,
     mode: CascadeMode,
-    shards: ShardView | None = None,
     split_keys: int = 0,
 ) -> CascadePlan:
     """The plan for rows `qo_indptr[b]:qo_indptr[b+1]` attending all of sequence `ids[b]`.
-
-    `shards` is given for sequences of which this pool has only a part.
 
     `mode`: `always` makes a segment of every range of pages that several sequences share, `auto` of
     ranges that save more than they cost, `never` of none. With `split_keys`, segments end at
@@ -71,27 +65,21 @@ def make_plan(
         segments = cut_segments(parents, (qo_lens > 0).tolist(), tree.page_size, mode == "auto")
     # The only row of a sequence is its last: no key comes after it.
     hides = causal and bool((qo_lens > 1).any())
-    row_positions = None
-    if shards is not None:
-        row_positions = shards.positions(leaves, qo_lens, tree.page_size, hides)
     order = None
     if segments is not None and segments.shared and segments.order != list(range(len(leaves))):
         places = np.array(segments.order, dtype=np.intp)
         leaves = [leaves[place] for place in segments.order]
         order = ramps(qo_indptr[places], qo_lens[places])
         kv_lens, qo_lens = kv_lens[places], qo_lens[places]
-        row_positions = None if row_positions is None else row_positions[order]
     tables = [leaf.table for leaf in leaves]
-    batch = PlanBatch(
-        tree.page_size, tables, kv_lens, indptr(qo_lens), _first(row_positions, qo_lens)
-    )
+    batch = PlanBatch(tree.page_size, tables, kv_lens, indptr(qo_lens))
     runs = [_flat_runs(batch)] if segments is None else _runs(segments, batch, split_keys)
     cut = [cut_level(batch, level, hides) for level in runs]
     # Levels without keys add nothing, but a plan has at least one level.
     levels = [level for level in cut if level.kv_indices.size] or cut[:1]
     return CascadePlan(
         levels=tuple(levels),
-        positions=ramps(kv_lens - qo_lens, qo_lens) if row_positions is None else row_positions,
+        positions=ramps(kv_lens - qo_lens, qo_lens),
         order=order,
         is_cascade=segments is not None and bool(segments.shared),
         tokens_read=sum(level.tokens_read for level in levels),
@@ -130,14 +118,6 @@ def explicit_levels(
         tokens_read=sum(level.tokens_read for level in cut),
         tokens_flat=_flat_tokens(batches),
     )
-
-
-def _first(row_positions: Int32 | None, qo_lens: Int32) -> Int32 | None:
-    """The position of each sequence's first row; undefined for sequences without rows."""
-    if row_positions is None or row_positions.size == 0:
-        return None
-    first: Int32 = row_positions[np.minimum(indptr(qo_lens)[:-1], row_positions.size - 1)]
-    return first
 
 
 def _flat_runs(batch: PlanBatch) -> Runs:

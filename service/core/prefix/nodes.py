@@ -18,7 +18,6 @@ from service.core.errors import IntegrityError, InvalidRequest
 if TYPE_CHECKING:
     from service.core.pool.namespaces import Namespace, Root
     from service.core.prefix.named_pages import NamedPages
-    from service.core.shards import Shard
 
 Int32 = NDArray[np.int32]
 
@@ -106,8 +105,7 @@ class Leaf:
     `table` is the sequence's whole page table, shared pages first, in a buffer that grows by
     doubling; its first `num_pages` entries (in the books) are valid. Pages from `start` on are the
     leaf's own. `index` is the sequence's column in the books; `origin` the id it was forked from;
-    `owner` the namespace its pages count for; `shard` the part of the sequence's pages in this pool
-    (None: all).
+    `owner` the namespace its pages count for.
     """
 
     id: str
@@ -117,7 +115,6 @@ class Leaf:
     parent: Node | None
     start: int
     table: Int32
-    shard: Shard | None = None
 
     def push(self, held: int, pages: Int32) -> None:
         """Append `pages` to the first `held` entries of the table."""

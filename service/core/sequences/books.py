@@ -105,7 +105,7 @@ class SequenceBooks:
         if not self._free:
             self._add_column()
         index = self._free.pop()
-        leaf = Leaf(spec.id, index, spec.parent, owner, None, 0, table, spec.shard)
+        leaf = Leaf(spec.id, index, spec.parent, owner, None, 0, table)
         self._leaves[index : index + 1] = [leaf]
         self._index_of[spec.id] = index
         owner.leaves.add(leaf)
@@ -228,7 +228,6 @@ class SequenceBooks:
             max(lengths) - max(pages - 1, 0) * page_size,
             leaf.origin,
             None if ttl_s == FOREVER else ttl_s,
-            leaf.shard,
         )
 
     def after(self, after: str | None, limit: int) -> list[Leaf]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 from attnd.wire.images import Shaped
@@ -32,9 +32,6 @@ from service.engine.store.plan_cache import Planned
 from service.engine.store.store import Store, write_cost
 from service.metrics import Mode
 from service.operations.schema.fields import check_mask_length, check_sinks
-
-if TYPE_CHECKING:
-    from service.engine.handlers.shards.batch import ShardBatch
 
 LOG2_E: Final = math.log2(math.e)
 TEXT_BYTES: Final = 128
@@ -66,9 +63,7 @@ class AttentionPlan:
     answer: AnswerLayout
 
 
-def attend(
-    store: Store, request: Request, seconds: Seconds, shards: ShardBatch | None = None
-) -> Work:
+def attend(store: Store, request: Request, seconds: Seconds) -> Work:
     """A decode or prefill: append the rows that came along, plan, and attend."""
     fields, tensors = request.fields, request.tensors
     q, qo_indptr = tensors["q"], fields.qo_indptr_array
@@ -80,23 +75,18 @@ def attend(
     if "k" in tensors:
         rows = (tensors["k"], tensors["v"])
         added = np.diff(qo_indptr)
-        extension = store.extend(fields.layer, batch, added, fields.offset_array, seconds, shards)
+        extension = store.extend(fields.layer, batch, added, fields.offset_array, seconds)
         writing = store.pace.is_long("append", write_cost(rows))
         if not writing:
             store.write(extension, rows, seconds)  # read before the attention behind it is done
-    elif shards is None and fields.offset_array is not None:
+    elif fields.offset_array is not None:
         store.tree.check_lengths(batch, fields.layer, fields.offset_array)
     try:
         started = time.monotonic()
         causal = fields.causal
-        view = None if shards is None else shards.view
-        planned = store.plans.sequences(
-            batch, fields.layer, qo_indptr, causal, fields.cascade, view
-        )
+        planned = store.plans.sequences(batch, fields.layer, qo_indptr, causal, fields.cascade)
         mask = None
-        if shards is not None:
-            mask = shards.mask(planned)
-        elif (given := tensors.get("packed_mask", tensors.get("mask"))) is not None:
+        if (given := tensors.get("packed_mask", tensors.get("mask"))) is not None:
             packed, kv_lens = "packed_mask" in tensors, store.tree.lengths(batch, fields.layer)
             mask = ragged_mask(given, packed, qo_indptr, kv_lens, planned.plan.order)
         plan: AttentionPlan = planned.by_kind.get(facts.kind) or attention_plan(

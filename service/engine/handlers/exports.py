@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 from attnd.wire.images import Shaped
@@ -25,9 +25,6 @@ from service.image.json_text import dump_json
 from service.operations.schema.info import InfoAnswer
 from service.operations.transfer import Header, Part
 
-if TYPE_CHECKING:
-    from service.core.shards import ShardLayout
-
 MOVED_AT_ONCE: Final = 2 * 2**20
 """Bytes of k and v that one slice moves and digests: some milliseconds."""
 PART_ROOM: Final = 8 * 2**10
@@ -39,22 +36,18 @@ SOME_DIGEST: Final = "0" * 64
 """Placeholder for a digest that is not known yet."""
 
 
-def export_sequence(
-    store: Store, request: Request, _: Seconds, part: ShardLayout | None = None
-) -> Work:
-    """Export the pages of a sequence on this engine, or of one `part` of a whole sequence."""
+def export_sequence(store: Store, request: Request, _: Seconds) -> Work:
     fields = request.fields
     leaf = store.tree.books.leaf(fields.id)
     store.move_marks.prolong(fields.id)
-    header = header_of(store, leaf, fields.part_bytes, part)
+    header = header_of(store, leaf, fields.part_bytes)
     if fields.part is None:
-        return send_header(store, request, leaf, header, part)
+        return send_header(store, request, leaf, header)
     if fields.generation != header.generation:
         raise SequenceChanged(fields.id, header.generation)
     if fields.part >= header.num_parts:
         raise InvalidRequest("part", fields.part, f"must be below num_parts = {header.num_parts}")
-    table = leaf.table if part is None else leaf.table[part.rank :: part.ranks]
-    return read_part(store, request, table, header)
+    return read_part(store, request, leaf.table, header)
 
 
 def shared_len(store: Store, leaf: Leaf, other: Leaf) -> int:
@@ -66,19 +59,16 @@ def shared_len(store: Store, leaf: Leaf, other: Leaf) -> int:
     return same * store.geometry.page_size
 
 
-def header_of(store: Store, leaf: Leaf, part_bytes: int, part: ShardLayout | None) -> Header:
+def header_of(store: Store, leaf: Leaf, part_bytes: int) -> Header:
     """The header of an export of the sequence as it is now, without names of pages."""
     info, books = store.info, store.tree.books
     limits = info.limits
     most = min(limits.max_answer_bytes, limits.max_body_bytes) - PART_ROOM
     ttl_s = float(books.ttl_s[leaf.index])
-    lengths = books.lengths[:, leaf.index].tolist()
-    if part is not None:
-        lengths = [part.held(length, info.page_size) for length in lengths]
     header = Header(
         generation=generation(store.tree, leaf, info.instance_id),
         **info.model_dump(include=GEOMETRY),
-        lengths=lengths,
+        lengths=books.lengths[:, leaf.index].tolist(),
         ttl_s=None if ttl_s == FOREVER else ttl_s,
         num_named=0,
         cache_salt="",
@@ -125,26 +115,20 @@ class PartDigest:
         return self._whole.digest()
 
 
-def send_header(
-    store: Store, request: Request, leaf: Leaf, header: Header, part: ShardLayout | None
-) -> Work:
+def send_header(store: Store, request: Request, leaf: Leaf, header: Header) -> Work:
     fields, books = request.fields, store.tree.books
     shared = [shared_len(store, leaf, books.leaf(one)) for one in fields.beside or ()]
-    prefix = names_of(store.tree, leaf) if part is None else None
+    prefix = names_of(store.tree, leaf)
     names = named_pages(prefix)
     if prefix is not None:
         num_named = prefix.num_pages(header.page_size)
         update = {"num_named": num_named, "cache_salt": prefix.cache_salt}
         header = header.model_copy(update=update)
     shapes: tuple[Shaped, ...] = tuple((n, one.dtype, one.shape) for n, one in names.items())
-    numbers = 2 * len(header.lengths) + len(shared)
+    numbers = len(header.lengths) + len(shared)
     request.place.require(TEXT_BYTES + NUMBER_BYTES * numbers, shapes)
     digest = header_digest(header, names).hex()
     reply: dict[str, Any] = {"header": header.model_dump(), "digest": digest, "shared": shared}
-    if leaf.shard is not None:
-        reply |= {"whole": leaf.shard.lengths.tolist(), "epoch": leaf.shard.epoch}
-    elif part is not None:
-        reply["whole"] = books.lengths[:, leaf.index].tolist()
     laid = request.place.lay(reply, shapes)
     for name, place in laid.items():
         place[...] = names[name]
@@ -213,8 +197,6 @@ def generation(tree: PrefixTree, leaf: Leaf, instance_id: str) -> str:
     """32 hex digits that change when a sequence's tokens change, and when the pool restarts."""
     books = tree.books
     state = [books.serials[leaf.index].tobytes(), books.lengths[:, leaf.index].tobytes()]
-    if leaf.shard is not None:
-        state.append(leaf.shard.lengths.tobytes())
     return sha256(b"".join((instance_id.encode(), *state))).hexdigest()[:32]
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -50,16 +49,11 @@ from service.errors import (
 from service.operations.schema.page_names import PageNames
 from service.operations.transfer import Header
 
-if TYPE_CHECKING:
-    from service.core.shards import Shard
 
-
-def import_sequence(
-    store: Store, request: Request, _: Seconds, shard: Shard | None = None
-) -> Answer:
+def import_sequence(store: Store, request: Request, _: Seconds) -> Answer:
     fields = request.fields
     if fields.header is not None:
-        return begin(store, request, fields.header, shard)
+        return begin(store, request, fields.header)
     if fields.part is not None:
         return receive(store, request)
     return finish(store, request)
@@ -76,7 +70,7 @@ def cancel_import(store: Store, request: Request, _: Seconds) -> Fields:
     return {}
 
 
-def begin(store: Store, request: Request, header: Header, shard: Shard | None) -> Fields:
+def begin(store: Store, request: Request, header: Header) -> Fields:
     """Reserve the pages, all or none; or report the progress of an equal import under way."""
     fields, tree = request.fields, store.tree
     if fields.id in tree.books:
@@ -85,20 +79,18 @@ def begin(store: Store, request: Request, header: Header, shard: Shard | None) -
     if digest.hex() != fields.digest:
         raise DigestMismatch("header", fields.digest, digest.hex())
     under_way = store.imports.find(fields.id)
-    if under_way is not None and (under_way.begun, under_way.shard) != (digest, fields.shard):
+    if under_way is not None and under_way.begun != digest:
         raise ImportExists(fields.id)
     if under_way is None:
         store.refuse_new()
         store.limits.refuse_sequences(tree, request.tenant.namespace, 1)
-        under_way = take_pages(store, request, header, digest, shard)
+        under_way = take_pages(store, request, header, digest)
         store.imports.add(under_way)
     touch(store, under_way)
     return report(request, under_way)
 
 
-def take_pages(
-    store: Store, request: Request, header: Header, digest: bytes, shard: Shard | None
-) -> UnfinishedImport:
+def take_pages(store: Store, request: Request, header: Header, digest: bytes) -> UnfinishedImport:
     """Create the hidden sequence, on cached pages as far as names match. Raises `OutOfPages`."""
     fields, tree = request.fields, store.tree
     size, prefix = header.page_size, None
@@ -107,9 +99,8 @@ def take_pages(
         prefix = prefix_of(names, request.tensors, most_tokens(store))
     namespace = request.tenant.namespace
     new = UnfinishedImport(fields.id, namespace, header, digest, digest, 0, 0, fields.idle_s, 0.0)
-    new.shard = fields.shard
     length = None if fields.base is None else fields.base_len // size * size
-    spec = NewSpec(new.hidden, fields.base, length, prefix, namespace, fields.idle_s, shard)
+    spec = NewSpec(new.hidden, fields.base, length, prefix, namespace, fields.idle_s)
     tree.create((spec,))
     leaf = tree.books.leaf(new.hidden)
     leaf.origin = None
@@ -221,7 +212,6 @@ def report(request: Request, into: UnfinishedImport, is_done: bool = False) -> F
         "cached_len": into.first_page * into.header.page_size,
         "digest": None if into.latest is None else into.latest.hex(),
         "expires_at": None if is_done else into.expires_at,
-        "epoch": None if into.shard is None else into.shard.epoch,
     }
 
 

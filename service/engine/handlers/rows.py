@@ -6,7 +6,7 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 import numpy as np
 from attnd.wire.images import Shaped
@@ -35,9 +35,6 @@ from service.engine.loop.slices import even_spans, paced_spans
 from service.engine.store.store import Store, write_cost
 from service.errors import AnswerTooLarge
 
-if TYPE_CHECKING:
-    from service.engine.handlers.shards.batch import ShardBatch
-
 NUMBER_BYTES: Final = 12
 """Most that one int32 takes in JSON."""
 LAYERS_AT_ONCE: Final = 128
@@ -47,9 +44,7 @@ ROWS_AT_ONCE: Final = 2**18
 PAGING: Final = "request fewer sequences, or a part of each with start and stop"
 
 
-def append(
-    store: Store, request: Request, seconds: Seconds, shards: ShardBatch | None = None
-) -> Work:
+def append(store: Store, request: Request, seconds: Seconds) -> Work:
     fields, rows = request.fields, (request.tensors["k"], request.tensors["v"])
     ids, layers = fields.ids, fields.layers
     request.place.require(64 + NUMBER_BYTES * len(ids))
@@ -57,7 +52,7 @@ def append(
     batch = store.look_up(request)
     if layers is not None:
         return append_layers(store, request, batch, counts, seconds)
-    extension = store.extend(fields.layer, batch, counts, fields.offset_array, seconds, shards)
+    extension = store.extend(fields.layer, batch, counts, fields.offset_array, seconds)
     request.place.lay({"lengths": extension.lengths.tolist()})
     counted = Counts(appended=extension.num_stored)
     if store.pace.is_long("append", write_cost(rows)):
@@ -105,14 +100,11 @@ def write_slices(store: Store, extension: Extension, rows: tuple[Array, Array]) 
         yield Slice(start, "append", span.cost)
 
 
-def gather(
-    store: Store, request: Request, seconds: Seconds, shards: ShardBatch | None = None
-) -> Work:
+def gather(store: Store, request: Request, seconds: Seconds) -> Work:
     """Tokens `start:stop` of every sequence, dequantised."""
     fields, geometry = request.fields, store.geometry
-    span = (fields.start, fields.stop) if shards is None else shards.held_span()
     started = time.monotonic()
-    chosen = choose(store, fields, *span)
+    chosen = choose(store, fields)
     seconds.plan += time.monotonic() - started
     own = "fp16" if geometry.dtype.startswith("fp8") else geometry.dtype
     dtype = cast(DType, fields.dtype or own)
@@ -168,15 +160,15 @@ class TokenRows:
         return token_slots(tables, first[some], counts[some], page_size)
 
 
-def choose(store: Store, fields: Any, start: Any, stop: Any) -> TokenRows:
-    """Tokens `start:stop`, numbers or int64 [B], of each sequence; no slot is looked up yet.
+def choose(store: Store, fields: Any) -> TokenRows:
+    """Tokens `start:stop` of each sequence; no slot is looked up yet.
 
     A stop beyond a sequence's end means its end. Raises `InvalidRequest` for more tokens than int32
     counts.
     """
     lengths, leaves = store.tree.read(fields.ids, fields.layer)
-    first = np.minimum(start, lengths).astype(np.int32)
-    last = lengths if stop is None else np.minimum(stop, lengths)
+    first = np.minimum(fields.start, lengths).astype(np.int32)
+    last = lengths if fields.stop is None else np.minimum(fields.stop, lengths)
     counts = (last - first).astype(np.int32)
     if int(counts.sum(dtype=np.int64)) > np.iinfo(np.int32).max:
         rule = "together they hold more than 2**31 - 1 tokens"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import secrets
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Final
 
 from service.core.errors import InvalidRequest
@@ -41,30 +41,19 @@ VIEW_BYTES: Final = 416
 LONGEST_ID: Final = 128
 
 
-Specs = list[NewSpec]
-
-
-def create_sequences(
-    store: Store,
-    request: Request,
-    _: Seconds,
-    as_shards: Callable[[Specs, int], Specs] | None = None,
-) -> Work:
-    """Create sequences or forks. `as_shards` turns specs into specs of shards; its second argument
-    is the index of the first spec in the request."""
+def create_sequences(store: Store, request: Request, _: Seconds) -> Work:
+    """Create sequences or forks; all or none."""
     new, tenant = request.fields.sequences, request.tenant
     if any(one.parent is None and one.held is None for one in new):
         store.refuse_new()
-    if ranks := [one.ranks for one in new if (one.ranks or 1) > 1]:
-        raise InvalidRequest("ranks", max(ranks), "must be at most 1, the number of engines")
     store.limits.refuse_sequences(store.tree, tenant.namespace, len(new))
     fresh = fresh_ids(tenant, sum(one.id is None for one in new))
     names = iter(fresh)
     ids = [next(names) if one.id is None else one.id for one in new]
     text = sum(map(len, ids)) + sum(len(one.parent or "") for one in new)
     request.place.require(view_bytes(store) * len(new) + text)
-    made = SequenceBatch(store, request, ids, as_shards)
-    if store.loading is not None and as_shards is None:
+    made = SequenceBatch(store, request, ids)
+    if store.loading is not None:
         made.find_loads(store.loading)
     if made.loads:
         loaded = made.slices()
@@ -80,15 +69,8 @@ def create_sequences(
 class SequenceBatch:
     """The sequences of one request, made some at a time; all or none."""
 
-    def __init__(
-        self,
-        store: Store,
-        request: Request,
-        ids: Sequence[str],
-        as_shards: Callable[[Specs, int], Specs] | None,
-    ) -> None:
+    def __init__(self, store: Store, request: Request, ids: Sequence[str]) -> None:
         self._store, self._request, self._ids = store, request, ids
-        self._as_shards = as_shards
         self._most = most_tokens(store)
         self._made: list[str] = []
         self._views: list[str] = []
@@ -128,8 +110,6 @@ class SequenceBatch:
         """Make sequences `first:last`, all or none."""
         store, tenant = self._store, self._request.tenant
         specs = [self._spec(index) for index in range(first, last)]
-        if self._as_shards is not None:
-            specs = self._as_shards(specs, first)
         ids = [spec.id for spec in specs]
         store.limits.refuse_sequences(store.tree, tenant.namespace, len(specs))
         store.imports.refuse_taken(ids)
@@ -255,7 +235,7 @@ def get_sequence(store: Store, request: Request, _: Seconds) -> Fields:
 
 
 def sequence_fields(view: SequenceView, tenant: Tenant) -> Fields:
-    fields = {
+    return {
         "id": tenant.shown(view.id),
         "length": view.length,
         "lengths": list(view.lengths),
@@ -264,9 +244,6 @@ def sequence_fields(view: SequenceView, tenant: Tenant) -> Fields:
         "parent": None if view.parent is None else tenant.shown(view.parent),
         "ttl_s": view.ttl_s,
     }
-    if view.shard is not None:
-        fields["shard"] = view.shard.describe()
-    return fields
 
 
 def view_bytes(store: Store) -> int:

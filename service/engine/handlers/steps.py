@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attnd.wire.dtypes import DTYPES
 
@@ -24,9 +24,6 @@ from service.errors import InvalidRequest
 from service.metrics import Mode
 from service.operations.step import StepFields
 
-if TYPE_CHECKING:
-    from service.engine.handlers.shards.batch import ShardBatch
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlace:
@@ -37,9 +34,7 @@ class StepPlace:
     send_done: Callable[[int], None]
 
 
-def step(
-    store: Store, request: Request, seconds: Seconds, shards: ShardBatch | None = None
-) -> OpenedStep:
+def step(store: Store, request: Request, seconds: Seconds) -> OpenedStep:
     """Extend, plan, and start; the layers then follow their caller."""
     fields, where = request.fields, request.step
     if not isinstance(where, StepPlace):
@@ -51,7 +46,7 @@ def step(
         where.send_opened({"levels": 0, "cascade": False})
         return OpenedStep(run, lambda: None, where.lane, where.send_done)
     batch = store.tree.books.look_up(fields.ids)
-    extension = extend(store, fields, batch, shards)
+    extension = extend(store, fields, batch)
 
     try:
         planned = store.plans.sequences(
@@ -60,7 +55,6 @@ def step(
             fields.qo_indptr_array,
             fields.causal and fields.op == "prefill",
             fields.cascade,
-            None if shards is None else shards.view,
         )
         slots = None if extension is None else extension.slots
         work = step_work(fields, planned, slots, store.geometry.head_dim)
@@ -79,17 +73,12 @@ def step(
     )
 
 
-def extend(
-    store: Store, fields: StepFields, batch: Batch, shards: ShardBatch | None
-) -> Extension | None:
+def extend(store: Store, fields: StepFields, batch: Batch) -> Extension | None:
     """Reserve pages for the new tokens at every layer; None where there are none."""
     if fields.append:
-        given = fields.layers, batch, fields.counts, fields.offset_array
-        if shards is None:
-            return store.tree.extend_layers(*given)
-        return shards.extend_layers(store.tree, *given)
+        return store.tree.extend_layers(fields.layers, batch, fields.counts, fields.offset_array)
     store.tree.check_level(fields.layers, batch)
-    if shards is None and fields.offset_array is not None:
+    if fields.offset_array is not None:
         store.tree.check_lengths(batch, fields.layers[0], fields.offset_array)
     return None
 

@@ -19,7 +19,7 @@ from service.engine.handlers import (
     truncate,
 )
 from service.engine.handlers.prefix import ANSWER_BYTES
-from service.engine.loop.job import Answer, Seconds, Work
+from service.engine.loop.job import Answer, Seconds
 from service.engine.loop.request import Request
 from service.engine.store.store import Store
 
@@ -61,10 +61,6 @@ def id_prefix(request: Request) -> str | None:
     return None if prefix is None else request.tenant.prefix + prefix
 
 
-def for_shards_only(store: Store, request: Request, _: Seconds) -> Work:
-    raise RuntimeError("a request for shards came to the plain handler: this is a bug")
-
-
 @dataclass(frozen=True, slots=True)
 class Handler:
     """How an operation takes its turn.
@@ -97,7 +93,6 @@ HANDLERS: Final[dict[str, Handler]] = {
     "delete_sequence": Handler(truncate.delete_sequence, writes=one_id, is_barrier=True, room=0),
     "truncate": Handler(truncate.truncate, writes=one_id, is_barrier=True),
     "truncate_sequences": Handler(truncate.truncate_sequences, writes=ids_of, is_barrier=True),
-    "claim": Handler(for_shards_only, writes=one_id, is_barrier=True),
     "page_table": Handler(rows.page_table, reads=ids_of),
     "append": Handler(rows.append, ids_of, ids_of),
     "gather": Handler(rows.gather, reads=ids_of, launches=True),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
@@ -40,9 +40,6 @@ from service.engine.store.moves import HIDDEN
 from service.engine.store.store import Store, StoreLost
 from service.operations.sequences import MAX_LISTED
 
-if TYPE_CHECKING:
-    from service.engine.handlers.shards.sequences import ShardCut
-
 MOVES_AT_ONCE: Final = 32
 """Maximum moves of one slice, each of some rows at one layer: each waits for the device."""
 MEMORY_WAIT_S: Final = 10.0
@@ -52,23 +49,20 @@ Move = tuple[int, int, int]
 """A layer, and the first and last of the rows that move there."""
 
 
-def truncate(store: Store, request: Request, _: Seconds, shards: ShardCut | None = None) -> Work:
+def truncate(store: Store, request: Request, _: Seconds) -> Work:
     fields = request.fields
     name, layer = fields.id, fields.layer
     request.place.require(view_bytes(store) + 2 * LONGEST_ID)
-    length = fields.length if shards is None else shards.held_length
 
     def answer() -> None:
-        if shards is not None:
-            shards.note()
         request.place.lay(sequence_fields(store.tree.describe(name), request.tenant))
 
     if layer is not None:
-        store.tree.cut_layer(name, layer, length)
+        store.tree.cut_layer(name, layer, fields.length)
         answer()
         return Completed()
     keep = np.array(fields.keep or (), np.int32)
-    cuts = store.tree.cuts.prepare((name,), (length,), (keep,))
+    cuts = store.tree.cuts.prepare((name,), (fields.length,), (keep,))
     return cut(store, cuts, answer)
 
 
@@ -182,25 +176,17 @@ def delete_sequence(store: Store, request: Request, _: Seconds) -> Fields:
     return {}
 
 
-def delete_sequences(
-    store: Store,
-    request: Request,
-    _: Seconds,
-    count: Callable[[Sequence[str]], int] = len,
-    skips: Callable[[Sequence[str]], Collection[str]] = lambda _: (),
-) -> Work:
+def delete_sequences(store: Store, request: Request, _: Seconds) -> Work:
     """Delete many sequences, some at a time; ids that do not exist are ignored.
 
-    `count` returns the number of sequences that some ids are parts of; `skips` returns ids that a
-    request with `skip` leaves alone. Once some are deleted, the others are, too.
+    Once some are deleted, the others are, too.
     """
-    names, skipped = chosen(store, request, skips)
+    names, skipped = chosen(store, request)
     shown = {} if skipped is None else {"skipped": [request.tenant.shown(one) for one in skipped]}
     request.place.require(VIEW_BYTES + sum(len(one) + ID_BYTES for one in skipped or ()))
     if len(names) <= MADE_AT_ONCE:
-        deleted = count(names)
         store.tree.free(names)
-        request.place.lay({"num_deleted": deleted} | shown)
+        request.place.lay({"num_deleted": len(names)} | shown)
         return Completed()
     books, deleted = store.tree.books, 0
 
@@ -208,7 +194,7 @@ def delete_sequences(
         nonlocal deleted
         for begin in range(0, len(names), MADE_AT_ONCE):
             some = [name for name in names[begin : begin + MADE_AT_ONCE] if name in books]
-            deleted += count(some)
+            deleted += len(some)
             store.tree.free(some)
             yield
 
@@ -219,9 +205,7 @@ def delete_sequences(
     return SlicedWork(slices(), must_finish=lambda: deleted > 0)
 
 
-def chosen(
-    store: Store, request: Request, skips: Callable[[Sequence[str]], Collection[str]]
-) -> tuple[list[str], list[str] | None]:
+def chosen(store: Store, request: Request) -> tuple[list[str], list[str] | None]:
     """The sequences to delete, and those to skip (None: none may be). Raises SequenceMoving."""
     fields, books, marks = request.fields, store.tree.books, store.move_marks
     if fields.prefix is None:
@@ -232,6 +216,6 @@ def chosen(
     if not fields.skip:
         marks.check(names)
         return names, None
-    skipped = (marks.marks.keys() & names) | set(skips(names))
+    skipped = marks.marks.keys() & names
     kept = [name for name in names if name not in skipped]
     return kept, sorted(skipped)[:MAX_LISTED]

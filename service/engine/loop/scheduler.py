@@ -303,21 +303,11 @@ class Scheduler:
 
 
 def handle(store: Store, request: Request, seconds: Seconds) -> Work:
-    """Call a request's handler, and write the answer's fields where it returns them.
-
-    On an engine that has held shards, and for requests with a field for shards, that is the one in
-    `handlers/shards`. It passes requests for whole sequences on to the plain handler.
-    """
-    name, place = request.operation.name, request.place
-    handler = HANDLERS[name]
-    begin = handler.begin
+    """Call a request's handler, and write the answer's fields where it returns them."""
+    handler, place = HANDLERS[request.operation.name], request.place
     if handler.room is not None:
         place.require(handler.room)
-    if store.has_shards or request.fields.is_for_shards:
-        from service.engine.handlers.shards.table import SHARD_HANDLERS
-
-        begin = SHARD_HANDLERS.get(name, begin)
-    answer = begin(store, request, seconds)
+    answer = handler.begin(store, request, seconds)
     if not isinstance(answer, dict):
         return answer
     text = dump_json(answer)

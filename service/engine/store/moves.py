@@ -13,7 +13,6 @@ from service.core.sequences.books import SequenceBooks
 from service.core.timers import Timers
 from service.core.tree import PrefixTree
 from service.errors import SequenceMoving, UnknownImport
-from service.operations.sequences import ShardAnswer
 from service.operations.transfer import Header
 
 HIDDEN: Final = "~"
@@ -30,8 +29,7 @@ class UnfinishedImport:
 
     `begun` is the digest that it was begun with, `latest` that of the last part that has come: None
     while that is a part that was passed over. `next_part` is wanted next, `first_page` the first
-    page whose rows are wanted. `expires_at` is seconds since the epoch. `shard` says which part of
-    a sequence it is, if it is one.
+    page whose rows are wanted. `expires_at` is seconds since 1970.
     """
 
     name: str
@@ -43,7 +41,6 @@ class UnfinishedImport:
     first_page: int
     idle_s: float
     expires_at: float
-    shard: ShardAnswer | None = None
 
     @property
     def hidden(self) -> str:

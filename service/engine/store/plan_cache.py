@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -13,9 +13,6 @@ from kernels.backend import Int32, Level, Plan
 from service.core.plans.plan import CascadeMode, CascadePlan, explicit_levels, make_plan
 from service.core.sequences.books import Ids
 from service.core.tree import PrefixTree
-
-if TYPE_CHECKING:
-    from service.core.shards import ShardView
 
 MAX_ENTRIES: Final = 1024
 MAX_INDICES: Final = 4 * 2**20
@@ -61,17 +58,14 @@ class PlanCache:
         qo_indptr: Int32,
         causal: bool,
         mode: CascadeMode,
-        shards: ShardView | None = None,
     ) -> Planned:
-        """Query rows `qo_indptr` [B+1] over all that is here of sequences `ids`, shared prefixes
-        once; `shards` where that is not all there is."""
-        view = None if shards is None else shards.key
-        key = (self._tree.plan_key(ids, layer), qo_indptr.tobytes(), causal, mode, view)
+        """Query rows `qo_indptr` [B+1] over sequences `ids`, shared prefixes once."""
+        key = (self._tree.plan_key(ids, layer), qo_indptr.tobytes(), causal, mode)
         planned = self._kept.get(key)
         if planned is not None:
             self._kept.move_to_end(key)
             return planned
-        how = (causal, mode, shards, self._split_keys)
+        how = (causal, mode, self._split_keys)
         return self._keep(key, make_plan(self._tree, ids, layer, qo_indptr, *how))
 
     def levels(

@@ -70,7 +70,6 @@ EVICTED_AHEAD: Final = 32
 
 
 if TYPE_CHECKING:
-    from service.engine.handlers.shards.batch import ShardBatch
     from service.engine.tiers.loading import Loading
 
 
@@ -117,8 +116,6 @@ class Store:
         self.deadline = math.inf
         """By `time.monotonic()`, of the operation whose turn it is."""
         self.is_draining = False
-        self.has_shards = False
-        """Whether this engine has ever held a shard of a sequence."""
         self.counts: Callable[[], dict[str, list[float]]] = dict
         """Reads the counts of the engine's metrics."""
         self.now = time.monotonic()
@@ -147,15 +144,10 @@ class Store:
         counts: Int32,
         offsets: Int32 | None,
         seconds: Seconds,
-        shards: ShardBatch | None = None,
     ) -> Extension:
-        """Reserve pages for `counts` [B] tokens; nothing is written there yet. With `shards`,
-        `counts` and `offsets` are of whole sequences."""
+        """Reserve pages for `counts` [B] tokens; nothing is written there yet."""
         started = time.monotonic()
-        if shards is None:
-            extension = self.tree.extend(layer, ids, counts, offsets)
-        else:
-            extension = shards.extend_layers(self.tree, (layer,), ids, counts, offsets)
+        extension = self.tree.extend(layer, ids, counts, offsets)
         seconds.plan += time.monotonic() - started
         return extension
 

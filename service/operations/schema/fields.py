@@ -68,15 +68,10 @@ Counts = Annotated[list[Count], Field(fail_fast=True)]
 Indptr = Annotated[Counts, Field(min_length=2)]
 """Prefix sums over at least one sequence."""
 Offsets = Annotated[Counts, Field(min_length=1)]
-Epoch = Annotated[int, Field(ge=0, lt=2**63)]
-Epochs = Annotated[list[Epoch], Field(min_length=1, fail_fast=True)]
 LseBase = Literal["e", "2"]
 Scale = Annotated[float, Field(ge=SCALE_SMALLEST, le=SCALE_LARGEST)]
 Cap = Annotated[float, Field(ge=0.0, le=SCALE_LARGEST), AfterValidator(check_cap)]
 DType = Literal["fp32", "fp16", "bf16"]
-
-
-SHARD_FIELDS: Final = ("shard", "epoch", "epochs")
 
 
 class Fields(BaseModel):
@@ -100,12 +95,6 @@ class Fields(BaseModel):
     def moved_with(self) -> str:
         """The field that makes the request need the scope `move`, or an empty string."""
         return ""
-
-    @cached_property
-    def is_for_shards(self) -> bool:
-        """Whether a field is given that only shards have."""
-        held = self.__dict__
-        return any(held.get(name) is not None for name in SHARD_FIELDS)
 
     def within(self, prefix: str) -> Self:
         """A copy of the fields with `prefix` before every sequence id."""
@@ -152,8 +141,6 @@ class ExpectingFields(BatchFields):
     offsets: Offsets | None = None
     """Expected kv_len of each sequence before the call. A mismatch is a 409 that changes nothing,
     so a retry after a lost reply is safe."""
-    epochs: Epochs | None = None
-    """Epochs of claimed shards, one per sequence. A mismatch is a 409."""
 
     @cached_property
     def offset_array(self) -> Int32 | None:
@@ -256,10 +243,9 @@ def check_one_each(field: str, values: Sequence[int] | None, batch: int) -> None
 
 
 def check_batch(fields: BatchFields) -> None:
-    """Ids are distinct, with one offset and one epoch each."""
+    """Ids are distinct, with one offset each."""
     check_ids(fields.sequences)
-    for name in ("offsets", "epochs"):
-        check_one_each(name, getattr(fields, name, None), len(fields.sequences))
+    check_one_each("offsets", getattr(fields, "offsets", None), len(fields.sequences))
 
 
 def check_sinks(sinks: Array) -> None:

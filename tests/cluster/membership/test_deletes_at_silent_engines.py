@@ -52,20 +52,3 @@ async def test_a_new_sequence_of_a_taken_id_is_deleted_at_an_engine_that_has_fal
     cluster.only_on()
     assert await names_at(cluster, "same") == [SECOND], reply
     await cluster.ok("delete_sequence", {"id": "same"})
-
-
-async def test_a_sharded_sequence_is_deleted_at_an_engine_that_falls_silent_once_it_is_marked(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await cluster.ok("create_sequences", {"sequences": [{"id": "sharded", "ranks": 2}]})
-    ask = Engine.ask
-
-    async def silent(engine: Engine, call: Any, fields: Any, *rest: Any) -> Any:
-        reply = await ask(engine, call, fields, *rest)
-        if fields.get("state") == "leaving" and engine.name == FIRST:
-            engine.is_silent = True
-        return reply
-
-    monkeypatch.setattr(Engine, "ask", silent)
-    reply = await cluster.call("delete_sequence", {"id": "sharded"})
-    assert await names_at(cluster, "sharded") == [], reply

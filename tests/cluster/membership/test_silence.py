@@ -69,7 +69,7 @@ async def door_that_starts(first: Cluster, count: int) -> AsyncIterator[Cluster]
 
 
 async def filled(cluster: Cluster) -> Book:
-    """`here` on engine-0, `there` on engine-1, `both` over the two."""
+    """`here` on engine-0, `there` on engine-1."""
     book = Book(cluster)
     for name, at in (("here", "engine-0"), ("there", "engine-1")):
         for engine in cluster.router.members.engines:
@@ -77,7 +77,6 @@ async def filled(cluster: Cluster) -> Book:
         await book.create(name)
     for engine in cluster.router.members.engines:
         engine.is_leaving = False
-    await book.create("both", ranks=2)
     for name in book.held:
         await book.append(name, 5 * PAGE + 1)
     return book
@@ -196,21 +195,3 @@ async def test_an_engine_that_refuses_a_poll_stays(
         await asyncio.sleep(0.6)
     assert cluster.router.members.engines == before
     await all_is_there(cluster, book)
-
-
-@PAIR
-async def test_other_engines_delete_their_shards_when_one_engine_dies(
-    cluster: Cluster,
-) -> None:
-    await filled(cluster)
-    cluster.engines.kill("engine-1")
-    reply = await cluster.call("get_sequence", {"id": "both"})
-    assert (reply.status, reply.fields["code"]) == (410, "lost_sequence"), reply
-    async with asyncio.timeout(10):
-        while True:
-            listed = (await cluster.fields("list_sequences"))["sequences"]
-            if [one["id"] for one in listed] == ["here"]:
-                break
-            await asyncio.sleep(0.05)
-    cluster.engines.start("engine-1")
-    await cluster.until(lambda: both_there(cluster), "it is met again")

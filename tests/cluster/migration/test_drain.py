@@ -15,11 +15,10 @@ from service.cluster.migration import drain, ownership, transfer
 from service.cluster.migration.drain import Drain
 from service.cluster.migration.transfer import Family, Transfer
 from service.cluster.routing import locator
-from service.cluster.sharded.ranks import Ranks
 from service.doors.kit.problems import ProblemText
 from service.errors import NotReady
 from service.operations.rows import APPEND
-from service.operations.sequences import CREATE_SEQUENCES, DELETE_SEQUENCES
+from service.operations.sequences import CREATE_SEQUENCES
 from service.operations.transfer import CANCEL_IMPORT
 from service.tenants import OPEN
 from tests.cluster.checked_calls import Book
@@ -39,7 +38,7 @@ from tests.cluster.local_engines import LocalEngines
 
 Array = Any
 SOURCE = "engine-0"
-AGAIN = frozenset({"sequence_moving", "not_ready", "overloaded", "sequence_taken"})
+AGAIN = frozenset({"sequence_moving", "not_ready", "overloaded"})
 LOST = frozenset({"lost_sequence", "unknown_sequence", "deadline_exceeded"})
 
 
@@ -51,7 +50,6 @@ class Caller:
     door: Cluster
     number: int
     may_lose: bool = False
-    ranks: int = 1
 
     def __post_init__(self) -> None:
         rng, losing = (
@@ -63,7 +61,7 @@ class Caller:
     async def begin(self, count: int) -> None:
         for index in range(count):
             name = f"c{self.number}-{index}"
-            await self.book.create(name, ranks=self.ranks)
+            await self.book.create(name)
             await self.book.append(name, 3 * PAGE + self.number)
 
     async def decode(self, name: str) -> None:
@@ -191,73 +189,6 @@ async def test_shared_and_committed_pages_stay_shared_and_committed(cluster: Clu
     matched = await cluster.fields("match_prefix", {"token_ids": ids, "lease_s": 0.0})
     assert matched["matched_len"] == 10 * PAGE
     await cluster.end_drain(SOURCE)
-
-
-@THREE
-@pytest.mark.long
-async def test_shards_are_moved_while_callers_at_two_doors_continue(
-    cluster: Cluster,
-) -> None:
-    async with another_door(cluster) as second:
-        doors = cluster, second
-        callers = [Caller((cluster, second)[one % 2], one, ranks=2) for one in range(3)]
-        for door in doors:  # over the source and another
-            door.only_on(SOURCE, "engine-1")
-        for caller in callers:
-            await caller.begin(2)
-            await caller.book.fork(f"c{caller.number}-0", f"c{caller.number}-f")
-        for door in doors:
-            door.only_on()
-        over = asyncio.Event()
-        working = [asyncio.ensure_future(caller.work(over)) for caller in callers]
-        await asyncio.sleep(0.2)
-        await cluster.drain(SOURCE)
-        await emptied(cluster)
-        await asyncio.sleep(0.3)
-        over.set()
-        await asyncio.gather(*working)
-        cluster.engines.kill(SOURCE)
-        for door in doors:
-            await all_there(door, 2)
-        await asyncio.sleep(0.3)
-        for caller in callers:
-            for door in doors:
-                await caller.check(door)
-        listed = (await cluster.fields("list_sequences", {"limit": 100}))["sequences"]
-        names = {name for caller in callers for name in caller.book.held}
-        assert {one["id"] for one in listed} == names, "no copy is left over"
-        cluster.engines.start(SOURCE)
-        for door in doors:
-            await all_there(door)
-
-
-@THREE
-@pytest.mark.long
-async def test_shards_that_share_pages_share_them_after_the_move(cluster: Cluster) -> None:
-    book = Book(cluster)
-    cluster.only_on(SOURCE, "engine-1")
-    await book.create("root", ranks=2)
-    await book.append("root", 20 * PAGE + 1)
-    for number in range(4):
-        await book.fork("root", f"f{number}", (10 + 3 * number) * PAGE)
-        await book.append(f"f{number}", number)
-    cluster.only_on()
-    before = PAGES * 3 - await cluster.free_pages()
-    await cluster.drain(SOURCE)
-    await emptied(cluster)
-    await cluster.drained(SOURCE)
-    assert PAGES * 3 - await cluster.free_pages() == before
-    for name in book.held:
-        await book.check(name)
-        await book.attend([name], [1], 0, appends=True)
-    # the other one's parts have nowhere to go: on every other engine is one already
-    await cluster.drain("engine-1")
-    await asyncio.sleep(1.0)
-    assert await left_at(cluster, "engine-1") >= 5
-    await cluster.end_drain("engine-1")
-    await cluster.end_drain(SOURCE)
-    for name in book.held:
-        await book.check(name)
 
 
 @THREE
@@ -456,20 +387,19 @@ async def abandon(
 
 @THREE
 @pytest.mark.long
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("when", ["leaving", "handed", "named", "given up"])
 async def test_a_door_that_dies_while_a_sequence_moves_loses_nothing(
-    cluster: Cluster, ranks: int, when: str, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next call at another door settles its owner."""
     async with another_door(cluster) as second:
         book = Book(cluster)
         cluster.only_on(SOURCE, "engine-1")
-        await (book.create("a", ranks=2) if ranks == 2 else book.create("a"))
+        await book.create("a")
         await book.append("a", 6 * PAGE + 1)
         cluster.only_on()
         await Book(second, held=book.held).check("a")
-        source = SOURCE if ranks == 2 else cluster.home("a")
+        source = cluster.home("a")
         await abandon(cluster, source, when, monkeypatch)
         await cluster.end_drain(source)
         for door in (second, cluster):
@@ -482,54 +412,22 @@ async def test_a_door_that_dies_while_a_sequence_moves_loses_nothing(
 
 
 @THREE
-@pytest.mark.parametrize("drains", [True, False])
-async def test_a_shard_whose_others_no_engine_has_is_deleted_when_it_is_old(
-    cluster: Cluster, drains: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A door died amid its creation, or was not there when the others went."""
-    cluster.only_on(SOURCE, "engine-1")
-    await cluster.ok("create_sequences", {"sequences": [{"id": "a", "ranks": 2}, {"id": "b"}]})
-    cluster.only_on()
-    other = cluster.router.members.by_name["engine-1"].engine
-    assert other is not None
-    await other.ask(other.own(DELETE_SEQUENCES, OPEN), {"ids": ["a"]})
-    async with another_door(cluster) as second:
-        for orphan_s in (60.0, 0.1):
-            monkeypatch.setattr(locator, "ORPHAN_S", orphan_s)
-            await asyncio.sleep(0.2)
-            if drains:
-                await second.drain(SOURCE)
-                await asyncio.sleep(1.0)
-            else:
-                assert (await second.call("get_sequence", {"id": "a"})).status == 410
-                await asyncio.sleep(0.2)
-            assert ("a" in await second.ids()) == (orphan_s == 60.0)
-        if drains:
-            await second.drained(SOURCE)
-            await second.end_drain(SOURCE)
-        await second.ok("create_sequences", {"sequences": [{"id": "a"}]})
-        await second.ok("get_sequence", {"id": "b"})
-
-
-@THREE
-@pytest.mark.parametrize(("ranks", "drained"), [(1, ""), (2, SOURCE), (2, "engine-1")])
 async def test_a_drain_settles_the_owner_where_a_door_has_died(
-    cluster: Cluster, ranks: int, drained: str, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the sequence is not called any more, and of another shard of it."""
+    """Also where the sequence is not called any more."""
     async with another_door(cluster) as second:
         book = Book(cluster)
         cluster.only_on(SOURCE, "engine-1")
-        await (book.create("a", ranks=2) if ranks == 2 else book.create("a"))
+        await book.create("a")
         await book.append("a", 3 * PAGE)
         cluster.only_on()
-        source = SOURCE if ranks == 2 else cluster.home("a")
+        source = cluster.home("a")
         await abandon(cluster, source, "named", monkeypatch)
         await cluster.end_drain(source)
-        drained = drained or source
-        await second.drain(drained)
-        await second.drained(drained)
-        await second.end_drain(drained)
+        await second.drain(source)
+        await second.drained(source)
+        await second.end_drain(source)
         await Book(second, held=book.held).check("a")
 
 
@@ -656,31 +554,3 @@ async def test_a_move_that_failed_before_its_owner_changed_does_not_look_for_it_
     members: Any = None
     await ownership.roll_back(members, engine, family, "a", is_handed=False)
     assert states == ["back"] and not looks
-
-
-@THREE
-async def test_an_append_that_only_some_ranks_have_is_cut_back_while_a_drain_copies_its_shard(
-    cluster: Cluster,
-) -> None:
-    """The copies that a drain makes first share pages with the shard, which cannot be cut there."""
-    book = Book(cluster)
-    cluster.only_on(SOURCE, "engine-1")
-    await book.create("a", ranks=2)
-    cluster.only_on()
-    members, locator = cluster.router.members, cluster.router.locator
-    home = members.home(locator.tags.tag(("default", "a")) or "")
-    assert isinstance(home, Ranks)
-    epoch = {"offsets": [0], "epochs": [home.books["default", "a"].epoch]}
-    length, source = 5 * PAGE, home.engines[0]
-    k = np.zeros((length, HEADS, DIM), FLOAT)
-    fields: dict[str, Any] = {"sequences": ["a"], "append_indptr": [0, length]} | epoch
-    for layer in range(LAYERS):  # a door dies after one of the engines has appended at the last
-        for engine in home.engines[: 1 if layer == LAYERS - 1 else 2]:
-            call = engine.own(APPEND, OPEN)
-            await engine.ask(call, fields | {"layer": layer}, {"k": k, "v": k})
-    shard = {"rank": 0, "ranks": 2}
-    family = Family(OPEN, ["a"], shard=shard, tags=[one.tag for one in home.engines])
-    await Drain(members, locator, source.name).copy_anchors(source, family, "a")
-    async with another_door(cluster) as second:
-        view = await second.fields("get_sequence", {"id": "a"})
-        assert view["lengths"] == [length] * (LAYERS - 1) + [0]

@@ -140,18 +140,6 @@ async def test_a_confirmation_is_sent_again_where_the_queue_of_an_engine_is_full
         assert len(cluster.links["a"].calls("hand_over")) == 2
 
 
-async def test_an_id_of_which_shards_are_left_is_not_taken_and_free_once_they_are_deleted() -> None:
-    async with fake_cluster("ab") as cluster:
-        link = cluster.links["a"]
-        link.ids.add("new")
-        link.replies["get_sequence"] = {"shard": {"rank": 0, "ranks": 2, "epoch": 5}}
-        failed, problem = await create(cluster, {"id": "new"})
-        assert (failed, problem["code"]) == (503, "not_ready")
-        assert "shards of a lost sequence" in problem["detail"]
-        link.ids.remove("new")
-        assert (await create(cluster, {"id": "new"}))[0] == 201
-
-
 async def test_what_a_dead_engine_had_made_needs_no_undoing() -> None:
     async with fake_cluster("ab") as cluster:
         new = await parents(cluster)
@@ -284,22 +272,6 @@ async def test_a_fork_of_a_parent_that_is_lost_with_its_engine(is_dead: bool, st
         assert not cluster.links["b"].ids - {"of-b"}
 
 
-async def test_shards_go_to_the_engines_with_the_most_room() -> None:
-    async with fake_cluster("abcd") as cluster:
-        for name, free in zip("abcd", (10, 30, 20, 40), strict=True):
-            cluster.engine_of(name).load = Load(free=free)
-        placer = cluster.router.placer
-        assert placer.place_shards(2, ()).tag == f"{8 * 'd'}-{8 * 'b'}"
-        assert placer.place_shards(2, {8 * "d"}).tag == f"{8 * 'b'}-{8 * 'c'}"
-        assert [cluster.engine_of(one).promised for one in "abcd"] == [0, 2, 1, 1]
-        cluster.only_on("a", "b", "c")
-        with pytest.raises(NotReady, match="3 of 4 engines"):
-            placer.place_shards(4, ())
-        status, problem = await create(cluster, {"ranks": 5})
-        assert (status, problem["field"]) == (422, "ranks")
-        assert problem["rule"] == "at most 4, the number of engines"
-
-
 async def test_tensors_of_a_call_are_divided_among_its_engines() -> None:
     ids = np.arange(11 * PAGE, dtype=np.uint32)
     counts = (2 * PAGE, 0, 4 * PAGE, 5 * PAGE)
@@ -328,20 +300,6 @@ async def test_tensors_of_a_call_are_divided_among_its_engines() -> None:
             (served,) = [one for one in cluster.links[name].served if one[0] == "create_sequences"]
             assert served[1].get("prefix_indptr") == indptr
             np.testing.assert_array_equal(served[2]["token_ids"], expected)
-
-
-async def test_a_shard_is_deleted_at_an_engine_that_falls_silent_where_another_refused() -> None:
-    async with fake_cluster("ab") as cluster:
-
-        async def fall_silent() -> None:
-            cluster.engine_of("b").is_silent = True
-
-        cluster.links["a"].do_next("create_sequences", FULL)
-        cluster.links["b"].do_next("create_sequences", fall_silent)
-        status, _ = await create(cluster, {"id": "new", "ranks": 2})
-        assert status == 507
-        deleted = [link.calls("hand_over") for link in cluster.links.values()]
-        assert deleted == [[], [{"id": "new", "state": "gone"}]]
 
 
 async def test_an_import_is_cancelled_at_an_engine_that_has_fallen_silent_amid_a_move() -> None:

@@ -23,15 +23,6 @@ Ask = Callable[..., Awaitable[EngineReply]]
 NONE_LEFT = {"sequences": [], "next": None}
 
 
-async def shard_on_source(cluster: Cluster, book: Book, name: str) -> None:
-    """A sequence over the engine that will be drained and another."""
-    for engine in cluster.router.members.engines:
-        engine.is_leaving = engine.name == TARGET
-    await book.create(name, ranks=2)
-    await book.append(name, 5 * PAGE + 1)
-    cluster.only_on()
-
-
 async def create_on_source(cluster: Cluster, book: Book, name: str, length: int) -> None:
     """A sequence on the engine that will be drained."""
     cluster.only_on(SOURCE)
@@ -77,8 +68,8 @@ async def test_a_sequence_that_moves_for_too_long_is_not_deleted_and_stays_whole
         book, answers = Book(cluster), []
         cluster.only_on(TARGET)
         await book.create("b")
-        await shard_on_source(cluster, book, "a")
-        await shard_on_source(cluster, book, "c")
+        await create_on_source(cluster, book, "a", 5 * PAGE + 1)
+        await create_on_source(cluster, book, "c", 5 * PAGE + 1)
 
         async def delete() -> None:
             monkeypatch.setattr(engines_of, "RETRY_BUDGET_S", 1.0)
@@ -101,17 +92,13 @@ async def test_a_sequence_that_moves_for_too_long_is_not_deleted_and_stays_whole
 
 
 @THREE
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("how", [{"ids": ["a"]}, {"prefix": "a"}])
 async def test_a_sequence_that_moves_to_an_engine_asked_before_is_deleted_there(
-    cluster: Cluster, ranks: int, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with another_door(cluster) as second:
         book, is_moved = Book(cluster), asyncio.Event()
-        if ranks == 1:
-            await create_on_source(cluster, book, "a", 5 * PAGE + 1)
-        else:
-            await shard_on_source(cluster, book, "a")
+        await create_on_source(cluster, book, "a", 5 * PAGE + 1)
         for engine in cluster.router.members.engines:  # it is moved there
             engine.is_leaving = engine.name == "engine-1"
 
@@ -142,7 +129,7 @@ async def test_an_engine_is_drained_while_doors_delete_its_sequences(cluster: Cl
     async with another_door(cluster) as second:
         book, rng = Book(cluster), np.random.default_rng(5)
         for number in range(10):
-            await shard_on_source(cluster, book, f"d{number}")
+            await create_on_source(cluster, book, f"d{number}", 5 * PAGE + 1)
         for number in range(10):
             await create_on_source(cluster, book, f"w{number}", 3 * PAGE + number)
         names = rng.permutation(sorted(book.held)).tolist()

@@ -10,14 +10,11 @@ import pytest
 
 from service.cluster.placement.cost import Load
 from service.cluster.routing import outcomes, router
-from service.cluster.routing.locator import MAX_SHARD_LOOKS
 from service.errors import (
     InvalidRequest,
     NotReady,
     OutOfPages,
     SequenceMoving,
-    SequenceTaken,
-    UnknownSequence,
 )
 from service.road.caller_end.caller import AnswerLost
 from service.tenants import OPEN, SCOPES, Tenant, tenant_of
@@ -169,28 +166,6 @@ async def test_a_sequence_of_a_dead_engine_is_lost_and_one_that_no_engine_had_is
         assert (await cluster.call("truncate", TRUNCATE | {"id": "never"})).status == 404
 
 
-@pytest.mark.parametrize("how", ["truncate", "delete_sequences", "a look"])
-async def test_what_is_left_of_a_sequence_is_deleted_when_a_shard_is_lost(how: str) -> None:
-    async with fake_cluster("abc") as cluster:
-        link, locator, rest = cluster.links["a"], cluster.router.locator, {"ids": ["here"]}
-        link.ids.add("here")
-        link.replies["get_sequence"] = {"shard": {"rank": 0, "ranks": 2, "epoch": 0}}
-        for one in cluster.links.values():
-            one.replies["delete_sequences"] = {"num_deleted": 0, "skipped": ["here"]}
-        locator.tags.learn(("default", "here"), f"{8 * 'a'}-{8 * 'b'}")
-        cluster.lose("b", is_dead=True)
-        if how == "truncate":
-            assert (await cluster.call(how, TRUNCATE)).status == 410
-        elif how == "delete_sequences":
-            assert await cluster.fields(how, rest) == {"num_deleted": 0}
-        else:
-            locator.recheck(OPEN, ["here"])
-        await cluster.until(lambda: rest in link.calls("delete_sequences"), "the shard goes")
-        assert len(link.calls("get_sequence")) > 2 * MAX_SHARD_LOOKS, "it might be moving"
-        asked_as_well = rest in cluster.links["c"].calls("delete_sequences")
-        assert asked_as_well == (how == "delete_sequences")
-
-
 async def test_a_call_that_no_engine_answers_times_out_and_others_continue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -214,24 +189,7 @@ async def test_sequences_that_an_engine_is_about_to_hand_over_are_still_there() 
         assert [one["sequences"] for one in link.calls("gather")] == [["one", "two"], ["two"]]
 
 
-async def test_a_sequence_that_has_left_since_the_look_is_where_it_moves_from() -> None:
-    async with fake_cluster("ab") as cluster:
-        here, there = cluster.links["a"], cluster.links["b"]
-        here.ids.add("here")
-        here.do_next("get_sequence", *2 * [UnknownSequence(["here"])])
-
-        async def moving() -> None:
-            here.ids.remove("here")
-            there.ids.add("here")
-            raise SequenceMoving(["here"])
-
-        there.do_next("get_sequence", moving)
-        await cluster.ok("truncate", TRUNCATE)
-        assert (here.calls("truncate"), there.calls("truncate")) == ([], [TRUNCATE])
-        assert len(here.calls("gather")) == 1, "one look was enough"
-
-
-async def test_a_call_waits_for_shards_that_have_moved_and_settles_an_abandoned_move(
+async def test_a_call_settles_an_abandoned_move(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settled = []
@@ -244,10 +202,9 @@ async def test_a_call_waits_for_shards_that_have_moved_and_settles_an_abandoned_
 
         cluster.router.retries.settle = settle
         link = cluster.links["a"]
-        link.do_next("truncate", SequenceTaken({"here": 3}), SequenceMoving(["here"], ["here"]))
+        link.do_next("truncate", SequenceMoving(["here"], ["here"]))
         await cluster.ok("truncate", TRUNCATE)
         assert settled == [("here", OPEN)]
-        assert [one["sequences"] for one in link.calls("gather")] == [["here"], ["here"]]
 
 
 @pytest.mark.parametrize("appends", [False, True])

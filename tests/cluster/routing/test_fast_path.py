@@ -14,7 +14,7 @@ from service.cluster.routing.locator import MAX_IDS, Locator
 from service.operations.schema.fields import MAX_SEQUENCES
 from service.operations.table import BY_NAME
 from tests.cluster.fake_engines import fake_cluster
-from tests.cluster.harness import DIM, FLOAT, HEADS, Cluster, rows
+from tests.cluster.harness import rows
 
 HERE, THERE = "00000000", "11111111"
 TENANT: Any = SimpleNamespace(namespace="")
@@ -157,11 +157,3 @@ def test_a_call_that_is_learned_again_takes_no_more_memory() -> None:
         taken = fast_path.num_bytes
     fast_path.learn(call(), header(layer=0, sequences=ids), prepared)
     assert fast_path.num_bytes == taken < MAX_HEADER_BYTES
-
-
-async def test_a_call_over_ranks_is_checked_before_the_ranks_are_asked(cluster: Cluster) -> None:
-    await cluster.ok("create_sequences", {"sequences": [{"id": "long", "ranks": 2}]})
-    row = np.zeros((1, HEADS, DIM), FLOAT)
-    for fields in ({"layer": 0}, {"layer": "no"}, {"layer": 0, "unknown": 1}):
-        answer = await cluster.call("append", fields | {"sequences": ["long"]}, k=row, v=row)
-        assert answer.status == (200 if fields == {"layer": 0} else 422), answer

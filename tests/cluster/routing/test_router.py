@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from oracle import attend, visible
 
-from service.cluster.membership.members import Members
 from service.cluster.routing import broadcast
 from service.cluster.routing.locator import Locator
 from service.cluster.routing.router import Router
@@ -139,22 +138,23 @@ async def test_an_engine_that_leaves_while_sequences_are_looked_for_is_asked_for
     ids = ["first", "second", "third"]
     await cluster.ok("create_sequences", {"sequences": [{"id": name} for name in ids]})
     cluster.router.locator.tags.known.clear()
-    find, home, is_away = Locator.find, Members.home, False
+    find, home, is_away = Locator.find, Locator.home, False
 
     async def found(self: Locator, *args: Any) -> None:
         nonlocal is_away
         is_away = not self.tags.known  # once
         await find(self, *args)
 
-    def absent(self: Members, tag: str) -> Any:
+    def absent(self: Locator, *given: Any) -> Any:
         nonlocal is_away
-        if tag and is_away:
+        found = home(self, *given)
+        if found and is_away:
             is_away = False
             return None
-        return home(self, tag)
+        return found
 
     monkeypatch.setattr(Locator, "find", found)
-    monkeypatch.setattr(Members, "home", absent)
+    monkeypatch.setattr(Locator, "home", absent)
     k = rows(rng, 3)
     reply = await cluster.ok("append", {"layer": 0, "sequences": ids}, k=k, v=k)
     assert reply.fields["lengths"] == [1, 1, 1]

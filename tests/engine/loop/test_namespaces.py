@@ -231,7 +231,6 @@ async def test_slices_of_long_work_come_from_each_namespace_in_turn(
 
 
 SCOPES = ["read", "move", "admin"]
-SHARD = {"rank": 0, "ranks": 2}
 POOL_FIELDS = (
     *("num_layers", "page_size", "num_kv_heads", "head_dim"),
     *("dtype", "layout", "k_scale", "v_scale"),
@@ -247,16 +246,13 @@ def import_of(**fields: Any) -> NewCall:
 
 
 @fake_engine(keys={scope: ("ours", ["read", "append", scope]) for scope in SCOPES}, key="read")
-async def test_moves_of_parts_of_sequences_need_the_scope_move(caller: Caller) -> None:
+async def test_moves_of_sequences_need_the_scope_move(caller: Caller) -> None:
     """A key with all scopes from before `move` keeps its rights."""
     await caller.create("a")
     for call in (
         import_of(base="a"),
-        import_of(shard=SHARD | {"epoch": 1, "lengths": [0] * GEOMETRY.num_layers}),
-        creation({"id": "part", "shard": SHARD}),
         NewCall("create_sequences", {"sequences": [{"id": "new"}], "confirm_s": 0.1}),
         NewCall("import_sequence", {"id": "b", "digest": "0" * 64, "confirm_s": 0.1}),
-        NewCall("claim", {"id": "a", "epoch": 3}),
         NewCall("hand_over", {"id": "a", "state": "leaving"}),
     ):
         await caller.refused(call, "forbidden", scope="move")

@@ -141,7 +141,6 @@ REQUESTS: Mapping[str, Callable[[Ids], list[Body]]] = {
     "cancel_import": lambda ids: [fields(id=ids.importing), fields(id=ids.sequence)],
     "engines": lambda ids: [fields()],
     "snapshot": lambda ids: [fields()],
-    "claim": lambda ids: [fields(id=ids.sequence, epoch=1)],
     "hand_over": lambda ids: [
         *(fields(id=ids.sequence, state=state) for state in ("leaving", "gone", "back")),
         fields(id=ids.sequence, state="handed", generation=ids.generation),

@@ -53,9 +53,7 @@ T = TypeVar("T")
 class NewSequence:
     """`id` None: the service makes one. With `parent`, fork it at `length` (None: all of it).
 
-    With `prefix`, begin with the cached part of it. `ttl_s`: idle seconds before deletion. `ranks`:
-    the number of engines of a cluster that its pages are sharded over. `shard`, as (rank, ranks),
-    is for callers who shard sequences themselves: the part that one engine stores.
+    With `prefix`, begin with the cached part of it. `ttl_s`: idle seconds before deletion.
     """
 
     id: str | None = None
@@ -63,8 +61,6 @@ class NewSequence:
     length: Int | None = None
     prefix: Prefix | None = None
     ttl_s: float | None = None
-    ranks: Int | None = None
-    shard: tuple[int, int] | None = None
 
     def document(self) -> dict[str, Any]:
         given: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
@@ -72,8 +68,6 @@ class NewSequence:
             given["prefix"] = prefix_of(self.prefix).sought()
         if self.ttl_s is not None:
             given["ttl_s"] = float(self.ttl_s)
-        if self.shard is not None:
-            given["shard"] = dict(zip(("rank", "ranks"), self.shard, strict=True))
         return {name: plain(value, name) for name, value in given.items() if value is not None}
 
 
@@ -96,12 +90,10 @@ def create_sequence(
     length: Int | None = None,
     prefix: Prefix | None = None,
     ttl_s: float | None = None,
-    ranks: Int | None = None,
 ) -> Call[SequenceInfo]:
     """`create_sequences` of one: empty, `parent` forked at `length` (None: all of it), or beginning
-    with the cached part of `prefix` (`cached_len` of the result). In a cluster its pages may be
-    sharded over `ranks` engines."""
-    new = NewSequence(id, parent, length, prefix, ttl_s, ranks)
+    with the cached part of `prefix` (`cached_len` of the result)."""
+    new = NewSequence(id, parent, length, prefix, ttl_s)
     return creating([new], lambda reply: SEQUENCES(reply)[0])
 
 

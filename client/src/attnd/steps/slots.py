@@ -92,12 +92,12 @@ class Slots(OfLayers[A]):
     def attend(self, layer: int) -> A:
         """Release the layer to the engine. Later work of torch's current stream finds `o`; on CUDA
         the host does not wait. May be captured in a CUDA graph. Returns `o(layer)`."""
-        self.check_gradients(layer)
+        self._check_gradients(layer)
         if not self._is_rehearsal:
             self.arena.hand_over(layer)
         return self.o(layer)
 
-    def check_gradients(self, layer: int) -> None:
+    def _check_gradients(self, layer: int) -> None:
         """ValueError, once, for tensors that were written with gradients, which would grow their
         graph in every step."""
         q, k, v, *_ = self.tensors(layer)

@@ -76,7 +76,11 @@ class Step(OfLayers[A]):
     def attend(self, layer: int) -> A:
         """As `Slots.attend`, for a layer of this step; raises ValueError for any other, and the
         second time."""
-        check_left(layer, self._run.left)
+        if layer not in self._run.left:  # the stream would wait for the layer's end forever
+            raise ValueError(
+                f"layer {layer} was attended before, or is none of the step's: left are "
+                f"{sorted(self._run.left)}"
+            )
         o = self.slots.attend(layer)
         self._run.left.discard(layer)
         return o
@@ -106,7 +110,10 @@ class Step(OfLayers[A]):
         elif self._run.left:
             left = set(self._run.left)
             self.abort()
-            raise layers_left(left)
+            raise RuntimeError(
+                f"layers {sorted(left)} of the step were not released to the engine, so it was "
+                "aborted: attend every layer, or call release_to_engine() after a graph's launch"
+            )
 
     def wait(self) -> None:
         """Wait until the engine has finished it; raises its error (such as `DeadlineExceeded`).
@@ -122,10 +129,6 @@ class Step(OfLayers[A]):
             raise
         self._run.is_settled = True
 
-    def cancel(self) -> None:
-        """Have the engine abort the step and those behind it; `abort` must follow."""
-        self._owner.drop(self._run)
-
     def abort(self) -> None:
         """Undo the step, and those behind it; returns when the engine has done so.
 
@@ -133,20 +136,3 @@ class Step(OfLayers[A]):
         """
         self._owner.drop(self._run)
         self._owner.recover()
-
-
-def check_left(layer: int, left: set[int]) -> None:
-    """Raises ValueError for a layer that the engine does not wait for: on a device, the caller's
-    stream would wait for its end forever."""
-    if layer not in left:
-        raise ValueError(
-            f"layer {layer} was attended before, or is none of the step's: left are {sorted(left)}"
-        )
-
-
-def layers_left(layers: set[int]) -> RuntimeError:
-    """The error of a step that was left before these layers."""
-    return RuntimeError(
-        f"layers {sorted(layers)} of the step were not released to the engine, so it was aborted: "
-        "attend every layer, or call release_to_engine() after a graph's launch"
-    )

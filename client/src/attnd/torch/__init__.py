@@ -5,16 +5,14 @@ See `TorchSession`. Needs torch; on CUDA its own driver library is all there is 
 
 from attnd.steps.slots import Slots
 from attnd.steps.step import Step
-from attnd.torch.ranked import RankedSlots, RankedStep, RankedTorchSession
+from attnd.torch.merging import merge
 from attnd.torch.session import Placement, TimeSliced, TorchSession
 
 __all__ = [
     "Placement",
-    "RankedSlots",
-    "RankedStep",
-    "RankedTorchSession",
     "Slots",
     "Step",
     "TimeSliced",
     "TorchSession",
+    "merge",
 ]

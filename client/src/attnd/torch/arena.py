@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import select
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import prod
 from typing import Any, Final
 
@@ -72,7 +72,6 @@ TORCH: Final = Dtypes(
     float32=torch.float32,
     read=lambda dtype: dtype,
 )
-DONE: Final = ((driver.WAIT, 1), (driver.WRITE, 0))
 
 
 class DeviceArena:
@@ -93,7 +92,7 @@ class DeviceArena:
         self.flags = 0
         with torch.cuda.device(device):
             self.address = mapped(bytes.fromhex(description["handle"]), device)
-        self._turns = [together([self], layer) for layer in range(num_layers)]
+        self._turns = [driver.operations(turn(self.ready(layer))) for layer in range(num_layers)]
         self._done = driver.operations(
             [
                 (driver.WRITE, self.address + FLAG_BYTES * layer + 4, 1)
@@ -129,13 +128,11 @@ class DeviceArena:
         self._watch.close()
 
 
-def together(arenas: Sequence[DeviceArena], layer: int) -> Callable[[int], None]:
-    """Releases a layer to several engines at once, on a stream: sets all ready flags, waits for all
-    done flags, and clears those."""
-    places = [arena.ready(layer) for arena in arenas]
-    says = [(driver.WRITE, ready, 1) for ready in places]
-    done = [(kind, ready + 4, value) for ready in places for kind, value in DONE]
-    return driver.operations([*says, *done])
+def turn(ready: int) -> list[tuple[int, int, int]]:
+    """Releases a layer to the engine on a stream: sets the ready flag at an address, waits for the
+    done flag behind it, and clears that."""
+    done = ready + 4
+    return [(driver.WRITE, ready, 1), (driver.WAIT, done, 1), (driver.WRITE, done, 0)]
 
 
 @torch.inference_mode(False)  # made within it, tensors could be written to only there

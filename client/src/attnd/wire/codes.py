@@ -32,7 +32,6 @@ CODES: Final = {
         (408, "request_timeout", "The request took too long to arrive"),
         (409, "sequence_exists", "The sequence exists already"),
         (409, "length_mismatch", "Offsets differ from the stored lengths"),
-        (409, "sequence_taken", "Another writer changes the sequence"),
         (409, "key_mismatch", "A page has another name already"),
         (409, "sequence_changed", "The sequence changed during its export"),
         (409, "import_exists", "The id is being imported from another export"),
