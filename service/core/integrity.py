@@ -121,6 +121,9 @@ class Sums:
             raise IntegrityError(f"pages of unknown namespaces: {dict(self._used)}")
         if int(np.count_nonzero(pages.node_of >= 0)) != pages.num_pages:
             raise IntegrityError(f"{pages.num_pages} pages have names, by their books")
+        extra = np.flatnonzero(pages.has_extra)
+        if set(extra.tolist()) != pages.extra.keys() or (pages.node_of[extra] < 0).any():
+            raise IntegrityError(f"{len(pages.extra)} pages have key material beside their ids")
 
 
 def check_holders(holders: Int32, allocator: PageAllocator) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal
 from pydantic import Field
 
 from service.operations.schema.fields import Count, Fields
-from service.operations.schema.page_names import PageKey, TokenId
+from service.operations.schema.page_names import ExtraKey, PageKey, TokenId
 from service.operations.schema.spec import Operation
 
 FROM_NOW: Final = -1
@@ -35,6 +35,9 @@ class EventAnswer(Fields):
     """Stored: key of the page before them; before a prompt's first page, the key of its salt."""
     token_ids: list[TokenId] | None = None
     """Stored: token ids of the pages, if they were committed with ids."""
+    extra_keys: list[list[ExtraKey] | None] | None = None
+    """Stored: for each page, the further keys that begin in it, at a token of the page, or null;
+    absent: none of the pages has any."""
     page_size: Count | None = None
     """Stored: tokens per page."""
     medium: Literal["GPU", "CPU", "DISK"] | None = None

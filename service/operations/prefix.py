@@ -28,12 +28,17 @@ from service.operations.schema.info import InfoAnswer
 from service.operations.schema.page_names import (
     NAMES,
     CacheSalt,
+    ExtraKeys,
     PageKey,
     PageNames,
+    PromptNames,
     Seconds,
     SoughtPages,
     TierTokens,
+    check_extra,
     check_names_given,
+    check_prompt,
+    num_given,
 )
 from service.operations.schema.spec import Operation
 from service.operations.sequences import MAX_BATCH
@@ -85,7 +90,7 @@ class PrefetchAnswer(Fields):
     """These tokens by the tier that had them, if the service has other tiers than the pool."""
 
 
-class CommitFields(PageNames):
+class CommitFields(PromptNames):
     id: SequenceId
     offset: Count = 0
     """Committed tokens, in full pages, after which `token_ids` or `page_keys` start."""
@@ -96,7 +101,7 @@ class CommitFields(PageNames):
     """Seconds until the priority returns to 35; absent: never."""
 
     def check(self, entries: Entries, info: InfoAnswer) -> None:
-        check_names_given(self, entries)
+        check_prompt(self, entries, info)
         check_offset("offset", self.offset, info)
         check_duration(self)
 
@@ -120,6 +125,9 @@ class CommitSequencesFields(BatchFields, PageNames):
     offsets: Offsets | None = None
     """Committed tokens of each sequence, in full pages, after which its token ids or page keys
     start. Absent: 0 for all."""
+    extra: Annotated[list[ExtraKeys], Field(fail_fast=True)] | None = None
+    """Further keys of each sequence, as in a commit of one; their tokens count from its first in
+    this request."""
     priority: Priority | None = None
     """Eviction priority, as in a commit of one sequence."""
     duration_s: Seconds | None = None
@@ -129,9 +137,12 @@ class CommitSequencesFields(BatchFields, PageNames):
         check_ids(self.sequences)
         (name,) = check_names_given(self, entries)
         batch = len(self.sequences)
-        given = entries[name].shape[0] if name in entries else len(getattr(self, name))
-        check_indptr("names_indptr", int32(self.names_indptr), given, batch)
+        given, sums = num_given(self, name, entries), self.names_indptr
+        check_indptr("names_indptr", int32(sums), given, batch)
         check_one_each("offsets", self.offsets, batch)
+        check_one_each("extra", self.extra, batch)
+        for at, extra in enumerate(self.extra or ()):
+            check_extra(f"extra.{at}", extra, name, sums[at + 1] - sums[at], info.page_size)
         for at, offset in enumerate(self.offsets or ()):
             check_offset(f"offsets.{at}", offset, info)
         pages = given if name == "page_keys" else given // info.page_size

@@ -32,7 +32,8 @@ from service.operations.schema.page_names import (
     Seconds,
     SoughtPages,
     TierTokens,
-    check_names_given,
+    check_extra,
+    check_prompt,
     given_names,
 )
 from service.operations.schema.spec import Operation
@@ -103,7 +104,7 @@ class CreateFields(Fields):
                 rule = "cannot be combined with parent or prefix"
                 refuse(f"sequences.{index}.held", "given", rule)
         check_ids([new.id for new in self.sequences if new.id is not None])
-        check_prefixes(self, entries)
+        check_prefixes(self, entries, info)
 
 
 class ListFields(Fields):
@@ -227,16 +228,16 @@ class ListAnswer(Fields):
     """Value of `after` for the next page; null at the end."""
 
 
-def check_prefixes(fields: CreateFields, entries: Entries) -> None:
+def check_prefixes(fields: CreateFields, entries: Entries, info: InfoAnswer) -> None:
     """Either the fields name the prefixes, or one tensor names all of them."""
-    begun = [new.prefix for new in fields.sequences if new.prefix is not None]
+    begun = {at: new.prefix for at, new in enumerate(fields.sequences) if new.prefix is not None}
     if not entries:
         if fields.prefix_indptr is not None:
             refuse("prefix_indptr", "given", "counts rows of a tensor: give token_ids or page_keys")
-        for prefix in begun:
-            check_names_given(prefix, entries)
+        for at, prefix in begun.items():
+            check_prompt(prefix, entries, info, f"sequences.{at}.prefix.")
         return
-    for prefix in begun:
+    for prefix in begun.values():
         if given := given_names(prefix, {}):
             refuse(given[0], "given", "a tensor names the pages of every prefix: leave it out")
     if len(entries) > 1:
@@ -252,6 +253,11 @@ def check_prefixes(fields: CreateFields, entries: Entries) -> None:
         refuse("prefix_indptr", None, "must be given for more than one sequence")
     elif not begun:
         refuse("sequences.0", None, "has a tensor for its prefix: give prefix = {}")
+    ends = fields.prefix_indptr or [0, entry.shape[0]]
+    for at, prefix in begun.items():
+        if prefix.extra is not None:
+            field, count = f"sequences.{at}.prefix.extra", ends[at + 1] - ends[at]
+            check_extra(field, prefix.extra, next(iter(entries)), count, info.page_size)
 
 
 operation = partial(Operation, tag="sequences")

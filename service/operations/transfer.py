@@ -19,7 +19,13 @@ from service.operations.schema.fields import (
     refuse,
 )
 from service.operations.schema.info import InfoAnswer, PoolDType
-from service.operations.schema.page_names import NAMES, CacheSalt, Seconds
+from service.operations.schema.page_names import (
+    NAMES,
+    CacheSalt,
+    ExtraKeys,
+    Seconds,
+    check_extra,
+)
 from service.operations.schema.spec import Operation, TensorSpec
 from service.operations.schema.tensors import row
 from service.operations.sequences import SequenceFields
@@ -68,9 +74,18 @@ class Header(Fields):
     """Committed pages, whose names are in the tensor `token_ids` or `page_keys`."""
     cache_salt: CacheSalt
     """Salt that they are committed with."""
+    extra: ExtraKeys | None = None
+    """Further keys beside their token ids; absent: they have none."""
     part_bytes: PartBytes
     """Maximum bytes of k and v in a part, unless one page at one layer has more."""
     num_parts: Count
+
+    def document(self) -> dict[str, Any]:
+        """As JSON, in the form that older services know where that is possible."""
+        document = self.model_dump()
+        if self.extra is None:
+            del document["extra"]
+        return document
 
     @property
     def page_bytes(self) -> int:
@@ -256,6 +271,10 @@ def check_names(header: Header, entries: Entries) -> None:
         if entry is not None and entry.shape[0] != header.num_named * per_page:
             rule = f"must be {header.num_named * per_page}, for num_named = {header.num_named}"
             refuse(f"{name}.shape", list(entry.shape), rule)
+    if header.extra is not None:
+        (name,) = entries or ("token_ids",)
+        count = header.num_named * header.page_size
+        check_extra("header.extra", header.extra, name, count, header.page_size)
 
 
 STORED: Final = tuple(

@@ -59,6 +59,50 @@ def test_a_prompt_is_found_again_by_ids_and_by_keys(caller: Any) -> None:
     assert caller.match_prefix(Prefix(token_ids=[])).num_pages == 0
 
 
+def test_another_image_is_another_prompt_that_shares_the_text_before_it(caller: Any) -> None:
+    def length(extra: Any, ids: Any = IDS) -> int:
+        return caller.match_prefix(Prefix(ids, extra=extra), lease_s=0).matched_len
+
+    cat, dog = bytes(range(32)), "0d" * 32
+    events = caller.event_page().next
+    store(caller, Prefix(IDS, extra=[(PAGE + 3, cat)]))
+    assert [length([(PAGE + 3, one)]) for one in (cat, cat.hex(), dog)] == [64, 64, PAGE]
+    assert [length([(at, cat)]) for at in (PAGE + 2, PAGE + 4, 2 * PAGE)] == [PAGE] * 3
+    assert length(()) == length([(PAGE + 3, dog)]) == PAGE
+    twice = [(PAGE + 3, cat), (3 * PAGE, dog)]
+    new = [
+        NewSequence("b", prefix=Prefix(IDS, extra=twice)),
+        NewSequence("none", prefix=Prefix(IDS[:20])),
+        NewSequence("a", prefix=Prefix(IDS, extra=twice[:1])),
+    ]
+    assert [one.cached_len for one in caller.create_sequences(new)] == [48, 16, 64]
+    fill(caller, "b", PAGE)
+    fill(caller, "none", 2 * PAGE)
+    prefixes = [
+        Prefix(IDS[48:], extra=[(0, dog)]),
+        Prefix(IDS[PAGE : 3 * PAGE], extra=[(3, dog)]),
+        Prefix(IDS, extra=twice[:1]),
+    ]
+    committed = caller.commit_sequences(["b", "none", "a"], prefixes, offsets=[48, PAGE, 0])
+    assert [one.committed_len for one in committed] == [64, 48, 64]
+    assert (length(twice), length([(PAGE + 3, dog)])) == (64, 48)
+    with pytest.raises(KeyMismatch):
+        caller.commit("a", Prefix(IDS))
+    stored = [one for one in caller.event_page(events).events if one.type == "stored"]
+    assert stored[0].extra_keys == (None, [{"first_token": 3, "key": cat.hex()}], None, None)
+    assert [one.extra_keys for one in stored[1:]] == [
+        ([{"first_token": 0, "key": dog}],),
+        ([{"first_token": 3, "key": dog}], None),
+    ]
+    for wrong in ([cat], [(1.5, cat)], [(1, 2)]):
+        with pytest.raises(TypeError, match="pairs of a token's index"):
+            length(wrong)
+    with pytest.raises(InvalidRequest, match="goes with token_ids"):
+        caller.match_prefix(Prefix(page_keys=[cat[:16]], extra=[(0, cat)]))
+    with pytest.raises(InvalidRequest, match="must be above 9, the one before"):
+        length([(9, cat), (9, dog)])
+
+
 def test_a_view_with_a_salt_salts_every_prefix_and_page_key_without_one(caller: Any) -> None:
     def length(one: Any, prefix: Prefix) -> int:
         return one.match_prefix(prefix, lease_s=0).matched_len

@@ -96,6 +96,19 @@ def test_named_pages_of_an_export_are_shared_and_named_by_the_import(
     assert copy_sequence(source, target, "a", "alone", options=alone).cached_len == 0
 
 
+def test_further_keys_go_with_an_export(source: Client, target: Client) -> None:
+    grow(source, "a")
+    images = [(20, b"cat"), (100, bytes(32))]
+    for committed in (0, 96):
+        part = [(at - committed, key) for at, key in images if at >= committed]
+        source.commit("a", Prefix(TOKENS[committed:], extra=part), offset=committed)
+    copy_sequence(source, target, "a")
+    for extra, length in ((images, 144), (images[:1], 96), ([(20, b"dog")], 16), ((), 16)):
+        found = target.match_prefix(Prefix(TOKENS, extra=extra), lease_s=0).matched_len
+        assert found == length, extra
+    assert copy_sequence(source, target, "a", "again").cached_len == 144
+
+
 def test_an_interrupted_export_and_import_go_on_where_they_were(
     source: Client, target: Client, tmp_path: Path
 ) -> None:

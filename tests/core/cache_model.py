@@ -3,7 +3,8 @@
     python tests/core/cache_model.py --operations 1000000 --seed 1
 
 Two namespaces use the same sequence ids, tokens, salts and keys. Whatever is read back is checked
-by content: a slot holds a number that only its namespace's tokens up to there can have. A follower
+by content: a slot holds a number that only its namespace's tokens up to there can have. A token
+above `IMAGE` has the id of another one and further key material. A follower
 of the events knows the cached pages at any time. Now and then the process dies and restarts empty.
 """
 
@@ -11,10 +12,11 @@ from __future__ import annotations
 
 import argparse
 import random
+import struct
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -27,7 +29,7 @@ from core_pool import slots_of, truncate
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from service.core.errors import CoreError, InvalidRequest, OutOfPages, UnknownLease, UnknownPage
-from service.core.prefix.keys import Prefix, as_keys, root_key
+from service.core.prefix.keys import Prefix, as_keys, extra_by_page, root_key
 from service.core.prefix.named_pages import Change, Removed, Stored
 from service.core.prefix.nodes import Retention
 from service.core.tree import PrefixTree
@@ -40,6 +42,8 @@ NAMESPACES = ("a", "b")
 SALTS = ("", "salt", "own keys")
 IDS = tuple(f"s{i}" for i in range(6))
 MAX_TOKENS = 13
+IMAGE = 10
+TOKENS = (*(1,) * 12, 2, 2, 11, 21)
 EVENTS_HISTORY = 10_000
 DEFAULT_PRIORITY = 35
 
@@ -144,10 +148,18 @@ def page_keys(namespace: str, salt: str, tokens: list[int]) -> list[bytes]:
     own = salt == SALTS[-1]
     key, keys = b"\0" * 16 if own else root_key(namespace, salt), []
     for begin in range(0, len(tokens) - PAGE_SIZE + 1, PAGE_SIZE):
-        ids = np.array(tokens[begin : begin + PAGE_SIZE], dtype="<u4").tobytes()
-        key = blake2b(key + ids, digest_size=16).digest()
+        page = tokens[begin : begin + PAGE_SIZE]
+        ids = np.array(page, dtype="<u4") % IMAGE
+        images = [struct.pack("<HB1s", *one) for one in further(page, lambda at, key: (at, 1, key))]
+        key = blake2b(key + ids.tobytes() + b"".join(images), digest_size=16).digest()
         keys.append(key)
     return keys
+
+
+def further(tokens: list[int], form: Callable[[int, bytes], Any]) -> list[Any]:
+    """The further keys of tokens, each with its place, in a `form`."""
+    above = [(at, token // IMAGE) for at, token in enumerate(tokens) if token > IMAGE]
+    return [form(at, bytes([image])) for at, image in above]
 
 
 class Driver:
@@ -192,11 +204,12 @@ class Driver:
     def prompt(self) -> list[int]:
         """Tokens that often begin like others."""
         length = self.random.randint(0, MAX_TOKENS)
-        return [self.random.choice((1, 1, 1, 2)) for _ in range(length)]
+        return [self.random.choice(TOKENS) for _ in range(length)]
 
     def prefix(self, namespace: str, tokens: list[int], salt: str) -> Prefix:
         if salt != SALTS[-1]:
-            return Prefix(np.array(tokens, dtype=np.uint32), None, salt)
+            extra = extra_by_page(further(tokens, lambda at, key: (at, key)), PAGE_SIZE)
+            return Prefix(np.array(tokens, dtype=np.uint32) % IMAGE, None, salt, extra=extra)
         return Prefix(None, as_keys(b"".join(page_keys(namespace, salt, tokens))), salt)
 
     def id(self, namespace: str, *, known: bool) -> str | None:
@@ -233,7 +246,7 @@ class Driver:
         name = self.id(namespace, known=True)
         if name is not None:
             room = MAX_TOKENS - len(self.model.sequences[name].tokens)
-            self.append(name, [self.random.choice((1, 1, 2)) for _ in range(min(room, 3))])
+            self.append(name, [self.random.choice(TOKENS) for _ in range(min(room, 3))])
 
     def append(self, name: str, tokens: list[int]) -> None:
         sequence = self.model.sequences[name]

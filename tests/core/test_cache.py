@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from service.cluster.placement.prefixes import chained_keys
 from service.core.errors import (
     CoreError,
     InvalidRequest,
@@ -20,7 +21,7 @@ from service.core.errors import (
 from service.core.plans.plan import make_plan
 from service.core.pool.budget import NO_LIMIT, EvictionPaused
 from service.core.prefix import matching
-from service.core.prefix.keys import Prefix, as_keys, root_key
+from service.core.prefix.keys import Prefix, as_keys, extra_by_page, root_key
 from service.core.prefix.named_pages import Change, Cleared, Removed, Stored
 from service.core.prefix.nodes import Retention
 from service.core.tree import PrefixTree
@@ -83,6 +84,52 @@ def test_keys_are_chained_as_the_page_says(tree: PrefixTree) -> None:
     assert root_key("default", "") == blake2b(b"default\0", digest_size=16).digest()
     keys = Prefix(None, as_keys(first + second))
     assert tree.cache.match("default", keys).num_pages == 2, "by the service's own keys"
+
+
+def test_further_keys_enter_the_names_of_their_page_and_of_those_behind_it(
+    tree: PrefixTree,
+) -> None:
+    """As the API's page says: behind the ids, of each its place in the page, length and bytes."""
+    key = root_key("default", "")
+    wanted, extra = [], extra_by_page([(PAGE + 1, b"cat"), (PAGE + 2, b"dog")], PAGE)
+    for page, names in enumerate((b"", b"\1\0\3cat\2\0\3dog", b"")):
+        key = blake2b(key + ids(page).tobytes() + names, digest_size=16).digest()
+        wanted.append(key)
+    named = Prefix(ids(0, 1, 2), extra=extra)
+    assert list(named.chain(root_key("default", ""), PAGE)) == wanted
+    assert list(chained_keys(named, "default", PAGE)) == wanted, "a cluster's router agrees"
+    tree.create([NewSpec("a")])
+    grow(tree, "a", 3 * PAGE)
+    assert tree.commits.commit("a", named) == 3
+    tree.free(["a"])
+    lengths = {}
+    for name, given in ((b"cat", 1), (b"cat", 2), (b"ca", 1)):
+        other = extra_by_page([(PAGE + given, name), (PAGE + 3, b"dog")], PAGE)
+        lengths[name, given] = tree.cache.match("default", Prefix(ids(0, 1, 2), extra=other))
+    assert [one.num_pages for one in lengths.values()] == [1, 1, 1]
+    assert found(tree, 0, 1, 2) == 1, "nor without any"
+    assert tree.cache.match("default", named).num_pages == 3
+    assert tree.cache.match("default", Prefix(None, as_keys(b"".join(wanted)))).num_pages == 3
+    assert tree.cache.evict("default", 2) == 2
+    assert not tree.cache.named.extra, "they go with their pages"
+    tree.check_integrity()
+
+
+def test_forks_that_differ_in_further_keys_are_not_committed_alike(tree: PrefixTree) -> None:
+    tree.create([NewSpec("a")])
+    grow(tree, "a", 2 * PAGE)
+    tree.create([NewSpec("b", "a")])
+    with_cat, with_dog = (
+        Prefix(ids(1, 2), extra=extra_by_page([(PAGE, key)], PAGE)) for key in (b"cat", b"dog")
+    )
+    for second in (with_dog, Prefix(ids(1, 2))):
+        with pytest.raises(KeyMismatch, match="another sequence of the call"):
+            tree.commits.commit_all(["a", "b"], [with_cat, second])
+    tree.commits.commit("a", with_cat)
+    with pytest.raises(KeyMismatch, match="it is committed under another name") as refused:
+        tree.commits.commit("b", with_dog)
+    assert refused.value.args[0] == 1
+    tree.check_integrity()
 
 
 @pytest.mark.parametrize("before", [(), (4,)], ids=["the first page", "a later page"])

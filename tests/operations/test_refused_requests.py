@@ -9,6 +9,7 @@ import pytest
 from declared import HEAD_DIM, LAYERS, QO_HEADS, prepared, queries, rows
 
 from service.errors import InvalidRequest
+from service.operations.schema.page_names import ExtraKey, check_extra
 
 Q1, KV1, KV2 = queries(1), rows(1), rows(2)
 MANY = [f"s{number}" for number in range(4097)]
@@ -200,6 +201,58 @@ def test_a_request_that_breaks_a_rule_is_named_in_the_error(case: Case) -> None:
         prepared(name, fields, tensors)
     assert reply.value.field == field
     assert rule in reply.value.rule, reply.value
+
+
+def extra(*firsts: int, key: str = "0c") -> list[dict[str, Any]]:
+    return [{"first_token": first, "key": key} for first in firsts]
+
+
+IDS8: dict[str, Any] = {"token_ids": list(range(8))}
+BATCH: dict[str, Any] = IDS8 | {"sequences": ["a", "b"], "names_indptr": [0, 2, 8]}
+TENSOR = {"token_ids": np.zeros(8, np.uint32)}
+OF_EXTRA: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
+    ("match_prefix", {"extra": extra(3, 2)}, {}, "extra.1.first_token", "above 3, the one before"),
+    ("prefetch", {"extra": extra(3, 3)}, {}, "extra.1.first_token", "above 3"),
+    ("match_prefix", {"extra": extra(8)}, {}, "extra.0.first_token", "below 8, the number of"),
+    ("commit", {"id": "a", "extra": extra(9)}, {}, "extra.0.first_token", "below 8"),
+    ("match_prefix", {"extra": extra(-1)}, {}, "extra.0.first_token", "equal to 0"),
+    ("match_prefix", {"extra": extra(2**80)}, {}, "extra.0.first_token", ""),
+    ("match_prefix", {"extra": extra(1, key="")}, {}, "extra.0.key", "pattern"),
+    ("match_prefix", {"extra": extra(1, key="0C")}, {}, "extra.0.key", "pattern"),
+    ("match_prefix", {"extra": extra(1, key="0c" * 33)}, {}, "extra.0.key", "pattern"),
+    ("match_prefix", {"extra": extra(*range(1025))}, {}, "extra", "at most 1024"),
+    ("create_sequences", new({"prefix": IDS8 | {"extra": extra(8)}}), {},
+     "sequences.0.prefix.extra.0.first_token", "below 8"),
+    ("create_sequences", new({"prefix": {"extra": extra(7, 8)}}), TENSOR,
+     "sequences.0.prefix.extra.1.first_token", "below 8"),
+    ("create_sequences",
+     new({"prefix": {"extra": extra(6)}}, {"prefix": {}}) | {"prefix_indptr": [0, 6, 8]}, TENSOR,
+     "sequences.0.prefix.extra.0.first_token", "below 6"),
+    ("create_sequences", new({"prefix": {"page_keys": ["0f" * 16], "extra": extra(0)}}), {},
+     "sequences.0.prefix.extra", "goes with token_ids"),
+    ("commit_sequences", BATCH | {"extra": [extra(2), []]}, {}, "extra.0.0.first_token", "below 2"),
+    ("commit_sequences", BATCH | {"extra": [[]]}, {}, "extra", "must be 2, one per sequence"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "fields", "tensors", "field", "rule"), OF_EXTRA)
+def test_further_keys_are_in_order_within_the_prompt_and_short(
+    name: str, fields: dict[str, Any], tensors: dict[str, Any], field: str, rule: str
+) -> None:
+    given = fields if name.endswith("sequences") else IDS8 | fields
+    with pytest.raises(InvalidRequest) as reply:
+        prepared(name, given, tensors)
+    assert reply.value.field == field
+    assert rule in reply.value.rule, reply.value
+
+
+def test_a_page_has_at_most_four_further_keys() -> None:
+    spread = [ExtraKey(**one) for one in extra(4, 5, 6, 7, 8, 9, 10, 11, 17)]
+    check_extra("extra", spread, "token_ids", 18, 8)
+    for page_size, wrong in ((16, "extra.4.first_token"), (10, "extra.4.first_token")):
+        with pytest.raises(InvalidRequest, match="at most 4 in a page: give one digest") as reply:
+            check_extra("extra", spread, "token_ids", 18, page_size)
+        assert reply.value.field == wrong
 
 
 def test_of_many_wrong_values_only_the_first_is_looked_at() -> None:

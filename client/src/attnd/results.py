@@ -344,6 +344,8 @@ class CacheEvent:
     `token_ids` where they are known), `removed` (`page_keys`, `medium`), `cleared`, `pressure`
     (`is_high`, pages `free` and `available`), or `too_old`: earlier events were not kept, so a copy
     built from them may be wrong. `medium` is `GPU` for the pool, `CPU` for host memory, or `DISK`.
+    `extra_keys`: for each page None, or the `first_token` in it and the `key` of each further key
+    that begins there; None where no page has any.
     """
 
     id: int
@@ -352,6 +354,7 @@ class CacheEvent:
     page_keys: tuple[str, ...] = ()
     parent_key: str | None = None
     token_ids: tuple[int, ...] | None = None
+    extra_keys: tuple[Sequence[Mapping[str, Any]] | None, ...] | None = None
     page_size: int | None = None
     medium: str | None = None
     is_high: bool | None = None

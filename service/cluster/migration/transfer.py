@@ -169,7 +169,8 @@ class Transfer:
     async def commit(self) -> None:
         """Commits the pages of a copy under the names that they had."""
         if self.names:
-            fields = {"id": self.sequence, "cache_salt": self.header["cache_salt"]}
+            same = {name: self.header.get(name) for name in ("cache_salt", "extra")}
+            fields = {"id": self.sequence, **{name: one for name, one in same.items() if one}}
             with suppress(ProblemText):  # the cache has other pages under these names
                 await ask(self.target, COMMIT, self.tenant, fields, self.names)
 

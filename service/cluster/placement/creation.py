@@ -67,7 +67,7 @@ class New:
         return name
 
 
-def new_sequences(call: Call, prepared: Prepared) -> list[New]:
+def new_sequences(call: Call, prepared: Prepared, page_size: int) -> list[New]:
     """The sequences to make, each with its part of the tensors. Raises InvalidRequest."""
     fields = prepared.fields
     if (count := len(fields.sequences)) > MAX_NEW:
@@ -88,7 +88,7 @@ def new_sequences(call: Call, prepared: Prepared) -> list[New]:
         if one.prefix is not None:
             span = slice(None) if sums is None else slice(sums[index], sums[index + 1])
             rows = {name: array[span] for name, array in arrays.items()}
-        found.append(New(given, prefix_of(one.prefix, rows), rows))
+        found.append(New(given, prefix_of(one.prefix, rows, page_size), rows))
     return found
 
 
@@ -105,7 +105,7 @@ class Creation:
         self.making = replace(call, tenant=self.members.acting_for(call.tenant))
         """The request to engines: only routers ask for confirmation."""
         self.unique = UniqueIds(calls, call)
-        self.new = new_sequences(call, prepared)
+        self.new = new_sequences(call, prepared, self.members.info.page_size)
         self.index = {one.id: at for at, one in enumerate(self.new) if one.id is not None}
         self.shared_ids = self.index if len(self.members.by_name) > 1 else {}
         """Chosen ids that other engines may have; an only engine refuses its own by itself."""

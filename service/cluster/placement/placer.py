@@ -24,7 +24,7 @@ from service.cluster.routing.tags import refuse_anchor
 from service.core.prefix.keys import Prefix
 from service.doors.kit.pieces import OneByOne
 from service.image.json_text import Pieces
-from service.operations.schema.page_names import PageNames
+from service.operations.schema.page_names import PromptNames
 from service.operations.schema.spec import Prepared
 from service.operations.transfer import GET_IMPORT, IMPORT
 
@@ -166,8 +166,9 @@ class ImportCall:
 
     async def begin(self) -> RawReply:
         header = self.fields.header
-        names = PageNames(cache_salt=header.cache_salt)
-        prefix = prefix_of(names, self.arrays) if self.arrays and self.fields.share else None
+        names = PromptNames(cache_salt=header.cache_salt, extra=header.extra)
+        rows = self.arrays if self.fields.share else {}
+        prefix = prefix_of(names, rows, header.page_size) if rows else None
         namespace, needed = self.call.tenant.namespace, max(header.num_pages, 1)
         placing = self.placer.place(namespace, prefix, needed, self.excluded)
         engine = (await self.placer.long_work.do(placing, namespace)).engine

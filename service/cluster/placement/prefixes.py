@@ -15,9 +15,10 @@ from attnd.wire.dtypes import Array
 
 from service.cluster.placement.inflight_prompts import InflightPrompt
 from service.cluster.routing.replies import run_in_background
-from service.core.prefix.keys import Prefix, as_keys, root_key
+from service.core.prefix.keys import Prefix, as_keys, extra_by_page, root_key
 from service.core.prefix.named_pages import POOL
 from service.image.json_text import Pieces
+from service.operations.schema.page_names import keys_of
 
 MAX_LOGGED: Final = 16_384
 """Pages of a namespace for which a door keeps events: as many as an engine does by default."""
@@ -211,11 +212,12 @@ def chained_keys(prefix: Prefix, namespace: str, page_size: int) -> Iterator[byt
     return prefix.chain(root_key(namespace, prefix.cache_salt), page_size)
 
 
-def prefix_of(names: Any, rows: Mapping[str, Array]) -> Prefix | None:
-    """The prefix of `names` (`PageNames`), whose ids or keys may be in tensors."""
+def prefix_of(names: Any, rows: Mapping[str, Array], page_size: int) -> Prefix | None:
+    """The prefix of `names` (`PromptNames`), whose ids or keys may be in tensors."""
     if names is None:
         return None
     ids = rows.get("token_ids", names.ids_array)
     keys = rows.get("page_keys", names.keys_array)
     raw = None if keys is None else as_keys(np.ascontiguousarray(keys).tobytes())
-    return Prefix(ids, raw, names.cache_salt)
+    extra = extra_by_page(keys_of(names.extra), page_size)
+    return Prefix(ids, raw, names.cache_salt, extra=extra)

@@ -81,7 +81,7 @@ def row_sums(given: dict[str, Any], batch: int) -> Int32:
 
 def piece_of(given: dict[str, Any], arrays: Arrays, group: Sequence[int], sums: Int32) -> Piece:
     fields = dict(given)
-    for name in ("sequences", "offsets", "lengths"):
+    for name in ("sequences", "offsets", "lengths", "extra"):
         if given.get(name) is not None:
             fields[name] = [given[name][at] for at in group]
     indptrs = [name for name in INDPTRS if given.get(name) is not None]

@@ -198,7 +198,8 @@ class Commits:
             start = node.start
             end = start + node.pages.size
             own = keys[(start - first) * KEY_BYTES : (end - first) * KEY_BYTES]
-            self._named.give_name(node, root, own, prefix.ids_of(start, end, size), keep)
+            ids = prefix.ids_of(start, end, size)
+            self._named.give_name(node, root, own, ids, keep, prefix.extra)
             self._links.merge_up(node)
         return True
 
@@ -263,7 +264,12 @@ def num_equal(one: Prefix, other: Prefix, page: int, stop: int, page_size: int) 
     )
     if first is None or second is None:
         return 0
-    return equal_rows(first.reshape(stop - page, -1), second.reshape(stop - page, -1))
+    same = equal_rows(first.reshape(stop - page, -1), second.reshape(stop - page, -1))
+    if one.extra is None and other.extra is None:
+        return same
+    return next(
+        (at for at in range(same) if one.extra_at(page + at) != other.extra_at(page + at)), same
+    )
 
 
 def keep_path(links: Links, node: Node | None, keep: Retention) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+import struct
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from itertools import islice
 from typing import Final
 
 import numpy as np
@@ -14,8 +16,13 @@ KEY_BYTES: Final = 16
 WORDS: Final = KEY_BYTES // 8
 """A key is compared as two uint64."""
 
+EXTRA: Final = struct.Struct("<HB")
+"""Before each further key of a page: the token in the page that it begins at, and its bytes."""
+
 Keys = NDArray[np.uint64]
 TokenIds = NDArray[np.uint32]
+Extra = Mapping[int, bytes]
+"""Key material beside the token ids, by page: of each further key its `EXTRA` and the key."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,6 +32,7 @@ class Prefix:
     `token_ids` uint32 [n]; a partial last page is ignored. `page_keys` uint64 [n, 2], 16 bytes per
     key. `cache_salt` divides a namespace: pages are only found under the salt they were committed
     with. Ids and keys start after the first `skipped` pages, which are committed already.
+    `extra` is further key material of pages with token ids, counted from the prompt's first page.
     """
 
     token_ids: TokenIds | None = None
@@ -34,6 +42,7 @@ class Prefix:
     computed: bytes = b""
     computed_from: int = 0
     """With token ids: the keys of its pages from `computed_from` on, if computed before."""
+    extra: Extra | None = None
 
     def num_pages(self, page_size: int) -> int:
         """Named full pages, skipped ones included."""
@@ -62,8 +71,12 @@ class Prefix:
         if self.page_keys is not None:
             key: bytes = self.page_keys[page - self.skipped].tobytes()
             return key
-        ids = self._ids(page, page + 1, page_size)
+        ids = self._ids(page, page + 1, page_size) + self.extra_at(page)
         return blake2b(before + ids, digest_size=KEY_BYTES).digest()
+
+    def extra_at(self, page: int) -> bytes:
+        """The further key material of a page."""
+        return b"" if self.extra is None else self.extra.get(page, b"")
 
     def chain(self, key: bytes, page_size: int, first: int = 0) -> Iterator[bytes]:
         """Yield the keys of the pages from `first` on; `key` precedes them, none may be skipped."""
@@ -74,8 +87,11 @@ class Prefix:
                 yield every[begin : begin + KEY_BYTES]
             return
         ids, width = self._ids(first, pages, page_size) if pages > first else b"", 4 * page_size
-        for begin in range(0, len(ids), width):
-            key = blake2b(key + ids[begin : begin + width], digest_size=KEY_BYTES).digest()
+        extra = self.extra or {}
+        for page, begin in enumerate(range(0, len(ids), width), first):
+            names = key + ids[begin : begin + width]
+            names = names + extra[page] if page in extra else names
+            key = blake2b(names, digest_size=KEY_BYTES).digest()
             yield key
 
     def keys_from(self, page: int, key: bytes, stop: int, page_size: int) -> bytes:
@@ -85,6 +101,9 @@ class Prefix:
         if self.computed and page >= self.computed_from:
             first, last = page - self.computed_from, stop - self.computed_from
             return self.computed[first * KEY_BYTES : last * KEY_BYTES]
+        if self.extra is not None:
+            after = islice(self.chain(key, page_size, page + 1), stop - page - 1)
+            return b"".join((key, *after))
         ids = memoryview(self._ids(page + 1, stop, page_size))
         width, chained = 4 * page_size, [key]
         for begin in range(0, len(ids), width):
@@ -106,6 +125,28 @@ class Prefix:
         if ids is None:
             raise ValueError("a prefix without names: this is a bug")
         return ids.tobytes()
+
+
+def extra_by_page(
+    keys: Iterable[tuple[int, bytes]], page_size: int, skipped: int = 0
+) -> dict[int, bytes] | None:
+    """Further keys as key material by page: each from a token on, counted behind the first
+    `skipped` pages. None without any."""
+    extra: dict[int, bytes] = {}
+    for token, key in keys:
+        page, at = divmod(token, page_size)
+        extra[skipped + page] = extra.get(skipped + page, b"") + EXTRA.pack(at, len(key)) + key
+    return extra or None
+
+
+def extra_keys(material: bytes) -> list[tuple[int, bytes]]:
+    """The further keys of a page, each with the token in the page that it begins at."""
+    keys, at = [], 0
+    while at < len(material):
+        token, size = EXTRA.unpack_from(material, at)
+        at += EXTRA.size + size
+        keys.append((token, material[at - size : at]))
+    return keys
 
 
 def root_key(namespace: str, cache_salt: str) -> bytes:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.core.pool.namespaces import OUT, Root
-from service.core.prefix.keys import KEY_BYTES, WORDS, Keys, Prefix, TokenIds, as_keys
+from service.core.prefix.keys import KEY_BYTES, WORDS, Extra, Keys, Prefix, TokenIds, as_keys
 from service.core.prefix.nodes import (
     CACHED,
     PINNED,
@@ -32,7 +32,8 @@ class Stored:
     """Pages were stored: `keys` in the order of their prompt.
 
     `parent_key` is the key of the page before them (the root's, for a prompt's first pages).
-    `token_ids` are uint32, None where unknown. `medium`: where they are, in vLLM's words.
+    `token_ids` are uint32, None where unknown. `medium`: where they are, in vLLM's words. `extra`:
+    key material beside the ids, by the page's index in `keys`.
     """
 
     namespace: str
@@ -40,6 +41,7 @@ class Stored:
     parent_key: bytes
     token_ids: bytes | None
     medium: str = POOL
+    extra: Extra | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -78,6 +80,7 @@ class Watcher(Protocol):
 class NamedPages:
     """One row per page of the pool, valid while the page has a name; named `nodes` by number.
 
+    `extra` is the key material of pages that have some beside their token ids, by page.
     `retention` keeps their priorities, `num_pages` counts pages with names, `num_changes` increases
     whenever nodes or their holders change. `states` repeats each node's state by its number, for
     queries over all pages at once. `listener` and `watcher`, if set, receive stored and removed
@@ -88,6 +91,8 @@ class NamedPages:
         self.keys: Keys = np.zeros((num_pages, WORDS), dtype=np.uint64)
         self._key_bytes = self.keys.data.cast("B")
         self.token_ids: NDArray[np.uint32] = np.zeros((num_pages, page_size), dtype=np.uint32)
+        self.extra: dict[int, bytes] = {}
+        self.has_extra: NDArray[np.bool_] = np.zeros(num_pages, dtype=np.bool_)
         self.node_of: Int32 = np.full(num_pages, -1, dtype=np.int32)
         self.nodes: list[Node | None] = []
         self.states = bytearray()
@@ -101,9 +106,16 @@ class NamedPages:
     # Names.
 
     def give_name(
-        self, node: Node, root: Root, keys: bytes, ids: TokenIds | None, keep: Retention
+        self,
+        node: Node,
+        root: Root,
+        keys: bytes,
+        ids: TokenIds | None,
+        keep: Retention,
+        extra: Extra | None = None,
     ) -> None:
-        """Commit a node's pages, with their concatenated `keys` and `ids` uint32 [n * page_size].
+        """Commit a node's pages, with their concatenated `keys`, `ids` uint32 [n * page_size], and
+        the key material beside the ids, by the page's place in the prompt.
 
         All of the node's children must be held by sequences.
         """
@@ -112,6 +124,7 @@ class NamedPages:
         name.used = self.retention.now
         node.name = name
         self._write(node.pages, name.number, keys, ids)
+        own = None if extra is None else self._write_extra(node, extra)
         self.num_pages += node.pages.size
         root.namespace.num_nodes += 1
         self._kids_above(node, root)[keys[:KEY_BYTES]] = node
@@ -121,7 +134,7 @@ class NamedPages:
         if self.listener is not None:
             before = root.key if node.parent is None else self.last_key(node.parent)
             token_ids = None if ids is None else ids.tobytes()
-            self.listener(Stored(root.namespace.name, keys, before, token_ids))
+            self.listener(Stored(root.namespace.name, keys, before, token_ids, extra=own))
 
     def _write(self, pages: Int32, number: int, keys: bytes, ids: TokenIds | None) -> None:
         if pages.size > 1:
@@ -136,6 +149,16 @@ class NamedPages:
         self.node_of[page] = number
         if ids is not None:
             self.token_ids[page] = ids
+
+    def _write_extra(self, node: Node, extra: Extra) -> Extra | None:
+        """Keep the key material of a node's pages; returns it by the page's index in the node."""
+        own = {
+            at: extra[node.start + at] for at in range(node.pages.size) if node.start + at in extra
+        }
+        for at, material in own.items():
+            self.extra[node.pages.item(at)] = material
+            self.has_extra[node.pages.item(at)] = True
+        return own or None
 
     def split(self, upper: Node, lower: Node, name: Name) -> None:
         """Name `upper`, which has taken the front of `lower`, with the same holders."""
@@ -169,6 +192,10 @@ class NamedPages:
         self._count(name, -count)
         self.node_of[removed] = -1
         self.num_pages -= count
+        if self.extra:
+            for page in removed[self.has_extra[removed]].tolist():
+                del self.extra[page]
+            self.has_extra[removed] = False
         if self.watcher is not None:
             self.watcher.unnamed(removed, name)
         if self.listener is not None:
@@ -283,7 +310,8 @@ class NamedPages:
     def num_same(self, pages: Int32, prefix: Prefix, first: int) -> int:
         """Leading `pages` that equal the prefix's pages from page `first` on.
 
-        None of those may be skipped. If the prefix has token ids, the pages' ids must be known.
+        None of those may be skipped. If the prefix has token ids, the pages' ids must be known, and
+        the key material beside them must be equal too.
         """
         last = first + pages.size
         keys = prefix.keys_of(first, last)
@@ -292,7 +320,16 @@ class NamedPages:
         ids = prefix.ids_of(first, last, self.page_size)
         if ids is None:
             return 0
-        return equal_rows(self.token_ids[pages], ids.reshape(-1, self.page_size))
+        same = equal_rows(self.token_ids[pages], ids.reshape(-1, self.page_size))
+        if not self.extra and prefix.extra is None:
+            return same
+        marked = np.flatnonzero(self.has_extra[pages[:same]]).tolist()
+        if prefix.extra is not None:
+            marked = sorted({*marked, *(at for at in range(same) if first + at in prefix.extra)})
+        for at in marked:
+            if self.extra.get(pages.item(at), b"") != prefix.extra_at(first + at):
+                return int(at)
+        return same
 
     def find(self, root: Root, key: bytes) -> tuple[Node, int] | None:
         """The node that has the page of `key`, and the page's index in it; scans every page."""

@@ -56,7 +56,7 @@ def fields_of(event: dict[str, Any]) -> dict[str, Any] | None:
                 "lora_id": None,
                 "medium": event.get("medium", POOL),
                 "lora_name": None,
-                "extra_keys": None,
+                "extra_keys": extra_keys(event),
                 "group_idx": GROUP,
                 "kv_cache_spec_kind": KIND,
             }
@@ -75,6 +75,13 @@ def fields_of(event: dict[str, Any]) -> dict[str, Any] | None:
 
 def hashes(event: dict[str, Any]) -> list[bytes]:
     return [bytes.fromhex(key) for key in event["page_keys"]]
+
+
+def extra_keys(event: dict[str, Any]) -> list[list[list[Any]] | None] | None:
+    """For each page its further keys with their tokens in it, as vLLM has the hashes of images."""
+    if (every := event.get("extra_keys")) is None:
+        return None
+    return [page and [[one["key"], one["first_token"]] for one in page] for page in every]
 
 
 def sequence(number: int) -> bytes:

@@ -12,7 +12,7 @@ from attnd.wire.images import Shaped
 
 from kernels.backend import NUMPY_DTYPES, Array, Int32
 from service.core.plans.ragged import token_slots
-from service.core.prefix.keys import KEY_BYTES, Prefix
+from service.core.prefix.keys import KEY_BYTES, Prefix, extra_keys
 from service.core.prefix.matching import named_path
 from service.core.prefix.nodes import FOREVER, Leaf, named
 from service.core.tree import PrefixTree
@@ -23,6 +23,7 @@ from service.engine.store.store import Store
 from service.errors import InvalidRequest, SequenceChanged
 from service.image.json_text import dump_json
 from service.operations.schema.info import InfoAnswer
+from service.operations.schema.page_names import MAX_EXTRA, MAX_EXTRA_A_PAGE, ExtraKey
 from service.operations.transfer import Header, Part
 
 MOVED_AT_ONCE: Final = 2 * 2**20
@@ -32,6 +33,8 @@ PART_ROOM: Final = 8 * 2**10
 TEXT_BYTES: Final = 2048
 """Room for a header beside its lengths, or for the fields of a part."""
 GEOMETRY: Final = Header.model_fields.keys() & InfoAnswer.model_fields.keys() - {"version"}
+EXTRA_BYTES: Final = 128
+"""Room for a further key of the names."""
 SOME_DIGEST: Final = "0" * 64
 """Placeholder for a digest that is not known yet."""
 
@@ -91,7 +94,7 @@ def named_pages(prefix: Prefix | None) -> dict[str, Array]:
 
 def header_digest(header: Header, names: dict[str, Array]) -> bytes:
     """SHA-256 of the header as JSON with sorted keys, and of the names' bytes."""
-    document = header.model_dump()
+    document = header.document()
     digest = sha256(dump_json({name: document[name] for name in sorted(document)}).encode())
     for name in sorted(names):
         digest.update(np.ascontiguousarray(names[name]).view(np.uint8).data)
@@ -122,13 +125,15 @@ def send_header(store: Store, request: Request, leaf: Leaf, header: Header) -> W
     names = named_pages(prefix)
     if prefix is not None:
         num_named = prefix.num_pages(header.page_size)
-        update = {"num_named": num_named, "cache_salt": prefix.cache_salt}
+        extra = extra_of(prefix, header.page_size) or None
+        update = {"num_named": num_named, "cache_salt": prefix.cache_salt, "extra": extra}
         header = header.model_copy(update=update)
     shapes: tuple[Shaped, ...] = tuple((n, one.dtype, one.shape) for n, one in names.items())
     numbers = len(header.lengths) + len(shared)
-    request.place.require(TEXT_BYTES + NUMBER_BYTES * numbers, shapes)
+    room = TEXT_BYTES + NUMBER_BYTES * numbers + EXTRA_BYTES * len(header.extra or ())
+    request.place.require(room, shapes)
     digest = header_digest(header, names).hex()
-    reply: dict[str, Any] = {"header": header.model_dump(), "digest": digest, "shared": shared}
+    reply: dict[str, Any] = {"header": header.document(), "digest": digest, "shared": shared}
     laid = request.place.lay(reply, shapes)
     for name, place in laid.items():
         place[...] = names[name]
@@ -209,8 +214,22 @@ def names_of(tree: PrefixTree, leaf: Leaf) -> Prefix | None:
     names = tree.cache.named
     salt = named(path[0]).root.cache_salt
     if all(named(node).with_ids for node in path):
-        return Prefix(names.token_ids[pages].ravel(), None, salt)
+        every = enumerate(pages.tolist() if names.extra else ())
+        extra = {at: names.extra[page] for at, page in every if page in names.extra}
+        if len(extra) * MAX_EXTRA_A_PAGE > MAX_EXTRA:  # a header has no more of them
+            pages = pages[: sorted(extra)[MAX_EXTRA // MAX_EXTRA_A_PAGE]]
+        return Prefix(names.token_ids[pages].ravel(), None, salt, extra=extra or None)
     return Prefix(None, names.keys[pages], salt)
+
+
+def extra_of(prefix: Prefix, page_size: int) -> list[ExtraKey]:
+    """The further keys of a prefix, as a request has them."""
+    return [
+        ExtraKey(first_token=page * page_size + at, key=key.hex())
+        for page, material in (prefix.extra or {}).items()
+        if page < prefix.num_pages(page_size)
+        for at, key in extra_keys(material)
+    ]
 
 
 def slots_of(tree: PrefixTree, table: Int32, start: int, stop: int) -> Int32:

@@ -21,7 +21,7 @@ from service.engine.handlers.exports import (
     rows_at_once,
     spans_of,
 )
-from service.engine.handlers.prefix import most_tokens, prefix_of
+from service.engine.handlers.prefix import prompt_of
 from service.engine.loop.job import (
     Answer,
     Cost,
@@ -46,7 +46,7 @@ from service.errors import (
     SequenceMoving,
     UnknownImport,
 )
-from service.operations.schema.page_names import PageNames
+from service.operations.schema.page_names import PromptNames
 from service.operations.transfer import Header
 
 
@@ -95,8 +95,8 @@ def take_pages(store: Store, request: Request, header: Header, digest: bytes) ->
     fields, tree = request.fields, store.tree
     size, prefix = header.page_size, None
     if fields.share and header.num_named and fields.base is None:
-        names = PageNames(cache_salt=header.cache_salt)
-        prefix = prefix_of(names, request.tensors, most_tokens(store))
+        names = PromptNames(cache_salt=header.cache_salt, extra=header.extra)
+        prefix = prompt_of(store, names, request.tensors)
     namespace = request.tenant.namespace
     new = UnfinishedImport(fields.id, namespace, header, digest, digest, 0, 0, fields.idle_s, 0.0)
     length = None if fields.base is None else fields.base_len // size * size

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
 from service.core.errors import UnknownPage
-from service.core.prefix.keys import Prefix, as_keys
+from service.core.prefix.keys import Prefix, as_keys, extra_by_page
 from service.core.prefix.nodes import FOREVER, Retention
 from service.engine.handlers.tiers import after_loading, cached_by_tier, until_durable
 from service.engine.loop.job import (
@@ -30,7 +31,7 @@ from service.engine.loop.request import Request
 from service.engine.store.store import Store
 from service.engine.tiers.loads import Origin
 from service.operations.prefix import MAX_HOLDS
-from service.operations.schema.page_names import PageNames
+from service.operations.schema.page_names import ExtraKey, PageNames, PromptNames, keys_of
 
 Array = np.ndarray[Any, Any]
 
@@ -48,7 +49,7 @@ EVICTED_AT_ONCE: Final = 256
 def match_prefix(store: Store, request: Request, _: Seconds) -> Work:
     """The cached part of a prompt, with a lease on it on request."""
     fields, namespace = request.fields, request.tenant.namespace
-    prefix = prefix_of(fields, request.tensors, most_tokens(store))
+    prefix = prompt_of(store, fields, request.tensors)
     cache, size = store.tree.cache, store.geometry.page_size
     leases = bool(fields.lease_s) and not store.is_draining
     if leases:
@@ -74,7 +75,7 @@ def match_prefix(store: Store, request: Request, _: Seconds) -> Work:
 
 def prefetch(store: Store, request: Request, _: Seconds) -> Work:
     namespace, size = request.tenant.namespace, store.geometry.page_size
-    prefix = prefix_of(request.fields, request.tensors, most_tokens(store))
+    prefix = prompt_of(store, request.fields, request.tensors)
 
     def finish(origin: Origin | None) -> Counts:
         num_pages = store.tree.cache.use(namespace, prefix)
@@ -88,7 +89,7 @@ def prefetch(store: Store, request: Request, _: Seconds) -> Work:
 def commit(store: Store, request: Request, _: Seconds) -> Work:
     fields = request.fields
     skipped = fields.offset // store.geometry.page_size
-    prefix = prefix_of(fields, request.tensors, most_tokens(store), skipped)
+    prefix = prompt_of(store, fields, request.tensors, skipped)
     commits = store.tree.commits
 
     def finish(prefix: Prefix) -> Work:
@@ -127,10 +128,10 @@ def commit_sequences(store: Store, request: Request, _: Seconds) -> Work:
     ids, sums = fields.ids, fields.names_indptr
     request.place.require(ANSWER_BYTES + COMMITTED_BYTES * len(ids))
     whole = prefix_of(fields, request.tensors, sums[-1])
-    offsets = fields.offsets or [0] * len(ids)
+    offsets, extra = fields.offsets or [0] * len(ids), fields.extra or [None] * len(ids)
     prefixes = [
-        part_of(whole, first, last, offset // size)
-        for first, last, offset in zip(sums, sums[1:], offsets, strict=False)
+        with_extra(part_of(whole, first, last, offset // size), keys, size)
+        for first, last, offset, keys in zip(sums, sums[1:], offsets, extra, strict=False)
     ]
     pages = store.tree.commits.commit_all(ids, prefixes, *retention(store, fields))
     keys = [last_key(store, name, count) for name, count in zip(ids, pages, strict=True)]
@@ -276,6 +277,21 @@ def evicting(store: Store, request: Request, count: int, is_clear: bool = False)
 def most_tokens(store: Store) -> int:
     """One token more than the pool holds: nothing behind can be cached or committed."""
     return store.geometry.num_pages * store.geometry.page_size + 1
+
+
+def prompt_of(
+    store: Store, fields: PromptNames, tensors: Mapping[str, Array], skipped: int = 0
+) -> Prefix:
+    """The prefix that a prompt's fields or tensors name behind `skipped` pages."""
+    prefix = prefix_of(fields, tensors, most_tokens(store), skipped)
+    return with_extra(prefix, fields.extra, store.geometry.page_size)
+
+
+def with_extra(prefix: Prefix, extra: Sequence[ExtraKey] | None, page_size: int) -> Prefix:
+    """A prefix of token ids with further keys, whose tokens count from its first."""
+    if not extra:
+        return prefix
+    return replace(prefix, extra=extra_by_page(keys_of(extra), page_size, prefix.skipped))
 
 
 def prefix_of(

@@ -10,7 +10,7 @@ from typing import Final
 from service.core.errors import InvalidRequest
 from service.core.prefix.keys import Prefix
 from service.core.values import NewSpec, RowCopies, SequenceView
-from service.engine.handlers.prefix import most_tokens, prefix_of
+from service.engine.handlers.prefix import prompt_of
 from service.engine.handlers.rows import NUMBER_BYTES
 from service.engine.handlers.tiers import cached_by_tier, limits_of
 from service.engine.loop.job import (
@@ -71,7 +71,6 @@ class SequenceBatch:
 
     def __init__(self, store: Store, request: Request, ids: Sequence[str]) -> None:
         self._store, self._request, self._ids = store, request, ids
-        self._most = most_tokens(store)
         self._made: list[str] = []
         self._views: list[str] = []
         self._looked_up = self._found = 0
@@ -92,7 +91,7 @@ class SequenceBatch:
 
     def find_loads(self, loading: Loading) -> None:
         for index, one in enumerate(self._request.fields.sequences):
-            prefix = prefix_at(self._request, index, self._most)
+            prefix = prefix_at(self._store, self._request, index)
             if prefix is not None:
                 limits = limits_of(self._store, one.prefix)
                 if loading.lookup.has_more(self._request.tenant.namespace, prefix, limits):
@@ -101,7 +100,7 @@ class SequenceBatch:
     def _load(self) -> Slices:
         loading, namespace = self._store.loading, self._request.tenant.namespace
         for index, limits in self.loads.items():
-            prefix = prefix_at(self._request, index, self._most)
+            prefix = prefix_at(self._store, self._request, index)
             if loading is not None and prefix is not None:
                 origin = yield from loading.load(namespace, prefix, limits)
                 self._origins[self._ids[index]] = origin
@@ -121,7 +120,7 @@ class SequenceBatch:
 
     def _spec(self, index: int) -> NewSpec:
         one, tenant = self._request.fields.sequences[index], self._request.tenant
-        prefix = prefix_at(self._request, index, self._most)
+        prefix = prefix_at(self._store, self._request, index)
         if one.held is not None:
             key = bytes.fromhex(one.held.page_key)
             cache = self._store.tree.cache
@@ -203,7 +202,7 @@ def create(store: Store, specs: Sequence[NewSpec]) -> None:
         raise
 
 
-def prefix_at(request: Request, index: int, most: int) -> Prefix | None:
+def prefix_at(store: Store, request: Request, index: int) -> Prefix | None:
     """The prefix of one sequence to make, from its fields or its part of the tensor."""
     fields, tensors = request.fields, request.tensors
     one, spans = fields.sequences[index], fields.prefix_indptr
@@ -211,7 +210,7 @@ def prefix_at(request: Request, index: int, most: int) -> Prefix | None:
         return None
     if tensors and spans is not None:
         tensors = {name: rows[spans[index] : spans[index + 1]] for name, rows in tensors.items()}
-    return prefix_of(one.prefix, tensors, most)
+    return prompt_of(store, one.prefix, tensors)
 
 
 def copy_rows(store: Store, copies: RowCopies) -> None:

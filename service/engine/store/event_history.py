@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from service.core.prefix.keys import KEY_BYTES
+from service.core.prefix.keys import KEY_BYTES, extra_keys
 from service.core.prefix.named_pages import Change, Cleared, Removed, Stored
 
 TOKENS_AN_EVENT: Final = 2048
@@ -19,7 +19,8 @@ PAGES_AN_EVENT: Final = 128
 EVENT_BYTES: Final = 256
 PAGE_BYTES: Final = 2 * KEY_BYTES + 3
 TOKEN_BYTES: Final = 8
-"""Approximate JSON size of an event, a page and a token."""
+EXTRA_BYTES: Final = 4
+"""Approximate JSON size of an event, a page, a token, and a byte of further key material."""
 ANSWER_BYTES: Final = 24 * 2**10
 """Approximate JSON size of one reply: it takes the engine a fraction of a millisecond."""
 
@@ -61,7 +62,7 @@ class EventHistory:
 
     def __init__(self, page_size: int, most_pages: int) -> None:
         """`most_pages` are kept for each namespace; with 0, none."""
-        self._page_size = page_size
+        self.page_size = page_size
         self._pages_an_event = max(1, min(PAGES_AN_EVENT, TOKENS_AN_EVENT // page_size))
         self.most_pages = most_pages
         self._begin = time.time_ns() // 1000
@@ -111,7 +112,7 @@ class EventHistory:
             if page and (size > ANSWER_BYTES or len(page) == limit):
                 break
             number = start + len(page) + 1
-            page.append({"id": number, "namespace": namespace} | fields(event, self._page_size))
+            page.append({"id": number, "namespace": namespace} | fields(event, self.page_size))
         return page, start + len(page), too_old
 
     def _begun(self, namespace: str) -> Past:
@@ -137,8 +138,10 @@ def parts_of(change: Change, pages: int) -> Iterator[Change]:
             ids: list[bytes] | list[None] = [None] * len(keys)
             if change.token_ids is not None:
                 ids = cut(change.token_ids, pages * len(change.token_ids) // weight_of(change))
-            for part, parent, some in zip(keys, before, ids, strict=True):
-                yield Stored(change.namespace, part, parent, some, change.medium)
+            for at, (part, parent, some) in enumerate(zip(keys, before, ids, strict=True)):
+                own = range(at * pages, (at + 1) * pages)
+                extra = {n - own.start: key for n, key in (change.extra or {}).items() if n in own}
+                yield Stored(change.namespace, part, parent, some, change.medium, extra)
         case Removed():
             for part in cut(change.keys, pages * KEY_BYTES):
                 yield Removed(change.namespace, part, change.medium)
@@ -153,9 +156,13 @@ def cut(data: bytes, size: int) -> list[bytes]:
 def fields(event: Event, page_size: int) -> dict[str, Any]:
     match event:
         case Stored():
-            pages = {"page_keys": hex_keys(event.keys), "parent_key": event.parent_key.hex()}
+            pages: dict[str, Any] = {"page_keys": hex_keys(event.keys)}
+            pages["parent_key"] = event.parent_key.hex()
             if event.token_ids is not None:
                 pages["token_ids"] = np.frombuffer(event.token_ids, np.uint32).tolist()
+            if event.extra:
+                every = [event.extra.get(at, b"") for at in range(weight_of(event))]
+                pages["extra_keys"] = [extra_fields(one) if one else None for one in every]
             return {"type": "stored"} | pages | {"page_size": page_size, "medium": event.medium}
         case Removed():
             return {"type": "removed", "page_keys": hex_keys(event.keys), "medium": event.medium}
@@ -171,7 +178,12 @@ def num_bytes(event: Event) -> int:
     size = EVENT_BYTES + PAGE_BYTES * weight_of(event)
     if isinstance(event, Stored) and event.token_ids is not None:
         size += TOKEN_BYTES * len(event.token_ids) // 4
+        size += EXTRA_BYTES * sum(map(len, (event.extra or {}).values()))
     return size
+
+
+def extra_fields(material: bytes) -> list[dict[str, Any]]:
+    return [{"first_token": at, "key": key.hex()} for at, key in extra_keys(material)]
 
 
 def hex_keys(keys: bytes) -> list[str]:

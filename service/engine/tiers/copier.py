@@ -221,7 +221,7 @@ class Copier:
         if entry is None:
             return None
         ids = names.token_ids[page].tobytes() if name.with_ids else b""
-        return PageCopy(page, entry, tag + ids)
+        return PageCopy(page, entry, tag + ids + names.extra.get(page, b""))
 
     def _wait(
         self, copies: Sequence[PageCopy], wait: EndOfCopies, began: float

@@ -289,7 +289,7 @@ class Loading:
         first, stop = load.committed, len(load.labels)
         stop = stop if most is None else min(stop, first + most)
         try:
-            for names, keep in runs_of(load, stop):
+            for names, keep in runs_of(load, stop, self._tree.page_size):
                 done = self._tree.commits.commit(load.name, names, keep) - load.num_cached
                 load.committed = max(load.committed, done)
             load.is_over |= load.committed < stop

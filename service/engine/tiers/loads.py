@@ -17,7 +17,7 @@ from service.core.prefix.keys import Prefix, as_keys
 from service.core.prefix.nodes import DEFAULT_PRIORITY, Retention
 from service.core.values import Int32
 from service.engine.loop.job import NO_COST, WAIT, Slice
-from service.engine.tiers.page_records import TAG
+from service.engine.tiers.page_records import TAG, names_in
 from service.operations.schema.page_names import Tier
 from service.tiers.shelf import PINNED, Entry
 
@@ -99,7 +99,7 @@ class Load:
     """It ends with its last batch, which is under way."""
 
 
-def runs_of(load: Load, stop: int) -> Iterator[tuple[Prefix, Retention]]:
+def runs_of(load: Load, stop: int, page_size: int) -> Iterator[tuple[Prefix, Retention]]:
     """The names of its first `stop` pages that are not committed, as commits of equal priority."""
     loaded = slice(load.committed, stop)
     many = zip(load.records[loaded], load.labels[loaded], strict=True)
@@ -108,8 +108,10 @@ def runs_of(load: Load, stop: int) -> Iterator[tuple[Prefix, Retention]]:
         pages = list(run)
         keys = b"".join([record.key for record, _ in pages])
         if with_ids:
-            ids = np.frombuffer(b"".join([label[TAG.size :] for _, label in pages]), np.uint32)
-            names = Prefix(ids, None, load.cache_salt, first, keys, first)
+            every = [names_in(label, page_size) for _, label in pages]
+            ids = np.frombuffer(b"".join([ids for ids, _ in every]), np.uint32)
+            extra = {at: one for at, (_, one) in enumerate(every, first) if one} or None
+            names = Prefix(ids, None, load.cache_salt, first, keys, first, extra)
         else:
             names = Prefix(None, as_keys(keys), load.cache_salt, first)
         first += len(pages)

@@ -9,13 +9,15 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from kernels.backend import PoolGeometry
-from service.core.prefix.keys import KEY_BYTES, WORDS, Keys, as_keys
+from service.core.prefix.keys import EXTRA, KEY_BYTES, WORDS, Keys, as_keys
 from service.core.values import Int32
+from service.operations.schema.page_names import MAX_EXTRA_A_PAGE, MAX_EXTRA_BYTES
 from service.tiers.records import STAMP_BYTES, RecordLayout
 
 TAG: Final = struct.Struct(f"<{KEY_BYTES}s{KEY_BYTES}sH?")
 """A page's key, that of the page before it, its priority, and whether its token ids follow in the
-label."""
+label, with the key material beside them."""
+EXTRA_ROOM: Final = MAX_EXTRA_A_PAGE * (EXTRA.size + MAX_EXTRA_BYTES)
 
 
 def next_id(before: bytes, key: bytes) -> bytes:
@@ -62,11 +64,17 @@ def layout_of(geometry: PoolGeometry, model: str) -> RecordLayout:
         *(geometry.num_layers, geometry.page_size, geometry.num_kv_heads, geometry.head_dim),
         *(geometry.layout, geometry.dtype, *geometry.scales, geometry.segment_layers),
     )
-    text = repr((model, TAG.format, shape))
+    text = repr((model, TAG.format, EXTRA.format, shape))
     stamp = blake2b(text.encode(), digest_size=STAMP_BYTES).digest()
-    label_bytes = TAG.size + 4 * geometry.page_size
+    label_bytes = TAG.size + 4 * geometry.page_size + EXTRA_ROOM
     segment_bytes = geometry.segment_layers * geometry.page_bytes
     return RecordLayout(label_bytes, geometry.payload_bytes, stamp, segment_bytes)
+
+
+def names_in(label: bytes, page_size: int) -> tuple[bytes, bytes]:
+    """A page's token ids and the key material beside them; empty without ids."""
+    end = TAG.size + 4 * page_size
+    return label[TAG.size : end], label[end:]
 
 
 class PageTag(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 
 from service.core.prefix.named_pages import Removed, Stored
 from service.engine.store.event_history import EventHistory
-from service.engine.tiers.page_records import TAG, PageTag
+from service.engine.tiers.page_records import PageTag, names_in
 from service.metrics import Metrics
 from service.tiers.records import RecordLayout
 from service.tiers.shelf import Entry
@@ -56,8 +56,9 @@ class Reports:
     def stored(self, entry: Entry, label: bytes, medium: Medium) -> None:
         """A page has a record of this label, or tag."""
         if self.history is not None:
-            tag, ids = PageTag.read(label), label[TAG.size :] or None
-            self.history.hear(Stored(entry.namespace, tag.key, tag.before, ids, medium))
+            tag, (ids, extra) = PageTag.read(label), names_in(label, self.history.page_size)
+            names = tag.key, tag.before, ids or None, medium
+            self.history.hear(Stored(entry.namespace, *names, {0: extra} if extra else None))
 
     def found(self, entries: Iterable[Entry]) -> None:
         """Records were on disk at the start, the latest last: no more than the history keeps."""

@@ -237,7 +237,7 @@ def check_indptr(
         refuse(field, last, f"must end at {rows}, the number of rows")
 
 
-def check_one_each(field: str, values: Sequence[int] | None, batch: int) -> None:
+def check_one_each(field: str, values: Sequence[object] | None, batch: int) -> None:
     if values is not None and len(values) != batch:
         refuse(field, f"{len(values)} numbers", f"must be {batch}, one per sequence")
 

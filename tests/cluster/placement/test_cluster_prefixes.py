@@ -25,7 +25,7 @@ from service.cluster.placement.prefixes import (
 )
 from service.core.prefix.keys import Prefix, root_key
 from service.image.json_text import Pieces
-from service.operations.schema.page_names import PageNames
+from service.operations.schema.page_names import PromptNames
 from tests.cluster.fake_engines import fake_cluster
 from tests.cluster.harness import PAGE, Cluster
 
@@ -203,16 +203,16 @@ def test_a_long_prompt_is_expected_by_its_beginning() -> None:
 
 def test_pages_are_named_by_fields_or_by_tensors() -> None:
     rows = np.frombuffer(b"".join(KEYS[:3]), np.uint8).reshape(3, 16)
-    by_tensor = prefix_of(PageNames(cache_salt="s"), {"page_keys": rows[::-1]})
-    by_field = prefix_of(PageNames(page_keys=[key.hex() for key in KEYS[2::-1]]), {})
+    by_tensor = prefix_of(PromptNames(cache_salt="s"), {"page_keys": rows[::-1]}, 4)
+    by_field = prefix_of(PromptNames(page_keys=[key.hex() for key in KEYS[2::-1]]), {}, 4)
     for prefix in (by_tensor, by_field):
         assert prefix is not None
         assert list(prefix.chain(b"", 4)) == KEYS[2::-1]
     assert by_tensor is not None and by_tensor.cache_salt == "s"
-    by_ids = prefix_of(PageNames(token_ids=[5, 6]), {})
+    by_ids = prefix_of(PromptNames(token_ids=[5, 6]), {}, 4)
     assert by_ids is not None and by_ids.token_ids is not None
     assert by_ids.token_ids.tolist() == [5, 6]
-    assert prefix_of(None, {}) is None
+    assert prefix_of(None, {}, 4) is None
 
 
 def test_a_lost_engine_has_nothing() -> None:

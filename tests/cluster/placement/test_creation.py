@@ -279,11 +279,11 @@ async def test_tensors_of_a_call_are_divided_among_its_engines() -> None:
         known = cluster.router.members.prefixes_of("default")
         sums = np.concatenate([[0], np.cumsum(counts)])
         from service.cluster.placement.prefixes import POOL, chained_keys, prefix_of
-        from service.operations.schema.page_names import PageNames
+        from service.operations.schema.page_names import PromptNames
 
         for index, tag in ((0, 8 * "b"), (2, 8 * "b"), (3, 8 * "a")):
             part = ids[sums[index] : sums[index + 1]]
-            prefix = prefix_of(PageNames(cache_salt=""), {"token_ids": part})
+            prefix = prefix_of(PromptNames(cache_salt=""), {"token_ids": part}, 4)
             assert prefix is not None
             keys = {key.hex() for key in chained_keys(prefix, "default", PAGE)}
             known.pages[POOL].setdefault(tag, set()).update(keys)

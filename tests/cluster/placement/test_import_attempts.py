@@ -10,7 +10,7 @@ import pytest
 from service.cluster.placement.cost import Load
 from service.cluster.placement.prefixes import POOL, chained_keys, prefix_of
 from service.errors import InvalidRequest, NotReady, OutOfPages, SequenceMoving
-from service.operations.schema.page_names import PageNames
+from service.operations.schema.page_names import PromptNames
 from tests.cluster.fake_engines import FakeCluster, fake_cluster
 from tests.cluster.harness import DIM, HEADS, LAYERS, PAGE
 
@@ -78,7 +78,7 @@ async def test_an_import_begins_where_there_is_room(
 
 async def test_an_import_begins_where_its_pages_are_cached() -> None:
     ids = np.arange(8 * PAGE, dtype=np.uint32)
-    prefix = prefix_of(PageNames(cache_salt=""), {"token_ids": ids})
+    prefix = prefix_of(PromptNames(cache_salt=""), {"token_ids": ids}, 4)
     assert prefix is not None
     async with fake_cluster("abc") as cluster:
         known = cluster.router.members.prefixes_of("default")

@@ -216,6 +216,41 @@ def test_commits_are_durable_when_they_say_so(tmp_path: Path) -> None:
     assert run(after, cache) == [4 * PAGE] * 3
 
 
+def test_further_keys_stay_with_their_pages_in_every_tier(tmp_path: Path) -> None:
+    full = [{"first_token": at, "key": "0c" * 32} for at in range(PAGE, PAGE + 4)]
+    cat, dog = ([full[0] | {"key": key}, *full[1:]] for key in ("0c", "0d"))
+
+    async def before(caller: Caller) -> None:
+        for number, extra in enumerate((cat, dog)):
+            assert await begin(caller, "a", PROMPTS[0], extra=extra) == PAGE * number
+            await caller.call("commit", {"id": "a", "token_ids": PROMPTS[0], "extra": extra})
+            await caller.call("delete_sequence", {"id": "a"})
+        await fill(caller, PROMPTS[11:16])
+        await after(caller)
+        page = {"after": 0, "limit": 1000}
+        events = (await caller.call("events", page)).fields["events"]
+        keys = [
+            one["extra_keys"]
+            for one in events
+            if one.get("medium") == "DISK" and one.get("extra_keys")
+        ]
+        wanted = [
+            [[one | {"first_token": at} for at, one in enumerate(extra)]] for extra in (cat, dog)
+        ]
+        assert sorted(keys, key=str) == wanted
+
+    async def after(caller: Caller) -> None:
+        for extra, length in ((cat, 4), (dog, 4), (full, 1), (None, 1)):
+            found = await create(caller, "b", PROMPTS[0], **({"extra": extra} if extra else {}))
+            assert found["cached_len"] == length * PAGE
+            await check(caller, "b", PROMPTS[0][: length * PAGE])
+            await caller.call("delete_sequence", {"id": "b"})
+            assert (await caller.pool())["integrity"] == "ok"
+
+    run(before, on_disk(tmp_path, write="commit", host_bytes=64 * BLOCK))
+    run(after, on_disk(tmp_path))
+
+
 def test_pages_named_by_keys_come_back_too(tmp_path: Path) -> None:
     keys = [bytes([number] * 16).hex() for number in range(4)]
 

@@ -137,6 +137,13 @@ def test_a_typed_subscriber_of_vllm_reads_its_layout(layout: Any, old: bool) -> 
     assert decoder.decode(payload({"type": "pressure"}, 1.5, layout)).events == []
 
 
+def test_images_are_reported_as_vllm_reports_them() -> None:
+    """Of each page with some: pairs of the hash as hex, and where it begins in the page."""
+    extra = [None, [{"first_token": 1, "key": "0c" * 32}]]
+    (event,) = msgspec.msgpack.decode(payload(STORED | {"extra_keys": extra}, 1.5, "map"))[1]
+    assert event["extra_keys"] == [None, [["0c" * 32, 1]]]
+
+
 def test_a_publisher_of_arrays_sends_arrays(tmp_path: Path) -> None:
     with (
         serving(*endpoints(tmp_path), "--cache.zmq-layout", "array") as service,

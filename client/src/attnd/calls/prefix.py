@@ -50,6 +50,10 @@ class Prefix:
     `token_ids` are ints or an integer array; `page_keys` uint8 [n, 16], or the keys as bytes or
     hex. Pages are found again under the `cache_salt` that they were committed with.
 
+    `extra` is further key material beside token ids, such as digests of images, whose placeholders
+    have equal ids: pairs, in order, of the index of the first token that it holds for, and 1 to 32
+    bytes, or these in hex. Pages before the token are shared with prompts that have others.
+
     Lookups use all tiers of the service (`pool`, `host`, `disk`), or the given `tiers`, and
     load at most `max_load_pages` from tiers below the pool; commits ignore both.
     """
@@ -59,6 +63,7 @@ class Prefix:
     cache_salt: str = ""
     tiers: Sequence[str] | None = None
     max_load_pages: Int | None = None
+    extra: Sequence[tuple[Int, bytes | str]] = ()
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """The tensor that names the pages; raises ValueError unless exactly one is given."""
@@ -69,7 +74,22 @@ class Prefix:
         return {"token_ids": token_array(self.token_ids if self.token_ids is not None else ())}
 
     def fields(self) -> dict[str, Any]:
-        return {"cache_salt": self.cache_salt} if self.cache_salt else {}
+        extra = {"extra": keys} if (keys := self.extra_keys()) else {}
+        return extra | ({"cache_salt": self.cache_salt} if self.cache_salt else {})
+
+    def extra_keys(self) -> list[dict[str, Any]]:
+        """`extra` as fields; raises TypeError unless it is pairs of an int, and bytes or hex."""
+        try:
+            return [
+                {
+                    "first_token": whole_number(first, "extra"),
+                    "key": key if isinstance(key, str) else memoryview(key).hex(),
+                }
+                for first, key in self.extra
+            ]
+        except (TypeError, ValueError):
+            rule = "pairs of a token's index, and bytes or hex, such as [(7, digest)]"
+            raise TypeError(f"extra is {shown(self.extra)}: it must be {rule}") from None
 
     def sought(self) -> dict[str, Any]:
         """The fields of a lookup."""
@@ -206,6 +226,7 @@ def commit_sequences(
         "sequences": ids,
         "names_indptr": indptr_of([part for one in named for part in one.values()]),
         **(prefixes[0].fields() if prefixes else {}),
+        "extra": every if any(every := [one.extra_keys() for one in prefixes]) else None,
         "offsets": whole_numbers(offsets, "offsets"),
         "priority": priority,
         "duration_s": duration_s,

@@ -44,7 +44,8 @@ class ExportHeader:
         if not self.names:
             return None
         ids, keys = self.names.get("token_ids"), self.names.get("page_keys")
-        return Prefix(ids, keys, str(self.fields["cache_salt"]))
+        extra = [(one["first_token"], one["key"]) for one in self.fields.get("extra") or ()]
+        return Prefix(ids, keys, str(self.fields["cache_salt"]), extra=extra)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
