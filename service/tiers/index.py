@@ -9,7 +9,7 @@ import errno
 import logging
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from operator import itemgetter
 from pathlib import Path
@@ -44,8 +44,11 @@ USED: Final = 6
 class Index:
     """Belongs to one thread at a time. Its changes raise `OSError`."""
 
-    def __init__(self, path: Path) -> None:
-        """Open the index, or an empty one in place of a damaged one. Raises `OSError`."""
+    def __init__(self, path: Path, read: bool = True) -> None:
+        """Open the index, or an empty one in place of a damaged one; `read` its rows and notes.
+
+        Raises `OSError`.
+        """
         self.path = path
         self.rows: list[Row] = []
         """Of the start, the least recently used first."""
@@ -53,7 +56,7 @@ class Index:
         with self._errors():
             self._connect()
             try:
-                self._read()
+                self._read(read)
             except FAILED as error:
                 self.close()
                 if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF not in DAMAGED:
@@ -64,14 +67,16 @@ class Index:
                 os.truncate(path, 0)  # with its mode
                 self.rows.clear()
                 self._connect()
-                self._read()
+                self._read(read)
 
     def _connect(self) -> None:
         self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
         self._db.text_factory = lambda text: text.decode(errors="replace")
 
-    def _read(self) -> None:
+    def _read(self, is_wanted: bool) -> None:
         self._db.executescript(f"pragma journal_mode = wal; pragma secure_delete = on; {SCHEMA}")
+        if not is_wanted:
+            return
         damaged: list[int] = []
         for row in self._db.execute(ROWS):
             try:
@@ -89,11 +94,25 @@ class Index:
             LOG.warning("%d entries of %s are damaged: they are ignored", count, self.path)
         self._db.executemany(DELETE, [(slot,) for slot in damaged])
 
-    def write(self, rows: Sequence[Row], used: Iterable[tuple[int, int, int]]) -> None:
-        """Write new rows, durably, and `used`, `rank` of the rows of some slots."""
-        with self._transaction(is_durable=bool(rows)):
+    def write(
+        self,
+        rows: Sequence[Row] = (),
+        used: Iterable[tuple[int, int, int]] = (),
+        notes: Mapping[str, str | None] | None = None,
+    ) -> None:
+        """Write new rows and `notes` (None deletes one), durably, and `used`, `rank` of the rows of
+        some slots."""
+        notes = notes or {}
+        kept = {name: value for name, value in notes.items() if value is not None}
+        with self._transaction(is_durable=bool(rows or notes)):
             self._db.executemany("update records set used = ?, rank = ? where slot = ?", used)
             self._db.executemany(INSERT, rows)
+            self._db.executemany("delete from notes where name = ?", [(name,) for name in notes])
+            texts = [(name, value, note_digest(name, value)) for name, value in kept.items()]
+            self._db.executemany("insert into notes values (?, ?, ?)", texts)
+        for name in notes:
+            self.notes.pop(name, None)
+        self.notes |= kept
 
     def delete(self, slots: Iterable[int]) -> None:
         """Delete rows, durably before their places are written to: else they would be there again
@@ -102,19 +121,13 @@ class Index:
             with self._transaction():
                 self._db.executemany(DELETE, rows)
 
-    def clear(self, namespace: str) -> None:
-        with self._transaction():
-            self._db.execute("delete from records where namespace = ?", (namespace,))
-
-    def note(self, name: str, value: str | None) -> None:
-        with self._transaction():
-            self._db.execute("delete from notes where name = ?", (name,))
-            if value is not None:
-                row = name, value, note_digest(name, value)
-                self._db.execute("insert into notes values (?, ?, ?)", row)
-        self.notes.pop(name, None)
-        if value is not None:
-            self.notes[name] = value
+    def slots(self, namespace: str | None = None) -> list[int]:
+        """Slots of the rows of a namespace, or of all (None)."""
+        which, values = ("", ()) if namespace is None else (" where namespace = ?", (namespace,))
+        with self._errors():
+            return [
+                slot for (slot,) in self._db.execute(f"select slot from records{which}", values)
+            ]
 
     def close(self) -> None:
         with suppress(sqlite3.Error):

@@ -9,21 +9,20 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from threading import Lock
 from typing import Final
 
 from service.tiers.files import Files, read_all, write_all
 from service.tiers.index import USED, Index, row_digest
+from service.tiers.other_records import DELETED_AT_ONCE, ERASED_AT_ONCE, OtherRecords
 from service.tiers.records import InvalidRecord, NewRecord, RecordLayout
 from service.tiers.shelf import Entry, Shelf
 
 LOG: Final = logging.getLogger("attnd.tiers")
-REMOVED_AT_ONCE: Final = 256
-"""Records removed between two moments at which other threads can look others up."""
 FOREIGN: Final = -1
 """Rank of records of another stamp: they give way first."""
 
@@ -35,9 +34,9 @@ class StoreUnavailable(RuntimeError):
 class RecordStore:
     """Records on disk, by key.
 
-    `find`, `get`, `read`, `has`, `use`, `count`, `set_limit` and `records` can be called from any
-    thread; the others from one thread at a time. After an `OSError` only `clear` still writes.
-    `evicted` gets records that gave way to others, in the thread that wrote those.
+    `put` and what follows it are for one thread at a time, all before it for any. After an
+    `OSError` only `clear` still writes. `evicted` gets records that gave way to others, in the
+    thread that wrote those.
     """
 
     def __init__(
@@ -66,6 +65,8 @@ class RecordStore:
         """Free places with data of a namespace; None: after a restart it is not known whose."""
         self._touched: dict[int, Entry] = {}
         """Records used or ranked since the index was last written."""
+        self._deleted: dict[int, bool] = {}
+        """Places whose rows the index still has; whether they become free once it has not."""
         self._zeros = memoryview(bytes(layout.block_bytes))
         self._opened = ExitStack()
         if not self._shelf.num_slots:
@@ -126,6 +127,26 @@ class RecordStore:
         with self._lock:
             return len(self._shelf) - self._num_foreign
 
+    def drop(self, entries: Iterable[Entry]) -> None:
+        """Delete records: they are not found any more. A later `put` deletes their rows; until then
+        a restart finds them again. Their places keep their bytes until others overwrite them."""
+        with self._lock:
+            for entry in entries:
+                if self._shelf.find(entry.key) is entry:
+                    self._shelf.take_out(entry)
+                    self._forget(entry)
+                    self._deleted[entry.slot] = True
+
+    @property
+    def has_deleted(self) -> bool:
+        """Whether the index has rows of dropped records."""
+        return bool(self._deleted)
+
+    def pinned(self) -> list[Entry]:
+        """Records that are not evicted."""
+        with self._lock:
+            return self._shelf.pinned()
+
     def is_deleted(self) -> bool:
         """Whether the file of the blocks was deleted: its bytes go as it is closed."""
         return os.fstat(self._data_fd).st_nlink == 0
@@ -137,25 +158,33 @@ class RecordStore:
 
     # One thread.
 
-    def put(self, records: Sequence[NewRecord]) -> list[bool]:
-        """Keep records, evicting others; returns which of them are durable now.
+    def put(
+        self, records: Sequence[NewRecord], notes: Mapping[str, str | None] | None = None
+    ) -> list[bool]:
+        """Keep records, evicting others; returns which of them are durable now. Also keep short
+        texts of the caller's (None deletes one), and delete some rows of dropped records.
 
         A record for which there is no place is not kept. Raises `OSError`.
         """
         self.check_place()
         self._age_out(len(records))
+        if self._deleted and (not records or self._shelf.num_free < len(records)):
+            self._delete_rows(self._some_deleted())
         with self._lock:
             placed = [self._place(one) for one in records]
             removed, self._given_up = self._given_up, []
-        self._index.delete(entry.slot for entry in removed)
+            self._deleted |= dict.fromkeys((entry.slot for entry in removed), False)
         new = [(e, one.block) for e, one in zip(placed, records, strict=True) if e and e.holds]
         try:
+            if removed:
+                self._delete_rows([*(entry.slot for entry in removed), *self._some_deleted()])
             for entry, block in new:
                 self._dirty.pop(entry.slot, None)
                 write_all(self._files, self._data_fd, block, self._offset(entry.slot))
             if new:
                 self._files.sync(self._data_fd)
-                self._insert([entry for entry, _ in new])
+            if new or notes:
+                self._insert([entry for entry, _ in new], notes)
         except BaseException:
             with self._lock:
                 for entry, _ in new:
@@ -170,55 +199,52 @@ class RecordStore:
             self._evicted(entry)
         return durable
 
-    def drop(self, entries: Iterable[Entry]) -> None:
-        """Delete records; their places may still have their bytes. Raises `OSError`."""
-        self.check_place()
-        with self._lock:
-            removed = [one for one in entries if self._shelf.find(one.key) is one]
-            for entry in removed:
-                self._remove(entry)
-        self._index.delete(entry.slot for entry in removed)
+    def clear(self, namespace: str) -> Generator[None, None, int]:
+        """Delete a namespace's records and overwrite all their bytes with zeros, a piece a step.
+        Records that are put between two steps stay.
 
-    def clear(self, namespace: str) -> int:
-        """Delete a namespace's records and overwrite all their bytes with zeros.
-
-        Returns the number of records. Raises `OSError`.
+        Returns the number of records. Raises `OSError`, after it has erased what it can.
         """
         self.check_place()
         with self._lock:
-            removed = list(self._shelf.own(namespace))
-        for first in range(0, len(removed), REMOVED_AT_ONCE):
-            with self._lock:
-                for entry in removed[first : first + REMOVED_AT_ONCE]:
-                    self._remove(entry)
-        dirty = [slot for slot, owner in self._dirty.items() if owner in (namespace, None)]
-        self._remove_others()
-        try:
-            self._index.clear(namespace)
-        finally:  # where the index has no room on a full disk, zeros have
-            errors = list(filter(None, map(self._erase, dirty)))
-            if dirty:
-                self._files.sync(self._data_fd)
+            own = list(self._shelf.own(namespace))
+        errors: list[OSError] = []
+        earlier = list(self._deleted)
+        for first in range(0, max(len(own), len(earlier)), DELETED_AT_ONCE):
+            part = slice(first, first + DELETED_AT_ONCE)
+            self.drop(own[part])
+            try:
+                if not errors:  # where the index has no room on a full disk, zeros have
+                    self._delete_rows([*earlier[part], *(entry.slot for entry in own[part])])
+            except OSError as error:
+                errors.append(error)
+            yield
+        known = list(self._dirty.items())
+        dirty = [slot for slot, owner in known if owner in (namespace, None)]
+        at_once = max(1, ERASED_AT_ONCE // self.layout.block_bytes)
+        for first in range(0, len(dirty), at_once):
+            errors += filter(None, map(self._erase, dirty[first : first + at_once]))
+            self._files.sync(self._data_fd)
+            yield
+        for others in self._others:
+            yield from others.clear(namespace)
         if errors:
             raise errors[0]
-        return len(removed)
+        return len(own)
 
     def check_place(self) -> None:
         """Raises `OSError` where the directory is not there any more."""
         if not self._files.is_at(self._lock_fd, self.path / "lock"):
             raise OSError(errno.ENOENT, f"{self.path} was removed or replaced")
 
-    def note(self, name: str, value: str | None) -> None:
-        """Keep a short text of the caller's in the index; None deletes it. Raises `OSError`."""
-        self.check_place()
-        self._index.note(name, value)
-
     def notes(self) -> dict[str, str]:
         return self._index.notes.copy()
 
     def close(self) -> None:
-        """Write the order of use, and let others open the directory."""
+        """Write the order of use, delete rows, and let others open the directory."""
         with self._opened, suppress(OSError):
+            while self._deleted:
+                self._delete_rows(self._some_deleted())
             self._insert(())
 
     # Start.
@@ -234,7 +260,11 @@ class RecordStore:
             reason = "another service uses it: name another path, or stop that service"
             raise StoreUnavailable(f"{path} cannot be used: {reason}") from None
         self._data_fd = self._open_file(f"{size}.data")
-        self._others = [one for one in path.glob("*.data") if one.stem != str(size)]
+        self._others = [
+            OtherRecords(self._directory, one, files)
+            for one in path.glob("*.data")
+            if one.stem.isdecimal() and one.stem != str(size)
+        ]
         self._open_file(f"{size}.index")  # with the right mode
         self._index = Index(path / f"{size}.index")
         self._opened.callback(self._index.close)
@@ -274,12 +304,26 @@ class RecordStore:
             return self._shelf.find(record.key)
         return self._shelf.place(record.key, record.namespace, record.rank, record.tag)
 
+    def _some_deleted(self) -> list[int]:
+        with self._lock:
+            return list(islice(self._deleted, DELETED_AT_ONCE))
+
+    def _delete_rows(self, slots: Sequence[int]) -> None:
+        """Delete rows of dropped records, durably; then their places are free."""
+        self._index.delete(slots)
+        with self._lock:
+            for slot in slots:
+                if self._deleted.pop(slot, False):
+                    self._shelf.free(slot)
+
     def _offset(self, slot: int) -> int:
         return slot * self.layout.block_bytes
 
     def _erase(self, slot: int) -> OSError | None:
-        """Overwrite a free place; why that failed. A full disk has no room for zeros where a file
-        has no bytes."""
+        """Overwrite a place without a record; why that failed. A full disk has no room for zeros
+        where a file has no bytes."""
+        if slot not in self._dirty:
+            return None  # a record was put there meanwhile
         try:
             write_all(self._files, self._data_fd, self._zeros, self._offset(slot))
         except OSError as error:
@@ -307,8 +351,10 @@ class RecordStore:
         self._dirty[entry.slot] = entry.namespace
         self._num_foreign -= entry.rank == FOREIGN
 
-    def _insert(self, entries: Sequence[Entry]) -> None:
-        """Write new rows, and the order of use of others."""
+    def _insert(
+        self, entries: Sequence[Entry], notes: Mapping[str, str | None] | None = None
+    ) -> None:
+        """Write new rows, the order of use of others, and notes."""
         with self._lock:
             touched, self._touched = self._touched, {}
         clock = count(self._clock + 1)
@@ -319,18 +365,17 @@ class RecordStore:
             fixed = one.slot, one.key, stamp, one.namespace, one.tag
             rows.append((*fixed, one.rank, next(clock), row_digest(*fixed)))
         self._clock += len(used) + len(rows)
-        if rows or used:
-            self._index.write(rows, used)
+        if rows or used or notes:
+            self._index.write(rows, used, notes)
+        with self._lock:
+            for one in entries:  # a row of an earlier record was replaced
+                self._deleted.pop(one.slot, None)
 
     def _age_out(self, count: int) -> None:
         """Remove files of other geometries once their room is needed."""
         if self._others:
             own = (len(self._shelf) + count) * self.layout.block_bytes
-            if own + sum(one.stat().st_size for one in self._others) > self.capacity_bytes:
-                self._remove_others()
-
-    def _remove_others(self) -> None:
-        for data in self._others:
-            for one in (data, *self.path.glob(f"{data.stem}.index*")):
-                one.unlink(missing_ok=True)
-        self._others = []
+            if own + sum(one.num_bytes for one in self._others) > self.capacity_bytes:
+                for one in self._others:
+                    one.remove()
+                self._others = []

@@ -111,6 +111,11 @@ class Shelf:
             for rank in sorted(owner.ranks):
                 yield from owner.ranks[rank].values()
 
+    def pinned(self) -> list[Entry]:
+        """The records that are not evicted."""
+        queues = (queue for owner in self._owners.values() for queue in owner.ranks.items())
+        return [one for rank, queue in queues if rank >= PINNED for one in queue.values()]
+
     def set_limit(self, namespace: str, limit: int | None) -> None:
         """Limit a namespace's records; those above a new limit give way as others are added."""
         self._owner(namespace).limit = limit
@@ -159,15 +164,28 @@ class Shelf:
             if not entry.holds:
                 self.remove(entry)
 
+    @property
+    def num_free(self) -> int:
+        """Free places."""
+        return self.num_slots - self._end + len(self._free)
+
     def remove(self, entry: Entry) -> None:
         """Remove a record; its place is free for others, so it must not be held."""
+        self.take_out(entry)
+        self.free(entry.slot)
+
+    def free(self, slot: int) -> None:
+        """Give the place of a record that was taken out to others."""
+        self._free.append(slot)
+
+    def take_out(self, entry: Entry) -> None:
+        """Remove a record; its place is not free yet."""
         owner = self._owners[entry.namespace]
         owner.take_out(entry)
         owner.count -= 1
         if not owner.count and owner.limit is None:
             del self._owners[entry.namespace]
         del self._entries[entry.key]
-        self._free.append(entry.slot)
 
     def _owner(self, namespace: str) -> Owner:
         owner = self._owners.get(namespace)

@@ -22,6 +22,7 @@ import pytest
 from faulty_files import FaultyFiles
 from xxhash import xxh3_128_digest
 
+from service.tiers import other_records
 from service.tiers.index import Index
 from service.tiers.record_store import RecordStore, StoreUnavailable
 from service.tiers.records import InvalidRecord, NewRecord, RecordLayout
@@ -81,6 +82,16 @@ def get(store: RecordStore, number: int) -> bytes | None:
     return bytes(LAYOUT.payload(block)[:length])
 
 
+def clear(store: RecordStore, namespace: str) -> int:
+    """Clear a namespace to the end; the number of its records."""
+    pieces = store.clear(namespace)
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            return int(end.value)
+
+
 def kept(store: RecordStore) -> list[int]:
     return [number for number in range(64) if store.find(key_of(number)) is not None]
 
@@ -118,9 +129,9 @@ def test_a_record_is_kept_once(store: RecordStore) -> None:
 
 def test_records_and_notes_survive_a_restart(store: RecordStore) -> None:
     put(store, 1, 2)
-    store.note("quota", "3")
-    store.note("other", "4")
-    store.note("other", None)
+    store.put((), {"quota": "3"})
+    store.put((), {"other": "4"})
+    store.put((), {"other": None})
     again = reopened(store)
     assert (get(again, 1), get(again, 2), again.notes()) == (
         payload_of(1),
@@ -190,7 +201,7 @@ def test_cleared_records_leave_no_byte_behind(store: RecordStore) -> None:
     put(store, 6, 7, namespace="b")
     put(store, 8, 9, namespace="b")  # two of a's give way, and their room is b's
     store.drop([entry for n in (2, 3) if (entry := store.find(key_of(n)))])
-    assert store.clear("a") == 2
+    assert clear(store, "a") == 2
     data = data_of(store)
     assert all(payload_of(number) not in data for number in range(6))
     assert all(payload_of(number) in data for number in range(6, 10))
@@ -201,7 +212,7 @@ def test_places_of_unknown_content_are_erased_with_any_namespace(store: RecordSt
     put(store, 1, 2)
     store.drop([entry for n in (1, 2) if (entry := store.find(key_of(n)))])
     again = reopened(store)
-    again.clear("a")
+    clear(again, "a")
     assert SECRET not in data_of(again)
     again.close()
 
@@ -327,8 +338,9 @@ def test_rows_are_gone_for_good_before_their_places_are_written_to(
         put(store, 8)
     elif how == "drop":
         store.drop(store.records()[:1])
+        put(store, 8)
     else:
-        store.clear("a")
+        clear(store, "a")
     store._index._db.set_trace_callback(None)
     deleted = next(at for at, one in enumerate(statements) if one.startswith("delete"))
     levels = [one for one in statements[:deleted] if "synchronous" in one]
@@ -340,10 +352,10 @@ def test_a_clear_erases_where_the_index_cannot_be_written(store: RecordStore) ->
     put(store, 1)
     store._index._db.execute("pragma query_only = on")
     with pytest.raises(OSError, match="readonly"):
-        store.clear("a")
+        clear(store, "a")
     assert SECRET not in data_of(store)
     store._index._db.execute("pragma query_only = off")
-    store.clear("a")
+    clear(store, "a")
     again = reopened(store)
     assert kept(again) == []
     again.close()
@@ -366,7 +378,7 @@ def test_a_clear_erases_a_full_disk(tmp_path: Path) -> None:
     assert store.put([record(1), record(2)]) == [True, True]
     with pytest.raises(OSError, match="No space left"):
         store.put([record(number) for number in range(3, 7)])
-    assert store.clear("a") == 2
+    assert clear(store, "a") == 2
     store.close()
     assert not any((tmp_path / f"{LAYOUT.block_bytes}.data").read_bytes())
 
@@ -375,18 +387,70 @@ def test_a_clear_erases_what_it_can(store: RecordStore, files: FaultyFiles) -> N
     store.put([record(number) for number in range(4)])
     files.write_error, files.writes_until_error = errno.EIO, 2
     with pytest.raises(OSError, match="EIO"):
-        store.clear("a")
+        clear(store, "a")
     files.write_error = None
-    store.clear("a")
+    clear(store, "a")
     assert not any((store.path / f"{LAYOUT.block_bytes}.data").read_bytes())
 
 
-def test_a_clear_reaches_files_of_another_geometry(store: RecordStore) -> None:
-    put(store, 1)
+def test_a_clear_reaches_its_own_records_of_another_geometry(
+    store: RecordStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of other namespaces are there after a switch back."""
+    monkeypatch.setattr(other_records, "DELETED_AT_ONCE", 2)
+    monkeypatch.setattr(other_records, "ERASED_AT_ONCE", 1)
+    put(store, 0, 1, 2)
+    put(store, 3, 4, 5, namespace="b")
+    store.drop([entry for entry in [store.find(key_of(5))] if entry])
     other = reopened(store, RecordLayout(40, 100, b"model and shape."))
-    other.clear("a")
-    assert SECRET not in data_of(other)
-    other.close()
+    clear(other, "c")
+    data = data_of(other)
+    there = [payload_of(number) in data for number in range(6)]
+    assert there == [True] * 5 + [False], "places without a record are erased with any namespace"
+    clear(other, "a")
+    data = data_of(other)
+    assert [payload_of(number) in data for number in range(6)] == [False] * 3 + [True] * 2 + [False]
+    back = reopened(other)
+    assert (kept(back), get(back, 3), get(back, 4)) == ([3, 4], payload_of(3), payload_of(4))
+    assert clear(back, "b") == 2
+    assert SECRET not in data_of(back)
+    back.close()
+
+
+def test_a_clear_leaves_other_namespaces_records_of_another_stamp(store: RecordStore) -> None:
+    put(store, 0, 1, 2)
+    put(store, 3, 4, namespace="b")
+    other = reopened(store, RecordLayout(40, 1000, b"another model   "))
+    assert clear(other, "a") == 3
+    back = reopened(other)
+    assert kept(back) == [3, 4]
+    back.close()
+
+
+def test_files_of_others_are_left(store: RecordStore) -> None:
+    mine = store.path / "mine.data"
+    mine.write_bytes(b"text")
+    again = reopened(store)
+    clear(again, "a")
+    put(again, *range(8))
+    assert mine.read_bytes() == b"text"
+    again.close()
+
+
+def test_dropped_records_are_deleted_together_and_their_places_used_again(
+    store: RecordStore,
+) -> None:
+    put(store, *range(8))
+    store.drop([entry for n in range(7) if (entry := store.find(key_of(n)))])
+    assert (kept(store), store.has_deleted) == ([7], True)
+    statements: list[str] = []
+    store._index._db.set_trace_callback(statements.append)
+    assert put(store, 0, 1) == [True, True]
+    store._index._db.set_trace_callback(None)
+    assert (kept(store), statements.count("begin"), store.has_deleted) == ([0, 1, 7], 2, False)
+    again = reopened(store)
+    assert (kept(again), get(again, 0)) == ([0, 1, 7], payload_of(0))
+    again.close()
 
 
 def test_a_smaller_size_drops_the_records_beyond_it(store: RecordStore) -> None:
@@ -523,7 +587,11 @@ def test_a_record_in_the_place_of_another_is_a_miss(
 def test_a_directory_that_was_removed_is_an_error_of_writes(store: RecordStore) -> None:
     put(store, 1)
     shutil.rmtree(store.path)
-    for write in (lambda: put(store, 2), lambda: store.clear("a"), lambda: store.note("x", "y")):
+    for write in (
+        lambda: put(store, 2),
+        lambda: clear(store, "a"),
+        lambda: store.put((), {"x": "y"}),
+    ):
         with pytest.raises(OSError, match="was removed or replaced"):
             write()
     assert get(store, 1) == payload_of(1), "the open file has it still"
@@ -536,7 +604,7 @@ def test_a_damaged_index_is_replaced_by_an_empty_one(store: RecordStore) -> None
     index.write_bytes(b"\xff" * index.stat().st_size)
     again = RecordStore(store.path, ROOM, LAYOUT)
     assert kept(again) == []
-    again.clear("another")
+    clear(again, "another")
     assert SECRET not in data_of(again)
     put(again, 1)
     assert get(again, 1) == payload_of(1)
@@ -556,7 +624,7 @@ def test_a_damaged_index_is_replaced_by_an_empty_one(store: RecordStore) -> None
 )
 def test_damaged_entries_of_the_index_are_ignored(store: RecordStore, change: str) -> None:
     put(store, *range(8))
-    store.note("quota/a", "text")
+    store.put((), {"quota/a": "text"})
     store.close()
     index = sqlite3.connect(store.path / f"{LAYOUT.block_bytes}.index")
     with index:
@@ -564,7 +632,7 @@ def test_damaged_entries_of_the_index_are_ignored(store: RecordStore, change: st
     index.close()
     again = RecordStore(store.path, 2 * ROOM, LAYOUT)
     assert (len(kept(again)), len(again.notes())) == ((8, 0) if "notes" in change else (0, 1))
-    again.clear("another")
+    clear(again, "another")
     assert (SECRET in data_of(again)) == ("notes" in change), "their namespace is not known"
     again.close()
 
@@ -572,7 +640,7 @@ def test_damaged_entries_of_the_index_are_ignored(store: RecordStore, change: st
 def test_flipped_bits_in_the_index_cost_records_at_most(store: RecordStore) -> None:
     put(store, 1, 2, 3)
     put(store, 4, namespace="b")
-    store.note("quota/a", "text")
+    store.put((), {"quota/a": "text"})
     store.close()
     data, index = (store.path / f"{LAYOUT.block_bytes}.{kind}" for kind in ("data", "index"))
     good, payloads, order = index.read_bytes(), data.read_bytes(), random.Random(2)
@@ -584,9 +652,9 @@ def test_flipped_bits_in_the_index_cost_records_at_most(store: RecordStore) -> N
         assert again.notes() in ({}, {"quota/a": "text"})
         assert all(get(again, number) in (None, payload_of(number)) for number in range(1, 5))
         with suppress(OSError):  # the index is damaged where it was not read
-            again.clear("a")
+            clear(again, "a")
             assert get(again, 4) in (None, payload_of(4))
-            again.clear("b")
+            clear(again, "b")
         again.close()
         assert SECRET not in data.read_bytes()
         data.write_bytes(payloads)

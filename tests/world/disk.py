@@ -139,7 +139,8 @@ class DiskWorld(Run):
             case "clear":
                 space = order.choice(SPACES)
                 self.kept = {key: owner for key, owner in self.kept.items() if owner != space}
-                store.clear(space)
+                for _ in store.clear(space):
+                    pass
                 (path,) = store.path.glob("*.data")
                 if self.is_honest:
                     check(space.encode() not in path.read_bytes(), "bytes are left of", space)

@@ -15,7 +15,7 @@ from service.core.prefix.commits import keep_path
 from service.core.prefix.keys import Prefix
 from service.core.prefix.matching import MOST_MATCHED, Match, named_path, walk
 from service.core.prefix.named_pages import Cleared
-from service.core.prefix.nodes import FOREVER, Links, Node, Retention, named
+from service.core.prefix.nodes import FOREVER, Int32, Links, Node, Retention, named
 from service.core.timers import Timers
 
 ENDED_AT_ONCE: Final = 256
@@ -63,9 +63,19 @@ class PrefixCache:
 
     def chain(self, namespace: str, key: bytes, cache_salt: str) -> Prefix:
         """The keys of a page and of all before it. Raises `UnknownPage`."""
-        path = named_path(self._page(namespace, key, cache_salt))
-        pages = np.concatenate([node.pages for node in path])
+        pages = self.pages(namespace, key, cache_salt)
         return Prefix(None, self.named.keys[pages], cache_salt)
+
+    def pages(self, namespace: str, key: bytes, cache_salt: str) -> Int32:
+        """A page, by its hard pin where it has one, and all before it. Raises `UnknownPage`."""
+        node = self.pinned(namespace, key, cache_salt) or self._page(namespace, key, cache_salt)
+        return np.concatenate([one.pages for one in named_path(node)])
+
+    def pinned(self, namespace: str, key: bytes, cache_salt: str) -> Node | None:
+        """The node of a page's hard pin, if it has one."""
+        held = self._budget.look(namespace)
+        root = held.roots.get(cache_salt)
+        return None if root is None else held.pins.get((root, key))
 
     def use(self, namespace: str, prefix: Prefix) -> int:
         """Mark the longest cached beginning of `prefix` as used now; returns its pages."""

@@ -18,6 +18,8 @@ from service.core.prefix.nodes import FOREVER, Retention
 from service.engine.handlers.tiers import after_loading, cached_by_tier, until_durable
 from service.engine.loop.job import (
     NOTHING,
+    TURN_S,
+    Answer,
     Completed,
     Counts,
     Fields,
@@ -184,15 +186,34 @@ def release_lease(store: Store, request: Request, _: Seconds) -> Fields:
     return {}
 
 
-def pin(store: Store, request: Request, _: Seconds) -> Fields:
-    fields = request.fields
+def pin(store: Store, request: Request, _: Seconds) -> Answer:
+    fields, loading = request.fields, store.loading
     key, namespace = bytes.fromhex(fields.page_key), request.tenant.namespace
+    cache, last = store.tree.cache, (namespace, key, fields.cache_salt)
     if fields.hard:
-        refuse_holding(store, namespace, key, fields.cache_salt)
-    pages = store.tree.cache.pin(namespace, key, fields.cache_salt, fields.soft_ttl_s)
-    if fields.hard and store.loading is not None:
-        store.loading.pins.keep(namespace, key, fields.cache_salt)
-    return {"num_pages": pages}
+        refuse_holding(store, *last)
+        if cache.pinned(*last) is None:
+            store.limits.refuse_lease(store.tree, namespace)
+        if loading is not None:
+            loading.pins.refuse(*last)
+    answer = {"num_pages": cache.pin(*last, fields.soft_ttl_s)}
+    if not fields.hard or loading is None:
+        return answer
+    return after_pieces(request, answer, loading.pins.keep(*last))
+
+
+def after_pieces(request: Request, answer: Fields, pieces: Generator[None, None, None]) -> Answer:
+    """An answer after pieces of the engine's own work, in slices where they take long."""
+    ends = time.monotonic() + TURN_S
+
+    def slices() -> Slices:
+        yield from in_slices(pieces)
+        request.place.lay(answer)
+
+    for _piece in pieces:
+        if time.monotonic() >= ends:
+            return SlicedWork(slices(), must_finish=lambda: True)
+    return answer
 
 
 def refuse_holding(store: Store, namespace: str, key: bytes, cache_salt: str) -> None:
@@ -202,16 +223,18 @@ def refuse_holding(store: Store, namespace: str, key: bytes, cache_salt: str) ->
         store.refuse_new()
 
 
-def unpin(store: Store, request: Request, _: Seconds) -> Fields:
+def unpin(store: Store, request: Request, _: Seconds) -> Answer:
     fields, key = request.fields, bytes.fromhex(request.fields.page_key)
     namespace, loading = request.tenant.namespace, store.loading
-    is_kept = loading is not None and loading.pins.drop(namespace, key, fields.cache_salt)
+    pages = None if loading is None else loading.pins.drop(namespace, key, fields.cache_salt)
     try:
         store.tree.cache.unpin(namespace, key, fields.cache_salt)
     except UnknownPage:
-        if not is_kept:  # a pin from before a restart has no pages in the pool yet
+        if pages is None:  # a pin from before a restart has no pages in the pool yet
             raise
-    return {}
+    if loading is None or pages is None:
+        return {}
+    return after_pieces(request, {}, loading.pins.settle(namespace, pages))
 
 
 def holds(store: Store, request: Request, _: Seconds) -> Fields:

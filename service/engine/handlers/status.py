@@ -18,7 +18,7 @@ from service.engine.loop.job import (
 )
 from service.engine.loop.request import Request
 from service.engine.store.store import Store
-from service.engine.tiers.setup import keep_quota
+from service.engine.tiers.setup import QUOTA, keep_quota
 from service.operations.schema.fields import refuse
 from service.operations.status import ENGINE_NAME, UNKNOWN_ENGINE
 
@@ -152,8 +152,10 @@ def set_namespace(store: Store, request: Request, _: Seconds) -> Fields:
             refuse(name, getattr(fields, name), NO_TIERS)
     elif limits[1] is not None and loading.tiers.disk.total_bytes is None:
         refuse("max_disk_bytes", limits[1], NO_DISK)
+    else:
+        loading.tiers.disk.refuse_note(request.tenant.namespace, QUOTA + fields.name)
     store.tree.budget.set_quota(fields.name, fields.max_pages, fields.reserved_pages)
     if loading is not None:
         loading.tiers.set_limits(fields.name, *limits)
-        keep_quota(store, fields.name)
+        keep_quota(store, request.tenant.namespace, fields.name)
     return namespace_fields(store, fields.name)

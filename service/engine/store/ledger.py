@@ -73,30 +73,29 @@ class Backlog(Generic[T]):
     def __init__(self, ledger: Ledger, kind: Kind) -> None:
         self._ledger, self._kind = ledger, kind
         self._turns: FairQueue[tuple[str, Hashable]] = FairQueue()
-        self._items: dict[tuple[str, Hashable], T] = {}
+        self._items: dict[Hashable, T] = {}
 
     def __len__(self) -> int:
         return len(self._items)
 
     def refuse(self, namespace: str, name: Hashable) -> None:
         """Raises Overloaded where a namespace cannot leave an item of a name behind."""
-        if (namespace, name) not in self._items:
+        if name not in self._items:
             self._ledger.refuse(self._kind, namespace)
 
     def put(self, namespace: str, name: Hashable, item: T) -> None:
         """Add an item, or replace the one of its name, which keeps its place."""
-        place = namespace, name
-        if place not in self._items:
+        if name not in self._items:
             self._ledger.add(self._kind, namespace)
-            self._turns.append(namespace, place)
-        self._items[place] = item
+            self._turns.append(namespace, (namespace, name))
+        self._items[name] = item
 
     def take(self, most: int) -> list[tuple[str, Hashable, T]]:
         """Take up to `most` items, namespace, name and item; one of each namespace in turn."""
         taken: list[tuple[str, Hashable, T]] = []
         while self._turns.count and len(taken) < most:
-            namespace, name = place = self._turns.pop()
+            namespace, name = self._turns.pop()
             self._turns.charge(namespace, 1.0)
             self._ledger.add(self._kind, namespace, -1)
-            taken.append((namespace, name, self._items.pop(place)))
+            taken.append((namespace, name, self._items.pop(name)))
         return taken

@@ -49,10 +49,10 @@ class Limits:
             raise OutOfSequences(count, free, most, share_retry_s=RETRY_S)
 
     def refuse_lease(self, tree: PrefixTree, namespace: str) -> None:
-        """Raises Overloaded where one more lease exceeds a limit."""
-        most = self.part(self.leases)
-        if tree.budget.look(namespace).num_leases >= most:
-            reason = f"this namespace holds {most} leases, its share of engine.max_leases"
+        """Raises Overloaded where one more lease, or hard pin, exceeds a limit."""
+        most, held = self.part(self.leases), tree.budget.look(namespace)
+        if held.num_leases + len(held.pins) >= most:
+            reason = f"this namespace holds {most} leases and pins, its share of engine.max_leases"
             remedy = "release some or let them end, or raise engine.namespace_share"
             raise Overloaded(f"{reason}: {remedy}", retry_after_s=RETRY_S)
         if tree.cache.num_leases >= self.leases:

@@ -215,7 +215,7 @@ class Copier:
             return None
         name = named(node)
         keep = name.keep.priority, name.with_ids
-        tag = TAG.pack(names.key_of(page), tiers.paths.key_before(page), *keep)
+        tag = TAG.pack(names.key_of(page), *tiers.paths.before(page), *keep)
         rank = name.keep.priority if is_next else IN_POOL
         entry = tiers.host.place(record_id, name.root.namespace.name, rank, tag)
         if entry is None:

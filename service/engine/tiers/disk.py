@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from service.core.prefix.nodes import DEFAULT_PRIORITY
+from service.engine.store.ledger import Backlog, Kind
 from service.engine.tiers.page_records import PageTag
 from service.tiers.record_store import RecordStore
 from service.tiers.records import NewRecord
@@ -22,16 +23,32 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Write = tuple[Entry, bytes]
 """A record of host memory, and its label."""
+RECORDS: Final = Kind("records on their way to the disk", 2**62, "try again a moment later")
+"""Host memory limits them."""
+NOTES: Final = Kind("notes that wait for the disk", 2**14, "try again a moment later")
 
 LOG: Final = logging.getLogger("attnd.tiers")
 TASKS: Final = 4
-"""Tasks that wait for one thread of a worker."""
+"""Tasks that wait for one thread of a worker; ..."""
+WRITES: Final = 2
+"""... for the disk's: what waits for these has no turns any more."""
+NOTES_AT_ONCE: Final = 256
+"""Notes that one transaction writes: some milliseconds."""
 CLOSE_S: Final = 10.0
 """Longest wait for a worker at the engine's end."""
 LOOK_S: Final = 1.0
 """Time between two looks at whether the directory is still there, where nothing is written."""
 REPORTED_AT_ONCE: Final = 1024
 """Maximum records that gave way whose events are made in a round."""
+
+
+@dataclass(slots=True, eq=False)
+class Clear:
+    """The erasure of a namespace: functions to call at its end, and its pieces once it began."""
+
+    namespace: str
+    done: list[Callable[[OSError | None], None]] = field(default_factory=list)
+    pieces: Generator[None, None, int] | None = None
 
 
 class Disk:
@@ -44,12 +61,16 @@ class Disk:
         """Its records are only erased."""
         self.total_bytes: int | None = None
         """Size of the tier, also of one that failed; None: there is none."""
-        self._to_write: deque[Write] = deque()
+        self._records: Backlog[Write] = Backlog(tiers.ledger, RECORDS)
+        self._notes: Backlog[str | None] = Backlog(tiers.ledger, NOTES)
+        self._clears: deque[Clear] = deque()
+        """A piece of the first one is next, between two writes."""
         self._gone: deque[Entry] = deque()
         """Records that gave way, or were on a disk that failed: events take them back."""
-        self._pins: Counter[bytes] = Counter()
-        """Pins of each page that stays on disk, by its identity."""
-        self._writer = Worker("tiers-writer", TASKS, wake)
+        self.pinned: set[bytes] = set()
+        """Identities of pages that stay on disk."""
+        self._writer = Worker("tiers-writer", WRITES, wake)
+        self._is_clears_turn = False
         self._next_look = 0.0
 
     def open(self, store: RecordStore) -> None:
@@ -74,51 +95,51 @@ class Disk:
         self.store.use(entry, self._rank(record_id, priority))
         return True
 
-    def pin(self, record_ids: Sequence[bytes], by: int) -> None:
-        """Add (`by` 1) or remove (-1) a pin of records, now and when they are written."""
-        for record_id in record_ids:
-            self._pins[record_id] += by
-            if not self._pins[record_id]:
-                del self._pins[record_id]
-            self.use(record_id, DEFAULT_PRIORITY)
-
     def set_limit(self, namespace: str, limit_bytes: int | None) -> None:
         if self.store is not None:
             self.store.set_limit(namespace, limit_bytes)
 
-    def note(self, name: str, value: str | None) -> None:
-        """Keep a text for the next start."""
+    def refuse_note(self, namespace: str, name: str) -> None:
+        """Raises Overloaded where a namespace's notes wait that the disk has not written yet."""
         if self.store is not None:
-            self._run(lambda store: store.note(name, value))
+            self._notes.refuse(namespace, name)
+
+    def note(self, namespace: str, name: str, value: str | None) -> None:
+        """Keep a text for the next start, later; it counts for a namespace until it is written."""
+        if self.store is not None:
+            self._notes.put(namespace, name, value)
+            self._wake()
 
     def drop(self, entries: Sequence[Entry]) -> None:
         """Delete records; their bytes stay until others overwrite them."""
-
-        def dropped(*_: object) -> None:
+        if entries and self.store is not None:
+            self.store.drop(entries)
             self._tiers.reports.removed(entries, "DISK")
             self._tiers.report()
-
-        if entries:
-            self._run(lambda store: store.drop(entries), dropped)
+            self._wake()
 
     def clear(self, namespace: str, done: Callable[[OSError | None], None]) -> None:
         """Delete all records of a namespace and overwrite them, also after a failure; then `done`
-        is called."""
-
-        def cleared(_: object, error: OSError | None) -> None:
-            self._tiers.report()
-            done(error if self.store or self._failed else None)
-
-        self.write_down(waits=False)
-        self._run(lambda store: store.clear(namespace), cleared)
+        is called. One that has not begun serves all callers."""
+        waiting = [one for one in self._clears if one.namespace == namespace and not one.pieces]
+        if not waiting:
+            waiting = [Clear(namespace)]
+            self._clears += waiting
+        waiting[0].done.append(done)
+        self._wake()
 
     def close(self) -> None:
-        """Finish what is under way, unless the writer hangs."""
-        self.write_down(waits=False)
+        """Finish what is under way, records first, unless the writer hangs."""
+        while self._records:
+            self._write_batch(0)
+        while self._notes:
+            self._write_batch()
         is_idle = self._writer.close(CLOSE_S)
         self._writer.take_done()
         if is_idle and (store := self.store or self._failed) is not None:
             store.close()
+        elif not is_idle:
+            LOG.error("the disk did not take all that was to be written within %g s", CLOSE_S)
 
     # The engine's round.
 
@@ -128,8 +149,13 @@ class Disk:
 
     @property
     def is_busy(self) -> bool:
-        """Whether records wait, or the writer works."""
-        return bool(self._to_write) or self.is_writing
+        """Whether anything waits for the writer, or it works."""
+        return self._has_work or bool(self._clears) or self.is_writing
+
+    @property
+    def _has_work(self) -> bool:
+        has_deleted = self.store is not None and self.store.has_deleted
+        return bool(self._records or self._notes or has_deleted)
 
     def take_done(self, most: int | None = None) -> bool:
         """Take the ends of tasks, up to `most`; whether there were any."""
@@ -158,23 +184,34 @@ class Disk:
         """Queue a record of host memory, unless the disk has it, or there is none."""
         if self.store is not None and self.find(entry.key) is None:
             entry.holds += 1
-            self._to_write.append((entry, label))
+            self._records.put(entry.namespace, entry.key, (entry, label))
 
-    def write_down(self, waits: bool = True) -> None:
-        """Start a write, of what came together while the last one ran."""
-        while self._to_write:
-            is_small = len(self._to_write) < self._tiers.at_once and self.is_writing
-            if waits and (is_small or self._writer.is_full):
+    def write_down(self) -> None:
+        """Start a write, of what came together while the last one ran, or a piece of a clear."""
+        while self._has_work or self._clears:
+            is_small = len(self._records) < self._tiers.at_once and self.is_writing
+            if is_small or self._writer.is_full:
                 return
-            count = min(self._tiers.at_once, len(self._to_write))
-            writes = [self._to_write.popleft() for _ in range(count)]
-            write = partial(self._write, writes)
-            self._run(write, partial(self._written, writes, time.monotonic()))
+            if self._clears and (self._is_clears_turn or not self._has_work):
+                clear = self._clears.popleft()
+                self._run(partial(self._erase, clear), partial(self._erased, clear))
+            else:
+                self._write_batch()
+            self._is_clears_turn = not self._is_clears_turn
 
-    def _write(self, writes: Sequence[Write], store: RecordStore) -> list[bool]:
+    def _write_batch(self, num_notes: int = NOTES_AT_ONCE) -> None:
+        writes = [write for _, _, write in self._records.take(self._tiers.at_once)]
+        notes = {str(name): value for _, name, value in self._notes.take(num_notes)}
+        work = partial(self._write, writes, notes)
+        self._run(work, partial(self._written, writes, time.monotonic()))
+
+    def _write(
+        self, writes: Sequence[Write], notes: dict[str, str | None], store: RecordStore
+    ) -> list[bool]:
         """In the writer's thread; which records are on disk now."""
         if store is not self.store:
             return [False] * len(writes)
+        wanted = [not entry.is_dropped for entry, _ in writes]
         records = [
             NewRecord(
                 entry.key,
@@ -183,9 +220,27 @@ class Disk:
                 entry.tag,
                 self._tiers.records[entry.slot].data,
             )
-            for entry, label in writes
+            for (entry, label), is_wanted in zip(writes, wanted, strict=True)
+            if is_wanted
         ]
-        return store.put(records)
+        kept = iter(store.put(records, notes))
+        return [is_wanted and next(kept) for is_wanted in wanted]
+
+    def _erase(self, clear: Clear, store: RecordStore) -> bool:
+        """In the writer's thread: a piece of a clear; whether there are more."""
+        if clear.pieces is None:
+            clear.pieces = store.clear(clear.namespace)
+        for _ in clear.pieces:
+            return True
+        return False
+
+    def _erased(self, clear: Clear, is_left: bool | None, error: OSError | None) -> None:
+        if is_left:
+            self._clears.append(clear)
+            return
+        self._tiers.report()
+        for done in clear.done:
+            done(error if self.store or self._failed else None)
 
     def _written(
         self, writes: Sequence[Write], began: float, kept: list[bool] | None, _: OSError | None
@@ -195,6 +250,8 @@ class Disk:
             tiers.count("disk", "in", sum(kept), began)
         for at, (entry, label) in enumerate(writes):
             written = self.find(entry.key)
+            if written is not None and (written.rank >= PINNED) != (entry.key in self.pinned):
+                self.use(entry.key, PageTag.read(label).priority)  # pins changed meanwhile
             if written is not None and entry.is_dropped:
                 self.drop([written])
             elif written is not None and kept is not None and kept[at]:
@@ -202,7 +259,7 @@ class Disk:
             tiers.host.release(entry)
 
     def _rank(self, record_id: bytes, priority: int) -> int:
-        return PINNED if record_id in self._pins else priority
+        return PINNED if record_id in self.pinned else priority
 
     def _fail(self, error: OSError) -> None:
         """Continue without the disk."""

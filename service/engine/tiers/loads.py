@@ -52,7 +52,7 @@ class Record:
     @property
     def keep(self) -> tuple[int, bool]:
         """Its priority, as it was when the page left the pool, and whether it has token ids."""
-        _, _, priority, with_ids = TAG.unpack_from(self.entry.tag)
+        *_, priority, with_ids = TAG.unpack_from(self.entry.tag)
         is_known = self.tier == "disk" and 0 < self.entry.rank < PINNED
         return (self.entry.rank if is_known else priority), with_ids
 

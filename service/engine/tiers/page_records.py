@@ -14,9 +14,9 @@ from service.core.values import Int32
 from service.operations.schema.page_names import MAX_EXTRA_A_PAGE, MAX_EXTRA_BYTES
 from service.tiers.records import STAMP_BYTES, RecordLayout
 
-TAG: Final = struct.Struct(f"<{KEY_BYTES}s{KEY_BYTES}sH?")
-"""A page's key, that of the page before it, its priority, and whether its token ids follow in the
-label, with the key material beside them."""
+TAG: Final = struct.Struct(f"<{KEY_BYTES}s{KEY_BYTES}s{KEY_BYTES}sH?")
+"""A page's key, key and identity of the page before it, its priority, and whether its token ids
+follow in the label, with the key material beside them."""
 EXTRA_ROOM: Final = MAX_EXTRA_A_PAGE * (EXTRA.size + MAX_EXTRA_BYTES)
 
 
@@ -30,32 +30,47 @@ def next_id(before: bytes, key: bytes) -> bytes:
 
 
 class PagePaths:
-    """Of each page that has a name: its identity, and the key of the page before it."""
+    """Of each page that has a name: its identity, and key and identity of the page before it."""
 
     def __init__(self, num_pages: int) -> None:
-        self._rows: Keys = np.zeros((num_pages, 2, WORDS), np.uint64)
+        self._rows: Keys = np.zeros((num_pages, 3, WORDS), np.uint64)
         self._bytes = self._rows.data.cast("B")
 
     def add(self, pages: Int32, before: bytes, key: bytes, keys: bytes) -> list[bytes]:
         """The identities of committed pages of these concatenated `keys`. The page before them has
         the identity `before` and this `key`; the root, its key for both."""
-        record_ids = []
+        first, record_ids = before, []
         for at in range(0, len(keys), KEY_BYTES):
             before = next_id(before, keys[at : at + KEY_BYTES])
             record_ids.append(before)
         self._rows[pages, 0] = as_keys(b"".join(record_ids))
         self._rows[pages, 1] = as_keys(key + keys[:-KEY_BYTES])
+        self._rows[pages, 2] = as_keys(b"".join([first, *record_ids[:-1]]))
         return record_ids
 
     def id_of(self, page: int) -> bytes:
-        return self._bytes[2 * page * KEY_BYTES : (2 * page + 1) * KEY_BYTES].tobytes()
+        return self._part(page, 0)
+
+    def rows_of(self, pages: Int32) -> Keys:
+        """The identities of pages, `[n, 2]`."""
+        rows: Keys = self._rows[pages, 0]
+        return rows
 
     def ids_of(self, pages: Int32) -> list[bytes]:
-        every = self._rows[pages, 0].tobytes()
-        return [every[at : at + KEY_BYTES] for at in range(0, len(every), KEY_BYTES)]
+        return split_ids(self.rows_of(pages).tobytes())
 
-    def key_before(self, page: int) -> bytes:
-        return self._bytes[(2 * page + 1) * KEY_BYTES : (2 * page + 2) * KEY_BYTES].tobytes()
+    def before(self, page: int) -> tuple[bytes, bytes]:
+        """Key and identity of the page before one."""
+        return self._part(page, 1), self._part(page, 2)
+
+    def _part(self, page: int, number: int) -> bytes:
+        first = (3 * page + number) * KEY_BYTES
+        return self._bytes[first : first + KEY_BYTES].tobytes()
+
+
+def split_ids(every: bytes) -> list[bytes]:
+    """Concatenated keys or identities, one by one."""
+    return [every[at : at + KEY_BYTES] for at in range(0, len(every), KEY_BYTES)]
 
 
 def layout_of(geometry: PoolGeometry, model: str) -> RecordLayout:
@@ -82,6 +97,7 @@ class PageTag(NamedTuple):
 
     key: bytes
     before: bytes
+    id_before: bytes
     priority: int
     with_ids: bool
 

@@ -51,8 +51,9 @@ def open_tiers(
         wake,
         metrics,
         keeps_host=bool(cache.host_bytes),
-        writes_commits=cache.write == "commit",
+        ledger=store.ledger,
     )
+    tiers.writes_commits = cache.write == "commit"
     if store.history.is_kept:
         tiers.reports.history = store.history
     if cache.disk_path is not None:
@@ -97,11 +98,12 @@ def restore_quotas(store: Store, tiers: Tiers, disk: RecordStore) -> None:
                 LOG.warning("the quota of namespace %s does not fit the pool: %s", namespace, error)
 
 
-def keep_quota(store: Store, namespace: str) -> None:
-    """Keep a namespace's quotas for the next start."""
+def keep_quota(store: Store, caller: str, namespace: str) -> None:
+    """Keep a namespace's quotas for the next start; the note counts for the caller's."""
     if store.loading is None:
         return
     held, tiers = store.tree.budget.look(namespace), store.loading.tiers
     quota = {"max_pages": held.max_pages, "reserved_pages": held.reserved_pages}
     quota |= tiers.limits_of(namespace)
-    tiers.disk.note(QUOTA + namespace, json.dumps(quota) if any(quota.values()) else None)
+    value = json.dumps(quota) if any(quota.values()) else None
+    tiers.disk.note(caller, QUOTA + namespace, value)

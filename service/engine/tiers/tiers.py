@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -21,6 +22,7 @@ from service.core.pool.namespaces import Root
 from service.core.prefix.keys import KEY_BYTES
 from service.core.prefix.nodes import Int32, Name, Node, named
 from service.core.tree import PrefixTree
+from service.engine.store.ledger import Ledger
 from service.engine.tiers.copier import Copier
 from service.engine.tiers.disk import Disk
 from service.engine.tiers.page_records import PagePaths
@@ -46,7 +48,8 @@ class Tiers:
     """Belongs to the engine's thread; the `watcher` and the `keeper` of its tree.
 
     `host_slots` records fit in host memory; without `keeps_host` they are there only on their way
-    to the disk. `writes_commits`: pages are copied when they are committed.
+    to the disk. `writes_commits`: pages are copied when they are committed. `ledger` counts what
+    waits for the disk.
     """
 
     def __init__(
@@ -59,9 +62,10 @@ class Tiers:
         metrics: Metrics,
         *,
         keeps_host: bool = True,
-        writes_commits: bool = False,
+        ledger: Ledger | None = None,
     ) -> None:
         self.tree = tree
+        self.ledger = ledger or Ledger()
         self.copies = copies
         self.layout = layout
         self.metrics = metrics
@@ -69,7 +73,7 @@ class Tiers:
         self.disk = Disk(self, wake)
         self.misses = Misses()
         self.reports = Reports(layout, metrics)
-        self.writes_commits = writes_commits
+        self.writes_commits = False
         self.idle_s: Callable[[], float] = lambda: math.inf
         """Seconds since others last waited for the device; 0 while they do."""
         self.at_once = max(1, min(COPIED_AT_ONCE, BYTES_AT_ONCE // layout.payload_bytes))
@@ -78,6 +82,8 @@ class Tiers:
         """The memory of the records in host memory, by their slot."""
         self._limits: dict[str, tuple[int | None, int | None]] = {}
         """Maximum bytes of namespaces in host memory and on disk."""
+        self.note_bytes: Counter[str] = Counter()
+        """Bytes of notes that count in a namespace's maximum on disk."""
         self.paths = PagePaths(tree.allocator.num_pages)
         self._discarded: list[bytes] | None = None
         """Identities of pages that are being evicted from all tiers; None: from the pool alone."""
@@ -193,7 +199,15 @@ class Tiers:
         self._limits[namespace] = host_bytes, disk_bytes
         size = self.layout.block_bytes
         self.host.set_limit(namespace, None if host_bytes is None else host_bytes // size)
-        self.disk.set_limit(namespace, disk_bytes)
+        self.count_notes(namespace, 0)
+
+    def count_notes(self, namespace: str, num_bytes: int) -> None:
+        """Count more bytes (negative: fewer) of a namespace's notes: its records have less."""
+        self.note_bytes[namespace] += num_bytes
+        limit = self.limits_of(namespace)["max_disk_bytes"]
+        if limit is not None:
+            limit = max(0, limit - self.note_bytes[namespace])
+        self.disk.set_limit(namespace, limit)
 
     def limits_of(self, namespace: str) -> dict[str, int | None]:
         host, disk = self._limits.get(namespace, (None, None))

@@ -34,8 +34,9 @@ def test_the_newest_item_of_a_name_waits_in_its_place_and_counts_once() -> None:
     with pytest.raises(Overloaded):
         backlog.refuse("a", "z")
     backlog.refuse("a", "y")
-    backlog.refuse("b", "x")
-    assert backlog.take(9) == [("a", "x", "new"), ("a", "y", "y")]
+    backlog.put("b", "x", "newest")
+    assert ledger.count(NOTES, "b") == 0
+    assert backlog.take(9) == [("a", "x", "newest"), ("a", "y", "y")]
     assert (len(backlog), ledger.count(NOTES, "a")) == (0, 0)
     backlog.refuse("a", "z")
 
