@@ -29,6 +29,8 @@ class EventAnswer(Fields):
     """Number, one more than the previous event's."""
     type: Literal["stored", "removed", "cleared", "pressure"]
     namespace: str
+    time: float
+    """When it was recorded, in Unix seconds."""
     page_keys: list[PageKey] | None = None
     """Stored, removed: keys of the pages, in the order of their prompt."""
     parent_key: PageKey | None = None

@@ -151,10 +151,12 @@ class RecordStore:
         """Whether the file of the blocks was deleted: its bytes go as it is closed."""
         return os.fstat(self._data_fd).st_nlink == 0
 
-    def records(self) -> list[Entry]:
-        """Records of this stamp that can be read; at the start, the least recently used first."""
+    def records(self, namespace: str | None = None) -> list[Entry]:
+        """Records of this stamp that can be read, of a namespace or of all (None); at the start,
+        the least recently used first."""
         with self._lock:
-            return [entry for entry in self._shelf if entry.is_ready and entry.rank != FOREIGN]
+            among = self._shelf if namespace is None else self._shelf.own(namespace)
+            return [entry for entry in among if entry.is_ready and entry.rank != FOREIGN]
 
     # One thread.
 

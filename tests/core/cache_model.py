@@ -29,12 +29,14 @@ from core_pool import slots_of, truncate
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from service.core.errors import CoreError, InvalidRequest, OutOfPages, UnknownLease, UnknownPage
+from service.core.prefix.inventory import named_in
 from service.core.prefix.keys import Prefix, as_keys, extra_by_page, root_key
 from service.core.prefix.named_pages import Change, Removed, Stored
 from service.core.prefix.nodes import Retention
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec, RowCopies
 from service.engine.store.event_history import EventHistory
+from tests.harness.router import read_page
 
 NUM_PAGES = 40
 PAGE_SIZE = 2
@@ -45,6 +47,7 @@ MAX_TOKENS = 13
 IMAGE = 10
 TOKENS = (*(1,) * 12, 2, 2, 11, 21)
 EVENTS_HISTORY = 10_000
+SHORT_HISTORY = 8
 DEFAULT_PRIORITY = 35
 
 
@@ -162,6 +165,27 @@ def further(tokens: list[int], form: Callable[[int, bytes], Any]) -> list[Any]:
     return [form(at, bytes([image])) for at, image in above]
 
 
+@dataclass
+class LateFollower:
+    """Reads a short history now and then, while it changes, and learns all that it missed."""
+
+    namespace: str
+    at: int = 0
+    known: set[bytes] = field(default_factory=set)
+    resets: int = 0
+
+    def read(self, history: EventHistory, limit: int) -> bool:
+        """Read up to `limit` events; whether there were any."""
+        events, self.at, too_old = read_page(history, self.namespace, self.at, limit)
+        if too_old:
+            self.known.clear()
+            self.resets += 1
+        for event in events:
+            keys = set(map(bytes.fromhex, event["page_keys"]))
+            self.known = self.known | keys if event["type"] == "stored" else self.known - keys
+        return bool(events) or too_old
+
+
 class Driver:
     """Applies each operation to a tree and to the model, and compares the results."""
 
@@ -173,6 +197,7 @@ class Driver:
         self.hits = 0
         self.at = dict.fromkeys(NAMESPACES, -1)
         self.known: dict[str, set[bytes]] = {namespace: set() for namespace in NAMESPACES}
+        self.late = [LateFollower(namespace) for namespace in NAMESPACES]
         self.begin()
         self.follow()
 
@@ -180,6 +205,8 @@ class Driver:
         """A tree with nothing in it, and a listener."""
         self.tree = PrefixTree(NUM_PAGES, PAGE_SIZE, 1)
         self.history = EventHistory(PAGE_SIZE, EVENTS_HISTORY)
+        self.short = EventHistory(PAGE_SIZE, SHORT_HISTORY)
+        self.short.inventories.append(lambda one: named_in(self.tree.cache.named, one, 2))
         self.changes: list[Change] = []
         self.tree.cache.named.listener = self.hear
         for namespace in NAMESPACES:
@@ -188,6 +215,7 @@ class Driver:
     def hear(self, change: Change) -> None:
         self.changes.append(change)
         self.history.hear(change)
+        self.short.hear(change)
 
     def step(self) -> None:
         kind = self.random.choices(
@@ -198,6 +226,8 @@ class Driver:
         self.counts[kind] += 1
         before = self.model.referenced() | self.model.pinned()
         getattr(self, f"do_{kind}")(self.random.choice(NAMESPACES), before)
+        if self.random.random() < 0.2:
+            self.random.choice(self.late).read(self.short, self.random.choice((1, 2, 5)))
 
     # What callers do.
 
@@ -537,7 +567,7 @@ class Driver:
         for owner, salt, key in lost.names:
             assert self.tree.cache.match(owner, Prefix(None, as_keys(key), salt)).num_pages == 0
         for owner in NAMESPACES:
-            _, self.at[owner], too_old = self.history.page(owner, self.at[owner], 1)
+            _, self.at[owner], too_old = read_page(self.history, owner, self.at[owner], 1)
             assert too_old, "a follower must learn that its events were dropped"
             self.known[owner].clear()
 
@@ -546,7 +576,7 @@ class Driver:
     def follow(self) -> None:
         """Read the events since the last time, as a router does."""
         for namespace, known in self.known.items():
-            reply, at, too_old = self.history.page(namespace, self.at[namespace], 1000)
+            reply, at, too_old = read_page(self.history, namespace, self.at[namespace], 1000)
             while reply:
                 assert not too_old
                 for event in reply:
@@ -557,8 +587,17 @@ class Driver:
                     else:
                         assert keys <= known
                         known -= keys
-                reply, at, too_old = self.history.page(namespace, at, 1000)
+                reply, at, too_old = read_page(self.history, namespace, at, 1000)
             self.at[namespace] = at
+
+    def check_inventory(self, namespace: str) -> None:
+        """It names every page once, after the page before it."""
+        roots = {root_key(namespace, salt) for salt in SALTS}
+        seen: list[bytes] = []
+        for stored in filter(None, named_in(self.tree.cache.named, namespace, 2)):
+            assert stored.parent_key in roots or stored.parent_key in seen
+            seen += [stored.keys[at : at + 16] for at in range(0, len(stored.keys), 16)]
+        assert sorted(seen) == sorted(self.known[namespace])
 
     def expected(self, namespace: str, tokens: list[int], salt: str) -> list[Page]:
         """The pages expected for a prompt."""
@@ -636,6 +675,12 @@ class Driver:
         self.follow()
         for namespace, known in self.known.items():
             assert known == {key for owner, _, key in model.names if owner == namespace}
+            self.check_inventory(namespace)
+        for late in self.late:
+            while late.read(self.short, 3):
+                pass
+            assert late.known == self.known[late.namespace], "a follower that missed events"
+        self.counts["resets"] = sum(late.resets for late in self.late)
         assert {leaf.id for leaf in self.tree.books} == set(model.sequences)
         cached, pinned = model.cached(), model.pinned() - model.referenced()
         for namespace in NAMESPACES:

@@ -11,7 +11,7 @@ from cache_model import run
 def test_any_history_leaves_what_pages_in_a_dict_would_be() -> None:
     over = run(100_000, seed=2026, check_every=100)
     assert over.hits > 1000, "hardly anything was found again"
-    for kind in ("evicted", "moved", "left to forks", "outlived", "out of pages", "die"):
+    for kind in ("evicted", "moved", "left to forks", "outlived", "out of pages", "die", "resets"):
         assert over.counts[kind] > 20, f"{kind}: {over.counts[kind]} times only"
 
 

@@ -342,8 +342,10 @@ class CacheEvent:
 
     `type` is `stored` (with `page_keys`, the `parent_key` before them, `page_size`, `medium`, and
     `token_ids` where they are known), `removed` (`page_keys`, `medium`), `cleared`, `pressure`
-    (`is_high`, pages `free` and `available`), or `too_old`: earlier events were not kept, so a copy
-    built from them may be wrong. `medium` is `GPU` for the pool, `CPU` for host memory, or `DISK`.
+    (`is_high`, pages `free` and `available`), or `too_old`: earlier events were not kept. After
+    `too_old` and `cleared` discard what you know: `stored` events of all pages follow, and may
+    repeat some. `time` is in Unix seconds. `medium` is `GPU` for the pool, `CPU` for host memory,
+    or `DISK`.
     `extra_keys`: for each page None, or the `first_token` in it and the `key` of each further key
     that begins there; None where no page has any.
     """
@@ -351,6 +353,7 @@ class CacheEvent:
     id: int
     type: str
     namespace: str = ""
+    time: float = 0.0
     page_keys: tuple[str, ...] = ()
     parent_key: str | None = None
     token_ids: tuple[int, ...] | None = None

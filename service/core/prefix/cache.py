@@ -93,7 +93,8 @@ class PrefixCache:
     def cleared(self, namespace: str) -> None:
         """Report to the listener that all evictable pages were evicted."""
         if self.named.listener is not None:
-            self.named.listener(Cleared(namespace))
+            has_left = self._budget.look(namespace).num_nodes > 0
+            self.named.listener(Cleared(namespace, has_left))
 
     # Leases.
 

@@ -55,9 +55,10 @@ class Removed:
 
 @dataclass(slots=True, eq=False)
 class Cleared:
-    """All pages of the namespace that nothing holds were evicted."""
+    """All pages of the namespace that nothing holds were evicted; `has_left`: some are held."""
 
     namespace: str
+    has_left: bool = True
 
 
 Change = Stored | Removed | Cleared

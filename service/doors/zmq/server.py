@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from hashlib import blake2b
 from typing import Any, Final, Literal
@@ -17,7 +19,6 @@ from service.doors.kit.problems import ProblemText
 from service.doors.kit.process import Setup, connect
 from service.doors.kit.upstream import events_after
 from service.errors import AttndError, NotReady
-from service.operations.events import FROM_NOW
 from service.tenants import OPEN, tenant_of
 
 Layout = Literal["map", "array"]
@@ -32,12 +33,12 @@ END: Final = (-1).to_bytes(8, "big", signed=True)
 """The sequence number that ends a replay."""
 
 
-def payload(event: dict[str, Any], when: float, layout: Layout) -> bytes:
+def payload(event: dict[str, Any], layout: Layout) -> bytes:
     """One event as a batch: [timestamp, [events], rank]. An event without a counterpart in
     vLLM is an empty batch, so that no sequence number is missing."""
     fields = fields_of(event)
     events = [] if fields is None else [fields if layout == "map" else list(fields.values())]
-    return msgspec.msgpack.encode([when, events, 0])
+    return msgspec.msgpack.encode([event.get("time", time.time()), events, 0])
 
 
 def fields_of(event: dict[str, Any]) -> dict[str, Any] | None:
@@ -90,6 +91,12 @@ def sequence(number: int) -> bytes:
 
 LOG: Final = logging.getLogger("attnd.zmq")
 POLL_S: Final = 0.05
+JOIN_S: Final = 1.0
+"""Least time between two repetitions of all events for new subscribers."""
+QUIET_S: Final = 1.0
+"""Time after the last event until an empty batch repeats its number, so that a gap shows."""
+LEAST_WAITING: Final = 16_384
+"""Messages that may wait for a subscriber, at least."""
 LINGER_MS: Final = 200
 """Time for the last events to be sent."""
 SEQUENCE_BYTES: Final = 8
@@ -112,6 +119,8 @@ class Server:
         self.has_keys = settings.auth.keys_file is not None
         self.tenant = tenant_of(self.cache.zmq_namespace, ["read"]) if self.has_keys else OPEN
         self.failed = ""
+        self.is_joined = False
+        """Whether there are subscribers who may have missed events."""
         self.loop: asyncio.AbstractEventLoop | None = None
 
     def run(self) -> None:
@@ -152,8 +161,8 @@ class Server:
     def bound(self, context: Any, kind: int, endpoint: str | None) -> Any:
         """A socket at the endpoint. Raises zmq.ZMQError with the endpoint's name."""
         sock = context.socket(kind)
-        # a whole replay may wait for a client; beyond that messages are dropped
-        sock.sndhwm = self.cache.events_history + 1
+        # all that is kept may wait for a subscriber; beyond that messages are dropped
+        sock.sndhwm = max(self.cache.events_history, LEAST_WAITING) + 1
         sock.maxmsgsize = MAX_BYTES
         if kind == zmq.XPUB:
             sock.setsockopt(zmq.XPUB_VERBOSER, 1)  # reports every subscription and its end
@@ -181,8 +190,9 @@ class Server:
         while True:
             count = 0
             while count <= MAX_SUBSCRIPTIONS:
-                change = await self.out.recv()
-                count += CHANGES.get(change[:1], 0)
+                change = CHANGES.get((await self.out.recv())[:1], 0)
+                count += change
+                self.is_joined |= change > 0
             LOG.warning(
                 "more than %d subscriptions at %s: all subscribers are disconnected",
                 MAX_SUBSCRIPTIONS,
@@ -195,27 +205,45 @@ class Server:
                     self.out = self.bound(context, zmq.XPUB, self.cache.zmq_endpoint)
 
     async def publish(self) -> None:
-        """Send new events, until the engine accepts no more calls."""
-        topic, last = self.cache.zmq_topic.encode(), FROM_NOW
+        """Send events, until the engine accepts no more calls: from the start on, and for new
+        subscribers, all that are kept."""
+        last, begun, sent = 0, -math.inf, math.inf
         with suppress(NotReady):
             while True:
+                now = time.monotonic()
+                if self.is_joined and now - begun > JOIN_S:
+                    self.is_joined, last, begun = False, 0, now
                 page = await self.page(last)
-                for event in page["events"]:
-                    body = payload(event, time.time(), self.cache.zmq_layout)
+                if page["events"] or page["too_old"]:
+                    sent = now
+                elif now - sent > QUIET_S:  # a subscriber may have missed the last ones
+                    page["events"], sent = [{"type": "quiet", "id": last}], math.inf
+                for frames in self.messages(page):
                     while self.out.closed:
                         await asyncio.sleep(BIND_S)
-                    await self.out.send_multipart([topic, sequence(event["id"]), body])
+                    await self.out.send_multipart(frames)
                 last = page["next"]
                 if not page["events"]:
                     await asyncio.sleep(POLL_S)
         await self.ended.wait()
 
+    def messages(self, page: dict[str, Any]) -> Iterator[list[bytes]]:
+        """Topic, number and batch of each event; the first one is `AllBlocksCleared` where those
+        before are not known."""
+        events, topic = page["events"], self.cache.zmq_topic.encode()
+        if page["too_old"]:
+            events = [{"type": "cleared", "id": page["next"] - len(events)}, *events]
+        for event in events:
+            yield [topic, sequence(event["id"]), payload(event, self.cache.zmq_layout)]
+
     async def page(self, last: int) -> dict[str, Any]:
-        """Events from the engine; retries after an error. Raises NotReady."""
+        """Events from the engine after a number, or with 0 as if others were dropped before;
+        retries after an error. Raises NotReady."""
         while True:
             self.link.ready()
             try:
-                return await events_after(self.link, self.tenant, last)
+                page = await events_after(self.link, self.tenant, last)
+                return page | {"too_old": page["too_old"] or not last}
             except NotReady:
                 raise
             except (AttndError, ProblemText) as error:
@@ -233,15 +261,14 @@ class Server:
                     await self.send_from(replies, subscriber, int.from_bytes(rest[1], "big"))
 
     async def send_from(self, replies: Any, subscriber: bytes, first: int) -> None:
-        """Send a subscriber every kept event from a sequence number on, and the end mark."""
+        """Send a subscriber every event from a sequence number on, and the end mark: from 0, or a
+        number that is not kept, all that are kept."""
         last = min(max(0, first - 1), 2**53 - 1)
         while True:
             page = await self.page(last)
-            for event in page["events"]:
-                if event["id"] >= first:
-                    body = payload(event, time.time(), self.cache.zmq_layout)
-                    await replies.send_multipart([subscriber, b"", sequence(event["id"]), body])
+            for frames in self.messages(page):
+                await replies.send_multipart([subscriber, b"", *frames])
             last = page["next"]
             if not page["events"]:
                 break
-        await replies.send_multipart([subscriber, b"", END, b""])
+        await replies.send_multipart([subscriber, b"", b"", END, b""])

@@ -32,6 +32,7 @@ from service.engine.loop.job import (
 from service.engine.loop.request import Request
 from service.engine.store.store import Store
 from service.engine.tiers.loads import Origin
+from service.errors import NotErased
 from service.operations.prefix import MAX_HOLDS
 from service.operations.schema.page_names import ExtraKey, PageNames, PromptNames, keys_of
 
@@ -290,7 +291,11 @@ def evicting(store: Store, request: Request, count: int, is_clear: bool = False)
     def slices() -> Slices:
         done = evicted if is_over else (yield from in_slices(pieces(evicted)))
         if is_clear and store.loading is not None:
-            yield from store.loading.clear(namespace)
+            try:
+                yield from store.loading.clear(namespace)
+            except NotErased:
+                cache.cleared(namespace)  # readers of events learn what is left
+                raise
             done += yield from in_slices(pieces(0))  # what loads under way had committed
         finish(done)
 

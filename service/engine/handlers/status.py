@@ -17,6 +17,7 @@ from service.engine.loop.job import (
     in_slices,
 )
 from service.engine.loop.request import Request
+from service.engine.store.event_history import Page
 from service.engine.store.store import Store
 from service.engine.tiers.setup import QUOTA, keep_quota
 from service.operations.schema.fields import refuse
@@ -110,12 +111,25 @@ def snapshot(store: Store, request: Request, _: Seconds) -> Work:
     return Completed()
 
 
-def events(store: Store, request: Request, _: Seconds) -> Fields:
+def events(store: Store, request: Request, _: Seconds) -> Work | Fields:
     history, fields = store.history, request.fields
     if not history.is_kept:
         refuse("cache.events_history", 0, NO_EVENTS)
-    found, following, too_old = history.page(request.tenant.namespace, fields.after, fields.limit)
-    return {"events": found, "next": following, "too_old": too_old}
+    reading = history.read(request.tenant.namespace, fields.after, fields.limit)
+    try:
+        next(reading)
+    except StopIteration as end:  # all of them are kept
+        return events_fields(end.value)
+
+    def slices() -> Slices:
+        request.place.lay(events_fields((yield from in_slices(reading))))
+
+    return SlicedWork(slices())
+
+
+def events_fields(page: Page) -> Fields:
+    events, following, too_old = page
+    return {"events": events, "next": following, "too_old": too_old}
 
 
 def get_namespace(store: Store, request: Request, _: Seconds) -> Fields:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -37,36 +38,68 @@ class Pressure:
 
 Event = Change | Pressure
 
+END: Final = object()
+Kept = tuple[Event, int, float]
+"""An event, the pages that it takes of the history, and when it was added, in Unix seconds."""
+Page = tuple[list[dict[str, Any]], int, bool]
+"""Events as JSON, the number of the last one, and whether some were dropped before."""
+Inventory = Callable[[str], Iterator[Stored | None]]
+"""Lists a namespace's pages of one medium, in parts; None is a pause."""
+
 
 @dataclass(slots=True)
 class Past:
-    """One namespace's events; the last one has the number `newest`."""
+    """One namespace's events; the last one has the number `newest`.
+
+    The events after each number of `bases` report all pages that are there now, once `restating`
+    has ended, which makes those that are missing.
+    """
 
     newest: int
-    events: deque[Event] = field(default_factory=deque)
+    bases: deque[int]
+    restating: Iterator[Stored | None] | None = None
+    events: deque[Kept] = field(default_factory=deque)
     weight: int = 0
-    has_forgotten: bool = False
 
     def add(self, event: Event, weight: int, most: int) -> None:
-        self.events.append(event)
+        self.events.append((event, weight, time.time()))
         self.newest += 1
         self.weight += weight
         while self.weight > most:
-            self.weight -= weight_of(self.events.popleft())
-            self.has_forgotten = True
+            self.weight -= self.events.popleft()[1]
+
+    @property
+    def oldest(self) -> int:
+        """The number before the first event that is kept."""
+        return self.newest - len(self.events)
+
+    @property
+    def has_base(self) -> bool:
+        """Whether the events that are kept report all pages."""
+        while self.bases and self.bases[0] < self.oldest:
+            self.bases.popleft()
+        return bool(self.bases)
 
 
 class EventHistory:
     """Listens to the changes of the cache. Numbers begin with the microseconds at the start, so
-    that a number from before a restart is too old."""
+    that a number from before a restart is too old.
+
+    A reader that missed some gets all that are kept. Where these do not report all pages, `stored`
+    events of what the `inventories` list are added to the history as they are read, between the
+    changes of that time. To other readers they say nothing new.
+    """
 
     def __init__(self, page_size: int, most_pages: int) -> None:
-        """`most_pages` are kept for each namespace; with 0, none."""
+        """Changes of `most_pages` are kept for each namespace; with 0, none."""
         self.page_size = page_size
-        self._pages_an_event = max(1, min(PAGES_AN_EVENT, TOKENS_AN_EVENT // page_size))
+        self.pages_an_event = max(1, min(PAGES_AN_EVENT, TOKENS_AN_EVENT // page_size))
         self.most_pages = most_pages
         self._begin = time.time_ns() // 1000
         self._pasts: dict[str, Past] = {}
+        self.inventories: list[Inventory] = []
+        self.begins_empty = True
+        """Whether there was no page before the first event."""
         self.is_high = False
         """The pressure by the last event."""
 
@@ -75,14 +108,18 @@ class EventHistory:
         return self.most_pages > 0
 
     def hear(self, change: Change) -> None:
-        """Keep a change; it is turned into JSON when it is read."""
+        """Keep a change; it is turned into JSON when it is read. After `Cleared` the pages that are
+        left are reported again."""
         past = self._pasts.get(change.namespace) or self._begun(change.namespace)
         weight = weight_of(change)
-        if weight <= self._pages_an_event:
-            past.add(change, weight, self.most_pages)
+        if weight > self.pages_an_event:
+            for part in parts_of(change, self.pages_an_event):
+                past.add(part, weight_of(part), self.most_pages)
             return
-        for part in parts_of(change, self._pages_an_event):
-            past.add(part, weight_of(part), self.most_pages)
+        past.add(change, weight, self.most_pages)
+        if isinstance(change, Cleared):
+            self._restate(change.namespace, past)
+            past.restating = past.restating if change.has_left else None
 
     def press(self, is_high: bool, left: dict[str, tuple[int, int]]) -> None:
         """Add an event of changed pressure for all namespaces; `left` has the pages that are free
@@ -93,30 +130,48 @@ class EventHistory:
                 past = self._pasts.get(namespace) or self._begun(namespace)
                 past.add(Pressure(is_high, *pages), 1, self.most_pages)
 
-    def page(
-        self, namespace: str, after: int, limit: int
-    ) -> tuple[list[dict[str, Any]], int, bool]:
+    def read(self, namespace: str, after: int, limit: int) -> Generator[None, None, Page]:
         """Up to `limit` events after a number, the number to continue after, and whether some were
-        dropped."""
-        past = self._pasts.get(namespace) or Past(self._begin)
+        dropped; in small steps where events are made first."""
+        past = self._pasts.get(namespace) or self._begun(namespace)
         if after < 0:
             return [], past.newest, False
-        before_first = past.newest - len(past.events)
-        too_old = past.has_forgotten if after == 0 else not before_first <= after <= past.newest
-        start = before_first if too_old else max(after, before_first)
+        start = after if after and past.oldest <= after <= past.newest else past.oldest
+        if start != after and not past.has_base:
+            self._restate(namespace, past)
+        too_old = start != (after or self._begin)
         page: list[dict[str, Any]] = []
         size = 0
-        for at in range(start - before_first, len(past.events)):  # looks at these events alone
-            event = past.events[at]
-            size += num_bytes(event)
-            if page and (size > ANSWER_BYTES or len(page) == limit):
+        # as long as not too much changes meanwhile
+        while len(page) < limit and start + len(page) >= past.oldest:
+            at = start + len(page) - past.oldest
+            if at < len(past.events):
+                event, _, when = past.events[at]
+                size += num_bytes(event)
+                if page and size > ANSWER_BYTES:
+                    break
+                known = {"id": start + len(page) + 1, "namespace": namespace, "time": when}
+                page.append(known | fields(event, self.page_size))
+            elif (restating := past.restating) is None:
                 break
-            number = start + len(page) + 1
-            page.append({"id": number, "namespace": namespace} | fields(event, self.page_size))
+            else:
+                made = next(restating, END)
+                if isinstance(made, Stored):
+                    past.add(made, 0, self.most_pages)
+                elif made is END:
+                    past.restating = None
+                yield
         return page, start + len(page), too_old
 
+    def _restate(self, namespace: str, past: Past) -> None:
+        """Report all pages again, after what is kept now."""
+        past.bases.append(past.newest)
+        past.restating = chain.from_iterable(make(namespace) for make in self.inventories)
+
     def _begun(self, namespace: str) -> Past:
-        past = self._pasts[namespace] = Past(self._begin)
+        past = self._pasts[namespace] = Past(self._begin, deque([self._begin]))
+        if not self.begins_empty:
+            self._restate(namespace, past)
         return past
 
 

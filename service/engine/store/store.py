@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from kernels.backend import Backend, DeviceLost, Int32, Pending, Tensor
 from service.core.errors import IntegrityError
+from service.core.prefix.inventory import named_in
 from service.core.sequences.books import Batch
 from service.core.tree import PrefixTree
 from service.core.values import Extension
@@ -109,6 +110,10 @@ class Store:
         self.history = EventHistory(geometry.page_size, events_history)
         if self.history.is_kept:
             self.tree.cache.named.listener = self.history.hear
+            at_once = self.history.pages_an_event
+            self.history.inventories.append(
+                lambda namespace: named_in(self.tree.cache.named, namespace, at_once)
+            )
         self.imports = UnfinishedImports(self.tree.books)
         self.move_marks = MoveMarks(self.tree)
         self.loading: Loading | None = None

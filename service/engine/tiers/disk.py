@@ -74,9 +74,8 @@ class Disk:
         self._next_look = 0.0
 
     def open(self, store: RecordStore) -> None:
-        """Use a store made with `evicted=disk.evicted`; events report the records that it has."""
+        """Use a store made with `evicted=disk.evicted`."""
         self.store, self.total_bytes = store, store.capacity_bytes
-        self._tiers.reports.found(store.records())
         self._tiers.report()
 
     def evicted(self, entry: Entry) -> None:
@@ -165,6 +164,8 @@ class Disk:
         """Report some of the records that are gone."""
         for _ in range(min(len(self._gone), REPORTED_AT_ONCE)):
             entry = self._gone.popleft()
+            if self.find(entry.key) is not None:  # it has been written again since
+                continue
             self._tiers.reports.removed([entry], "DISK")
             if not self._tiers.host.has(entry.key):
                 self._tiers.misses.removed(entry.key)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
 from collections.abc import Iterable
-from itertools import chain
 from typing import Any, Final, Literal
 
 from service.core.prefix.named_pages import Removed, Stored
@@ -54,21 +52,8 @@ class Reports:
             self._metrics.set(float(up[tier]), "tier_up", tier)
 
     def stored(self, entry: Entry, label: bytes, medium: Medium) -> None:
-        """A page has a record of this label, or tag."""
         if self.history is not None:
-            tag, (ids, extra) = PageTag.read(label), names_in(label, self.history.page_size)
-            names = tag.key, tag.before, ids or None, medium
-            self.history.hear(Stored(entry.namespace, *names, {0: extra} if extra else None))
-
-    def found(self, entries: Iterable[Entry]) -> None:
-        """Records were on disk at the start, the latest last: no more than the history keeps."""
-        if self.history is not None:
-            most = self.history.most_pages + 1  # one is forgotten, so that readers know of others
-            latest: defaultdict[str, deque[Entry]] = defaultdict(lambda: deque(maxlen=most))
-            for entry in entries:
-                latest[entry.namespace].append(entry)
-            for entry in chain.from_iterable(latest.values()):
-                self.stored(entry, entry.tag, "DISK")
+            self.history.hear(stored_event(entry, label, medium, self.history.page_size))
 
     def removed(self, entries: Iterable[Entry], medium: Medium) -> None:
         for entry in entries:
@@ -93,6 +78,13 @@ class Reports:
     def _page_s(self, tier: TierName, way: Way) -> float | None:
         pages, seconds = self._moved.get((tier, way), (0, 0.0))
         return seconds / pages if pages else None
+
+
+def stored_event(entry: Entry, label: bytes, medium: Medium, page_size: int) -> Stored:
+    """A page has a record of this label, or tag."""
+    tag, (ids, extra) = PageTag.read(label), names_in(label, page_size)
+    names = tag.key, tag.before, ids or None, medium
+    return Stored(entry.namespace, *names, {0: extra} if extra else None)
 
 
 class Misses:

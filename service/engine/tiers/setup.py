@@ -56,10 +56,12 @@ def open_tiers(
     tiers.writes_commits = cache.write == "commit"
     if store.history.is_kept:
         tiers.reports.history = store.history
+        store.history.inventories.append(tiers.inventory)
     if cache.disk_path is not None:
         path = Path(cache.disk_path)
         disk = RecordStore(path, cache.disk_bytes, layout, evicted=tiers.disk.evicted)
         tiers.disk.open(disk)
+        store.history.begins_empty = not disk.count()
         restore_quotas(store, tiers, disk)
     return Loading(tiers, wake)
 

@@ -20,13 +20,14 @@ from kernels.backend import PageCopies
 from service.core.pool.budget import Urgency
 from service.core.pool.namespaces import Root
 from service.core.prefix.keys import KEY_BYTES
+from service.core.prefix.named_pages import Stored
 from service.core.prefix.nodes import Int32, Name, Node, named
 from service.core.tree import PrefixTree
 from service.engine.store.ledger import Ledger
 from service.engine.tiers.copier import Copier
 from service.engine.tiers.disk import Disk
 from service.engine.tiers.page_records import PagePaths
-from service.engine.tiers.reports import Misses, Reports, TierName, Way
+from service.engine.tiers.reports import Medium, Misses, Reports, TierName, Way, stored_event
 from service.metrics import Metrics
 from service.tiers.records import RecordLayout
 from service.tiers.shelf import Entry, Shelf
@@ -248,6 +249,19 @@ class Tiers:
         disk = self.disk.total_bytes
         disk = None if disk is None else disk * bool(self.disk.store)
         return self.reports.describe({"host": host, "disk": disk})
+
+    def inventory(self, namespace: str) -> Iterator[Stored | None]:
+        """The records of a namespace, while others come and go; None is a pause."""
+        store, host = self.disk.store, list(self.host.own(namespace)) if self.host.keeps else []
+        disk = [] if store is None else store.records(namespace)
+        media: tuple[tuple[Medium, list[Entry], Callable[[bytes], Entry | None]], ...] = (
+            ("CPU", host, self.host.find),
+            ("DISK", disk, self.disk.find),
+        )
+        for medium, entries, find in media:
+            for entry in entries:
+                is_there = find(entry.key) is entry
+                yield stored_event(entry, entry.tag, medium, 0) if is_there else None
 
     def count(self, tier: TierName, way: Way, pages: int, began: float) -> None:
         """Count pages that moved, and update the gauges."""

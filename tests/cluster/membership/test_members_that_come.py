@@ -18,6 +18,7 @@ from service.errors import NotReady
 from service.metrics import MOST_ENGINES, Metrics
 from tests.cluster.fake_engines import INFO, fake_cluster
 from tests.cluster.harness import num_pages
+from tests.harness.router import read_page
 
 
 async def test_a_door_that_is_ready_stays_ready_while_an_engine_that_joins_starts() -> None:
@@ -86,7 +87,7 @@ async def test_one_poll_reads_all_events_of_long_prompts(monkeypatch: pytest.Mon
     async def ask(engine: Any, name: str, tenant: Any, after: int) -> EngineReply:
         nonlocal questions
         questions += 1
-        events, following, too_old = history.page("default", after, 1000)
+        events, following, too_old = read_page(history, "default", after, 1000)
         return EngineReply({"events": events, "next": following, "too_old": too_old}, {}, ())
 
     monkeypatch.setattr(polling, "ask", ask)

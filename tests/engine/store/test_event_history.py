@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator
 from itertools import pairwise
@@ -11,8 +12,9 @@ import numpy as np
 
 from config.sections import CacheSettings
 from service.core.prefix.named_pages import Change, Cleared, Removed, Stored
-from service.engine.store.event_history import PAGES_AN_EVENT, EventHistory
+from service.engine.store.event_history import PAGES_AN_EVENT, EventHistory, Page
 from tests.engine.harness import Caller, NewCall, fake_engine
+from tests.harness.router import read_page
 
 PAGE = 4
 
@@ -33,12 +35,20 @@ def history(*changes: Change, most: int = 1000) -> EventHistory:
     return made
 
 
+def page_of(kept: EventHistory, namespace: str, after: int, limit: int) -> Page:
+    """A page of events, without their times."""
+    events, following, too_old = read_page(kept, namespace, after, limit)
+    for event in events:
+        assert abs(event.pop("time") - time.time()) < 60
+    return events, following, too_old
+
+
 def test_a_long_change_becomes_several_consecutive_events() -> None:
     count = 2 * PAGES_AN_EVENT + 1
     kept = history(stored(1, count), Removed("a", keys(1, count)))
-    begin = kept.page("b", -1, 1)[1]
+    begin = page_of(kept, "b", -1, 1)[1]
     events, at = [], 0
-    while reply := kept.page("a", at, 1000)[0]:
+    while reply := page_of(kept, "a", at, 1000)[0]:
         events += reply
         at = reply[-1]["id"]
     assert [event["id"] - begin for event in events] == list(range(1, 7))
@@ -53,14 +63,14 @@ def test_a_long_change_becomes_several_consecutive_events() -> None:
 
 def test_the_oldest_events_are_dropped_by_their_number_of_pages() -> None:
     kept = history(stored(1, 3), Cleared("a"), most=5)
-    first = kept.page("a", -1, 1)[1] - 1
-    assert [one["type"] for one in kept.page("a", 0, 9)[0]] == ["stored", "cleared"]
+    first = page_of(kept, "a", -1, 1)[1] - 1
+    assert [one["type"] for one in page_of(kept, "a", 0, 9)[0]] == ["stored", "cleared"]
     kept.hear(stored(9, 2))
-    reply, following, too_old = kept.page("a", first, 9)
+    reply, following, too_old = page_of(kept, "a", first, 9)
     assert ([one["id"] - first for one in reply], following, too_old) == ([1, 2], first + 2, False)
-    assert kept.page("a", first - 1, 9)[2] and kept.page("a", 0, 9)[2]
+    assert page_of(kept, "a", first - 1, 9)[2] and page_of(kept, "a", 0, 9)[2]
     kept.hear(stored(20, 99))
-    assert kept.page("a", first, 9) == ([], first + 3, True)
+    assert page_of(kept, "a", first, 9) == ([], first + 3, True)
 
 
 def test_a_page_of_events_takes_no_walk_through_earlier_ones() -> None:
@@ -71,23 +81,56 @@ def test_a_page_of_events_takes_no_walk_through_earlier_ones() -> None:
     kept = history(*[Cleared("a") for _ in range(9)])
     past = kept._pasts["a"]
     past.events = Walked(past.events)
-    found, following, too_old = kept.page("a", past.newest - 2, 9)
+    found, following, too_old = page_of(kept, "a", past.newest - 2, 9)
     assert [one["id"] for one in found] == [past.newest - 1, past.newest]
     assert (following, too_old) == (past.newest, False)
 
 
+def test_after_a_clear_the_pages_that_are_left_are_reported_again() -> None:
+    kept = history(stored(1, 3), most=2)
+    kept.inventories.append(lambda namespace: iter([None, stored(3, 1, namespace)]))
+    begin = page_of(kept, "a", -1, 1)[1]
+    kept.hear(Cleared("a", has_left=True))
+    reply, following, too_old = page_of(kept, "a", begin, 9)
+    assert ([one["type"] for one in reply], too_old) == (["cleared", "stored"], False)
+    assert page_of(kept, "a", begin - 1, 9) == (reply, following, True)
+    kept.hear(Cleared("a", has_left=False))
+    (cleared,), last, _ = page_of(kept, "a", following, 9)
+    assert (cleared["type"], page_of(kept, "a", last, 9)) == ("cleared", ([], last, False))
+
+
+def test_a_reader_that_is_slower_than_the_changes_begins_again() -> None:
+    """And knows all pages once they pause."""
+    kept = history(stored(1, 4), most=4)
+    here = [stored(number, 1) for number in range(5, 25)]
+    kept.inventories.append(lambda _: iter(here))
+    at, known, resets = 1, set[str](), 0
+    for number in range(100):
+        reply, at, too_old = page_of(kept, "a", at, 3)
+        if too_old:
+            known, resets = set(), resets + 1
+        known |= {key for event in reply for key in event["page_keys"]}
+        if number < 10:
+            here.append(stored(100 + number, 1))
+            for _ in range(4):
+                kept.hear(here[-1])
+        elif not reply:
+            break
+    assert resets > 5 and len(known) == 30
+
+
 def test_namespaces_have_numbers_of_their_own() -> None:
     kept = history(stored(1, 1, "a"), stored(1, 1, "b"), Cleared("b"))
-    (mine,), following, _ = kept.page("a", 0, 9)
+    (mine,), following, _ = page_of(kept, "a", 0, 9)
     assert (mine["namespace"], following) == ("a", mine["id"])
-    assert kept.page("b", 0, 9)[0][0]["id"] == mine["id"]
-    assert kept.page("missing", 0, 9) == ([], mine["id"] - 1, False)
+    assert page_of(kept, "b", 0, 9)[0][0]["id"] == mine["id"]
+    assert page_of(kept, "missing", 0, 9) == ([], mine["id"] - 1, False)
 
 
 def test_without_a_history_there_are_no_events() -> None:
     kept = history(most=0)
     kept.press(True, {"a": 1})
-    assert kept.is_high and not kept.is_kept and kept.page("a", 0, 9)[0] == []
+    assert kept.is_high and not kept.is_kept and page_of(kept, "a", 0, 9)[0] == []
 
 
 @fake_engine(cache=CacheSettings(events_history=0))

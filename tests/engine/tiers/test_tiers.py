@@ -808,17 +808,6 @@ def test_after_a_restart_events_report_the_records_on_disk(tmp_path: Path) -> No
     run(no_disk_events, cache.model_copy(update={"model": "another"}))
 
 
-def test_after_a_restart_events_report_the_latest_records_on_disk(tmp_path: Path) -> None:
-    cache = on_disk(tmp_path, write="commit", events_history=3)
-
-    async def after(caller: Caller) -> None:
-        reply = (await caller.call("events", {"after": 0})).fields
-        assert (len(reply["events"]), reply["too_old"]) == (3, True)
-
-    run(lambda caller: fill(caller, PROMPTS[:2]), cache)
-    run(after, cache)
-
-
 async def no_disk_events(caller: Caller) -> None:
     """Records of another model are not reported."""
     assert (await caller.call("events", {"after": 0})).fields["events"] == []

@@ -29,7 +29,8 @@ END = b"\xff" * 8
 
 
 class Subscriber:
-    """Keeps the blocks that a publisher says are there."""
+    """Keeps the blocks of the pool that a publisher reports, and requests missed batches, as
+    subscribers of vLLM 0.26 and newer do."""
 
     def __init__(self, context: zmq.Context[Any], events: str, replay: str, topic: str) -> None:
         self.context = context
@@ -37,20 +38,42 @@ class Subscriber:
         self.sub.rcvtimeo = int(1e3 * WAIT_S)
         self.sub.connect(events)
         self.sub.setsockopt_string(zmq.SUBSCRIBE, topic)
+        self.topic = topic.encode()
         self.where = replay
         self.blocks: dict[bytes, tuple[bytes | None, list[int]]] = {}
         self.last = -1
+        self.times: dict[int, float] = {}
 
     def hear(self) -> list[dict[str, Any]]:
         """The next batch."""
         _, number, payload = self.sub.recv_multipart()
+        if 0 <= self.last < int.from_bytes(number, "big") - 1:
+            self.replay(self.last + 1)
         return self.take(number, payload)
+
+    def hear_until(self, kind: str) -> dict[str, Any]:
+        """The next event of a type."""
+        while not (found := [event for event in self.hear() if event["type"] == kind]):
+            pass
+        return found[0]
+
+    def hear_all(self, blocks: set[bytes]) -> None:
+        """Until the blocks are these, within a minute."""
+        self.sub.rcvtimeo, until = 100, time.monotonic() + WAIT_S
+        while set(self.blocks) != blocks:
+            assert time.monotonic() < until, (len(self.blocks), len(blocks))
+            with suppress(zmq.Again):
+                self.hear()
 
     def take(self, number: bytes, payload: bytes) -> list[dict[str, Any]]:
         when, events, rank = msgspec.msgpack.decode(payload)
         assert abs(when - time.time()) < 60 and rank == 0
         self.last = int.from_bytes(number, "big")
+        if events and events[0]["type"] != "AllBlocksCleared":
+            assert self.times.setdefault(self.last, when) == when, "a batch has one time"
         for event in events:
+            if event.get("medium", "GPU") != "GPU":
+                continue
             match event["type"]:
                 case "BlockStored":
                     parent, size = event["parent_block_hash"], event["block_size"]
@@ -61,7 +84,7 @@ class Subscriber:
                         parent = block
                 case "BlockRemoved":
                     for block in event["block_hashes"]:
-                        del self.blocks[block]
+                        self.blocks.pop(block, None)
                 case "AllBlocksCleared":
                     self.blocks.clear()
         return list(events)
@@ -74,8 +97,10 @@ class Subscriber:
             asking.send_multipart([b"not a request"])
             asking.send_multipart([b"", start.to_bytes(8, "big")])
             count = 0
-            while (message := asking.recv_multipart())[1] != END:
-                self.take(message[1], message[2])
+            while (message := asking.recv_multipart()) != [b"", b"", END, b""]:
+                empty, topic, number, payload = message
+                assert (empty, topic) == (b"", self.topic)
+                self.take(number, payload)
                 count += 1
             return count
 
@@ -98,6 +123,9 @@ def subscriber_types(layout: str, *, old: bool = False) -> Any:
         stored += [("lora_name", str | None), ("extra_keys", list[Any] | None, None)]
         stored += [("group_idx", int | None, None), ("kv_cache_spec_kind", str | None, None)]
         removed += [("group_idx", int | None, None)]
+    if layout == "map" and not old:  # fields of 0.33, which come in any order
+        stored += [("event_version", int, 1), ("locality", str | None, None)]
+        removed += [("locality", str | None, None)]
     events = (
         msgspec.defstruct("BlockStored", stored, **options),
         msgspec.defstruct("BlockRemoved", removed, **options),
@@ -110,37 +138,38 @@ def subscriber_types(layout: str, *, old: bool = False) -> Any:
 STORED = {
     "type": "stored",
     "namespace": "default",
+    "time": 1.5,
     "parent_key": "0f" * 16,
     "page_keys": ["ab" * 16, "cd" * 16],
     "token_ids": [1, 2, 3, 4],
     "page_size": 2,
 }
-REMOVED = {"type": "removed", "namespace": "default", "page_keys": ["ab" * 16]}
-CLEARED = {"type": "cleared", "namespace": "default"}
+REMOVED = {"type": "removed", "namespace": "default", "time": 1.5, "page_keys": ["ab" * 16]}
+CLEARED = {"type": "cleared", "namespace": "default", "time": 1.5}
 
 
 @pytest.mark.parametrize("layout", ["map", "array"])
 @pytest.mark.parametrize("old", [False, True])
 def test_a_typed_subscriber_of_vllm_reads_its_layout(layout: Any, old: bool) -> None:
     decoder = msgspec.msgpack.Decoder(subscriber_types(layout, old=old))
-    (stored,) = decoder.decode(payload(STORED, 1.5, layout)).events
+    (stored,) = decoder.decode(payload(STORED, layout)).events
     assert stored.block_hashes == [b"\xab" * 16, b"\xcd" * 16]
     assert (stored.parent_block_hash, stored.block_size) == (b"\x0f" * 16, 2)
     assert (stored.token_ids, stored.lora_id, stored.medium) == ([1, 2, 3, 4], None, "GPU")
-    (removed,) = decoder.decode(payload(REMOVED, 1.5, layout)).events
+    (removed,) = decoder.decode(payload(REMOVED, layout)).events
     assert (removed.block_hashes, removed.medium) == ([b"\xab" * 16], "GPU")
     if not old:
         assert (stored.lora_name, stored.extra_keys, stored.group_idx) == (None, None, 0)
         assert stored.kv_cache_spec_kind == "full_attention" and removed.group_idx == 0
-    (cleared,) = decoder.decode(payload(CLEARED, 1.5, layout)).events
+    (cleared,) = decoder.decode(payload(CLEARED, layout)).events
     assert type(cleared).__name__ == "AllBlocksCleared"
-    assert decoder.decode(payload({"type": "pressure"}, 1.5, layout)).events == []
+    assert decoder.decode(payload({"type": "pressure", "time": 1.5}, layout)).events == []
 
 
 def test_images_are_reported_as_vllm_reports_them() -> None:
     """Of each page with some: pairs of the hash as hex, and where it begins in the page."""
     extra = [None, [{"first_token": 1, "key": "0c" * 32}]]
-    (event,) = msgspec.msgpack.decode(payload(STORED | {"extra_keys": extra}, 1.5, "map"))[1]
+    (event,) = msgspec.msgpack.decode(payload(STORED | {"extra_keys": extra}, "map"))[1]
     assert event["extra_keys"] == [None, [["0c" * 32, 1]]]
 
 
@@ -157,8 +186,10 @@ def test_a_publisher_of_arrays_sends_arrays(tmp_path: Path) -> None:
         sub.setsockopt_string(zmq.SUBSCRIBE, "kv")
         time.sleep(0.5)
         store(client, list(range(PAGE_SIZE)))
-        body = sub.recv_multipart()[2]
-        (stored,) = msgspec.msgpack.Decoder(subscriber_types("array")).decode(body).events
+        decoder = msgspec.msgpack.Decoder(subscriber_types("array"))
+        while "Stored" not in str((events := decoder.decode(sub.recv_multipart()[2]).events)[:1]):
+            pass
+        (stored,) = events
         assert stored.token_ids == list(range(PAGE_SIZE)) and stored.group_idx == 0
 
 
@@ -205,23 +236,22 @@ def test_a_subscriber_tracks_the_cache_and_requests_missed_events(tmp_path: Path
         one.replay(0)  # the publisher is there
         time.sleep(0.2)  # and so is the subscription
         store(client, ids)
-        (stored,) = one.hear()
+        stored = one.hear_until("BlockStored")
         assert stored["block_size"] == PAGE_SIZE and stored["parent_block_hash"] is None
         message = [one.blocks[block] for block in stored["block_hashes"]]
         assert [ids for _, ids in message] == [ids[at : at + PAGE_SIZE] for at in (0, 4, 8)]
         store(client, [*ids, *range(PAGE_SIZE)])
-        (more,) = one.hear()
+        more = one.hear_until("BlockStored")
         assert more["parent_block_hash"] == stored["block_hashes"][-1] and len(one.blocks) == 4
         client.post("/v1/prefix/clear", json={})
-        while one.hear()[0]["type"] != "AllBlocksCleared":
-            pass
+        one.hear_until("AllBlocksCleared")
         assert one.blocks == {}
         first = one.last - 3
         with subscribed(tmp_path) as late:
             assert late.replay(first) == 4 and late.last == one.last
             assert late.replay(one.last) == 1
             assert late.replay(one.last + 1) == 0
-            assert late.replay(0) == 4
+            assert late.replay(0) == 5, "AllBlocksCleared, and all that is kept"
 
 
 def test_too_many_subscriptions_disconnect_all_and_subscribers_come_back(
@@ -247,7 +277,7 @@ def test_too_many_subscriptions_disconnect_all_and_subscribers_come_back(
         for number in range(100):  # until the subscriber is back
             store(client, list(range(number, number + PAGE_SIZE)))
             with suppress(zmq.Again):
-                assert one.hear()[0]["type"] == "BlockStored"
+                one.hear_until("BlockStored")
                 break
         assert one.blocks
 
@@ -260,7 +290,7 @@ def test_the_service_runs_the_publisher_as_a_process_of_its_own(tmp_path: Path) 
             one.replay(0)
             time.sleep(0.2)
             store(client, list(range(PAGE_SIZE)))
-            assert one.hear()[0]["type"] == "BlockStored"
+            one.hear_until("BlockStored")
         assert running.stop() == 0
 
 

@@ -83,7 +83,7 @@ class Feed:
             return
         if page.too_old:
             self.events.clear()
-        if page.events:
+        if page.events or page.too_old:
             self.events.extend(page.events)
             self.newest = page.next
             self.news.wake()

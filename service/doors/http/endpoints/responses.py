@@ -63,7 +63,12 @@ EXCHANGE: Final = "attnd.exchange"
 """The key of a scope's `Exchange`."""
 KEEP_ALIVE: Final = b": still here\n\n"
 """A comment: may come between the events of a stream."""
-EVENT_HEADERS: Final = b"content-type: text/event-stream\r\ncache-control: no-store\r\n"
+EVENT_HEADERS: Final = (
+    b"content-type: text/event-stream\r\n"
+    b"cache-control: no-store, no-transform\r\n"
+    b"x-accel-buffering: no\r\n"
+)
+"""Proxies pass each event on at once: they neither buffer nor compress."""
 NO_PARAMS: Final[dict[str, str]] = {}
 
 
