@@ -123,7 +123,7 @@ class Replay:
         self.timed("begin", pages.size, lambda: tree.create([NewSpec("r", prefix=whole)]))
         leaf = tree.books.leaf("r")
         cached = int(tree.books.num_pages[leaf.index])
-        if (self.held[leaf.table[:cached]] != pages[:cached]).any():
+        if (self.held[leaf.table.read(0, cached)] != pages[:cached]).any():
             raise RuntimeError("a hit with another page's content: this is a bug")
         self.hits += cached
         self.total += pages.size
@@ -133,7 +133,7 @@ class Replay:
         extend = self.extend if moves is None else moves.extend
         self.timed("append", stop - cached, lambda: extend(tokens))
         leaf = tree.books.leaf("r")
-        self.held[leaf.table[cached:stop]] = pages[cached:stop]
+        self.held[leaf.table.read(cached, stop)] = pages[cached:stop]
         some = Prefix(ids[: stop * self.page_size])
         self.timed("commit", stop - cached, lambda: tree.commits.commit("r", some))
         self.timed("free", stop, lambda: tree.free(["r"]))

@@ -56,7 +56,7 @@ class Sums:
         """Sum up, one sequence or node per step."""
         for leaf in list(self._books):
             owner, count = leaf.owner.name, int(self._books.num_pages[leaf.index])
-            self._hold(owner, leaf.table[leaf.start : count])
+            self._hold(owner, leaf.table.read(leaf.start, count))
             node = leaf.parent
             while node is not None and node.name is None and node not in self._unnamed:
                 self._unnamed.add(node)
@@ -258,11 +258,11 @@ def check_leaf(leaf: Leaf, books: SequenceBooks, page_size: int) -> None:
         )
     if leaf.parent is not None and leaf not in leaf.parent.children:
         raise IntegrityError(f"{where} is not among its parent's children")
-    if pages and books.last_page[leaf.index] != leaf.table[pages - 1]:
-        last = int(books.last_page[leaf.index])
-        raise IntegrityError(f"{where} ends in page {leaf.table[pages - 1]}, the books say {last}")
+    last = int(books.last_page[leaf.index])
+    if pages and (found := leaf.table.page(pages - 1)) != last:
+        raise IntegrityError(f"{where} ends in page {found}, the books say {last}")
     node = leaf.parent
-    if node is not None and not np.array_equal(leaf.table[node.start : node.end], node.pages):
+    if node is not None and not np.array_equal(leaf.table.read(node.start, node.end), node.pages):
         raise IntegrityError(f"{where} differs from its parent after page {node.start}")
 
 

@@ -27,6 +27,7 @@ from service.core.prefix.named_pages import NamedPages
 from service.core.prefix.nodes import Leaf, Links, owner_of
 from service.core.sequences.books import Ids, SequenceBooks, first_lengths
 from service.core.sequences.cuts import Cuts
+from service.core.sequences.page_table import PageTable
 from service.core.values import (
     Extension,
     Indices,
@@ -95,7 +96,7 @@ class PrefixTree:
             self._add(spec, parent, length, tail)
             if parent is not None and num_rows:
                 # A parent created by this call has no rows yet: copy from its own source.
-                page, source = int(tail[0]), int(parent.table[full])
+                page, source = int(tail[0]), parent.table.page(full)
                 written_from[page] = source = written_from.get(source, source)
                 copies.append((source, page, num_rows))
         return row_copies(copies)
@@ -183,7 +184,7 @@ class PrefixTree:
         first = int(self.books.num_pages[leaf.index])
         self._grow(np.array([leaf.index], np.intp), np.array([count], np.int32))
         self.books.lengths[:, leaf.index] += count * self.page_size
-        return leaf.table[first : first + count]
+        return leaf.table.read(first, first + count)
 
     def check_level(self, layers: Sequence[int], ids: Ids) -> None:
         """Raises `InvalidRequest` unless each sequence has one length at all the layers, so that
@@ -310,9 +311,11 @@ class PrefixTree:
     def _add(self, spec: NewSpec, parent: Leaf | None, length: int, tail: Int32) -> None:
         """Add a sequence with `parent`'s full pages up to its first length, then `tail`."""
         full = length // self.page_size
-        shared = tail[:0] if parent is None else parent.table[:full]
-        node = None if parent is None else self.links.node_ending_at(parent, full)
-        table = np.concatenate((shared, tail))
+        node, table = None, PageTable(own=tail)
+        if parent is not None:
+            node = self.links.node_ending_at(parent, full)
+            held = int(self.books.num_pages[parent.index])
+            table = parent.table.fork(held, full, tail, self.books.blocks)
         owner = self.budget.namespace(spec.namespace)
         leaf = self.books.add(spec, owner, length, table)
         self.links.attach(leaf, node)
@@ -321,7 +324,7 @@ class PrefixTree:
         """Add a sequence with the longest cached beginning of `prefix`."""
         found = self.cache.match(spec.namespace, prefix)
         node = found.cut(self.links)
-        table = found.table()
+        table = PageTable.of(found.table(), self.books.blocks)
         owner = self.budget.namespace(spec.namespace)
         length = found.num_pages * self.page_size
         self.links.attach(self.books.add(spec, owner, length, table), node)
@@ -335,11 +338,11 @@ class PrefixTree:
         ends = np.cumsum(missing)
         if pages.size == grown.size:
             for leaf, have, page in zip(leaves, held, pages.tolist(), strict=True):
-                leaf.push_one(have, page)
+                leaf.table.push_one(have, page)
         else:
             pieces = [pages] if grown.size == 1 else np.split(pages, ends[:-1])
             for leaf, have, piece in zip(leaves, held, pieces, strict=True):
-                leaf.push(have, piece)
+                leaf.table.push(have, piece)
         self.books.num_pages[grown] += missing
         self.books.last_page[grown] = pages[ends - 1]
 

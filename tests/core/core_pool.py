@@ -44,6 +44,17 @@ def sharing(tree: PrefixTree) -> Sharing:
             return found
 
 
+def check_blocks(tree: PrefixTree) -> None:
+    """Equal blocks of page tables are one array."""
+    known: dict[bytes, int] = {}
+    for leaf in tree.books:
+        table = leaf.table
+        assert table.base == sum(block.size for block in table.shared)
+        assert table.base <= tree.books.num_pages[leaf.index]
+        for block in table.shared:
+            assert known.setdefault(block.tobytes(), id(block)) == id(block)
+
+
 class TokenPool:
     """One token number per slot and layer; unwritten slots are `EMPTY`."""
 

@@ -66,7 +66,7 @@ def prompt(pages: int) -> Prefix:
 def test_a_call_finds_a_bounded_number_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = committed(8)
     assert tree.cache.match("default", prompt(8)).num_pages == 8
-    key = tree.cache.named.key_of(int(tree.books.leaf("a").table[7]))
+    key = tree.cache.named.key_of(tree.books.leaf("a").table.page(7))
     tree.create([NewSpec("c")])
     tree.extend(0, ["c"], int32(8))
     before = tree.allocator.num_free, tree.links.count

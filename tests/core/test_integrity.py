@@ -31,16 +31,16 @@ def node(pool: TokenPool) -> Node:
 
 
 def other_page_in_table(pool: TokenPool) -> None:
-    leaf(pool, "b").table[0] = 9
+    leaf(pool, "b").table.own[0] = 9
 
 
 def two_leaves_write_one_page(pool: TokenPool) -> None:
-    leaf(pool, "d").table[0] = leaf(pool, "b").table[2]
+    leaf(pool, "d").table.own[0] = leaf(pool, "b").table.page(2)
     pool.tree.books.set_num_pages(leaf(pool, "d"), 1)
 
 
 def two_holders_of_one_page(pool: TokenPool) -> None:
-    freed = leaf(pool, "d").table[:1].copy()
+    freed = leaf(pool, "d").table.read(0, 1).copy()
     two_leaves_write_one_page(pool)
     pool.tree.allocator.release(freed)
 
@@ -96,7 +96,7 @@ def leaked_page(pool: TokenPool) -> None:
 
 
 def released_page(pool: TokenPool) -> None:
-    pool.tree.allocator.release(leaf(pool, "d").table[:1])
+    pool.tree.allocator.release(leaf(pool, "d").table.read(0, 1))
 
 
 def page_free_twice(pool: TokenPool) -> None:

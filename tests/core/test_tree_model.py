@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from core_pool import TokenPool, int32
+from core_pool import TokenPool, check_blocks, int32
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -27,6 +27,7 @@ from service.core.errors import (
     UnknownSequence,
 )
 from service.core.plans.plan import make_plan
+from service.core.sequences import page_table
 from service.core.values import NewSpec
 
 NUM_PAGES = 24
@@ -41,9 +42,14 @@ SPECS = st.builds(NewSpec, NAMES, st.none() | NAMES, st.none() | LENGTHS)
 class TreeAgainstLists(RuleBasedStateMachine):
     """`model[name][layer]` is the list of tokens that a sequence holds at a layer."""
 
-    @initialize(page_size=st.sampled_from([1, 2, 3, 4]), length=st.integers(0, 12))
-    def start(self, page_size: int, length: int) -> None:
+    @initialize(
+        page_size=st.sampled_from([1, 2, 3, 4]),
+        length=st.integers(0, 12),
+        block_pages=st.sampled_from([1, 2, 3, 512]),
+    )
+    def start(self, page_size: int, length: int, block_pages: int) -> None:
         """A small family, so that there is something to share from the first step on."""
+        page_table.BLOCK_PAGES = block_pages
         self.page_size = page_size
         self.pool = TokenPool(NUM_PAGES, page_size, NUM_LAYERS)
         self.model: dict[str, list[list[int]]] = {}
@@ -222,6 +228,7 @@ class TreeAgainstLists(RuleBasedStateMachine):
     def the_books_are_right(self) -> None:
         tree = self.pool.tree
         tree.check_integrity()
+        check_blocks(tree)
         assert [view.id for view in tree.list(None, 100)] == sorted(self.model)
         for name, layers in self.model.items():
             view = tree.describe(name)
@@ -287,6 +294,12 @@ class TreeAgainstLists(RuleBasedStateMachine):
             call()
         assert self.seen() == before
         return refusal.value
+
+
+@pytest.fixture(autouse=True)
+def block_pages(monkeypatch):
+    """Every example sets its own."""
+    monkeypatch.setattr(page_table, "BLOCK_PAGES", page_table.BLOCK_PAGES)
 
 
 @pytest.mark.timeout(900)  # half a minute of CPU time, more on a busy machine

@@ -17,6 +17,7 @@ from service.core.plans.ragged import (
     lens_of,
     page_counts,
 )
+from service.core.sequences.page_table import PageTable
 from service.core.values import Indices
 
 MAX_INDICES: Final = 2**22
@@ -51,7 +52,7 @@ class PlanBatch:
     """
 
     page_size: int
-    tables: Sequence[Int32]
+    tables: Sequence[PageTable]
     kv_lens: Int32
     qo_indptr: Int32
 

@@ -13,6 +13,7 @@ from service.core.plans.levels import CascadeLevel, PlanBatch, Runs, cut_level
 from service.core.plans.ragged import Int32, indptr, lens_of, ramps
 from service.core.plans.segments import Segments, cut_segments
 from service.core.sequences.books import Ids
+from service.core.sequences.page_table import PageTable
 from service.core.tree import PrefixTree
 
 CascadeMode = Literal["auto", "always", "never"]
@@ -165,7 +166,7 @@ def _explicit_batch(
     kv_lens, leaves = tree.read(ids, layer)
     return PlanBatch(
         tree.page_size,
-        [nothing, *(leaf.table for leaf in leaves), nothing],
+        [PageTable(), *(leaf.table for leaf in leaves), PageTable()],
         np.concatenate((nothing, kv_lens, nothing)),
         np.concatenate((nothing, qo_indptr, np.array([num_rows], dtype=np.int32))),
     )
@@ -179,9 +180,10 @@ def _check_disjoint(
     Sequences share pages exactly if they share the first one, so only that is compared.
     """
     rows = []
-    for (ids, _), batch in zip(levels, batches, strict=True):
-        tops = [leaf.table.item(0) if leaf.table.size else -1 for leaf in tree.read(ids, layer)[1]]
-        top = np.array([-1, *tops, -1], dtype=np.int32)
+    for batch in batches:
+        kv_lens = batch.kv_lens.tolist()
+        tops = [t.page(0) if n else -1 for t, n in zip(batch.tables, kv_lens, strict=True)]
+        top = np.array(tops, dtype=np.int32)
         top[batch.kv_lens == 0] = -1
         rows.append(np.repeat(top, lens_of(batch.qo_indptr)))
     seen = np.sort(np.stack(rows), axis=0)

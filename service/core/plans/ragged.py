@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from service.core.sequences.page_table import PageTable
+
 Int32 = NDArray[np.int32]
 
 
@@ -41,16 +43,19 @@ def last_page_lens(tokens: Int32, pages: Int32, page_size: int) -> Int32:
     return lens
 
 
-def gather_pages(tables: Sequence[Int32], first: Int32, count: Int32) -> Int32:
-    """`tables[i][first[i] : first[i] + count[i]]`, concatenated."""
+def gather_pages(tables: Sequence[PageTable], first: Int32, count: Int32) -> Int32:
+    """Pages `first[i] : first[i] + count[i]` of each table, concatenated."""
     if not tables:
         return np.empty(0, dtype=np.int32)
     last = (first + count).tolist()
-    pieces = [t[a:b] for t, a, b in zip(tables, first.tolist(), last, strict=True)]
+    pieces = [
+        t.read(a, b) if t.base else t.own[a:b]  # without a call for most
+        for t, a, b in zip(tables, first.tolist(), last, strict=True)
+    ]
     return np.concatenate(pieces)
 
 
-def csr_table(tables: Sequence[Int32], tokens: Int32, page_size: int) -> CsrTable:
+def csr_table(tables: Sequence[PageTable], tokens: Int32, page_size: int) -> CsrTable:
     """The CSR form of the first `tokens[b]` tokens of each page table."""
     pages = page_counts(tokens, page_size)
     return CsrTable(
@@ -74,7 +79,7 @@ def lens_of(indptr: Int32) -> Int32:
     return indptr[1:] - indptr[:-1]
 
 
-def token_slots(tables: Sequence[Int32], start: Int32, count: Int32, page_size: int) -> Int32:
+def token_slots(tables: Sequence[PageTable], start: Int32, count: Int32, page_size: int) -> Int32:
     """Slots (`page * page_size + offset`) of tokens `start[b] : start[b] + count[b]` of each table.
 
     int32 [sum(count)], in order.

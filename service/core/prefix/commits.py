@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
+
 from service.core.errors import InvalidRequest, KeyMismatch
 from service.core.pool.budget import Budget
 from service.core.pool.namespaces import Root
@@ -13,6 +15,7 @@ from service.core.prefix.matching import MOST_MATCHED, Match, named_path, walk
 from service.core.prefix.named_pages import equal_rows
 from service.core.prefix.nodes import Leaf, Links, Node, Retention, check_depth, named
 from service.core.sequences.books import SequenceBooks
+from service.core.sequences.page_table import PageTable
 
 BATCHED: Final = {"offset": "offsets"}
 """Fields with another name in a call for many sequences."""
@@ -191,7 +194,7 @@ class Commits:
             return True
         nodes = unnamed_path(self._links, leaf, stop) if leaf.start > first else []
         if leaf.start < stop:
-            nodes.append(self._links.split_off(leaf, leaf.table[leaf.start : stop].copy()))
+            nodes.append(self._links.split_off(leaf, leaf.table.read(leaf.start, stop).copy()))
         size = self._named.page_size
         keys = prefix.keys_from(first, key, stop, size)
         for node in nodes:
@@ -235,13 +238,14 @@ class Commits:
     def _move(self, leaf: Leaf, found: Match) -> None:
         """Move a leaf onto cached pages and free its own for the same tokens."""
         start, old = leaf.start, leaf.parent
-        own = leaf.table[start : found.num_pages].copy()
+        own, count = leaf.table.read(start, found.num_pages), int(self._books.num_pages[leaf.index])
         node = found.cut(self._links)
-        leaf.table[start : found.num_pages] = found.table()[start:]
+        pages = np.concatenate((found.table(), leaf.table.read(found.num_pages, count)))
+        leaf.table = PageTable.of(pages, self._books.blocks)
         self._links.attach(leaf, node)
         self._links.detach(leaf, old)
         self._budget.release(leaf.owner, own)
-        self._books.set_num_pages(leaf, int(self._books.num_pages[leaf.index]))
+        self._books.set_num_pages(leaf, count)
         self._books.renew(leaf)
 
     def _keep(self, leaf: Leaf, stop: int, keep: Retention) -> None:

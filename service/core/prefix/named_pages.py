@@ -19,6 +19,7 @@ from service.core.prefix.nodes import (
     Name,
     Node,
     Retention,
+    compact,
     named,
 )
 from service.core.prefix.retention import RetentionTimers
@@ -207,7 +208,7 @@ class NamedPages:
             del self._kids_above(node, name.root)[self.first_key(node)]
             self._forget(name)
         else:
-            node.pages = node.pages[:keep]
+            node.pages = compact(node.pages[:keep])
         return removed
 
     # Holders and states.

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.core.errors import IntegrityError, InvalidRequest
+from service.core.sequences.page_table import PageTable
 
 if TYPE_CHECKING:
     from service.core.pool.namespaces import Namespace, Root
@@ -102,10 +103,10 @@ class Node:
 class Leaf:
     """The private end of one sequence's path: the only part that is written.
 
-    `table` is the sequence's whole page table, shared pages first, in a buffer that grows by
-    doubling; its first `num_pages` entries (in the books) are valid. Pages from `start` on are the
-    leaf's own. `index` is the sequence's column in the books; `origin` the id it was forked from;
-    `owner` the namespace its pages count for.
+    `table` is the sequence's whole page table, shared pages first; its first `num_pages` entries
+    (in the books) are valid. Pages from `start` on are the leaf's own. `index` is the sequence's
+    column in the books; `origin` the id it was forked from; `owner` the namespace its pages count
+    for.
     """
 
     id: str
@@ -114,25 +115,7 @@ class Leaf:
     owner: Namespace
     parent: Node | None
     start: int
-    table: Int32
-
-    def push(self, held: int, pages: Int32) -> None:
-        """Append `pages` to the first `held` entries of the table."""
-        end = held + pages.size
-        if end > self.table.size:
-            self._grow(held, end)
-        self.table[held:end] = pages
-
-    def push_one(self, held: int, page: int) -> None:
-        """`push` for one page, the common case of a decode."""
-        if held == self.table.size:
-            self._grow(held, held + 1)
-        self.table[held] = page
-
-    def _grow(self, held: int, end: int) -> None:
-        grown = np.empty(max(end, 2 * held), dtype=np.int32)
-        grown[:held] = self.table[:held]
-        self.table = grown
+    table: PageTable
 
 
 def named(node: Node) -> Name:
@@ -147,6 +130,12 @@ def owner_of(leaves: Sequence[Leaf]) -> Namespace:
     if any(leaf.owner is not owner for leaf in leaves):
         raise IntegrityError("sequences of two namespaces in one batch")
     return owner
+
+
+def compact(pages: Int32) -> Int32:
+    """A part of an array, copied where it would keep more than twice its own size in memory."""
+    whole = pages.base
+    return pages if whole is None or whole.nbytes <= 2 * pages.nbytes else pages.copy()
 
 
 def check_depth(leaves: Iterable[Leaf]) -> None:
@@ -178,7 +167,7 @@ class Links:
         if end == 0:
             return None
         if end > leaf.start:
-            return self.split_off(leaf, leaf.table[leaf.start : end].copy())
+            return self.split_off(leaf, leaf.table.read(leaf.start, end).copy())
         node = leaf.parent
         while node is not None and node.start >= end:
             node = node.parent
@@ -187,8 +176,8 @@ class Links:
     def split(self, node: Node, end: int) -> Node:
         """Split a node; returns the upper part, whose last page is the path's `end`-th."""
         size = end - node.start
-        upper = self.split_off(node, node.pages[:size])
-        node.pages = node.pages[size:]
+        upper = self.split_off(node, compact(node.pages[:size]))
+        node.pages = compact(node.pages[size:])
         if node.name is not None:
             self.named.split(upper, node, node.name)
         return upper

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from service.core.errors import InvalidRequest, SequenceExists, UnknownSequence
 from service.core.pool.namespaces import Namespace
 from service.core.prefix.nodes import FOREVER, Leaf
+from service.core.sequences.page_table import Blocks, PageTable
 from service.core.timers import Timers
 from service.core.values import NewSpec, SequenceView
 
@@ -78,6 +79,7 @@ class SequenceBooks:
         self._is_sorted = True
         self._next_serial = 0
         self.expiry: Timers[Leaf] = Timers()
+        self.blocks = Blocks()
         self.now = 0.0
         self.is_watched = False
         self.num_changes = self.version = 0
@@ -97,8 +99,9 @@ class SequenceBooks:
     def __iter__(self) -> Iterator[Leaf]:
         return (self._leaves[index] for index in self._index_of.values())
 
-    def add(self, spec: NewSpec, owner: Namespace, length: int, table: Int32) -> Leaf:
-        """Add a sequence with `length` tokens at every layer and the page table `table`.
+    def add(self, spec: NewSpec, owner: Namespace, length: int, table: PageTable) -> Leaf:
+        """Add a sequence with `length` tokens at every layer and the page table `table`, without
+        spare entries.
 
         The leaf has no parent yet.
         """
@@ -112,7 +115,7 @@ class SequenceBooks:
         self.num_changes += 1
         self._ids_changed(spec.id)
         self.lengths[:, index] = length
-        self.set_num_pages(leaf, table.size)
+        self.set_num_pages(leaf, table.base + table.own.size)
         self.renew(leaf)
         self.used[index] = self.now
         self.set_ttl(leaf, FOREVER if spec.ttl_s is None else spec.ttl_s)
@@ -136,7 +139,7 @@ class SequenceBooks:
         del self._index_of[leaf.id]
         leaf.owner.leaves.discard(leaf)
         self.num_changes += 1
-        leaf.table = leaf.table[:0].copy()  # the leaf stays in its column until the next one
+        leaf.table = PageTable()  # the leaf stays in its column until the next one
         self._free.append(leaf.index)
         self._ids_changed()
         self.lengths[:, leaf.index] = 0
@@ -147,7 +150,7 @@ class SequenceBooks:
     def set_num_pages(self, leaf: Leaf, count: int) -> None:
         self.num_changes += 1
         self.num_pages[leaf.index] = count
-        self.last_page[leaf.index] = leaf.table[count - 1] if count else 0
+        self.last_page[leaf.index] = leaf.table.page(count - 1) if count else 0
 
     def renew(self, leaf: Leaf) -> None:
         """Give a sequence a new serial, which invalidates the plans made for it."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
 
 import numpy as np
 
@@ -12,9 +11,8 @@ from service.core.errors import InvalidRequest
 from service.core.pool.budget import Budget
 from service.core.prefix.nodes import Leaf, Links, check_depth, owner_of
 from service.core.sequences.books import SequenceBooks
+from service.core.sequences.page_table import NO_PAGES
 from service.core.values import Int32, RowCopies, row_copies
-
-NO_PAGES: Final = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,9 +121,10 @@ class Cuts:
         sources, targets = [NO_PAGES], [NO_PAGES]
         for cut in cuts:
             if cut.keep.size:
-                table, to = cut.leaf.table, np.arange(cut.length, cut.length_after, dtype=np.int32)
-                pages = cut.fresh[to // size - cut.full] if cut.is_shared else table[to // size]
-                sources.append(table[cut.keep // size] * np.int32(size) + cut.keep % size)
+                to, at = np.arange(cut.length, cut.length_after, dtype=np.int32), cut.full
+                table = cut.leaf.table.read(at, cut.keep.item(-1) // size + 1)
+                pages = cut.fresh[to // size - at] if cut.is_shared else table[to // size - at]
+                sources.append(table[cut.keep // size - at] * np.int32(size) + cut.keep % size)
                 targets.append(pages * np.int32(size) + to % size)
         return np.concatenate(sources), np.concatenate(targets)
 
@@ -134,7 +133,7 @@ class Cuts:
         size = self._page_size
         return row_copies(
             [
-                (int(cut.leaf.table[cut.full]), int(cut.tail[0]), cut.length % size)
+                (cut.leaf.table.page(cut.full), int(cut.tail[0]), cut.length % size)
                 for cut in cuts
                 if cut.is_shared and cut.length % size
             ]
@@ -160,7 +159,7 @@ class Cuts:
         """
         full, start = length // self._page_size, leaf.start
         behind = -(-(length + keep.size) // self._page_size) - full if full < start else 0
-        own = leaf.table[start : int(self._books.num_pages[leaf.index])]
+        own = leaf.table.read(start, int(self._books.num_pages[leaf.index]))
         reused = NO_PAGES if keep.size else own[:behind].copy()
         return Cut(leaf, length, keep, full, start, reused, NO_PAGES), behind - reused.size
 
@@ -172,19 +171,22 @@ class Cuts:
         leaf, tail = cut.leaf, cut.tail
         count = int(self._books.num_pages[leaf.index])
         own = max(leaf.start, cut.full)
-        behind = leaf.table[cut.start + cut.reused.size : count]
-        self._budget.release(leaf.owner, np.concatenate((leaf.table[own : cut.start], behind)))
+        behind = leaf.table.read(cut.start + cut.reused.size, count)
+        left = np.concatenate((leaf.table.read(own, cut.start), behind))
+        self._budget.release(leaf.owner, left)
         if cut.full < leaf.start:
             lower, upper = leaf.parent, self._links.node_ending_at(leaf, cut.full)
             self._links.attach(leaf, upper)
             self._links.detach(leaf, lower)
-        leaf.push(cut.full, tail)
+        leaf.table.cut(cut.full)
+        leaf.table.push(cut.full, tail)
         self._books.set_num_pages(leaf, cut.full + tail.size)
 
     def drop_pages(self, leaf: Leaf, keep: int) -> None:
         """Release the leaf's own pages after the first `keep` of its table."""
         count = int(self._books.num_pages[leaf.index])
-        self._budget.release(leaf.owner, leaf.table[keep:count])
+        self._budget.release(leaf.owner, leaf.table.read(keep, count))
+        leaf.table.cut(keep)
         self._books.set_num_pages(leaf, keep)
 
 

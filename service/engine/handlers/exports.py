@@ -15,6 +15,7 @@ from service.core.plans.ragged import token_slots
 from service.core.prefix.keys import KEY_BYTES, Prefix, extra_keys
 from service.core.prefix.matching import named_path
 from service.core.prefix.nodes import FOREVER, Leaf, named
+from service.core.sequences.page_table import PageTable
 from service.core.tree import PrefixTree
 from service.engine.handlers.rows import NUMBER_BYTES
 from service.engine.loop.job import Completed, Cost, Seconds, Slice, SlicedWork, Slices, Work
@@ -57,7 +58,7 @@ def shared_len(store: Store, leaf: Leaf, other: Leaf) -> int:
     """Number of tokens in full pages that two sequences share."""
     counts = store.tree.books.num_pages[[leaf.index, other.index]]
     num_pages = int(counts.min())
-    differ = np.flatnonzero(leaf.table[:num_pages] != other.table[:num_pages])
+    differ = np.flatnonzero(leaf.table.read(0, num_pages) != other.table.read(0, num_pages))
     same = int(differ[0]) if differ.size else num_pages
     return same * store.geometry.page_size
 
@@ -155,7 +156,7 @@ def count_rows(spans: Sequence[tuple[int, int, int]]) -> int:
 
 
 def pieces(
-    store: Store, table: Int32, spans: Sequence[tuple[int, int, int]], after: int = 0
+    store: Store, table: PageTable, spans: Sequence[tuple[int, int, int]], after: int = 0
 ) -> Iterator[tuple[int, slice, Int32]]:
     """Layer, rows of a part's tensors and their slots, a bounded number of rows at a time.
 
@@ -174,7 +175,7 @@ def rows_at_once(store: Store) -> int:
     return max(1, MOVED_AT_ONCE // store.geometry.token_bytes)
 
 
-def read_part(store: Store, request: Request, table: Int32, header: Header) -> Work:
+def read_part(store: Store, request: Request, table: PageTable, header: Header) -> Work:
     """Copy one part's rows to the answer's place, and compute their digest."""
     fields, geometry = request.fields, store.geometry
     spans = spans_of(header, header.part(fields.part))
@@ -232,7 +233,7 @@ def extra_of(prefix: Prefix, page_size: int) -> list[ExtraKey]:
     ]
 
 
-def slots_of(tree: PrefixTree, table: Int32, start: int, stop: int) -> Int32:
+def slots_of(tree: PrefixTree, table: PageTable, start: int, stop: int) -> Int32:
     """Token slots of tokens `start:stop` of a page table."""
     span = np.array([start], np.int32), np.array([stop - start], np.int32)
     return token_slots((table,), *span, tree.page_size)

@@ -165,7 +165,7 @@ def last_key(store: Store, name: str, num_pages: int) -> str | None:
     if not num_pages:
         return None
     leaf = store.tree.books.leaf(name)
-    return store.tree.cache.named.key_of(leaf.table.item(num_pages - 1)).hex()
+    return store.tree.cache.named.key_of(leaf.table.page(num_pages - 1)).hex()
 
 
 def renew_lease(store: Store, request: Request, _: Seconds) -> Fields:

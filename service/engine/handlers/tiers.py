@@ -79,7 +79,7 @@ def until_durable(
         lay(None)
         return Completed()
     books, tiers = store.tree.books, loading.tiers
-    tables = [books.leaf(name).table[:num] for name, num in zip(names, pages, strict=True)]
+    tables = [books.leaf(name).table.read(0, num) for name, num in zip(names, pages, strict=True)]
     numbers = np.concatenate(tables)
     ids = tiers.paths.ids_of(numbers)
     ends = end_of_waits(store)
