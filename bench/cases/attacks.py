@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -28,6 +28,8 @@ from numpy.typing import NDArray
 
 from bench.cases.loads import Heads
 from bench.driver.raw import LENGTH
+from service.core.prefix.keys import Prefix as PagePrefix
+from service.core.prefix.keys import root_key
 from service.operations.table import BY_NAME
 from service.road.caller_end.caller import Answered, RoadCaller
 from service.road.caller_end.slots import Slot
@@ -85,6 +87,8 @@ class Attack:
     `listeners`: number of streams of events that are read during the burst.
     `stops_engine`: an engine of the cluster is stopped (SIGSTOP) during the attack.
     `reads_no_log`: the service's log goes to a pipe without a reader.
+    `has_disk`: the service writes commits to a disk, the victim's, too. `restarts`: the service is
+    restarted after the preparation.
     """
 
     name: str
@@ -94,16 +98,19 @@ class Attack:
     listeners: int = 0
     stops_engine: bool = False
     reads_no_log: bool = False
+    has_disk: bool = False
+    restarts: bool = False
     ways: tuple[str, ...] = ("session", "http")
 
     @property
     def is_apart(self) -> bool:
         """Whether it needs a service of its own."""
-        return self.stops_engine or self.reads_no_log
+        return self.stops_engine or self.reads_no_log or self.has_disk
 
     def runs(self, service: str, way: str) -> bool:
         """Whether the attack applies to a service and a way."""
-        return way in self.ways and not (self.stops_engine and service == "one engine")
+        fits = not self.has_disk if service != "one engine" else not self.stops_engine
+        return way in self.ways and fits
 
 
 # Preparations: each creates sequences `s0`, `s1`, ... by a client.
@@ -229,6 +236,62 @@ def deep_prefixes(count: int, num_pages: int) -> Burst:
     return burst
 
 
+def page_keys(num_pages: int) -> list[str]:
+    """Keys of the attacker's pages that `cached` commits."""
+    tokens = np.arange(num_pages * PAGE, dtype=np.uint32)
+    chained = PagePrefix(tokens).chain(root_key("attacker", ""), PAGE)
+    return [key.hex() for key in chained]
+
+
+def pins(keys: Sequence[str], names: Iterable[str]) -> list[Shot]:
+    """Calls of these names for each page."""
+    hard = {"pin": {"hard": True}, "unpin": {}}
+    return [
+        Shot(name, {"page_key": key} | hard[name], {}, 1, 2**10) for key in keys for name in names
+    ]
+
+
+def pin_and_unpin(num_pages: int, first: int) -> Burst:
+    """Hard pins of the pages of a prompt from `first` on, each removed again."""
+    return lambda: pins(page_keys(num_pages)[first:], ("pin", "unpin"))
+
+
+def pinned(num_pages: int, first: int) -> Prepare:
+    """A cached prompt, and hard pins of its pages from `first` on."""
+
+    def prepare(client: Any) -> None:
+        cached(num_pages)(client)
+        client.delete_sequences(prefix="")
+        for key in page_keys(num_pages)[first:]:
+            client.pin(key, hard=True)
+
+    return prepare
+
+
+def trunk(num_pages: int) -> Prepare:
+    def prepare(client: Any) -> None:
+        client.create_sequences([NewSequence("trunk")])
+        for _ in range(10):
+            append(client, "trunk", num_pages * PAGE // 10)
+
+    return prepare
+
+
+def grown_forks(count: int) -> Burst:
+    """Creates forks of a trunk, appends a token to all of them at once, and deletes them."""
+    names, rows = ids(count), ones(count)
+    forked = [
+        {"sequences": [{"id": name, "parent": "trunk"} for name in names[first:][:CREATED_AT_ONCE]]}
+        for first in range(0, count, CREATED_AT_ONCE)
+    ]
+    fields = {"layer": 0, "sequences": names, "append_indptr": list(range(count + 1))}
+    return lambda: [
+        *(Shot("create_sequences", one, answer_bytes=2**22) for one in forked),
+        Shot("append", fields, {"k": rows, "v": rows}, answer_bytes=2**20),
+        Shot("delete_sequences", {"prefix": "s"}),
+    ]
+
+
 LONG_NAMES: Final = [f"{number:05d}" + "x" * 112 for number in range(15_000)]
 MANY_NUMBERS: Final = list(range(240_000))
 ATTACKS: Final = (
@@ -283,6 +346,18 @@ ATTACKS: Final = (
         reads_no_log=True,
         ways=("http",),
     ),
+    Attack("T1 pins and unpins", pin_and_unpin(640, 0), cached(640), has_disk=True),
+    Attack(
+        "T1 one pin of 20,000 pages", pin_and_unpin(20_000, 19_999), cached(20_000), has_disk=True
+    ),
+    Attack(
+        "T2 300 pins of 20,000 pages, and a restart",
+        pin_and_unpin(20_000, 19_990),
+        pinned(20_000, 19_700),
+        has_disk=True,
+        restarts=True,
+    ),
+    Attack("T3 4,000 forks of 24,000 pages", grown_forks(4000), trunk(24_000), has_disk=True),
     Attack("S19 900 listeners of events", calls("clear", 1), listeners=900, ways=("http",)),
 )
 
@@ -290,15 +365,20 @@ ATTACKS: Final = (
 # The attacker.
 
 
-def run_attack(attack: Attack, door: Door, seconds: float, pipe: Any) -> None:
-    """Prepare, wait for the pipe, send bursts for `seconds`, then send the number of calls by
-    status; "-" counts calls without an answer."""
+def prepare_attack(attack: Attack, door: Door) -> None:
     with connected(door, timeout=SETUP_S) as client:
         with suppress(ServiceError):
             client.delete_sequences(prefix="")
             client.clear()
         if attack.prepare is not None:
             attack.prepare(client.with_options(deadline=SETUP_S))
+
+
+def run_attack(attack: Attack, door: Door, seconds: float, pipe: Any) -> None:
+    """Prepare, wait for the pipe, send bursts for `seconds`, then send the number of calls by
+    status; "-" counts calls without an answer."""
+    if not attack.restarts:
+        prepare_attack(attack, door)
     statuses: Counter[str] = Counter()
 
     def begin() -> None:

@@ -41,6 +41,6 @@ def test_a_namespace_does_not_wait_for_bursts_of_another_one(
 
 def test_a_service_without_a_reader_of_its_log_keeps_answering() -> None:
     (attack,) = (one for one in ATTACKS if one.reads_no_log)
-    with running("one engine", ROOT, reads_log=False) as unread:
+    with running("one engine", ROOT, attack) as unread:
         row = beside(unread, "http", attack, 2 * SECONDS)
     assert not row.failed and row.max_ms < MAX_MS, row
