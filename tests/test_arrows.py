@@ -59,7 +59,10 @@ PRODUCT: Final = ("service/*", "kernels/*", "config/*", "client/*")
 EXTRAS: Final = ("client/src/attnd/torch/*", "client/src/attnd/transformers/*")
 """Parts of the client that need torch."""
 ONLY: Final = {
-    "xxhash": ("service/tiers/index.py", "service/tiers/records.py", "kernels/digests.py"),
+    "xxhash": (
+        *("service/tiers/index.py", "service/tiers/records.py", "kernels/digests.py"),
+        "client/src/attnd/transformers/salt.py",
+    ),
     "sqlite3": ("service/tiers/index.py",),
     "grpc google": ("service/doors/grpc/*",),
     "ray": ("service/cluster/ray/*",),
@@ -164,9 +167,9 @@ ARROWS: Final = (
         beyond("torch", "attnd"),
     ),
     Arrow(
-        "attnd.transformers imports torch and transformers beside the client",
+        "attnd.transformers imports torch, transformers and xxhash beside the client",
         ("client/src/attnd/transformers/*",),
-        beyond("numpy", "ml_dtypes", "torch", "transformers", "attnd"),
+        beyond("numpy", "ml_dtypes", "torch", "transformers", "xxhash", "attnd"),
     ),
     *(
         Arrow(f"{names} only in {' '.join(but)}", PRODUCT, under(*names.split()), but)

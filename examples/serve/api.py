@@ -19,13 +19,17 @@ from jinja2 import TemplateError
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from starlette.exceptions import HTTPException
 
+from examples.serve.admission import Admission, problem
 from examples.serve.answers import Delta, Sampling
 from examples.serve.scheduler import Scheduler
+from examples.serve.text import PromptReader
 
 PAGE: Final = Path(__file__).with_name("page.html")
 POLL_S: Final = 0.1
 MOST_BYTES: Final = 2**20
 """Of a request's body: far more text than the model takes would hold up others."""
+BODY_S: Final = 10.0
+"""In which a body must come: a request that waits for its body keeps another one out."""
 NOT_SERVED: Final = """tools functions response_format logit_bias presence_penalty
     frequency_penalty suffix echo"""
 """OpenAI's fields that would change an answer, and that the engine would ignore."""
@@ -91,6 +95,7 @@ class Model:
 
     name: str
     tokenizer: Any
+    prompts: PromptReader
     max_tokens: int
 
     def check_name(self, name: str) -> None:
@@ -189,7 +194,7 @@ class Run:
         return counts | {"prompt_tokens_details": {"cached_tokens": self._request.cached_tokens}}
 
 
-def create_app(scheduler: Scheduler, model: Model, live_url: str) -> FastAPI:
+def create_app(scheduler: Scheduler, model: Model, live_url: str, admission: Admission) -> Any:
     """The API and the chat page; `live_url` is attnd's live page, which the chat page links to."""
     app = FastAPI(title="examples.serve")
 
@@ -209,10 +214,8 @@ def create_app(scheduler: Scheduler, model: Model, live_url: str) -> FastAPI:
     async def chat(request: Request) -> Any:
         body = await parsed(request, ChatBody)
         messages = [one.plain() for one in body.messages]
-        options = {"add_generation_prompt": True, "return_dict": False}
         try:  # in a thread: a long text must not hold up other requests
-            encode = model.tokenizer.apply_chat_template
-            prompt = await asyncio.to_thread(encode, messages, **options)
+            prompt = await asyncio.to_thread(model.prompts.chat, messages)
         except (TemplateError, ValueError) as error:  # or the model has no template
             raise HTTPException(400, f"messages: {error}") from None
         return await reply(prompt, body, request)
@@ -222,22 +225,22 @@ def create_app(scheduler: Scheduler, model: Model, live_url: str) -> FastAPI:
         body = await parsed(request, CompletionBody)
         prompt = body.prompt
         if isinstance(prompt, str):
-            prompt = (await asyncio.to_thread(model.tokenizer, prompt))["input_ids"]
+            prompt = await asyncio.to_thread(model.prompts.text, prompt)
         return await reply(prompt, body, request)
 
     served = {"id": model.name, "object": "model", "created": int(time.time()), "owned_by": "attnd"}
 
     @app.get("/v1/models")
-    def models() -> dict[str, Any]:
+    async def models() -> dict[str, Any]:
         return {"object": "list", "data": [served]}
 
     @app.get("/v1/models/{name:path}")
-    def one_model(name: str) -> dict[str, Any]:
+    async def one_model(name: str) -> dict[str, Any]:
         model.check_name(name)
         return served
 
     @app.get("/health")
-    def health() -> dict[str, Any]:
+    async def health() -> dict[str, Any]:
         return {"status": "ok", "preemptions": scheduler.preemptions}
 
     @app.get("/", response_class=HTMLResponse)
@@ -258,24 +261,22 @@ def create_app(scheduler: Scheduler, model: Model, live_url: str) -> FastAPI:
         message = first["msg"].removeprefix("Value error, ")
         return JSONResponse(problem(400, f"{param}: {message}" if param else message, param), 400)
 
-    return app
+    return admission.before(app)
 
 
 async def parsed(request: Request, kind: type[Body]) -> Any:
     """The body of a request, a `kind`; ValidationError if it is none."""
     data = bytearray()
-    async for piece in request.stream():
-        data += piece
-        if len(data) > MOST_BYTES:
-            raise HTTPException(413, f"the body is longer than {MOST_BYTES} bytes")
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for piece in request.stream():
+                data += piece
+                if len(data) > MOST_BYTES:
+                    raise HTTPException(413, f"the body is longer than {MOST_BYTES} bytes")
+    except TimeoutError:
+        raise HTTPException(408, f"the body took longer than {BODY_S:g} s") from None
     return kind.model_validate_json(data)
 
 
 def event(document: dict[str, Any]) -> str:
     return f"data: {json.dumps(document)}\n\n"
-
-
-def problem(status: int, message: str, param: str | None = None) -> dict[str, Any]:
-    """OpenAI's error document."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": param, "code": None}}

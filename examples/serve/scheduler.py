@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, Final
 
 import torch
@@ -70,6 +71,22 @@ class Scheduler:
     def cancel(self, request: Request) -> None:
         """Stop a request's answers and free their pages; nothing is emitted any more."""
         self._messages.put(lambda: self._drop(request))
+
+    def change(self, change: Callable[[], None], salt: str | None = None) -> Future[None]:
+        """Change the model between two forwards, as `Runner.change` does: running answers continue
+        by the changed model, and their KV is computed again. `change` runs in this thread."""
+        done: Future[None] = Future()
+
+        def work() -> None:
+            self._restart_answers()
+            try:
+                done.set_result(self._runner.change(change, salt))
+            except Exception as error:
+                done.set_exception(error)
+                raise
+
+        self._messages.put(work)
+        return done
 
     def stop(self) -> None:
         """End all requests with an error; later ones are not answered."""
@@ -228,10 +245,7 @@ class Scheduler:
         """attnd ended or restarted: connect, and compute running answers again."""
         is_expected = isinstance(error, AttndError)
         LOG.warning("running answers are computed again: %s", error, exc_info=not is_expected)
-        for answer in self._running:
-            answer.forget()
-        self._waiting[:0] = self._running
-        self._running.clear()
+        self._restart_answers()
         self._failures += 1 if is_expected else MOST_FAILURES
         if self._failures > MOST_FAILURES:
             self._fail_all(f"the work fails again and again: {error}")
@@ -244,6 +258,13 @@ class Scheduler:
                 if time.monotonic() > until:
                     self._fail_all(f"attnd does not answer: {failure}")
             time.sleep(RETRY_S)
+
+    def _restart_answers(self) -> None:
+        """Running answers wait, and are computed again: their sequences are lost."""
+        for answer in self._running:
+            answer.forget()
+        self._waiting[:0] = self._running
+        self._running.clear()
 
     def _drop(self, request: Request) -> None:
         for group in (self._waiting, self._running):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import socket
 import sys
 import tempfile
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -311,7 +314,9 @@ def test_a_reader_that_reads_nothing_delays_no_other(server: Server, expect: Any
         "max_tokens": 600,
     }
     data = json.dumps(body).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
+    )
     with socket.socket() as idle:
         idle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         idle.connect(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
@@ -571,3 +576,33 @@ def test_a_running_attnd_serves_by_its_socket(server: Server, folder: Path, expe
         page = httpx.get(other.url).text
         assert f'href="{server.attnd}/live"' in page
     assert reply.usage.prompt_tokens_details.cached_tokens >= 100  # the first one's
+
+
+@pytest.mark.timing
+def test_the_server_is_healthy_under_many_requests_and_rejects_what_is_too_much(
+    folder: Path,
+) -> None:
+    count, most = 600, 32
+    options = ("--max-running", "8", "--max-waiting", str(most - 8))
+    with running(folder, *options) as server:
+        body = {"model": "tiny", "prompt": "x" * 300, "max_tokens": 100, "temperature": 0}
+
+        async def ask_all() -> list[httpx.Response]:
+            limits = httpx.Limits(max_connections=count)
+            async with httpx.AsyncClient(limits=limits, timeout=120) as client:
+                url = f"{server.url}/v1/completions"
+                return await asyncio.gather(*(client.post(url, json=body) for _ in range(count)))
+
+        times = list[float]()
+        with ThreadPoolExecutor(1) as pool, httpx.Client(timeout=60) as client:
+            replies = pool.submit(asyncio.run, ask_all())
+            while not replies.done():
+                began = time.monotonic()
+                assert client.get(f"{server.url}/health").status_code == 200
+                times.append(time.monotonic() - began)
+        found = Counter(one.status_code for one in replies.result())
+        assert found.keys() == {200, 429} and found[200] >= most
+        with pytest.raises(openai.NotFoundError):  # one that comes later is served
+            server.openai.models.retrieve("another")
+        assert text_of(server.chat("again?"))
+    assert max(times) < 1.0, sorted(times)[-5:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any, Final
 
 import pytest
@@ -21,7 +22,8 @@ from bench.driver.servers import free_port
 from examples.local_service import serve_tcp
 from examples.serve.runner import Runner
 from examples.serve.scheduler import Scheduler
-from tests.examples.tiny_decoders import SIZES, NoText, ask, greedy
+from tests.examples.tiny_decoders import SIZES, NoText, ask, greedy, llama
+from tests.harness.waiting import wait_for
 
 pytestmark = pytest.mark.long
 
@@ -30,6 +32,99 @@ WINDOW: Final[dict[str, Any]] = {
     "sliding_window": 32,
     "layer_types": ["sliding_attention", "full_attention"],
 }
+
+
+class Lora(torch.nn.Module):
+    """A linear layer and a low-rank adapter."""
+
+    def __init__(self, base: torch.nn.Linear, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.base, self.is_on = base, True
+        self.down = torch.nn.Parameter(torch.randn(4, base.in_features) / 4)
+        self.up = torch.nn.Parameter(torch.randn(base.out_features, 4) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.base(x)
+        return out + x @ self.down.T @ self.up.T if self.is_on else out
+
+
+def with_lora(seed: int) -> Any:
+    model = llama(11)
+    for layer in model.model.layers:
+        layer.self_attn.k_proj = Lora(layer.self_attn.k_proj, seed)
+    model.set_attn_implementation("eager")
+    return model
+
+
+def switch(model: Any, *, is_on: bool) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.is_on = is_on
+
+
+def train(model: Any) -> None:
+    """Training that reaches a few rows."""
+    with torch.no_grad():
+        model.model.embed_tokens.weight[40:48] *= -1.0
+
+
+def test_adapters_and_changed_weights_find_no_kv_of_the_model_as_it_was() -> None:
+    """Two runners of one model with two adapters, and one that changes, share a service."""
+    prompt = list(range(1, 90))
+    models = [with_lora(1), with_lora(2)]
+    settings = pool_settings(models[0]) | {"pool.num-pages": 60, "server.port": free_port()}
+    changes = (lambda: train(models[1]), lambda: switch(models[1], is_on=False))
+    with serve_tcp(settings), ExitStack() as stack:
+        port = int(str(settings["server.port"]))
+        expected = [greedy(one, prompt, COUNT) for one in models]
+        for change in changes:  # what the second model says after each of them
+            change()
+            expected.append(greedy(models[1], prompt, COUNT))
+        switch(models[1], is_on=True)
+        train(models[1])  # undoes itself
+        schedulers = []
+        for model in models:
+            runner = Runner(model, lambda: TorchSession(port=port), 4, 4 + 64)
+            schedulers.append(Scheduler(runner, NoText(), set()))
+            schedulers[-1].start()
+            stack.callback(schedulers[-1].close)
+
+        def check(scheduler: Scheduler, tokens: list[int]) -> None:
+            for cached in (0, 80):
+                asked = ask(scheduler, prompt, COUNT)
+                assert (asked.tokens(), asked.request.cached_tokens) == (tokens, cached)
+
+        assert len(set(map(tuple, expected))) == 4, "each model says something else"
+        for scheduler, tokens in zip(schedulers, expected, strict=False):
+            check(scheduler, tokens)
+        for change, tokens in zip(changes, expected[2:], strict=True):
+            schedulers[1].change(change).result(60)
+            check(schedulers[1], tokens)
+
+
+def test_answers_under_way_continue_by_the_changed_model() -> None:
+    model, prompt = with_lora(3), list(range(1, 70))
+    settings = pool_settings(model) | {"pool.num-pages": 60, "server.port": free_port()}
+    with serve_tcp(settings):
+        port = int(str(settings["server.port"]))
+        runner = Runner(model, lambda: TorchSession(port=port), 4, 4 + 64, salt="mine")
+        scheduler = Scheduler(runner, NoText(), set())
+        scheduler.start()
+        try:
+            asked = ask(scheduler, prompt, 400)
+            wait_for(lambda: asked.request.answers[0].generated > 8, "some tokens")
+            before: list[int] = []
+
+            def change() -> None:
+                before[:] = asked.request.answers[0].tokens
+                train(model)
+
+            scheduler.change(change, salt="mine-trained").result(60)
+            found, answer = asked.tokens(), before[len(prompt) :]
+            model.set_attn_implementation("eager")
+            assert found == answer + greedy(model, before, 400 - len(answer))
+        finally:
+            scheduler.close()
 
 
 def qwen2() -> Any:

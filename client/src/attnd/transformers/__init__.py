@@ -8,13 +8,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from attnd.transformers.attention import NAME, attnd_attention, attnd_mask
 from attnd.transformers.cache import AttndCache
-from attnd.transformers.geometry import (
-    Geometry,
-    check_pool,
-    geometry_of,
-    pool_settings,
-    salt_of,
-)
+from attnd.transformers.geometry import Geometry, check_pool, geometry_of, pool_settings
+from attnd.transformers.salt import salt_of
 
 AttentionInterface.register(NAME, attnd_attention)
 AttentionMaskInterface.register(NAME, attnd_mask)

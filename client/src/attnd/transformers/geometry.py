@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -127,15 +126,6 @@ def geometry_of(model: Any, dtype: str | None = None) -> Geometry:
         sm_scale=next(scales, None),
         logits_soft_cap=float(getattr(config, "attn_logit_softcapping", None) or 0.0),
     )
-
-
-def salt_of(model: Any) -> str:
-    """A `cache_salt` for prefixes by token ids: of models that share a service, none finds the KV
-    of another. It depends on the configuration and on some of each parameter's values.
-    """
-    some = [one.flatten()[:64].tolist() for one in model.parameters()]
-    named = (type(model).__name__, model.dtype, model.config.to_json_string(), some)
-    return hashlib.blake2b(repr(named).encode(), digest_size=16).hexdigest()
 
 
 def check_served(config: Any, decoder: Any) -> None:
