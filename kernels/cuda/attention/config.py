@@ -11,6 +11,10 @@ from kernels.cuda.common.structs import ATTEND_PARAMS, packed
 from kernels.cuda.kv.view import KvView
 
 LOG2E: Final = 1 / np.log(2)
+FP16_TOP: Final = 15.0
+"""`kFp16Top` of state.cuh."""
+MOST_HEADROOM: Final = 3e38
+"""Of float32."""
 
 
 class AttentionShape(NamedTuple):
@@ -72,12 +76,14 @@ def attend_struct(config: AttentionConfig) -> bytes:
     """`AttendParams` as far as the config decides it."""
     kv, scoring = config.kv, config.scoring
     scale = scoring.sm_scale * kv.k_scale
+    unit = 1.0 if config.shape.general else max(scale * LOG2E, FP16_TOP / MOST_HEADROOM)
     return packed(
         ATTEND_PARAMS,
         **kv.strides,
         group_size=config.group_size,
         scale=scale,
         scale2=scale * LOG2E,
+        headroom=0.0 if config.compute == "bf16" else FP16_TOP / unit,
         soft_cap=scoring.logits_soft_cap,
         v_scale=kv.v_scale,
         window_left=scoring.window_left,

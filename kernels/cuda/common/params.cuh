@@ -35,6 +35,7 @@ struct AttendParams {
   int group_size;
   float scale;         // sm_scale * k_scale, natural
   float scale2;        // the same times log2(e)
+  float headroom;      // kFp16Top in units of the scores that weights are of; 0 where these are bf16
   float soft_cap;      // 0: none
   float v_scale;
   int window_left;     // meaningful where an item asks for kHideWindow

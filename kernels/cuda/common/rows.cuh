@@ -51,8 +51,8 @@ struct KeyRange {
 };
 
 // What a row at `position` sees of the keys by the rules that the run still needs, causal and window; a
-// custom mask may hide some of it. Nothing overflows: a rule is left to the kernels only where positions pass it
-// for some rows and not for others.
+// custom mask may hide some of it. Nothing overflows: positions are -1 at least, and a window is left to the kernels
+// only where some row of the item is further from the run's first key.
 __device__ __forceinline__ KeyRange visible_keys(KeyRange keys, const WorkItem& item, int position,
                                                  int window_left) {
   if (item.rules & kHideFuture) keys.high = min(keys.high, position - item.kv_start);

@@ -7,8 +7,13 @@
 //
 // A score that is NaN or +inf makes the row's sum NaN, and so its o and lse: maxima pass over NaN, weights
 // do not.
+//
+// Products of fp16 weights use all of its range: below 2^-24 fp16 has only 0, and a sum that keeps what the products lose
+// is too large (131,072 keys of weight 2^-25 beside one of weight 1 are 0.4 % of it). So a maximum of the attention
+// kernels may be up to kFp16Top below the row's highest score, whose weight is then 2^kFp16Top.
 #pragma once
 
+constexpr float kFp16Top = 15.0f;
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
@@ -66,9 +71,13 @@ __device__ __forceinline__ float state_rescale(float old_max, float new_max, flo
 
 // --- online softmax of one row: `score(i)` is its i-th score that this lane holds, of kCount ---------------
 //
-// A kernel raises the row's maximum (`highest_score`, over the lanes that share the row), brings what was
-// summed before to it (`state_rescale`), and turns the scores into weights (`weigh_scores`). `scale` brings
-// scores and maxima to base 2.
+// A kernel raises the row's maximum (`highest_score`, over the lanes that share the row, and `lowered`), brings what
+// was summed before to it (`state_rescale`), and turns the scores into weights (`weigh_scores`). `scale` brings scores
+// and maxima to base 2.
+
+// The maximum that leaves the highest score a weight of 2^kFp16Top, or where floats are too coarse for that a lower one;
+// `headroom` is kFp16Top in units of the scores.
+__device__ __forceinline__ float lowered(float highest, float headroom) { return __fsub_ru(highest, headroom); }
 
 template <int kCount, class Score>
 __device__ __forceinline__ float highest_score(float max, Score score) {
@@ -78,7 +87,7 @@ __device__ __forceinline__ float highest_score(float max, Score score) {
 }
 
 // Scores to weights 2^((s - max) scale), in place; the sum of `sum` and the weights. The difference comes
-// first: however large scores are, no weight is more than 1 then, and the highest score's is 1.
+// first: however large scores are, no weight is more than the highest score's then.
 template <int kCount, class Score>
 __device__ __forceinline__ float weigh_scores(float sum, float max, float scale, Score score) {
   const float reference = state_reference(max);

@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       go_on();
       if constexpr (kGeneral) cap(s, p);
       if (first + kTile > item.num_keys || item.rules != 0 || kGeneral) rules.hide(s, item, first, p);
-      online_softmax<kN>(s, acc, c);
+      online_softmax<kN>(s, acc, c, p.headroom);
       weigh<kN>(acc, s, v);
       if constexpr (kTakeTurns) {
         load_keys(k, p, row, more);

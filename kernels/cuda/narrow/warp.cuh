@@ -27,7 +27,7 @@ using Scores = float[kTokenTiles * 2][4];  // score i of row tile n is s[i / 2][
 template <int kN>
 struct Accumulator {
   float o[kN][kSteps][4];
-  float max[kN];  // of raw scores, or, where scoring is general, of base-2 scores
+  float max[kN];  // `lowered`, of raw scores, or, where scoring is general, of base-2 scores
   float sum[kN];  // this lane's tokens only until the end
 };
 
@@ -130,7 +130,7 @@ __device__ __forceinline__ void cap(Scores& s, const AttendParams& p) {
 
 // Online softmax: raise the running maxima, rescale what that changes; s becomes p = 2^(s c - max c).
 template <int kN>
-__device__ __forceinline__ void online_softmax(Scores& s, Accumulator<kN>& acc, float c) {
+__device__ __forceinline__ void online_softmax(Scores& s, Accumulator<kN>& acc, float c, float headroom) {
   const int j = threadIdx.x & 3;
   float next[kN];
   bool raised = false;
@@ -138,7 +138,8 @@ __device__ __forceinline__ void online_softmax(Scores& s, Accumulator<kN>& acc, 
   for (int n = 0; n < kN; ++n) {
     const auto score = [&](int i) { return s[i / 2 + 1][n * 2 + i % 2]; };
     const float first = fmaxf(s[0][n * 2], s[0][n * 2 + 1]);
-    next[n] = fmaxf(acc.max[n], quad_max(highest_score<kTokenTiles * 4 - 2>(first, score)));
+    const float highest = quad_max(highest_score<kTokenTiles * 4 - 2>(first, score));
+    next[n] = fmaxf(acc.max[n], lowered(highest, headroom));
     raised |= next[n] > acc.max[n];
   }
   if (__any_sync(kAllLanes, raised)) {

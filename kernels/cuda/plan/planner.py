@@ -32,6 +32,9 @@ from kernels.cuda.plan.tiles import (
 
 LONG: Final = 2048
 """Keys a sequence from which it is worth looking whether others have the same pages."""
+FIRST_POSITION: Final = np.int32(-1)
+"""Of rows before all keys: those see none, or all, wherever they are. From here on, differences of
+positions, and windows left of rows that one hides keys of, are numbers of 32 bits."""
 CACHE_BYTES: Final = 48 * 2**20
 """Bytes of repeatedly read pages that stay in the L2 cache: measured on a H200."""
 
@@ -55,11 +58,11 @@ def make_work(requests: Sequence[tuple[int, Plan]], config: PlannerConfig) -> Ba
     """Work for (layer, plan) requests of one scoring, rows packed one plan after another."""
     plans = [plan for _, plan in requests]
     levels = [level for plan in plans for level in plan.levels]
-    positions = [plan.positions for plan in plans]
+    positions = [np.maximum(plan.positions, FIRST_POSITION) for plan in plans]
     num_rows = sum(map(len, positions))
     num_packed = num_rows * config.group_size
     ruled = config.window_left >= 0 or any(level.causal for level in levels)
-    tiles = _tiles(requests, config, FIELDS if ruled else PLAIN_FIELDS)
+    tiles = _tiles(requests, positions, config, FIELDS if ruled else PLAIN_FIELDS)
     kernels = cut(tiles, config, num_packed, _same_pages(levels, config))
     runs = beside([launch.items for launch in kernels])
     if config.splits and len(kernels) > 1:  # members of a list come in the order of position
@@ -119,14 +122,17 @@ def _tile_each(
 
 
 def _tiles(
-    requests: Sequence[tuple[int, Plan]], config: PlannerConfig, fields: int
+    requests: Sequence[tuple[int, Plan]],
+    positions: Sequence[Int32],
+    config: PlannerConfig,
+    fields: int,
 ) -> list[tuple[int, Int]]:
     """Tiles of every kernel that has some, by its index in `config.shapes`."""
     made: list[tuple[int, Int]] = []
     row = page = 0
-    for layer, plan in requests:
+    for (layer, plan), at in zip(requests, positions, strict=True):
         for depth, level in enumerate(plan.levels):
-            mine = level_tiles(layer, plan.positions, level, row, page, config, fields)
+            mine = level_tiles(layer, at, level, row, page, config, fields)
             if depth and config.splits:  # only a row's first run may be several splits
                 how = (config.splits, config.page_size)
                 mine = [(index, cut_at_splits(tiles, *how)[0]) for index, tiles in mine]

@@ -6,6 +6,7 @@ are items; and, where rules hide keys by position, two more. See work.cuh for th
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -162,7 +163,7 @@ def level_tiles(
         shape = config.shapes[index]
         tiles = mine if shape.most_rows <= shape.rows else _cut_rows(mine, shape.rows, config.chunk)
         if level.causal or config.window_left >= 0:
-            tiles = _clip(tiles, positions, config)
+            tiles = _clip(tiles, positions, config, shape)
         if row:
             tiles[:, ROW] += row * config.group_size
         if len(tiles):
@@ -233,9 +234,9 @@ def _cut_rows(segments: Int, rows: int, chunk: int) -> Int:
     return tiles
 
 
-def _clip(tiles: Int, positions: Int32, config: PlannerConfig) -> Int:
+def _clip(tiles: Int, positions: Int32, config: PlannerConfig, shape: TileShape) -> Int:
     """Drop the keys that no row of a tile sees: those after its last row, those left of windows."""
-    group, page_size, window = config.group_size, config.page_size, config.window_left
+    group, window = config.group_size, config.window_left
     bounds = np.empty((len(tiles), 2), np.intp)
     np.floor_divide(tiles[:, ROW], group, out=bounds[:, 0])
     np.floor_divide(tiles[:, ROW] + (tiles[:, ROWS] - 1), group, out=bounds[:, 1])
@@ -245,21 +246,35 @@ def _clip(tiles: Int, positions: Int32, config: PlannerConfig) -> Int:
     tiles[:, LEAST] = np.minimum.reduceat(padded, where)[::2]
     tiles[:, GREATEST] = np.maximum.reduceat(padded, where)[::2]
     if tiles[0, RULES]:
-        np.minimum(tiles[:, KEYS], tiles[:, GREATEST] - tiles[:, START] + 1, out=tiles[:, KEYS])
+        last = np.minimum(tiles[:, KEYS] - 1, tiles[:, GREATEST] - tiles[:, START])
+        np.add(last, 1, out=tiles[:, KEYS])
     if window >= 0:
-        start = tiles[:, START].astype(np.int64)
-        first = np.maximum(tiles[:, LEAST] - window, start)
-        if config.splits:
-            first -= first % config.splits.keys
-            first += page_size - 1  # where that is within a page, the split begins with the next
-        hidden = np.maximum(first - start, 0) // page_size
+        hidden = _left_of_windows(tiles, config, shape)
         tiles[:, PAGE] += hidden
-        hidden *= page_size
+        hidden *= config.page_size
         tiles[:, START] += hidden
         tiles[:, KEYS] -= hidden
     if least(tiles[:, KEYS]) > 0:
         return tiles
     return tiles.compress(tiles[:, KEYS] > 0, axis=0)
+
+
+def _left_of_windows(tiles: Int, config: PlannerConfig, shape: TileShape) -> Int:
+    """How many whole pages of each tile are left of its rows' windows.
+
+    With fixed splits only whole key tiles of the split in which the windows begin: a row's keys
+    then meet in the same tiles as without its neighbours.
+    """
+    start, page_size, splits = tiles[:, START].astype(np.int64), config.page_size, config.splits
+    first = np.maximum(tiles[:, LEAST] - config.window_left, start)
+    hidden: Int = (first - start) // page_size
+    if not splits:
+        return hidden
+    begin = splits.begin(splits.number(start + hidden * page_size)) - start
+    begin = np.maximum(-(begin // -page_size), 0)  # within a page: a split begins with the next
+    step = math.lcm(page_size, shape.granule) // page_size
+    hidden -= (hidden - begin) % step
+    return hidden
 
 
 def keep_rules(runs: Int, window_left: int) -> None:

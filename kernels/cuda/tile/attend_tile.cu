@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   stage_queries(shared, p, item, 0, kRows, head, threadIdx.x, kThreads);
   Rows<kM> rows;
   find_rows(rows, p, item, own_row, head);
-  int first_position = 0x7fffffff, last_position = static_cast<int>(0x80000000);
+  int first_position = 0x7fffffff, last_position = -1;  // there is none before that
 #pragma unroll
   for (int r = 0; r < kM * 2; ++r)
     if (rows.query[r] >= 0) {
@@ -127,7 +127,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 
     // what of this tile this warp's rows can see
     const int first = tile * kTile;
-    const int first_key = item.kv_start + first, last_key = first_key + kTile - 1;
+    const int first_key = item.kv_start + first;
+    const int last_key = item.kv_start + (min(first + kTile, item.num_keys) - 1);
     hide |= first + kTile > item.num_keys;
     bool skip = idle;
     if (item.rules & kHideFuture) {
@@ -155,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     if (hide) hide_scores<kM, kTile>(s, rows, item, first, p);
 
     // softmax and values
-    online_softmax<kM, kTile>(s, acc, c);
+    online_softmax<kM, kTile>(s, acc, c, p.headroom);
     weigh_values<kM, kTile>(acc, s, keys + kTileBytes);
   }
   copy_async_wait<0>();

@@ -18,7 +18,7 @@
 template <int kM>
 struct Accumulator {
   float o[kM][kSteps * 2][4];
-  float max[kM * 2];  // of raw scores, or, where scoring is general, of base-2 scores
+  float max[kM * 2];  // `lowered`, of raw scores, or, where scoring is general, of base-2 scores
   float sum[kM * 2];  // this lane's columns only until the end
 };
 
@@ -81,13 +81,14 @@ __device__ __forceinline__ void cap_scores(float (&s)[kM][kTokens / 8][4], const
 // Online softmax: raise the running maximum, rescale what it changes, s becomes p = 2^(s c - max c).
 template <int kM, int kTokens>
 __device__ __forceinline__ void online_softmax(float (&s)[kM][kTokens / 8][4], Accumulator<kM>& acc,
-                                       float c) {
+                                       float c, float headroom) {
   float next[kM * 2];
   bool raised = false;
 #pragma unroll
   for (int r = 0; r < kM * 2; ++r) {
     const auto score = [&](int i) { return s[r / 2][i / 2][(r & 1) * 2 + i % 2]; };
-    next[r] = quad_max(highest_score<kTokens / 4>(acc.max[r], score));
+    const float highest = quad_max(highest_score<kTokens / 4>(minus_infinity(), score));
+    next[r] = fmaxf(acc.max[r], lowered(highest, headroom));
     raised |= next[r] > acc.max[r];
   }
   if (__any_sync(kAllLanes, raised)) {

@@ -45,18 +45,20 @@ struct Finished {
                                         const Shared& shared, int row);
 };
 
-// How far a score may be above its row's reference, in base 2: weights of up to 2^kSlack are as exact as any.
+// How far a row's scores may rise before its reference follows, in base 2; weights are then up to 2^kTop, and a row's
+// highest is 2^(kTop - kSlack) at least.
 constexpr float kSlack = 8.0f;
+constexpr float kTop = kBf16 ? kSlack : kFp16Top;
 // Up to references of this size, in base 2, products and references are fine enough for weights of fp16 (2^28) or
 // bf16 (2^30): a float's spacing is 16, or 64, below it. Rows beyond come out as NaN.
 constexpr float kLargest = kBf16 ? 1073741824.0f : 268435456.0f;
-// Negative limits from here on, in base 2, are raised to 0: a row's highest weight is then 2^kLowest at least, and
-// fp16, whose least number is 2^-24, still has what is 2^-20 of it.
+// Negative limits from here on, in base 2, are raised to 0: a row's highest weight is then 2^(kTop - kSlack + kLowest) at
+// least, in fp16 2^3, and what it has not, below 2^-24, is 2^-27 of that.
 constexpr float kLowest = kBf16 ? -96.0f : -4.0f;
 constexpr float kHighest = 3e38f;  // limit: finite
 
 // Running softmax of rows `row` and `row + 8`, of which this thread holds every fourth pair of columns.
-// Weights are 2^(s - reference), with a reference that no score is kSlack above or more; `limit`, in units of the
+// Weights are 2^(s - reference), with a reference that no score is kTop above or more; `limit`, in units of the
 // products, is where that would be. Nothing seen: -inf, both.
 struct Rows {
   float limit[2], sum[2];
@@ -175,7 +177,7 @@ struct Rows {
   // What a row's scores are weighed by, in base 2; -inf where it has seen nothing. Rounded up: rounded down, it would
   // let weights of large scores overflow fp16.
   __device__ __forceinline__ float reference(int r, float scale) const {
-    return __fmaf_ru(limit[r], scale, -kSlack);
+    return __fmaf_ru(limit[r], scale, -kTop);
   }
 };
 

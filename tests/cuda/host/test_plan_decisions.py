@@ -42,11 +42,12 @@ PAGE = 16
 @pytest.mark.parametrize("window", [0, 1, 31, 100, 999, 2000])
 @pytest.mark.parametrize("split_keys", [0, 256])
 def test_pages_left_of_every_window_are_left_out(window: int, split_keys: int) -> None:
-    """With fixed splits, runs begin where the whole sequence's do."""
+    """With fixed splits, whole key tiles of the split."""
     length = 1000
     config = PlannerConfig(4, PAGE, 8, window, (WIDE,), splits=Splits(split_keys))
     items = make_work([(0, decode_plan([length], PAGE))], config).kernels[0].items
-    first = max(length - 1 - window, 0) // (split_keys or PAGE) * (split_keys or PAGE)
+    step = WIDE.granule if split_keys else PAGE
+    first = max(length - 1 - window, 0) // step * step
     assert items[:, START].min() == first
     assert items[:, KEYS].sum() == length - first
 

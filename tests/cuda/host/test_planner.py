@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from math import lcm
 
 import numpy as np
 import pytest
@@ -19,6 +20,9 @@ from kernels.cuda.plan.tiles import (
     FINAL,
     HIDE_FUTURE,
     HIDE_WINDOW,
+    KEYS,
+    NO_SPLITS,
+    START,
     PlannerConfig,
     Splits,
     TileShape,
@@ -102,6 +106,9 @@ def planned_pairs(
             assert rows <= launch.shape.rows, f"{rows} rows in a tile of {launch.shape}"
             for packed in range(begin, begin + rows):
                 own = int(work.positions[packed // group])
+                if hide:
+                    first = own - kv_start - (window if hide & HIDE_WINDOW else 0)
+                    assert first >= -(2**31), "the kernels subtract in 32 bits"
                 for key in range(keys):
                     if hide & HIDE_FUTURE and kv_start + key > own:
                         continue
@@ -178,6 +185,10 @@ def trees(draw: st.DrawFn) -> Tree:
             )
         )
     back = np.array([draw(st.integers(0, 40)) for _ in range(rows)], np.int64)
+    if draw(st.booleans()):  # to the highest positions
+        moved = 2**31 - 1 - int(length.max(initial=0))
+        levels = [replace(level, kv_start=level.kv_start + np.int32(moved)) for level in levels]
+        length += moved + 1
     return Tree(Plan(tuple(levels), (length - 1 - back).astype(np.int32)), page_size)
 
 
@@ -185,14 +196,45 @@ def trees(draw: st.DrawFn) -> Tree:
 @given(
     trees(),
     st.sampled_from([1, 4, 7, 16, 24]),
-    st.sampled_from([-1, 0, 30]),
+    st.sampled_from([-1, 0, 30, 2**31 - 20, 2**31 - 1]),
     st.sampled_from([1, 8]),
     st.sampled_from([None, 1, 4]),
+    st.sampled_from([NO_SPLITS, Splits(1), Splits(4, 1)]),
 )
 def test_every_visible_pair_is_attended_once_and_every_row_written_once(
-    tree: Tree, group: int, window: int, heads: int, team: int | None
+    tree: Tree, group: int, window: int, heads: int, team: int | None, splits: Splits
 ) -> None:
-    check(tree.plan, config(group, tree.page_size, heads, window, team=team))
+    """Negative positions, and the highest, among them; `splits` in units of 64 keys, in pages."""
+    planner = config(group, tree.page_size, heads, window, team=team)
+    if splits:
+        whole = [tree.page_size * -(-64 * n // tree.page_size) for n in (splits.keys, splits.first)]
+        planner = replace(planner, shapes=(WIDE,), splits=Splits(*whole), leads=True)
+    check(tree.plan, planner)
+
+
+@pytest.mark.parametrize("window", [-1, 30, 2**31 - 2, 2**31 - 1])
+@pytest.mark.parametrize("first", [-30, -1, 2**31 - 5])
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_before_the_first_key_or_at_the_highest_position(
+    causal: bool, first: int, window: int
+) -> None:
+    level = Level(int32(0, 5), int32(0, 3), int32(0, 1, 2), int32(8), int32(0), causal)
+    check(Plan((level,), int32(*range(first, first + 5))), config(1, window=window))
+
+
+@pytest.mark.parametrize("page_size", [5, 16])
+def test_a_window_of_fixed_splits_begins_at_a_key_tile_of_its_split(page_size: int) -> None:
+    """The keys of a row meet in the same tiles whatever the window, and few hidden ones do."""
+    splits = Splits(page_size * -(-2048 // page_size))
+    step = lcm(page_size, WIDE.granule)
+    plan = decode_plan([30000, 4100, 2047, 90], page_size)
+    for window in (0, 128, 2000, 5000):
+        planner = replace(config(8, page_size, window=window, shapes=(WIDE,)), splits=splits)
+        (launch,) = make_work([(0, plan)], planner).kernels
+        seen = launch.items[:, KEYS].sum()
+        assert seen <= sum(min(window + 1, n) + step + page_size for n in (30000, 4100, 2047, 90))
+        for start in launch.items[:, START].tolist():
+            assert (start - start // splits.keys * splits.keys) % step == 0
 
 
 @settings(max_examples=80, deadline=None)
