@@ -49,7 +49,7 @@ def merge_launch(
         batch = IN_ORDER
     kernel, lanes = _kernel(head_dim, partials, dtype, batch, in_order)
     few = units * lanes < 2**14 and longest >= 32
-    threads = 1024 if few and batch == 4 else 256
+    threads = (512 if head_dim > 192 else 1024) if few and batch == 4 else 256
     groups, split = threads // lanes, 1
     most = 0 if in_order else 512 * multiprocessors // lanes
     while batch == 4 and split < groups and longest >= 8 * split and units * split < most:

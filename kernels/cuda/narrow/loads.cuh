@@ -38,10 +38,13 @@ constexpr int kKeyUnit = unit_bytes(kRowBytes / kKeyLanes);
 constexpr int kValueUnit = unit_bytes(kRowBytes / 8);  // 8 lanes share a token of V
 constexpr int kKeyWords = kRowBytes / 4 / kKeyLanes;
 constexpr int kValueWords = kValueUnit == 2 ? kRowBytes / 16 : kRowBytes / 32;
-constexpr int kTokenTiles = kRowBytes <= 128 && kRowBytes % 32 == 0 ? 2 : 1;
+// Conversion without an instruction for it takes registers of its own.
+constexpr bool kConverts = kFp8 == 4 && kBf16 && __CUDA_ARCH__ < 890;
+constexpr int kTokenTiles =
+    kRowBytes <= 128 && kRowBytes % 32 == 0 && !(kConverts && kHeadsFirst && kRowBytes == 96) ? 2 : 1;
 constexpr int kTile = 16 * kTokenTiles;
 // Long rows: K and V take turns in the same registers, 8 KB each is enough under way.
-constexpr bool kTakeTurns = kRowBytes > 256;
+constexpr bool kTakeTurns = kRowBytes > 256 || (kConverts && kRowBytes == 256);
 
 using Keys = uint32[kTokenTiles][kColumnTiles][kKeyWords];
 using Values = uint32[kTokenTiles][4][kValueWords];

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -23,39 +24,29 @@ from kernels.compile import (
     nvrtc_version,
     spec,
 )
-from kernels.cuda.attention.kernels import attend_kernels
 from kernels.cuda.common.kernel import HEAD_DIMS
 from kernels.cuda.specs import service_specs
 from tests.cuda.compiled import chosen
 
 pytestmark = pytest.mark.long
 
-# (compute, storage): every code path of the formats, the rest differ in a constant
-FORMATS: tuple[tuple[DType, DType], ...] = (("fp16", "fp16"), ("fp16", "fp8_e4m3"))
-WORST: tuple[tuple[DType, DType], ...] = (("bf16", "fp8_e5m2"),)
-WHOLLY = ("sm_80", "sm_90a")
-"""Of the others, which are sm_80's code but for constants, these suffice:"""
-FEW_HEAD_DIMS = (64, 128, 256)
+POOLS: tuple[DType, ...] = ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
+PAGE_SIZES = (16, 5, 8, 32, 64)
+"""The sizes that Hopper's kernels know, and one that they do not; no others matter to kernels."""
 
 
-def specs_for(arch: str) -> list[Spec]:
-    """The default pool's kernels, and the attention kernels of the head_dims that the tests use."""
-    specs = [*service_specs(arch, 128, "fp16", 16)]
-    if arch in WHOLLY:
-        specs += service_specs(arch, 64, "bf16", 16)
-    for head_dim in HEAD_DIMS if arch in WHOLLY else FEW_HEAD_DIMS:
-        worst = WORST if arch in WHOLLY and head_dim in (64, 128) else ()
-        for formats in (*FORMATS, *worst):
-            for general in (False, True):
-                specs += [k.spec for k in attend_kernels(arch, head_dim, *formats, general)]
-    return chosen(dict.fromkeys(specs))
+def every_spec(arch: str) -> list[Spec]:
+    """All kernels of all sets, of every pool and of both numerics."""
+    sizes = PAGE_SIZES if arch == "sm_90a" else PAGE_SIZES[:1]
+    pools = product(HEAD_DIMS, POOLS, sizes, ("fast", "invariant"))
+    return list(dict.fromkeys(made for pool in pools for made in service_specs(arch, *pool)))
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_specialisation_compiles_without_spills(arch: str) -> None:
     spilled = []
-    for compiled in compile_all(specs_for(arch), arch, cache=None, workers=2):
+    for compiled in compile_all(chosen(every_spec(arch), 23), arch, cache=None, workers=2):
         resources = compiled.resources
         print(f"{arch} {resources.registers:3} registers  {compiled.spec}")
         if resources.spill_bytes or resources.stack_bytes:
