@@ -1,12 +1,13 @@
 """Time of the CUDA kernels on the rows of workloads.json, beside the ceilings of the same GPU.
 
     python -m bench.kernels [--only TEXT] [--mma-sync] [--invariant] [--sinks] [--profile]
-    python -m bench.kernels --random N [--seed S]
+    python -m bench.kernels --random N [--seed S] [--invariant]
 
 A row's floor is max(bytes / read ceiling, flops / matmul ceiling), with both ceilings measured in
 this run; roofline = floor / time. Times are medians of 7 replays of a CUDA graph of 6 or more calls
 over working sets larger than the cache. `--invariant` and `--sinks` replay the row's graph and the
-other one in turn, and show the median of the pairs' ratios. `--only TEXT` measures the rows with
+other one in turn, and show the median of the pairs' ratios; a row that invariant numerics make more
+than 1 % faster ends the run with status 1. `--only TEXT` measures the rows with
 TEXT in their names, `--only cpu/` the host's times. `--random` draws N workloads instead, and shows
 the ten of the least roofline among those above 50 us.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -41,6 +42,8 @@ PAIRS: Final = 10
 """Replays of two graphs in turn; of a pair the one that came second comes first in the next."""
 PROFILED_MS: Final = 20
 """Of each measurement with `--profile`: so long that the profiler's own launches do not count."""
+MOST_SPEED: Final = 1.01
+"""With invariant numerics, as a multiple of the speed without."""
 LONG_MS: Final = 0.05
 REST_S: Final = 0.2
 """Before each measurement: without, power limits the device, and the first of two looks best."""
@@ -281,6 +284,16 @@ def show(row: Row, result: Row) -> str:
     )
 
 
+def check_fast(results: Sequence[Row]) -> None:
+    """Ends the run with status 1 where a row is slower than with invariant numerics."""
+    behind = [row for row in results if row.get("invariant_speed", 0.0) > MOST_SPEED]
+    if behind:
+        raise SystemExit(
+            "faster with invariant numerics: "
+            + "; ".join(f"{row['name']} {row['invariant_speed']:.3f}" for row in behind)
+        )
+
+
 def measure_cpu(batch: str, kv_lens: list[int]) -> dict[str, float]:
     """Prints the least and the median of each time of `cpu_cost`; returns the medians."""
     print(f"CPU, {batch}, {HOST_CALLS} calls each:")
@@ -318,6 +331,7 @@ def measure_random(ceilings: dict[str, float], chosen: argparse.Namespace) -> No
     print(f"{len(results)} workloads, {len(long)} above {LONG_MS} ms; the worst of these:")
     for row, result in sorted(long, key=lambda one: one[1]["roofline"])[:10]:
         print(show(row, result))
+    check_fast([result for _, result in results])
 
 
 def main() -> None:
@@ -349,6 +363,7 @@ def main() -> None:
     }
     if arguments.out is not None:
         write_results(arguments.out, run | {"cpu_us": cpu, "rows": results})
+    check_fast(results)
 
 
 if __name__ == "__main__":

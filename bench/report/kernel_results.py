@@ -10,7 +10,7 @@ from bench.report.tables import markdown, measured, number
 KERNEL_RESULTS: Final = RESULTS / "h200.json"
 H100_RESULTS: Final = RESULTS / "h100.json"
 HEAD: Final = (
-    *("workload", "ms", "FlashInfer 0.7.2 ms", "TB/s", "TFLOP/s", "roofline", "at least"),
+    *("workload", "ms", "FlashInfer 0.7.4 ms", "TB/s", "TFLOP/s", "roofline", "at least"),
     *("without cascade ms", "invariant ms", "of the speed", "H100 ms", "H100 roofline"),
 )
 

@@ -155,7 +155,7 @@ SECTIONS: Final = (
     Section(
         "CUDA kernels",
         "python -m bench.kernels",
-        "On an H200, beside FlashInfer 0.7.2 on the same kind of machine, and on an H100, whose "
+        "On an H200, beside FlashInfer 0.7.4 on the same kind of machine, and on an H100, whose "
         'memory is a third slower. "Roofline" is the fraction of the machine\'s ceiling that a '
         'workload reaches, "at least" what it must reach on an H200.',
         KERNEL_RESULTS,

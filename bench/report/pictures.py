@@ -55,7 +55,7 @@ def draw_kernels(results: Results, path: Path) -> None:
         for row, height in zip(rows, heights, strict=True):
             axes.text(1.08, height, f"{row['roofline']:.2f}", ha="right", va="center")
         for key, label, form, size in (
-            ("flashinfer_roofline", "FlashInfer 0.7.2", "o", 4),
+            ("flashinfer_roofline", "FlashInfer 0.7.4", "o", 4),
             ("at_least", "required", "|", 9),
         ):
             marked = [h for h in heights if known.get(names[h], {}).get(key)]

@@ -41,6 +41,7 @@ from kernels.backend import (
 from kernels.compile import DEFAULT_CACHE
 from kernels.cuda import checks
 from kernels.cuda.attention.config import AttentionConfig
+from kernels.cuda.attention.kernel_sets import SPLIT_KEYS
 from kernels.cuda.attention.runner import AttentionRunner
 from kernels.cuda.attention.steps import DevicePlan
 from kernels.cuda.common.kernel import HEAD_DIMS
@@ -57,9 +58,6 @@ from kernels.cuda.rows.mover import RowMover
 from kernels.cuda.specs import service_specs
 from kernels.outputs import check_outs
 
-SPLIT_KEYS: Final = 2048
-"""Keys of a split where `numerics` is invariant: eight kv heads of 32k keys fill a device, and a
-prefill of 8k keys has few partial states. The first one may be shorter (`fixed_splits`)."""
 MASK_PADDING: Final = 32
 """Readable bytes that kernels may touch past a mask's last bit."""
 

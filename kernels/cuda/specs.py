@@ -58,4 +58,6 @@ def _wide_specs(
         several += map(wide.few_variant, several.copy())
         others = [wide.joining_variant(variant) for variant in several if not variant.has_mask]
         usual += several + pairs
+    else:
+        others += [one for v in usual if v.page_size for one in wide.alone_variants(v).values()]
     return [variant.spec for variant in (*usual, *others)]

@@ -139,7 +139,7 @@ class DevicePlanBuilder:
             if kernel.entry == wide.ENTRY:
                 beside = index > 0 if apart else bool(steps)
                 early = beside if apart else here or not beside
-                step = self._wide_step(launch, kernel, places, items, table, beside, early)
+                step = self._wide_step(launch, kernels, places, items, table, beside, early)
             else:
                 lists = 0 if launch.one_each else worker_begin
                 step = self._mma_step(launch, kernel, places, items, lists, table, overlaps)
@@ -214,20 +214,21 @@ class DevicePlanBuilder:
     def _wide_step(
         self,
         launch: KernelWork,
-        kernel: Kernel,
+        kernels: KernelSet,
         places: _Places,
         items: int,
         table: tuple[int, int],
         beside: bool,
         early: bool,
     ) -> Step:
+        kernel = kernels.kernel(launch)
         kv, scoring = self._config.kv, self._config.scoring
         runs = len(np.unique(launch.items[:, PAGE]))
         heads = wide.heads_together(kv.num_kv_heads, launch.num_items, runs)
         units, ctas = launch.num_items * kv.num_kv_heads, launch.shape.workers
         has_maps = wide.has_maps(kv.dtype, 0 if kv.contiguous else kv.page_size)
         late = not has_maps or (beside and units <= ctas)
-        if self._split_keys:
+        if kernels.planner.splits:
             late = launch.num_rows < LATE_ROWS * launch.num_items
         grid = min(units, ctas)
         sm_scale, soft_cap = scoring.sm_scale * kv.k_scale, scoring.logits_soft_cap

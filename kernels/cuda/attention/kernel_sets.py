@@ -20,8 +20,9 @@ from kernels.cuda.attention.kernels import (
 from kernels.cuda.common.extremes import greatest, least, total
 from kernels.cuda.common.kernel import Kernel
 from kernels.cuda.narrow.variants import few_rows_kernels, parts_of, short_decode_kernels
+from kernels.cuda.plan.merges import NOTHING
 from kernels.cuda.plan.runs import KernelWork
-from kernels.cuda.plan.tiles import NO_SPLITS, ROWS, PlannerConfig, Splits
+from kernels.cuda.plan.tiles import NO_SPLITS, ROWS, Int, PlannerConfig, Splits
 from kernels.cuda.wide import variants as wide
 
 MOST_SHAPES: Final = 64
@@ -29,6 +30,9 @@ SHORT_DECODE: Final = 128
 """Keys a narrow warp, of a device full of them, up to which a decode is short."""
 FEW_ROWS: Final = 64
 """Packed rows of a segment, at most, in batches of few rows."""
+SPLIT_KEYS: Final = 2048
+"""Keys of a fixed split: eight kv heads of 32k keys fill a device, and a prefill of 8k keys has few
+partial states. The first one may be shorter (`fixed_splits`)."""
 FIRST_SPLIT: Final = 1024
 FIRST_SPLIT_FP8: Final = 512
 """Keys of a row's first split, of 16-bit and of fp8 pools."""
@@ -41,6 +45,22 @@ SHORT_PREFILL: Final = 512
 LONG_PREFILL: Final = 128
 """Keys of the longest sequence of a short prefill; and at least, on average, of one for three
 warpgroups, where there is that kernel."""
+SHARED_KEYS: Final = 1400
+TWICE_KEYS: Final = 1000
+TWICE_SEGMENTS: Final = 4
+EMPTY_KEYS: Final = 1000
+"""When `fast` gives segments of few and of many rows to two CTAs each, in keys of all heads a
+multiprocessor: at least `SHARED_KEYS`; at most `TWICE_KEYS` that are then read twice, where at
+least `TWICE_SEGMENTS` segments have many rows, else none; at most `EMPTY_KEYS` missing from the
+last tiles of segments of few rows. Measured on 44 batches on a H200."""
+LONG_ROW_KEYS: Final = 1000
+"""The same unit, above head_dim 128: from here on the kernel of 64 rows takes decodes of groups
+that the narrow kernel does not take."""
+ONE_TILE: Final = (96, 128)
+FEW_KEYS: Final = {128: 1024, 192: 600}
+"""Keys of sequences of short decodes, at most one CTA each, that the kernel of 64 rows takes: on
+average and at most, in groups of up to 8; and at most, by its tile's keys, in groups of up to
+16."""
 BESIDE_KEYS: Final = 1500
 BESIDE_TILES: Final = 20
 """Keys of few rows, and tiles of many rows, of all heads a multiprocessor, from which each kind has
@@ -139,6 +159,10 @@ def kernel_sets(
             if other is not None:
                 kernels = (*usual[:-1], wide_kernel(other))
                 made[kind] = _kernel_set(kernels, few_rows, config, multiprocessors)
+    if variant is not None and not config.contiguous:  # by one kernel, as `invariant` takes them
+        how = (config, multiprocessors, fixed_splits(SPLIT_KEYS, config, page_size))
+        for kind, alone in wide.alone_variants(variant).items():
+            made[kind] = _kernel_set((wide_kernel(alone),), {}, *how)
     return made
 
 
@@ -185,17 +209,14 @@ def fixed_kind(plans: Sequence[Plan], usual: PlannerConfig, pairs: bool) -> Batc
     Two CTAs a multiprocessor hide what each of their units waits for. One by itself is sooner done
     with a unit, and with 128 rows it reads keys of many rows half as often.
     """
-    levels = [level for plan in plans for level in plan.levels if len(level.kv_start)]
-    if not levels:
+    rows, keys = _segments(plans, usual)
+    if not len(rows):
         return "usual"
-    rows = np.concatenate([level.qo_indptr[1:] - level.qo_indptr[:-1] for level in levels])
-    pages = np.concatenate([level.kv_indptr[1:] - level.kv_indptr[:-1] for level in levels])
-    few, shape = rows * usual.group_size <= FEW_ROWS, usual.shapes[-1]
-    keys = pages * usual.page_size
+    few, shape = rows <= FEW_ROWS, usual.shapes[-1]
     if few.all():
         many = total(keys) * usual.num_kv_heads > PAIR_KEYS * shape.workers
         return "short units" if pairs and many else "few rows"
-    tiles = -(rows * usual.group_size // -shape.rows) * -(keys // -shape.granule)
+    tiles = -(rows // -shape.rows) * -(keys // -shape.granule)
     if pairs and total(tiles[~few]) <= PAIR_TILES[shape.granule] * np.count_nonzero(few):
         return "short units"
     if not (pairs and few.any()):
@@ -203,6 +224,62 @@ def fixed_kind(plans: Sequence[Plan], usual: PlannerConfig, pairs: bool) -> Batc
     each = shape.workers / usual.num_kv_heads
     apart = total(keys[few]) > BESIDE_KEYS * each and total(tiles[~few]) > BESIDE_TILES * each
     return "few beside many" if apart else "usual"
+
+
+def _segments(plans: Sequence[Plan], usual: PlannerConfig) -> tuple[Int, Int]:
+    """Packed rows of every segment of every level, and its keys, in whole pages."""
+    levels = [level for plan in plans for level in plan.levels if len(level.kv_start)]
+    if not levels:
+        return NOTHING, NOTHING
+    rows = np.concatenate([level.qo_indptr[1:] - level.qo_indptr[:-1] for level in levels])
+    pages = np.concatenate([level.kv_indptr[1:] - level.kv_indptr[:-1] for level in levels])
+    return rows * usual.group_size, pages * usual.page_size
+
+
+def shared_kind(plans: Sequence[Plan], usual: PlannerConfig) -> BatchKind:
+    """The class of a batch of segments with few and many rows, where two CTAs could take both.
+
+    That saves a launch, and tiles of 128 rows of which half are empty; but long segments of many
+    rows are then read twice as often, and segments far shorter than a tile of keys cost a whole.
+    """
+    rows, keys = _segments(plans, usual)
+    shape = usual.shapes[-1]
+    few = rows <= usual.takes[-1]
+    own, shared, tall = keys[few], keys[~few], rows[~few]
+    if not len(tall):
+        return "usual"
+    each = shape.workers / usual.num_kv_heads
+    wide = total(-(tall // -shape.rows) * shared)
+    twice = total(-(tall // -FEW_ROWS) * shared) - wide
+    short = int(own.sum())
+    if -int((own // -shape.granule).sum()) * shape.granule - short > EMPTY_KEYS * each:
+        return "usual"
+    if twice > (TWICE_KEYS * each if len(tall) >= TWICE_SEGMENTS else 0):
+        return "usual"
+    least = SHARED_KEYS if len(own) else PAIR_KEYS
+    return "short units" if wide + short >= least * each else "usual"
+
+
+def decode_kind(
+    plans: Sequence[Plan], usual: PlannerConfig, kinds: Collection[BatchKind], keys: int
+) -> BatchKind:
+    """The class of a batch of one row a sequence, which have `keys` keys in whole pages."""
+    narrow, shape, group = usual.shapes[0], usual.shapes[-1], usual.group_size
+    sequences = sum(len(plan.positions) for plan in plans)
+    short = keys <= SHORT_DECODE * narrow.workers // usual.num_kv_heads
+    if "few rows" in kinds and group <= FEW_ROWS:
+        each = shape.workers / usual.num_kv_heads
+        if group > usual.takes[-1]:  # a tile of many rows would be half empty
+            if "short units" in kinds:
+                return "short units" if keys >= PAIR_KEYS * each else "usual"
+            return "few rows" if keys >= LONG_ROW_KEYS * each else "usual"
+        most = ONE_TILE[1] if "short decode" in kinds else 0
+        if group > narrow.rows:
+            most = FEW_KEYS[shape.granule]
+        likely = short and sequences <= each and ONE_TILE[0] * sequences < keys <= most * sequences
+        if likely and greatest(_segments(plans, usual)[1]) <= most:
+            return "few rows"
+    return "short decode" if short and group <= narrow.rows else "usual"
 
 
 def batch_kind(
@@ -214,16 +291,13 @@ def batch_kind(
     rows = sequences = pages = 0
     for plan in plans:
         if len(plan.levels) != 1:
-            return "usual"
+            return shared_kind(plans, usual) if "short units" in kinds else "usual"
         rows += len(plan.positions)
         sequences += len(plan.levels[0].kv_start)
         pages += len(plan.levels[0].kv_indices)
     keys = pages * usual.page_size
     if rows == sequences:
-        narrow = usual.shapes[0]
-        most = SHORT_DECODE * narrow.workers // usual.num_kv_heads
-        short = keys <= most and usual.group_size <= narrow.rows
-        return "short decode" if short else "usual"
+        return decode_kind(plans, usual, kinds, keys)
     levels = [plan.levels[0] for plan in plans if len(plan.levels[0].kv_start)]
     many = max(shape.rows for shape in usual.shapes[:-1])
     fewest = min([least(level.qo_indptr[1:] - level.qo_indptr[:-1]) for level in levels])

@@ -250,6 +250,14 @@ def pair_variant(usual: WideVariant) -> WideVariant | None:
     return _pair(usual) if usual.head_dim in _PAIRS and usual.is_plain else None
 
 
+def alone_variants(usual: WideVariant) -> dict[Literal["few rows", "short units"], WideVariant]:
+    """Of batches that one kernel of 64 rows takes whole, where others would have several."""
+    if not usual.is_plain or usual.by_token:
+        return {}
+    pair = pair_variant(usual)
+    return {"few rows": few_variant(usual), **({} if pair is None else {"short units": pair})}
+
+
 def _pair(usual: WideVariant) -> WideVariant:
     """Queries stay in shared memory, as there are 216 registers; a mask and a cap want more."""
     few = replace(usual, consumers=1, query_stages=1, query_registers=False)

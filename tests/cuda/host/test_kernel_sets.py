@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from bench.cases.kernel_plans import pool_plan
+from bench.report.provenance import workloads
 from kernels.backend import DType, Level, Numerics, Plan, PoolGeometry, Scoring
 from kernels.cuda.attention.config import AttentionConfig
 from kernels.cuda.attention.kernel_sets import BatchKind, batch_kind, kernel_sets
@@ -47,7 +49,11 @@ def kind_of(*plans: Plan, head_dim: int = 128) -> BatchKind:
 @pytest.mark.parametrize(
     ("rows", "keys", "kind"),
     [
-        ([1] * 16, [128] * 16, "short decode"),
+        ([1] * 16, [128] * 16, "few rows"),
+        ([1] * 16, [128, 90] * 8, "few rows"),
+        ([1] * 16, [128, 60] * 8, "short decode"),
+        ([1] * 16, [130] * 16, "short decode"),
+        ([1] * 17, [128] * 17, "short decode"),
         ([1] * 64, [4096] * 64, "usual"),
         ([1] * 8, [1024, 17, *[600] * 6], "short decode"),
         ([1, 1, 2], [128] * 3, "usual"),
@@ -74,6 +80,43 @@ def test_at_head_dim_64_prefills_are_for_three_warpgroups(
     rows: list[int], keys: list[int], kind: BatchKind
 ) -> None:
     assert kind_of(plan_of(rows, keys), head_dim=64) == kind
+
+
+ROWS = {row["name"]: row for row in workloads()}
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "head_dim", "kind"),
+    [
+        ("cascade/8x16x(6k+128)", 8, 128, "short units"),
+        ("cascade/16x8x(2k+256)", 8, 64, "short units"),
+        ("cascade/96x(3k+4x1k+192)", 8, 128, "short units"),
+        ("cascade/512x(800+96)", 8, 128, "usual"),
+        ("cascade/64x(8k+512)", 8, 128, "usual"),
+        ("cascade/128x(16k+8x2k+256)", 8, 128, "usual"),
+        ("cascade/16x(2k+128)", 8, 128, "usual"),
+        ("cascade/16x(2k+128)", 32, 128, "usual"),
+        ("cascade/16x(2k+128)", 1, 128, "usual"),
+        ("mixed/48x4k+1x2k-on-8k", 8, 128, "usual"),
+        ("decode/64x8k-mqa", 1, 128, "short units"),
+        ("decode/64x4k", 8, 128, "usual"),
+        ("decode/64x4k", 3, 256, "few rows"),
+        ("decode/16x128", 3, 256, "usual"),
+        ("decode/16x128", 3, 64, "few rows"),
+        ("decode/32x512", 3, 64, "few rows"),
+        ("decode/64x4k", 3, 64, "usual"),
+    ],
+)
+def test_one_kernel_takes_few_rows_and_many_where_that_is_measured_to_be_faster(
+    name: str, heads: int, head_dim: int, kind: BatchKind
+) -> None:
+    """Of as many kv heads; where these are 3, for 30 query heads, groups have 10 rows."""
+    _, plan = pool_plan(ROWS[name])
+    queries = 30 if heads == 3 else ROWS[name]["num_qo_heads"]
+    shape = config_of(head_dim=head_dim).shape
+    shape = shape._replace(num_kv_heads=heads, num_qo_heads=queries)
+    sets = kernel_sets(shape, "sm_90a", MULTIPROCESSORS)
+    assert batch_kind([plan], sets["usual"].planner, sets) == kind
 
 
 @pytest.mark.parametrize("numerics", ["fast", "invariant"])
@@ -105,10 +148,13 @@ def test_only_measured_kernels_replace_the_usual_ones() -> None:
     def kinds(config: AttentionConfig, arch: str = "sm_90a") -> set[BatchKind]:
         return set(kernel_sets(config.shape, arch, MULTIPROCESSORS)) - {"usual"}
 
-    assert kinds(config_of()) == {"short decode", "short prefill"}
+    alone = {"few rows", "short units"}
+    assert kinds(config_of()) == {"short decode", "short prefill", *alone}
     assert kinds(config_of("fp8_e4m3")) == set()
-    assert kinds(config_of(head_dim=64)) == {"long prefill"}
-    assert kinds(config_of(head_dim=64, page_size=8)) == set()
+    assert kinds(config_of(head_dim=64)) == {"long prefill", *alone}
+    assert kinds(config_of(head_dim=64, page_size=8)) == alone
+    assert kinds(config_of(head_dim=256)) == {"few rows"}
+    assert kinds(config_of(page_size=5)) == {"short decode"}
     assert kinds(config_of(cap=30.0)) == set()
     assert kinds(config_of(), "sm_80") == set()
 
