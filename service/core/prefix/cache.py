@@ -15,7 +15,7 @@ from service.core.prefix.commits import keep_path
 from service.core.prefix.keys import Prefix
 from service.core.prefix.matching import MOST_MATCHED, Match, named_path, walk
 from service.core.prefix.named_pages import Cleared
-from service.core.prefix.nodes import FOREVER, Int32, Links, Node, Retention, named
+from service.core.prefix.nodes import FOREVER, REFERENCED, Int32, Links, Node, Retention, named
 from service.core.timers import Timers
 
 ENDED_AT_ONCE: Final = 256
@@ -102,12 +102,21 @@ class PrefixCache:
     def num_leases(self) -> int:
         return len(self.ends)
 
-    def lease(self, namespace: str, prefix: Prefix, lease_id: str, lease_s: float) -> int:
+    def lease(
+        self,
+        namespace: str,
+        prefix: Prefix,
+        lease_id: str,
+        lease_s: float,
+        most_new: int | None = None,
+    ) -> int:
         """Hold the longest cached beginning of `prefix` for `lease_s`; returns its pages.
 
-        With 0 pages there is no lease.
+        At most `most_new` of them are held by nothing else. With 0 pages there is no lease.
         """
         found = self.match(namespace, prefix)
+        if most_new is not None:
+            found = held_or_new(found, most_new)
         node = found.cut(self._links)
         if node is not None:
             self._open(lease_id, node, lease_s)
@@ -216,3 +225,15 @@ class PrefixCache:
             rule = f"a page with at most {MOST_MATCHED} nodes of the tree above it, not {depth}"
             raise InvalidRequest("page_key", key.hex(), rule)
         return Match(node, node.start + at + 1).cut(self._links) or node
+
+
+def held_or_new(found: Match, most_new: int) -> Match:
+    """The beginning of a match with at most `most_new` pages that nothing holds yet."""
+    node = found.node
+    while node is not None and named(node).state != REFERENCED:
+        node = node.parent
+    num_pages = min(found.num_pages, (0 if node is None else node.end) + most_new)
+    node = found.node
+    while node is not None and node.start >= num_pages:
+        node = node.parent
+    return Match(node, num_pages)

@@ -27,7 +27,7 @@ from service.engine.loop.job import (
     Work,
 )
 from service.engine.loop.request import AnswerLayout, Request, answer_bytes
-from service.engine.loop.slices import cut_attend, paced_spans, row_keys
+from service.engine.loop.slices import cut_attend, paced_spans, row_keys, shared_keys
 from service.engine.store.plan_cache import Planned
 from service.engine.store.store import Store, write_cost
 from service.metrics import Mode
@@ -146,7 +146,9 @@ def attention_plan(
 def attend_slices(store: Store, attend: Attend, cost: Cost) -> Slices:
     """One attention, some plan rows at a time; its states go to `attend.out`."""
     keys = row_keys(attend.plan, store.geometry.page_size, attend.scoring.window_left)
-    fixed = Cost(num_bytes=float(keys.max(initial=0)) * store.geometry.token_bytes)
+    shared = shared_keys(attend.plan, store.geometry.page_size)
+    again = min(shared, int(keys.max(initial=0)))
+    fixed = Cost(num_bytes=float(again) * store.geometry.token_bytes)
     for span in paced_spans(store.pace, "attend", keys + 1, cost, fixed):
         piece, rows = cut_attend(attend, span)
         states = yield Slice(partial(store.backend.attend, [piece]), "attend", span.cost)

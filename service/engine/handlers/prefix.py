@@ -63,7 +63,8 @@ def match_prefix(store: Store, request: Request, _: Seconds) -> Work:
         if leases:
             store.limits.refuse_lease(store.tree, namespace)
             lease_id = f"lease-{secrets.token_hex(10)}"
-            num_pages = cache.lease(namespace, prefix, lease_id, fields.lease_s)
+            room = store.lease_room(namespace)
+            num_pages = cache.lease(namespace, prefix, lease_id, fields.lease_s, room)
             if num_pages:
                 lease = {"id": lease_id, "expires_at": time.time() + fields.lease_s}
         else:
@@ -73,7 +74,8 @@ def match_prefix(store: Store, request: Request, _: Seconds) -> Work:
         request.place.lay(matched | cached_by_tier(store, num_pages, origin))
         return looked_up(prefix, num_pages, size)
 
-    return after_loading(store, request, prefix, finish, loads=leases)
+    most = store.lease_room(namespace) if leases else None
+    return after_loading(store, request, prefix, finish, loads=leases, most=most)
 
 
 def prefetch(store: Store, request: Request, _: Seconds) -> Work:

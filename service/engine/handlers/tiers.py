@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -37,13 +38,18 @@ def after_loading(
     finish: Callable[[Origin | None], Counts],
     *,
     loads: bool,
+    most: int | None = None,
 ) -> Work:
-    """Load what lower tiers have of `prefix`, or with `loads` False find it there; then `finish`,
-    which gets the origin of the pages, or None where lower tiers have none of them."""
+    """Load what lower tiers have of `prefix`, `most` pages of it (None: all), or with `loads` False
+    find it there; then `finish`, which gets the origin of the pages, or None where lower tiers have
+    none of them."""
     loading, namespace = store.loading, request.tenant.namespace
     if loading is None:
         return Completed(counts=finish(None))
     limits = limits_of(store, request.fields)
+    if most is not None:
+        given = limits.max_pages
+        limits = replace(limits, max_pages=most if given is None else min(given, most))
     if not loading.lookup.has_more(namespace, prefix, limits):
         return Completed(counts=finish(None))
 

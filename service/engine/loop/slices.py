@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kernels.backend import Attend, Level, Mask, Plan, RaggedAttend
 from service.engine.loop.job import Cost
-from service.engine.store.pace import DevicePace
+from service.engine.store.pace import FAR_TOO_LONG, DevicePace
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
+LEAST_PART: Final = 1 / 8
+"""Least part of its first slice that work is cut into for taking too long: a part of the time may
+be paid by every slice again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,8 @@ def paced_spans(
     """Runs of rows of about a slice each; the same for the same call while the pace is steady.
 
     `rows` is a number of rows of equal cost, or the weights of unequal ones; every run pays `fixed`
-    again.
+    again. After a run that took far too long the next is half as long, until one takes less than a
+    slice: estimates learn from all work of the kind, and the host can be slow just now.
     """
     total = None if isinstance(rows, int) else np.cumsum(rows)
     size = rows if isinstance(rows, int) else rows.size
@@ -49,17 +54,26 @@ def paced_spans(
     if whole == 0:
         yield from even_spans(size, cost, 1)
         return
-    first, done = 0, 0
+    again = 0.0 if fixed is None else fixed.num_bytes
+    own = max(cost.num_bytes - again, 0.0)
+    first, done, least, most = 0, 0, 0.0, math.inf
     while first < size:
         left = (whole - done) / whole
-        number = pace.num_slices(kind, Cost(cost.num_bytes * left, cost.flops * left), fixed)
-        target, last = done + (whole - done) / number, size
-        if number > 1:
+        number = pace.num_slices(kind, Cost(own * left + again, cost.flops * left), fixed)
+        target, last = done + min((whole - done) / number, most), size
+        if target < whole:
             last = int(target) if total is None else int(np.searchsorted(total, target)) + 1
             last = min(max(last, first + 1), size)
         end = last if total is None else int(total[last - 1])
         share = (end - done) / whole
-        yield RowSpan(first, last, Cost(cost.num_bytes * share, cost.flops * share))
+        pace.latest[kind] = 0.0
+        yield RowSpan(first, last, Cost(own * share + again, cost.flops * share))
+        if first == 0:
+            least = LEAST_PART * (end - done)
+        if (spent := pace.latest[kind]) > FAR_TOO_LONG * pace.slice_s:
+            most = max((end - done) / 2, least)
+        elif spent < pace.slice_s:
+            most *= 2
         first, done = last, end
 
 
@@ -79,6 +93,16 @@ def row_keys(plan: Plan, page_size: int, window_left: int) -> Int64:
             seen = np.minimum(np.maximum(plan.positions[within] + 1 - start, 0), seen)
         keys[within] += seen
     return in_window(keys, plan.positions, window_left)
+
+
+def shared_keys(plan: Plan, page_size: int) -> int:
+    """Maximum number of keys that two rows of a plan have in common, and that each of two slices
+    may have to read."""
+    count = 0
+    for level in plan.levels:
+        pages = np.diff(level.kv_indptr).astype(np.int64)[np.diff(level.qo_indptr) > 1]
+        count += int(pages.max(initial=0)) * page_size
+    return count
 
 
 def in_window(keys: Int64, positions: Int32, window_left: int) -> Int64:

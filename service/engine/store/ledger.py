@@ -51,9 +51,15 @@ class Ledger:
 
     def room(self, kind: Kind, namespace: str, among: int = 1) -> int:
         """How many more a namespace can leave behind; at most an equal part `among` several."""
-        part = max(1, int(kind.most * min(self._share, 1.0 / among)))
-        left = min(part - self.count(kind, namespace), kind.most - self._totals[kind.name])
+        left = min(
+            self.part(kind, among) - self.count(kind, namespace),
+            kind.most - self._totals[kind.name],
+        )
         return max(0, left)
+
+    def part(self, kind: Kind, among: int = 1) -> int:
+        """How many a namespace can have left behind, as one of `among` equal ones."""
+        return max(1, int(kind.most * min(self._share, 1.0 / among)))
 
     def refuse(self, kind: Kind, namespace: str, number: int = 1) -> None:
         """Raises Overloaded where a namespace cannot leave `number` more behind."""

@@ -53,6 +53,8 @@ class DevicePace:
         self._num_off: dict[str, int] = {}
         """Latest measurements running that disagree with them."""
         self._overheads: dict[str, float] = {}
+        self.latest: dict[str, float] = {}
+        """The latest measurement of each kind, in seconds."""
 
     def seconds(self, kind: str, cost: Cost, is_steady: bool = False) -> float:
         """Estimated seconds of work of one kind ("attend", "append", ...); with `is_steady` at the
@@ -73,11 +75,12 @@ class DevicePace:
     def num_slices(self, kind: str, cost: Cost, fixed: Cost | None = None) -> int:
         """Number of slices for work of which every slice pays `fixed` again.
 
-        At least half of a slice is work of its own, however long that makes it.
+        At least half of a slice is work of its own, up to `FAR_TOO_LONG` slices of it.
         """
         again = 0.0 if fixed is None else self.seconds(kind, fixed, True)
         own = max(self.seconds(kind, cost, True) - again, 0.0)
-        return max(1, math.ceil(own / max(self.slice_s - again, self.slice_s / 2, again)))
+        most = min(again, FAR_TOO_LONG * self.slice_s)
+        return max(1, math.ceil(own / max(self.slice_s - again, self.slice_s / 2, most)))
 
     def start_from(self, kind: str, factor: float) -> None:
         """Multiplies the first guesses, before all work."""
@@ -85,6 +88,7 @@ class DevicePace:
 
     def correct(self, kind: str, cost: Cost, measured_s: float) -> None:
         """Learn that work of a known cost took `measured_s`."""
+        self.latest[kind] = measured_s
         bytes_s, flops_s = cost.num_bytes / self._bytes_per_s, cost.flops / self._flops_per_s
         for_bytes, for_flops = self._factors.get(kind, GUESSED)
         guess, overhead = bytes_s + flops_s, self._overheads.get(kind)

@@ -17,7 +17,7 @@ from service.core.values import Extension
 from service.engine.loop.job import Cost, Seconds
 from service.engine.loop.request import Request
 from service.engine.store.event_history import EventHistory
-from service.engine.store.ledger import RETRY_S, Ledger
+from service.engine.store.ledger import RETRY_S, Kind, Ledger
 from service.engine.store.moves import MoveMarks, UnfinishedImports
 from service.engine.store.pace import DevicePace
 from service.engine.store.plan_cache import PlanCache
@@ -105,6 +105,7 @@ class Store:
         """Query heads of the latest queries."""
         self.limits = Limits(info.limits.max_sequences, info.limits.max_sequences)
         self.ledger = Ledger()
+        self._leased = Kind("pages held by leases", geometry.num_pages, "release leases")
         self.tree = PrefixTree(geometry.num_pages, geometry.page_size, geometry.num_layers)
         self.plans = PlanCache(self.tree, backend.split_keys)
         self.history = EventHistory(geometry.page_size, events_history)
@@ -229,6 +230,20 @@ class Store:
             "leases": leases,
             "sequences": sequences - imports - self.num_hidden(namespace),
         }
+
+    def lease_room(self, namespace: str) -> int | None:
+        """Pages that nothing holds yet, and that a namespace's leases can hold; None: any number.
+
+        Where leases load pages from lower tiers, a key that cannot append could otherwise hold the
+        whole pool: it can have an equal part of it, with all that its namespace holds.
+        """
+        if self.loading is None:
+            return None
+        budget = self.tree.budget
+        own, every = budget.look(namespace), budget.namespaces.values()
+        others = sum(one is not own and bool(one.used or one.reserved_pages) for one in every)
+        part = self.ledger.part(self._leased, 1 + others)
+        return max(0, max(part, own.reserved_pages) - own.referenced)
 
     def num_hidden(self, namespace: str | None) -> int:
         """Hidden sequences of loads, of a namespace or of all (None)."""

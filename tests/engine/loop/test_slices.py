@@ -14,6 +14,7 @@ import pytest
 from kernels import make_backend
 from kernels.backend import Attend, AttentionState, Backend, PoolGeometry, RaggedAttend, Scoring
 from kernels.tensor import host_array
+from service.core.plans.plan import make_plan
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec
 from service.engine.handlers.attention import paged_cost, ragged_mask
@@ -23,8 +24,10 @@ from service.engine.loop.slices import (
     cut_attend,
     cut_ragged,
     even_spans,
+    paced_spans,
     ragged_keys,
     row_keys,
+    shared_keys,
 )
 from service.engine.store.pace import DevicePace
 from service.engine.store.plan_cache import PlanCache, Planned
@@ -270,7 +273,54 @@ def test_work_is_cut_into_slices_of_about_the_length_asked_for() -> None:
     assert pace.num_slices("append", Cost(2e8)) == 10
     # What every piece pays again is part of its length, but at most half of it.
     assert pace.num_slices("attend", Cost(2.05e8), Cost(5e6)) == pytest.approx(14, abs=1)
-    assert pace.num_slices("attend", Cost(1e9), Cost(1e8)) == 9
+    assert pace.num_slices("attend", Cost(1e9), Cost(3e7)) == pytest.approx(33, abs=1)
+    assert pace.num_slices("attend", Cost(1e9), Cost(1e8)) == pytest.approx(23, abs=1)
+
+
+@pytest.mark.parametrize("slowdown", [1.0, 10.0, 100.0])
+def test_a_slice_that_took_far_too_long_halves_the_next(slowdown: float) -> None:
+    """Whatever the estimate: the host may be slow just now, and learn from other work."""
+    pace, rows, spans = DevicePace(1e9, 1e12, slice_s=0.02), 100_000, []
+    for span in paced_spans(pace, "attend", rows, Cost(1e9)):
+        pace.correct("attend", span.cost, 1e-9 * span.cost.num_bytes * slowdown)
+        pace._steady.clear()  # cuts follow an estimate that stays wrong
+        spans.append(span.last - span.first)
+    assert sum(spans) == rows
+    whole = spans[0]
+    parts = [span / whole for span in spans[:-1]]
+    assert whole == pytest.approx(2000, rel=0.03)
+    if slowdown == 1.0:
+        assert min(parts) > 0.9
+    else:
+        assert parts[:4] == pytest.approx([1, 1 / 2, 1 / 4, 1 / 8], rel=0.05)
+        assert min(parts) > 0.1, "what every slice reads again is not paid without end"
+
+
+def test_every_slice_counts_what_it_reads_again() -> None:
+    """Else the rows of each seem the slower, the fewer they are, until each has one."""
+    pace, rows, fixed = DevicePace(4e9, 2e10, slice_s=0.02), 400, Cost(2e6)
+    for _ in range(20):
+        num = 0
+        for span in paced_spans(pace, "attend", rows, Cost(2.1e6, 1.6e9), fixed):
+            num += 1
+            spent = 0.01 + 0.1 * (span.last - span.first) / rows  # a slow read, then the rows
+            pace.correct("attend", span.cost, spent)
+    assert num <= 20
+    own = sum(s.cost.num_bytes - 2e6 for s in paced_spans(pace, "attend", rows, Cost(3e6), fixed))
+    assert own == pytest.approx(1e6)
+
+
+def test_rows_with_keys_of_their_own_read_nothing_again() -> None:
+    """As in a flat decode."""
+    tree = PrefixTree(GEOMETRY.num_pages, GEOMETRY.page_size, 1)
+    tree.create([NewSpec("a")])
+    tree.extend(0, ["a"], np.array([20], np.int32))
+    tree.create([NewSpec("b", "a")])
+    tree.extend(0, ["a", "b"], np.ones(2, np.int32))
+    one_each = np.arange(3, dtype=np.int32)
+    for mode, keys in (("never", 0), ("always", 20)):
+        plan = make_plan(tree, ["a", "b"], 0, one_each, True, mode)
+        assert shared_keys(plan, GEOMETRY.page_size) == keys, mode
 
 
 @pytest.mark.parametrize("factor", [0.02, 1.0, 50.0])

@@ -171,6 +171,35 @@ def test_a_match_with_a_lease_loads_and_one_without_counts(tmp_path: Path) -> No
     run(scenario, HOST)
 
 
+@pytest.mark.parametrize("way", ["match", "prefetch first"])
+def test_leases_that_load_leave_an_equal_part_of_the_pool_to_others(way: str) -> None:
+    """A key that can only read would otherwise hold all pages, for as long as leases last."""
+    keys = {
+        "a": ("a", ["read", "append"]),
+        "reads": ("a", ["read"]),
+        "b": ("b", ["read", "append"]),
+    }
+
+    async def scenario(caller: Caller) -> None:
+        await fill(caller)
+        async with caller.another("reads") as reader, caller.another("b") as other:
+            held = []
+            for prompt in PROMPTS[:6]:
+                if way != "match":
+                    await reader.call("prefetch", {"token_ids": prompt})
+                reply = await reader.call("match_prefix", {"token_ids": prompt, "lease_s": 60.0})
+                held.append(reply.fields["num_pages"])
+                assert (reply.fields["lease"] is None) == (reply.fields["num_pages"] == 0)
+            assert sum(held) == GEOMETRY.num_pages // 2
+            assert (await caller.pool())["referenced"] == GEOMETRY.num_pages // 2
+            assert await keep(other, "x", PROMPTS[0]) == 0
+            again = {"token_ids": PROMPTS[0], "lease_s": 60.0}
+            reply = await reader.call("match_prefix", again)
+            assert reply.fields["num_pages"] == held[0], "what is held can be leased again"
+
+    run(scenario, HOST, keys=keys, key="a")
+
+
 def test_a_prefetch_stays_within_its_limits(tmp_path: Path) -> None:
     async def scenario(caller: Caller) -> None:
         await fill(caller)
