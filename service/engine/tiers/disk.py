@@ -68,7 +68,9 @@ class Disk:
         self._gone: deque[Entry] = deque()
         """Records that gave way, or were on a disk that failed: events take them back."""
         self.pinned: set[bytes] = set()
-        """Identities of pages that stay on disk."""
+        """Identities of pages that stay on disk, ..."""
+        self.is_restoring = False
+        """... and whether pins of an earlier start are among them, of pages that are not loaded."""
         self._writer = Worker("tiers-writer", WRITES, wake)
         self._is_clears_turn = False
         self._next_look = 0.0
@@ -93,6 +95,11 @@ class Disk:
             return False
         self.store.use(entry, self._rank(record_id, priority))
         return True
+
+    def unpinned(self, record_id: bytes) -> None:
+        """A page left the pool: no pin holds it."""
+        if not self.is_restoring:
+            self.pinned.discard(record_id)
 
     def set_limit(self, namespace: str, limit_bytes: int | None) -> None:
         if self.store is not None:

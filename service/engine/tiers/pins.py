@@ -15,7 +15,7 @@ import numpy as np
 
 from service.core.errors import CoreError
 from service.core.prefix.keys import KEY_BYTES, Prefix, as_keys, root_key
-from service.core.prefix.nodes import DEFAULT_PRIORITY, Node, named
+from service.core.prefix.nodes import DEFAULT_PRIORITY, named
 from service.core.values import Int32
 from service.engine.loop.job import Slice, empty_slice, in_slices
 from service.engine.store.ledger import RETRY_S
@@ -35,7 +35,7 @@ EARLIER: Final = "pin/"
 """Notes of earlier builds, whose records are of another stamp."""
 NOTE_BYTES: Final = 1024
 """What a note takes in the index at most; it counts in `max_disk_bytes`."""
-SETTLED_AT_ONCE: Final = 64
+SETTLED_AT_ONCE: Final = 256
 """Pages between two looks at the clock."""
 
 
@@ -62,6 +62,7 @@ class Pins:
         """Names of the notes."""
         self._restored: list[Pin] = []
         if (store := tiers.disk.store) is not None:
+            tiers.disk.is_restoring = True
             for name, value in store.notes().items():
                 self._found(name, value)
 
@@ -116,30 +117,28 @@ class Pins:
             return np.empty(0, np.int32)
 
     def settle(self, namespace: str, pages: Int32) -> Generator[None, None, None]:
-        """Keep the records of pages that are pinned now, and those of others no longer; from the
-        last page back to the first that is so already, and with it all before."""
-        tiers, disk = self._tiers, self._tiers.disk
+        """Keep the records of pages that are pinned now, and those of others no longer, some pages
+        a step. Whatever is pinned and unpinned meanwhile, the last of all such walks is right."""
+        tiers, disk, names = self._tiers, self._tiers.disk, self._tree.cache.named
         rows = tiers.paths.rows_of(pages)
-        for stop in range(pages.size, 0, -SETTLED_AT_ONCE):
-            part = slice(max(0, stop - SETTLED_AT_ONCE), stop)
-            new: dict[bytes, int] = {}
-            is_over = False
-            both = zip(split_ids(rows[part].tobytes()), pages[part].tolist(), strict=True)
-            for record_id, page in reversed(list(both)):
-                node = self._node(page, record_id)
-                is_pinned = node is not None and named(node).pins > 0
-                if is_over := is_pinned == (record_id in disk.pinned):
-                    break
-                if is_pinned:
+        for first in range(0, pages.size, SETTLED_AT_ONCE):
+            part = slice(first, first + SETTLED_AT_ONCE)
+            some, new = pages[part], dict[bytes, int]()
+            numbers = names.node_of[some]
+            numbers[(tiers.paths.rows_of(some) != rows[part]).any(axis=1)] = -1  # others by now
+            ids = split_ids(rows[part].tobytes())
+            for record_id, page, number in zip(ids, some.tolist(), numbers.tolist(), strict=True):
+                node = names.nodes[number] if number >= 0 else None
+                if node is None or (named(node).pins > 0) == (record_id in disk.pinned):
+                    continue  # a page that left the pool is not pinned
+                if record_id in disk.pinned:
+                    disk.pinned.remove(record_id)
+                else:
                     disk.pinned.add(record_id)
                     new[record_id] = page
-                else:
-                    disk.pinned.discard(record_id)
-                priority = DEFAULT_PRIORITY if node is None else named(node).keep.priority
-                disk.use(record_id, priority)
-            tiers.request_copies(namespace, list(new), list(new.values()))
-            if is_over:
-                return
+                disk.use(record_id, named(node).keep.priority)
+            if new:
+                tiers.request_copies(namespace, list(new), list(new.values()))
             yield
 
     def restore(self, loading: Loading) -> Generator[Slice, Any, None]:
@@ -150,7 +149,6 @@ class Pins:
         for pin in sorted(self._restored, key=lambda pin: -pin.num_pages):
             order.append((turns[pin.namespace], pin))
             turns[pin.namespace] += 1
-        is_whole = True
         for _, pin in sorted(order, key=lambda one: one[0]):
             if pin.name in self._names and not self._pin(pin):
                 keys = chains.keys_of(pin.record_id)
@@ -161,18 +159,17 @@ class Pins:
                     space = pin.namespace
                     LOG.warning("pages pinned in namespace %s are not on disk any more", space)
                     self.drop(space, pin.key, pin.cache_salt)
-            is_whole &= pin.name in self._names
             yield empty_slice()
         self._restored = []
-        if not is_whole:
-            yield from in_slices(self._unpin_records(chains))
+        self._tiers.disk.is_restoring = False
+        yield from in_slices(self._unpin_records())
 
-    def _unpin_records(self, chains: Chains) -> Generator[None, None, None]:
-        """Records whose pins are gone can be evicted again."""
+    def _unpin_records(self) -> Generator[None, None, None]:
+        """Records whose pins are gone meanwhile can be evicted again."""
         disk, names = self._tiers.disk, self._tree.cache.named
         pinned = [one.pages for one in names.nodes if one is not None and named(one).pins]
         held = {one for pages in pinned for one in self._tiers.paths.ids_of(pages)}
-        gone = chains.places.keys() - held
+        gone = disk.pinned - held
         disk.pinned -= gone
         for record_id in gone:
             disk.use(record_id, DEFAULT_PRIORITY)
@@ -194,13 +191,6 @@ class Pins:
         """Count a note (-1: no longer)."""
         (self._names.add if by > 0 else self._names.remove)(name)
         self._tiers.count_notes(namespace, by * NOTE_BYTES)
-
-    def _node(self, page: int, record_id: bytes) -> Node | None:
-        """The node of a page, where it still has this identity."""
-        number = self._tree.cache.named.node_of.item(page)
-        if number < 0 or self._tiers.paths.id_of(page) != record_id:
-            return None
-        return self._tree.cache.named.nodes[number]
 
 
 class Chains:

@@ -151,6 +151,7 @@ class Tiers:
             record_id = self.paths.id_of(page)
             if (copy := self.copier.copying.get(page)) is not None and copy.entry.key == record_id:
                 self.host.drop(copy.entry)
+            self.disk.unpinned(record_id)
             if self._discarded is not None:
                 self._discarded.append(record_id)
                 continue

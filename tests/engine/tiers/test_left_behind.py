@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import random
 import shutil
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -19,7 +22,7 @@ from service.tiers import record_store
 from service.tiers.index import Index
 from service.tiers.record_store import RecordStore
 from tests.engine.handlers.test_engine_prefix import PAGE, begin
-from tests.engine.harness import Caller, NewCall, outcome, until
+from tests.engine.harness import Caller, NewCall, Reply, outcome, until
 from tests.engine.tiers.test_tiers import BLOCK, PROMPTS, check_all, create, fill, on_disk, run
 from tests.engine.tiers.test_tiers_faults import settle
 
@@ -31,17 +34,23 @@ AT_ONCE: Final = 64
 
 
 class Transactions:
-    """Counts the index's transactions, which wait while `is_open` is not set."""
+    """Counts the index's transactions, which wait while `is_open` is not set, take `sleep_s` more,
+    or raise an `error`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count, self.is_open = 0, threading.Event()
         self.is_open.set()
+        self.sleep_s = 0.0
+        self.error: OSError | None = None
         real: Callable[..., AbstractContextManager[None]] = Index._transaction
 
         @contextmanager
         def counted(index: Index, *how: Any, **named: Any) -> Iterator[None]:
             self.count += 1
             self.is_open.wait(30.0)
+            time.sleep(self.sleep_s)
+            if self.error is not None:
+                raise self.error
             with real(index, *how, **named):
                 yield
 
@@ -222,6 +231,44 @@ def test_pages_are_written_before_notes_at_the_end(
     assert written == ["page"] * (len(written) - 4) + ["note"] * 4 and len(written) >= 8
 
 
+def test_a_stop_after_many_pins_loses_no_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transactions: Transactions
+) -> None:
+    """Notes went first, each in a transaction of its own."""
+    for module in (copier, disk):
+        monkeypatch.setattr(module, "CLOSE_S", 1.0)
+    transactions.sleep_s = 0.02
+
+    async def scenario(caller: Caller) -> None:
+        keys = await page_keys(caller, PROMPTS[0])
+        await many(caller, [pin(key, name) for key in keys for name in ("pin", "unpin")] * 32)
+        await fill(caller, PROMPTS[1:2])
+
+    async def found(caller: Caller) -> list[int]:
+        return await check_all(caller, PROMPTS[:2])
+
+    run(scenario, on_disk(tmp_path))
+    assert run(found, on_disk(tmp_path)) == [4 * PAGE] * 2
+
+
+def test_a_note_that_the_disk_does_not_take_turns_it_off(
+    tmp_path: Path, transactions: Transactions
+) -> None:
+    async def scenario(caller: Caller) -> None:
+        keys = await page_keys(caller, PROMPTS[0])
+        await settle(caller)
+        transactions.error = OSError(errno.ENOSPC, "no space left")
+        await many(caller, [pin(key) for key in keys[:2]])
+        await until(lambda: caller.metric('attnd_tier_up{tier="disk"}') == 0)
+        await many(caller, [pin(key, "unpin") for key in keys[:2]])
+        await many(caller, [pin(keys[3])])
+        assert len((await caller.call("holds")).fields["holds"]) == 1
+        await settle(caller)
+        assert (await caller.pool())["integrity"] == "ok"
+
+    run(scenario, on_disk(tmp_path))
+
+
 def test_a_page_that_is_evicted_and_committed_again_is_durable(
     tmp_path: Path, transactions: Transactions
 ) -> None:
@@ -327,6 +374,52 @@ def test_a_long_pin_is_kept_in_slices(tmp_path: Path, monkeypatch: pytest.Monkey
         assert [one["page_key"] for one in holds] == [keys[3]]
 
     run(scenario, on_disk(tmp_path), slice_ms=1.0)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_pins_at_random_keep_the_pages_that_are_pinned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """In slices of one page, with calls between them, over branches and a restart."""
+    monkeypatch.setattr(pins, "SETTLED_AT_ONCE", 1)
+    for module in ("handlers.prefix", "loop.job"):
+        monkeypatch.setattr(f"service.engine.{module}.TURN_S", 0.0)
+    order = random.Random(seed)
+    branches = [PROMPTS[0], PROMPTS[0][: 2 * PAGE] + PROMPTS[1][: 3 * PAGE]]
+    held: set[str] = set()
+
+    async def scenario(caller: Caller) -> None:
+        loading = caller.engine.store.loading
+        assert loading is not None
+        await until(lambda: loading._restoring is None)
+        keys = list(
+            dict.fromkeys([key for one in branches for key in await page_keys(caller, one)])
+        )
+        for _ in range(4):
+            for one in branches:
+                await page_keys(caller, one)
+            calls = [NewCall("evict", {"num_pages": 2})] * order.randint(0, 1)
+            calls += [pin(order.choice(keys), order.choice(("pin", "unpin"))) for _ in range(12)]
+            order.shuffle(calls)
+            replies = await asyncio.gather(*[caller.attempt(call) for call in calls])
+            for call, reply in zip(calls, replies, strict=True):
+                if call.name != "evict" and isinstance(reply, Reply):
+                    change = held.add if call.name == "pin" else held.discard
+                    change(call.fields["page_key"])
+            holds = (await caller.call("holds")).fields["holds"]
+            assert {one["page_key"] for one in holds} == held
+            named = caller.engine.store.tree.cache.named
+            pinned = [one for one in named.nodes if one is not None and one.name.pins]  # type: ignore[union-attr]
+            paths = loading.tiers.paths
+            ids = {record_id for one in pinned for record_id in paths.ids_of(one.pages)}
+            assert loading.tiers.disk.pinned == ids
+            assert (await caller.pool())["integrity"] == "ok"
+        await settle(caller)
+        assert loading.tiers.disk.store is not None
+        assert {one.key for one in loading.tiers.disk.store.pinned()} == ids
+
+    for _ in range(3):
+        run(scenario, on_disk(tmp_path))
 
 
 def test_pins_count_as_leases_and_their_notes_in_max_disk_bytes(tmp_path: Path) -> None:
