@@ -23,14 +23,18 @@ def service_specs(
     specs = [visible.SPEC, PAGES_SPEC, stored_spec(head_dim, dtype)]
     for compute in computes:
         for storage in dict.fromkeys((dtype, compute)):
-            for general in (False, True):
-                kernels = attend_kernels(arch, head_dim, compute, storage, general)
+            pooled = storage == dtype  # else of ragged keys alone, which no two sequences share
+            options = (arch, head_dim, compute, storage)
+            page = page_size if pooled or numerics == "invariant" else 0  # as `kernel_sets` asks
+            plain = wide_variant(*options, page, Scoring(1.0), False)
+            for general, variant in ((False, plain), (True, None)):  # general: a scale <= 0, too
+                kernels = attend_kernels(*options, general, variant)
                 specs += [kernel.spec for kernel in kernels]
-            few_rows = few_rows_kernels(arch, head_dim, compute, storage)
-            specs += [kernel.spec for kernel in few_rows.values()]
-            short = short_decode_kernels(arch, head_dim, compute, storage)
-            specs += [kernel.spec for kernel in short.values()]
-            specs += _wide_specs(arch, head_dim, compute, storage, page_size, numerics)
+            for made in (few_rows_kernels, short_decode_kernels):
+                few_rows = made(*options).items()
+                specs += [kernel.spec for (_, first), kernel in few_rows if pooled or not first]
+            sizes = (page_size, 0) if pooled else (0,)
+            specs += _wide_specs(*options, sizes, numerics)
         batches = PARTIAL_BATCHES if numerics == "fast" else (*PARTIAL_BATCHES, IN_ORDER)
         specs += [merge_spec(head_dim, True, compute, batch, *in_order) for batch in batches]
     for tensor in TENSOR_DTYPES:
@@ -41,12 +45,17 @@ def service_specs(
 
 
 def _wide_specs(
-    arch: str, head_dim: int, compute: DType, storage: DType, page_size: int, numerics: Numerics
+    arch: str,
+    head_dim: int,
+    compute: DType,
+    storage: DType,
+    sizes: tuple[int, ...],
+    numerics: Numerics,
 ) -> list[Spec]:
-    """Hopper's kernels for a pool's pages and for ragged keys, with and without mask and cap."""
+    """Hopper's kernels for pages of `sizes`, 0 for ragged keys, with and without mask and cap."""
     variants = [
         wide_variant(arch, head_dim, compute, storage, size, Scoring(1.0, cap), masked)
-        for size in (page_size, 0)
+        for size in sizes
         for cap in (0.0, 1.0)
         for masked in (False, True)
     ]

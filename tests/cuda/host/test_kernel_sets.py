@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 
@@ -161,24 +163,30 @@ def test_only_measured_kernels_replace_the_usual_ones() -> None:
 
 @pytest.mark.parametrize("numerics", ["fast", "invariant"])
 @pytest.mark.parametrize("dtype", ["fp16", "fp8_e4m3"])
+@pytest.mark.parametrize(("head_dim", "page_size"), [(128, 16), (192, 5)])
 def test_whatever_a_batch_may_launch_is_compiled_before_a_service_starts(
-    dtype: DType, numerics: Numerics
+    dtype: DType, head_dim: int, page_size: int, numerics: Numerics
 ) -> None:
     split_keys = 0 if numerics == "fast" else 2048
-    prepared = service_specs("sm_90a", 128, dtype, 16, numerics)
-    for cap in (0.0, 30.0):
-        for masked in (False, True):
-            config = config_of(dtype, cap=cap)._replace(masked=masked)
+    prepared = service_specs("sm_90a", head_dim, dtype, page_size, numerics)
+    view = ragged_view(8, head_dim, "fp16", 0, 0, 0)
+    ragged = AttentionConfig(view, 32, "fp16", Scoring(1.0), False)
+    for base in (config_of(dtype, head_dim, page_size), ragged):
+        for cap, scale, masked in product((0.0, 30.0), (1.0, -1.0), (False, True)):
+            config = base._replace(scoring=Scoring(scale, cap), masked=masked)
             for kernels in kernel_sets(
-                config.shape, "sm_90a", MULTIPROCESSORS, split_keys
+                config.shape, "sm_90a", MULTIPROCESSORS, split_keys, page_size
             ).values():
                 joining = () if kernels.joining is None else (kernels.joining,)
-                every = (*kernels.kernels, *kernels.few_rows.values(), *joining)
+                every = {
+                    k for (_, first), k in kernels.few_rows.items() if base != ragged or not first
+                }
+                every |= {*kernels.kernels, *joining}
                 assert {kernel.spec for kernel in every} <= set(prepared)
     for longest in (1, 2, 4, 8, 40):
-        for partials, head_dim in ((True, 128), (False, 128), (False, 0)):
+        for partials, dim in ((True, head_dim), (False, head_dim), (False, 0)):
             sizes = (1000, longest, MULTIPROCESSORS)
-            how = merge_launch(head_dim, partials, "fp16", *sizes, bool(split_keys))
+            how = merge_launch(dim, partials, "fp16", *sizes, bool(split_keys))
             assert how.spec in prepared
 
 
