@@ -109,6 +109,19 @@ def test_further_keys_go_with_an_export(source: Client, target: Client) -> None:
     assert copy_sequence(source, target, "a", "again").cached_len == 144
 
 
+def test_the_names_of_an_export_end_before_more_further_keys_than_a_request_may_have(
+    source: Client,
+) -> None:
+    length, most = 66 * 16, 256
+    grow(source, "long", length)
+    for begin in (0, length // 2):
+        extra = [(16 * page + at, b"x") for page in range(33) for at in range(4)]
+        source.commit("long", Prefix(range(begin, begin + length // 2), extra=extra), offset=begin)
+    header = source.export_header("long")
+    assert header.fields["num_named"] == most // 4
+    assert header.prefix is not None and len(header.prefix.extra) == most
+
+
 def test_an_interrupted_export_and_import_go_on_where_they_were(
     source: Client, target: Client, tmp_path: Path
 ) -> None:

@@ -28,6 +28,7 @@ from service.core.tree import PrefixTree
 from service.core.values import NewSpec
 from service.engine.store.event_history import EventHistory
 from service.engine.store.store import Store
+from service.image.json_text import finish
 
 PAGE = 4
 
@@ -540,7 +541,7 @@ def test_what_is_left_for_each_namespace_is_found_in_one_pass(
     Store.emit_pressure_event(store, {"referenced": 1, "pinned": 0})  # type: ignore[arg-type]
     assert len(looks) <= 2 * count
     for name, left in wanted.items():
-        (event,) = store.history.page(name, 0, 10)[0]
+        (event,) = finish(store.history.read(name, 0, 10))[0]
         assert (event["free"], event["available"]) == left
 
 

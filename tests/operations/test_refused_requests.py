@@ -220,7 +220,7 @@ OF_EXTRA: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
     ("match_prefix", {"extra": extra(1, key="")}, {}, "extra.0.key", "pattern"),
     ("match_prefix", {"extra": extra(1, key="0C")}, {}, "extra.0.key", "pattern"),
     ("match_prefix", {"extra": extra(1, key="0c" * 33)}, {}, "extra.0.key", "pattern"),
-    ("match_prefix", {"extra": extra(*range(1025))}, {}, "extra", "at most 1024"),
+    ("match_prefix", {"extra": extra(*range(257))}, {}, "extra", "at most 256"),
     ("create_sequences", new({"prefix": IDS8 | {"extra": extra(8)}}), {},
      "sequences.0.prefix.extra.0.first_token", "below 8"),
     ("create_sequences", new({"prefix": {"extra": extra(7, 8)}}), TENSOR,

@@ -87,10 +87,10 @@ class Prefix:
                 yield every[begin : begin + KEY_BYTES]
             return
         ids, width = self._ids(first, pages, page_size) if pages > first else b"", 4 * page_size
-        extra = self.extra or {}
-        for page, begin in enumerate(range(0, len(ids), width), first):
+        for begin in range(0, len(ids), width):
             names = key + ids[begin : begin + width]
-            names = names + extra[page] if page in extra else names
+            if self.extra is not None:
+                names += self.extra_at(first + begin // width)
             key = blake2b(names, digest_size=KEY_BYTES).digest()
             yield key
 

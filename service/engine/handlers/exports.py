@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from hashlib import sha256
+from itertools import accumulate
 from typing import Any, Final
 
 import numpy as np
@@ -24,7 +25,7 @@ from service.engine.store.store import Store
 from service.errors import InvalidRequest, SequenceChanged
 from service.image.json_text import dump_json
 from service.operations.schema.info import InfoAnswer
-from service.operations.schema.page_names import MAX_EXTRA, MAX_EXTRA_A_PAGE, ExtraKey
+from service.operations.schema.page_names import MAX_EXTRA, ExtraKey
 from service.operations.transfer import Header, Part
 
 MOVED_AT_ONCE: Final = 2 * 2**20
@@ -217,8 +218,9 @@ def names_of(tree: PrefixTree, leaf: Leaf) -> Prefix | None:
     if all(named(node).with_ids for node in path):
         every = enumerate(pages.tolist() if names.extra else ())
         extra = {at: names.extra[page] for at, page in every if page in names.extra}
-        if len(extra) * MAX_EXTRA_A_PAGE > MAX_EXTRA:  # a header has no more of them
-            pages = pages[: sorted(extra)[MAX_EXTRA // MAX_EXTRA_A_PAGE]]
+        sums = accumulate(len(extra_keys(one)) for one in extra.values())
+        beyond = (at for at, total in zip(extra, sums, strict=True) if total > MAX_EXTRA)
+        pages = pages[: next(beyond, len(pages))]  # a header has no more of them
         return Prefix(names.token_ids[pages].ravel(), None, salt, extra=extra or None)
     return Prefix(None, names.keys[pages], salt)
 

@@ -21,7 +21,7 @@ KEY_BYTES: Final = 16
 KEY_PATTERN: Final = r"^[0-9a-f]{32}$"
 SALT_PATTERN: Final = r"^[!-~]{0,128}$"
 
-MAX_EXTRA: Final = 1024
+MAX_EXTRA: Final = 256
 MAX_EXTRA_A_PAGE: Final = 4
 MAX_EXTRA_BYTES: Final = 32
 EXTRA_PATTERN: Final = rf"^([0-9a-f]{{2}}){{1,{MAX_EXTRA_BYTES}}}$"

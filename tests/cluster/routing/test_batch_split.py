@@ -13,6 +13,7 @@ from service.operations.attention import DecodeFields, PrefillFields
 from service.operations.prefix import CommitSequencesFields
 from service.operations.rows import AppendFields, GatherFields
 from service.operations.schema.fields import Fields
+from service.operations.schema.page_names import ExtraKey
 from service.operations.sequences import TruncateSequencesFields
 from service.operations.table import BY_NAME
 
@@ -73,11 +74,17 @@ def test_names_to_commit_go_with_their_sequences(kind: str) -> None:
     ids = [1, 2, 3, 4, 5, 6]
     given: dict[str, Any] = {"token_ids": ids} if kind == "list" else {}
     fields = CommitSequencesFields(
-        sequences=["a", "b", "c", "d"], names_indptr=[0, 2, 2, 3, 6], offsets=[8, 0, 4, 0], **given
+        sequences=["a", "b", "c", "d"],
+        names_indptr=[0, 2, 2, 3, 6],
+        offsets=[8, 0, 4, 0],
+        extra=[[ExtraKey(first_token=at, key="0c")] for at in range(4)],
+        **given,
     )
     arrays = {} if kind == "list" else {"token_ids": np.array(ids, np.uint32)}
     pieces = split_batch(dumped(fields), arrays, GROUPS)
     assert [piece.fields["offsets"] for piece in pieces] == [[8, 0], [0], [4]]
+    extra = [[keys[0]["first_token"] for keys in piece.fields["extra"]] for piece in pieces]
+    assert extra == [[0, 3], [1], [2]]
     held = [piece.fields if kind == "list" else piece.arrays for piece in pieces]
     assert [list(one["token_ids"]) for one in held] == [[1, 2, 4, 5, 6], [], [3]]
     answers = [
