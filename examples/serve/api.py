@@ -27,6 +27,8 @@ from examples.serve.text import PromptReader
 PAGE: Final = Path(__file__).with_name("page.html")
 POLL_S: Final = 0.1
 MOST_BYTES: Final = 2**20
+AT_ONCE: Final = {"cache-control": "no-store, no-transform", "x-accel-buffering": "no"}
+"""Reverse proxies pass each token on."""
 """Of a request's body: far more text than the model takes would hold up others."""
 BODY_S: Final = 10.0
 """In which a body must come: a request that waits for its body keeps another one out."""
@@ -202,7 +204,7 @@ def create_app(scheduler: Scheduler, model: Model, live_url: str, admission: Adm
         run = Run(scheduler, model, prompt, body)
         if body.stream:
             events = run.events(body.stream_options or {})
-            return StreamingResponse(events, media_type="text/event-stream")
+            return StreamingResponse(events, headers=AT_ONCE, media_type="text/event-stream")
         whole = asyncio.create_task(run.whole())
         while not (await asyncio.wait({whole}, timeout=POLL_S))[0]:
             if await request.is_disconnected():

@@ -433,6 +433,7 @@ STATEMENTS: Final[dict[str, tuple[int, int, Callable[[Program], Step | Steps]]]]
     "again": (3, 0, Program.again),
     "burst": (4, 0, Program.burst),
     "evict": (1, 0, lambda p: call("evict", num_pages=p.order.randint(1, 6))),
+    "clear": (1, 0, lambda _: call("clear")),
     "rest": (4, 8, lambda p: p.pause()),
 }
 """Statements, their weights with one engine and in a cluster, and what makes their calls."""

@@ -211,7 +211,7 @@ class Simulation(Run):
         self.geometry = PoolGeometry(NUM_LAYERS, order.choice((20, 40, 80)), 4, 1, 4, dtype="fp32")
         self.keys = "\n".join(line_of(name, name, SCOPES) for name in SPACES).encode()
         engine = EngineSettings(slice_ms=order.choice((1e-5, 0.001, 0.05, 20.0)))
-        watermark, history = order.choice((0.5, 0.9, 1.0)), order.choice((0, 64))
+        watermark, history = order.choice((0.5, 0.9, 1.0)), order.choice((1, 64))
         cache = CacheSettings(high_watermark=watermark, events_history=history)
         auth = AuthSettings(keys_file="keys" if self.has_keys else None)
         self.settings = Settings(server=self.server, engine=engine, cache=cache, auth=auth)

@@ -17,6 +17,7 @@ from service.road.caller_end.slots import ArenaFull
 from service.road.engine_end.session import Session, problem_image
 from tests.images import read_image, write_image
 from tests.world.calls import Answer, Op, Wrong, call, check
+from tests.world.followers import Follower
 from tests.world.model import Model
 from tests.world.network import Replaced, SimSocket
 from tests.world.programs import Program
@@ -94,6 +95,32 @@ class CallerProcess(Program):
                 slot.free()
 
 
+class EventReader:
+    """Reads a namespace's events on a session of its own, and reconnects for ever."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name = world, name
+        self.road: Any = None
+        self.follower = Follower(name, world.plan.seed, self.ask)
+
+    async def ask(self, after: int) -> dict[str, Any] | None:
+        with suppress(OSError, NotReady, DeadlineExceeded, ArenaFull, TimeoutError):
+            if self.road is None or self.road.lost:
+                self.road = await RoadCaller.connect("world", ARENA_BYTES, key=self.name)
+            image = write_image({"after": after, "limit": 5}, {})
+            request, answer = self.road.take(len(image)), self.road.take(2**16)
+            try:
+                request.view(len(image))[:] = image
+                number = BY_NAME["events"].number
+                calling = self.road.call(number, request, len(image), answer)
+                reply = await asyncio.wait_for(calling, ANSWER_S)
+                return None if reply.status >= 400 else read_image(reply.image, RESPONSE).fields
+            finally:
+                request.free()
+                answer.free()
+        return None
+
+
 class World(Simulation):
     """One run."""
 
@@ -102,9 +129,12 @@ class World(Simulation):
         self.model = Model(self.geometry, self.clock, self.faults)
         self.rows, self.spaces = self.model.rows, list(self.model.spaces.values())
         self.calls: dict[tuple[int, int], Op] = {}
+        self.routers = [EventReader(self, space.name) for space in self.spaces]
 
     def begin(self) -> None:
         self.engine = self.engines["engine"] = EngineProcess(self)
+        for router in self.routers:
+            router.follower.watch(self.engine.engine.store)
 
     def ended(self, engine: EngineProcess) -> None:
         self.model.clear()
@@ -173,9 +203,12 @@ class World(Simulation):
     async def main(self) -> None:
         """Faults end; what is left agrees with the model, and can all be given back."""
         callers = [CallerProcess(self, number) for number in range(self.plan.callers)]
+        following = [self.loop.create_task(one.follower.run()) for one in self.routers]
         await asyncio.gather(*(one.run() for one in callers))
         self.end_faults()
         await asyncio.sleep(6.0)
+        for task in following:
+            task.cancel()
         for caller in callers[:2]:
             for name in list(caller.space.held):
                 await caller.gather_all(name)
@@ -183,6 +216,10 @@ class World(Simulation):
             for key in list(caller.space.pins):
                 await caller.send(call("unpin", page_key=key))
             await caller.send(call("evict", num_pages=self.geometry.num_pages))
+        for router in self.routers:
+            while not await router.follower.read():
+                pass
+            router.road.close()
         roads = [one.road for one in callers if one.road is not None and not one.road.lost]
         live = {road.sock.pair for road in roads}
         for road in roads:
