@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from kernels.backend import NUMPY_DTYPES, DType, Scoring, Unsupported
 from kernels.cuda.common.kernel import HEAD_DIMS, Kernel
 from kernels.cuda.narrow.variants import LONG_ROWS, NARROW_RUN, narrow_kernel
-from kernels.cuda.plan.rounds import PARTIAL_SECONDS
+from kernels.cuda.plan.costs import H200
 from kernels.cuda.plan.tiles import TileShape
 from kernels.cuda.tile.variants import tile_kernel
 from kernels.cuda.wide import variants as wide
-
-WIDE_FLOPS: Final = 675e12
-SHORT_ROW_FLOPS: Final = {128: 450e12, 192: 500e12}
-"""The wide kernel's; and at head_dim 64, where weights take longer than products, by tile rows."""
-TILE_FLOPS: Final = 320e12
-NARROW_ITEM: Final = 2.1e-6
-NARROW_BYTES: Final = 4.3e9
-FEW_ROWS_ITEM: Final = 6.0e-6
-FEW_ROWS_BYTES: Final = 5.4e9
-"""The cost of an item to a warp of the narrow kernel, the bytes that it reads in a second, and the
-same where groups are small enough for loads that leave the L1 cache together."""
-WIDE_ITEM: Final = 1.8e-6
-WIDE_BYTES: Final = 35e9
-"""Bytes that a multiprocessor reads in a second where the wide kernel multiplies 64 rows a tile."""
-TILE_ITEM: Final = 1.8e-6
-SMS: Final = 132
-"""Of the device on which costs were measured, and what its kernels reach."""
 
 
 def wide_variant(
@@ -93,20 +74,22 @@ def planner_shape(
 ) -> TileShape:
     """A kernel's costs for the planner; the largest kernel takes every segment left.
 
-    Costs were fitted to measurements on a H200: a warp's bytes where memory is no limit, or what a
-    worker multiplies. `few_rows`: a decode's group is served by the kernel for few rows.
+    By a warp's bytes where memory is no limit, or by what a worker multiplies. `few_rows`: a
+    decode's group is served by the kernel for few rows.
     """
     narrow, wide = kernel.entry == "attend_narrow", kernel.entry == "attend_wide"
     token_bytes = 2 * head_dim * NUMPY_DTYPES[storage].itemsize
-    wide_flops = SHORT_ROW_FLOPS.get(kernel.rows, WIDE_FLOPS) if head_dim == 64 else WIDE_FLOPS
-    reached = (wide_flops if wide else TILE_FLOPS) / SMS / kernel.blocks
+    costs, wide_flops = H200, H200.wide_flops
+    if head_dim == 64:
+        wide_flops = costs.thin_flops.get(kernel.rows, wide_flops)
+    reached = (wide_flops if wide else costs.tile_flops) / costs.multiprocessors / kernel.blocks
     flops = 4 * head_dim * kernel.rows
     many_seconds = flops / reached
     if wide and kernel.rows == 64 and kernel.tile_keys > 64:
-        many_seconds = max(many_seconds, token_bytes * kernel.blocks / WIDE_BYTES)
+        many_seconds = max(many_seconds, token_bytes * kernel.blocks / costs.wide_bytes)
     warps = kernel.threads // 32 if narrow else 1
-    narrow_item = FEW_ROWS_ITEM if few_rows else NARROW_ITEM
-    narrow_bytes = FEW_ROWS_BYTES if few_rows else NARROW_BYTES
+    narrow_item = costs.few_item if few_rows else costs.narrow_item
+    narrow_bytes = costs.few_bytes if few_rows else costs.narrow_bytes
     return TileShape(
         name=kernel.entry,
         rows=kernel.rows,
@@ -115,10 +98,10 @@ def planner_shape(
         granule=kernel.tile_keys,
         persistent=narrow,
         least_run=NARROW_RUN if narrow else 256,
-        item_seconds=narrow_item if narrow else WIDE_ITEM if wide else TILE_ITEM,
+        item_seconds=narrow_item if narrow else costs.wide_item if wide else costs.tile_item,
         key_seconds=token_bytes / narrow_bytes if narrow else many_seconds,
         heads_at_once=2 if wide else 0,  # wide.heads_together, but for hundreds of tiles on one run
         teams=tuple(t for t in range(1, warps + 1) if warps % t == 0),
-        partial_seconds=PARTIAL_SECONDS * head_dim / 128,
+        partial_seconds=costs.partial * head_dim / 128,
         ahead=wide,
     )

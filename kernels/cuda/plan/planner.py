@@ -16,6 +16,7 @@ import numpy as np
 import numpy.ma  # np.unique imports it at its first call: not amid a request
 
 from kernels.backend import Int32, Level, Plan
+from kernels.cuda.plan.costs import H200
 from kernels.cuda.plan.cutting import cut_at_splits
 from kernels.cuda.plan.merges import MergeLists, lists_of_pieces, merge_lists
 from kernels.cuda.plan.runs import KernelWork, cut, dearest_first
@@ -35,8 +36,6 @@ LONG: Final = 2048
 FIRST_POSITION: Final = np.int32(-1)
 """Of rows before all keys: those see none, or all, wherever they are. From here on, differences of
 positions, and windows left of rows that one hides keys of, are numbers of 32 bits."""
-CACHE_BYTES: Final = 48 * 2**20
-"""Bytes of repeatedly read pages that stay in the L2 cache: measured on a H200."""
 
 
 @dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a plan
@@ -105,7 +104,7 @@ def _same_pages(levels: Sequence[Level], config: PlannerConfig) -> bool:
         return False
     middle = np.minimum(level.kv_indptr[:-1] + pages // (2 * count), level.kv_indptr[1:] - 1)
     others = len(np.unique(level.kv_indices.take(middle)))
-    return 2 * others <= count and others * pages // count * config.page_bytes > CACHE_BYTES
+    return 2 * others <= count and others * pages // count * config.page_bytes > H200.cache_bytes
 
 
 def _tile_each(

@@ -2,7 +2,7 @@
 
 More runs even out the end, but each is a partial state more for its rows, to be written and merged.
 So what a few counts would take is worked out, and the fewest runs that end about as soon as the
-best are taken. Costs were fitted to measurements on a H200.
+best are taken.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ from typing import Final
 
 import numpy as np
 
+from kernels.cuda.plan.costs import H200
 from kernels.cuda.plan.tiles import Int
 
 ROUNDS: Final = 4
 """How often, at most, runs are meant to go round the workers."""
 AS_SOON: Final = 1.03
 """Fewer runs are taken where they end this much later at most."""
-MERGE_SECONDS: Final = 2e-6
-PARTIAL_SECONDS: Final = 3e-10
-"""Costs of a merge, and of writing and reading a row of a partial state of 128 dims."""
 AHEAD: Final = 2
 """Units between the one that the wide kernel begins and the one that it takes then."""
 
@@ -46,7 +44,7 @@ class TileQueue:
     merged: bool
     item_seconds: float
     granule_seconds: float
-    partial_seconds: float = PARTIAL_SECONDS
+    partial_seconds: float = H200.partial
     ahead: bool = False
 
     @property
@@ -122,6 +120,6 @@ def last_end(runs: list[tuple[float, int]], free: list[tuple[float, int]], ahead
     return end
 
 
-def merge_seconds(partial_rows: int, seconds: float = PARTIAL_SECONDS) -> float:
+def merge_seconds(partial_rows: int, seconds: float = H200.partial) -> float:
     """The cost of the partial states of rows, with their merge."""
-    return partial_rows * seconds + (MERGE_SECONDS if partial_rows else 0.0)
+    return partial_rows * seconds + (H200.merge if partial_rows else 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -122,7 +123,7 @@ def test_sequences_with_the_same_pages_and_no_level_for_them(
 
     from kernels.cuda.plan import planner
 
-    monkeypatch.setattr(planner, "CACHE_BYTES", 0)
+    monkeypatch.setattr(planner, "H200", replace(planner.H200, cache_bytes=0))
     rng = np.random.default_rng(heads[0])
     shared, batch, page_size = 2048, 40, 16
     kv_lens = [shared + 1 + int(n) for n in rng.integers(0, 60, batch)]

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kernels.cuda.plan.costs import H200
 from kernels.cuda.plan.rounds import (
-    MERGE_SECONDS,
-    PARTIAL_SECONDS,
     TileQueue,
     last_end,
     pieces,
@@ -52,7 +51,7 @@ def taken_one_by_one(given: TileQueue, most: int) -> float:
         done = heapq.heappop(free) + size * given.granule_seconds + given.item_seconds
         heapq.heappush(free, done)
         end = max(end, done)
-    merging = partial * given.rows * PARTIAL_SECONDS + (MERGE_SECONDS if partial else 0.0)
+    merging = partial * given.rows * H200.partial + (H200.merge if partial else 0.0)
     return end + merging
 
 
