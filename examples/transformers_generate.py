@@ -34,6 +34,7 @@ from typing import Any, Final
 import torch
 from attnd import Client, Session
 from attnd.transformers import AttndCache, pool_settings
+from attnd.transformers.releases import CACHE
 from generations import COMPILED, Contender, Generation, compare, compare_speed
 from local_model import DEVICE, PAGE_SIZE, SIZES, TORCH, Batch, build_model, make_batch
 from local_service import metric, serve
@@ -132,7 +133,7 @@ def generate(model: Model, batch: Batch, attention: str, cache: Any = None) -> G
     output = model.generate(
         batch.ids,
         attention_mask=batch.mask,
-        past_key_values=cache,
+        **{CACHE: cache},
         max_new_tokens=batch.new_tokens,
         do_sample=False,
         return_dict_in_generate=True,
@@ -177,7 +178,7 @@ def contenders(model: Model, cache: AttndCache, batch: Batch, compile: bool) -> 
                 model.set_attn_implementation("attnd")
                 cache.share_prefix(model, batch.ids, batch.mask)
             with cache.graphs(model) if graphs else nullcontext():
-                run_once(model, batch, "attnd", count, past_key_values=cache)
+                run_once(model, batch, "attnd", count, **{CACHE: cache})
 
         return run
 

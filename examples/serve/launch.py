@@ -16,9 +16,9 @@ from typing import Any, Final
 
 import torch
 import uvicorn
-from attnd import AttndError
+from attnd import AttndError, Info
 from attnd.torch import TorchSession
-from attnd.transformers import pool_settings
+from attnd.transformers import geometry_of, pool_settings
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
@@ -52,8 +52,7 @@ def run(chosen: argparse.Namespace) -> None:
         server.scheduler = Scheduler(runner, tokenizer, end_tokens(model, tokenizer))
         server.scheduler.start()
         stack.callback(server.scheduler.close)
-        info = runner.session.info()
-        room = min(info.num_pages * info.page_size, model.config.max_position_embeddings)
+        room = longest(model, runner.session.info())
         admission = Admission(
             chosen.host, chosen.allowed_host, chosen.max_running + chosen.max_waiting
         )
@@ -68,6 +67,16 @@ def bind(config: uvicorn.Config, reader_s: int = READER_S) -> socket.socket:
     listening = config.bind_socket()
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * reader_s)
     return listening
+
+
+def longest(model: Any, info: Info) -> int:
+    """Tokens of a prompt with its answer.
+
+    The longest sequence of a forward decides how LongRoPE rotates all its rows, so none may be so
+    long that this changes: rows of one salt are rotated alike.
+    """
+    most = model.config.max_position_embeddings
+    return min(info.num_pages * info.page_size, geometry_of(model).rope_tokens or most, most)
 
 
 class Server(uvicorn.Server):

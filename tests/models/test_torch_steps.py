@@ -9,7 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -583,3 +583,25 @@ def test_a_waiting_stream_continues_when_the_engine_ends(tmp_path: Path) -> None
             assert caller.stdout is not None
             assert caller.stdout.readline() in ("went on\n", "raised\n")
         assert running.wait() == -signal.SIGKILL
+
+
+@pytest.mark.gpu
+def test_two_sessions_of_one_process_run_on_two_gpus(tmp_path: Path) -> None:
+    if cuda_devices() < 2:
+        pytest.skip("fewer than two CUDA devices")
+    with serve("cuda", tmp_path) as running, ignoring_time_slices(), ExitStack() as stack:
+        sessions = [stack.enter_context(running.session(device=number)) for number in (0, 1)]
+        results = []
+        for current in (0, 1):  # whichever device is current
+            torch.cuda.set_device(current)
+            for number, session in enumerate(sessions):
+                names = fresh(session, [f"{current}-{number}-{row}" for row in "ab"])
+                prefill(session, names, [16, 31])
+                with session.step(names, decode_slots(session, 2)) as step:
+                    results.append(go_through(step, range(LAYERS), 5))
+                    assert step.o(0).device.index == number
+                step.wait()
+        for other in results[1:]:
+            for layer in range(LAYERS):
+                for got, wanted in zip(other[layer], results[0][layer], strict=True):
+                    np.testing.assert_allclose(got, wanted, atol=running.close_enough)

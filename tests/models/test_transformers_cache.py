@@ -13,10 +13,22 @@ import torch
 from attnd import Client, OutOfPages, Session
 from attnd.torch import TorchSession
 from attnd.transformers import AttndCache, pool_settings
-from tiny_models import SIZES, Prompts, assert_same, generated, padded, prompts, random_tokens, tiny
+from attnd.transformers.releases import CACHE
+from tiny_models import (
+    SIZES,
+    Prompts,
+    assert_same,
+    generated,
+    over,
+    padded,
+    prompts,
+    random_tokens,
+    tiny,
+)
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    Cache,
     DynamicCache,
     Llama4TextConfig,
     LlamaConfig,
@@ -110,14 +122,14 @@ def test_a_model_that_attends_by_itself_is_refused(session: Session) -> None:
     with AttndCache(session, model) as cache:
         model.set_attn_implementation("sdpa")
         with pytest.raises(RuntimeError, match="layer 0 gave the cache k and v, and its attention"):
-            model(prompts(4).ids, past_key_values=cache)
+            model(prompts(4).ids, **over(cache))
 
 
 @pytest.mark.parametrize(
     ("change", "detail"),
     [
-        (lambda given: {**given, "past_key_values": None}, "pass past_key_values=AttndCache"),
-        (lambda given: {**given, "past_key_values": DynamicCache()}, "pass past_key_values=Attnd"),
+        (lambda given: {**given, **over(None)}, f"pass {CACHE}=AttndCache"),
+        (lambda given: {**given, **over(DynamicCache())}, f"pass {CACHE}=Attnd"),
         (
             lambda given: {**given, "attention_mask": torch.ones(1, 1, 4, 4, dtype=torch.bool)},
             "a mask of 4 dimensions",
@@ -133,7 +145,7 @@ def test_a_forward_that_attnd_cannot_serve_is_refused(
 ) -> None:
     model = tiny()
     with AttndCache(session, model) as cache, torch.inference_mode():
-        given = {"input_ids": prompts(4).ids, "past_key_values": cache}
+        given = {"input_ids": prompts(4).ids, **over(cache)}
         with pytest.raises(ValueError, match=detail):
             model(**change(given))
         model(**given)
@@ -146,7 +158,7 @@ def test_gradients_are_refused(session: Session) -> None:
         AttndCache(session, model) as cache,
         pytest.raises(ValueError, match=r"no gradients: run under torch.inference_mode"),
     ):
-        model(prompts(4).ids, past_key_values=cache)
+        model(prompts(4).ids, **over(cache))
 
 
 def test_another_number_of_rows_is_refused_with_the_remedy(session: Session) -> None:
@@ -163,10 +175,10 @@ def test_a_forward_without_pages_is_taken_back_and_can_be_repeated(
     monkeypatch.setattr("attnd.transformers.host.CALL_BYTES", 40 * 16 * 64 * 4)
     model, batch = tiny(), prompts(25, 25)
     with AttndCache(either, model) as cache, torch.inference_mode():
-        model(batch.ids[:, :-1], past_key_values=cache)
+        model(batch.ids[:, :-1], **over(cache))
         longer = padded([random_tokens(70, 1), random_tokens(70, 2)])
         with pytest.raises(OutOfPages):
-            model(longer.ids, past_key_values=cache)
+            model(longer.ids, **over(cache))
         assert cache.get_seq_length() == 24
         assert [either.get_sequence(name).lengths for name in cache.sequences] == [(24, 24)] * 2
         assert_same(generated(model, batch, cache), generated(model, batch))
@@ -189,9 +201,27 @@ def test_an_error_of_the_model_in_mid_forward_is_taken_back(either: Session) -> 
 
     with AttndCache(either, model) as cache:
         with failing(model.model.layers[1]):
-            model(batch.ids, attention_mask=batch.mask, past_key_values=cache)
+            model(batch.ids, attention_mask=batch.mask, **over(cache))
         assert cache.get_seq_length() == 0
         assert_same(generated(model, batch, cache), generated(model, batch))
+
+
+INHERITED = {
+    *("activate_past_recording", "early_initialization", "get_query_offset", "has_previous_state"),
+    *("is_compileable", "is_croppable", "is_dummy", "is_linear", "is_recording_past", "is_sliding"),
+    *("get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state"),
+    *("update_indexer", "offload", "prefetch"),
+}
+"""Of transformers' Cache: right for an AttndCache as they are."""
+
+
+def test_a_cache_tells_transformers_what_its_layers_are(session: Session) -> None:
+    members = {name for name in dir(Cache) if not name.startswith("_")}
+    assert members <= vars(AttndCache).keys() | INHERITED, "look at what a new release asks"
+    with AttndCache(session, tiny()) as cache:
+        assert (len(cache), cache.is_croppable, cache.is_compileable) == (2, True, False)
+        for kinds in (cache.is_linear, cache.is_sliding, cache.is_dummy):
+            assert kinds == [False, False]
 
 
 def test_crop_takes_back_the_last_columns(session: Session) -> None:
@@ -223,7 +253,7 @@ def test_a_fork_goes_its_own_way(session: Session) -> None:
     model, batch = tiny(), prompts(20, 20)
     single = Prompts(batch.ids[1:], batch.mask[1:])
     with AttndCache(session, model) as cache, torch.inference_mode():
-        model(batch.ids[:, :-1], past_key_values=cache)
+        model(batch.ids[:, :-1], **over(cache))
         with cache.fork([1]) as fork:
             assert_same(generated(model, single, fork), generated(model, single))
         assert_same(generated(model, batch, cache), generated(model, batch))
@@ -333,7 +363,7 @@ def test_a_forward_in_inference_mode_may_be_followed_by_one_outside(session: Ses
     model, batch = tiny(), prompts(9, 12)
     with AttndCache(session, model) as cache:
         with torch.inference_mode():
-            model(batch.ids, attention_mask=batch.mask, past_key_values=cache)
+            model(batch.ids, attention_mask=batch.mask, **over(cache))
         cache.reset()
         assert_same(generated(model, batch, cache), generated(model, batch))
 
@@ -357,13 +387,11 @@ def test_an_error_behind_the_last_attention_takes_the_forward_back(
 
     with AttndCache(either, model) as cache, torch.inference_mode():
         if tokens:
-            model(
-                batch.ids[:, :tokens], attention_mask=batch.mask[:, :tokens], past_key_values=cache
-            )
+            model(batch.ids[:, :tokens], attention_mask=batch.mask[:, :tokens], **over(cache))
         given = {
             "input_ids": batch.ids[:, tokens:],
             "attention_mask": batch.mask,
-            "past_key_values": cache,
+            **over(cache),
         }
         for _ in range(2):
             with failing(model.lm_head, error):
@@ -384,7 +412,7 @@ def test_caches_of_a_model_and_of_its_part_both_know_the_whole_call(session: Ses
 
     with AttndCache(session, model.model), AttndCache(session, model) as cache:
         with failing(model.lm_head):
-            model(batch.ids, attention_mask=batch.mask, past_key_values=cache)
+            model(batch.ids, attention_mask=batch.mask, **over(cache))
         assert cache.get_seq_length() == 0
         assert_same(generated(model, batch, cache), generated(model, batch))
 
@@ -394,7 +422,7 @@ def test_an_error_in_mid_forward_frees_its_sequences_at_once(socket: str, client
 
     with TorchSession(socket) as session, AttndCache(session, model) as cache:
         with failing(model.model.layers[1]):
-            model(batch.ids, attention_mask=batch.mask, past_key_values=cache)
+            model(batch.ids, attention_mask=batch.mask, **over(cache))
         hurried = client.with_options(deadline=2.0)
         for name in cache.sequences:
             hurried.truncate(name, 0)
@@ -410,11 +438,11 @@ def of(kind: str, **sizes: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("kind", ["bloom", "falcon", "gptj", "codegen", "xglm"])
+@pytest.mark.parametrize("kind", ["bloom", "falcon", "xglm"])
 def test_a_model_with_attention_of_its_own_is_refused_with_that_reason(
     session: Session, kind: str
 ) -> None:
-    model = of(kind, **({"rotary_dim": 8} if kind in ("gptj", "codegen") else {}))
+    model = of(kind)
     for refused in (lambda: AttndCache(session, model), lambda: pool_settings(model)):
         with pytest.raises(ValueError, match="computes attention in its own code"):
             refused()
@@ -458,9 +486,9 @@ def test_a_model_that_changes_keys_or_values_behind_the_cache_is_refused_with_th
     with AttndCache(session, model) as cache, torch.inference_mode():
         cache.update = changed.__get__(cache)
         with pytest.raises(ValueError, match=rf"LlamaAttention changes the {which}s between"):
-            model(prompts(4).ids, past_key_values=cache)
+            model(prompts(4).ids, **over(cache))
         del cache.update
-        model(prompts(4).ids, past_key_values=cache)
+        model(prompts(4).ids, **over(cache))
         assert cache.get_seq_length() == 4
 
 

@@ -14,6 +14,7 @@ from tiny_models import (
     Prompts,
     assert_same,
     generated,
+    over,
     padded,
     prompts,
     random_tokens,
@@ -144,7 +145,7 @@ def test_tokens_after_a_rows_end_can_be_hidden_in_the_next_turn(session: Session
 def test_a_prompt_computed_once_is_copied_for_every_batch(session: Session) -> None:
     model, system = tiny(), random_tokens(21, 1)
     with AttndCache(session, model) as kept, torch.inference_mode():
-        model(torch.tensor([system]), past_key_values=kept)
+        model(torch.tensor([system]), **over(kept))
         for seed in (2, 3):
             ends = [random_tokens(5, seed), random_tokens(5, seed + 10)]
             batch = padded([system + end for end in ends])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tiny_models import (
     Prompts,
     assert_same,
     generated,
+    over,
     prompts,
     tiny,
 )
@@ -33,7 +35,7 @@ def test_a_layer_that_attends_unlike_its_step_is_refused(torch_session: TorchSes
     model.model.layers[1].self_attn.scaling = 0.5
     with AttndCache(torch_session, model) as cache, torch.inference_mode():
         with pytest.raises(ValueError, match="layer 1 attends with Scoring"):
-            model(batch.ids, past_key_values=cache)
+            model(batch.ids, **over(cache))
         model.model.layers[1].self_attn.scaling = model.model.layers[0].self_attn.scaling
         assert_same(generated(model, batch, cache), generated(model, batch))
 
@@ -74,15 +76,35 @@ def test_a_forward_that_is_no_decode_runs_as_it_is(torch_session: TorchSession) 
         assert decodes.replayed > 0
         before = decodes.replayed
         assert_same(generated(model, prompts(4)), generated(model, prompts(4)))
-        with torch.inference_mode():
+        with (
+            torch.inference_mode(),
+            pytest.warns(RuntimeWarning, match="inputs include output_hidden_states"),
+        ):
             hidden = model(
                 input_ids=torch.ones(6, 1, dtype=torch.long),
                 position_ids=torch.full((6, 1), 20),
-                past_key_values=cache,
+                **over(cache),
                 output_hidden_states=True,
             ).hidden_states
         assert len(hidden) == 3
         assert decodes.replayed == before
+
+
+def test_a_compiled_model_attends_between_its_graphs(torch_session: TorchSession) -> None:
+    model, batch = tiny(), prompts(9, 9)
+    wanted = generated(model, batch, max_new_tokens=4)
+    compiled = torch.compile(model, backend="eager")
+    with AttndCache(torch_session, compiled) as cache:
+        for _ in range(2):  # the second time with the graphs of the first
+            cache.reset()
+            with torch.inference_mode():
+                compiled(batch.ids, **over(cache))
+                logits = compiled(wanted.sequences[:, 9:10], **over(cache)).logits
+            torch.testing.assert_close(logits[:, -1], wanted.logits[1], atol=1e-3, rtol=1e-3)
+        cache.reset()
+        with cache.graphs(compiled) as decodes:
+            assert_same(generated(compiled, batch, cache, max_new_tokens=4), wanted)
+        assert decodes.replayed == 2
 
 
 def test_graphs_need_steps(client: Client, socket: str) -> None:
@@ -148,3 +170,27 @@ def test_on_a_gpu_replayed_decodes_give_the_logits_of_others(
     for step, (ours, theirs) in enumerate(zip(got.logits, wanted.logits, strict=True)):
         error = (ours - theirs).abs().max().item()
         assert error <= 1e-3 * theirs.abs().max().item(), f"step {step}: {error:.1e} apart"
+
+
+@pytest.mark.gpu
+def test_graphs_of_a_model_on_another_gpu_than_the_current_one(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("fewer than two CUDA devices")
+    road = str(tmp_path / "road")
+    arguments = ("--backend.kind", "cuda", "--pool.dtype", "fp16", "--server.uds")
+    on_host = prompts(5, 20)
+    torch.cuda.set_device(0)
+    with service(*arguments, str(tmp_path / "s"), "--server.socket", road):
+        for number in (0, 1):
+            model = tiny().to(f"cuda:{number}", torch.float16)
+            batch = Prompts(on_host.ids.to(model.device), on_host.mask.to(model.device))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", TimeSliced)
+                session = TorchSession(road, device=number)
+            with session, AttndCache(session, model) as cache:
+                wanted = generated(model, batch, cache)
+                cache.reset()
+                with cache.graphs(model) as decodes:
+                    got = generated(model, batch, cache)
+                assert (decodes.replayed, decodes.refused) == (8, False)
+            assert got.sequences.tolist() == wanted.sequences.tolist()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+from attnd.transformers.releases import CACHE
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -88,9 +89,14 @@ MODELS: Final[dict[str, Callable[[], Any]]] = {
 
 def tiny(name: str = "llama") -> Any:
     """The model by name, always with the same weights, served by attnd."""
+    return seeded(MODELS[name])
+
+
+def seeded(make: Callable[[], Any]) -> Any:
+    """A new model, always with the same weights, served by attnd."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
-        model = MODELS[name]().eval()
+        model = make().eval()
     model.set_attn_implementation("attnd")
     return model
 
@@ -131,10 +137,15 @@ GREEDY: Final[dict[str, Any]] = {
 }
 
 
+def over(cache: Any) -> dict[str, Any]:
+    """The argument by which a model or `generate` takes a cache."""
+    return {CACHE: cache}
+
+
 def generated(model: Any, batch: Prompts, cache: Any = None, **options: Any) -> Any:
     """What `generate` answers; without a cache of attnd, with eager attention and its own."""
     model.set_attn_implementation("eager" if cache is None else "attnd")
-    given = {} if cache is None else {"past_key_values": cache}
+    given = {} if cache is None else over(cache)
     try:
         return model.generate(
             batch.ids, attention_mask=batch.mask, **{**GREEDY, **given, **options}

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from struct import unpack_from
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("cupy")
 
 from attnd.torch import driver
+from attnd.torch.arena import DeviceArena
 
 from kernels.cuda.lanes import flags
 from kernels.lanes import lane as lanes_module
@@ -62,6 +67,29 @@ def test_both_ends_pack_operations_alike(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(driver, "library", lambda: Library)
     driver.operations([(driver.WRITE, 8, 1), (driver.WAIT, 12, 1), (driver.WRITE, 12, 0)])(7)
     assert Library.fake.sent == [[(2, 8, 1, 0), (1, 12, 1, 1), (2, 12, 0, 0)]]
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_a_layer_is_released_while_its_arenas_device_is_the_current_one(
+    monkeypatch: pytest.MonkeyPatch, device: int
+) -> None:
+    current, sent = [0], []
+
+    @contextmanager
+    def made_current(other: torch.device) -> Iterator[None]:
+        before, current[0] = current[0], other.index
+        yield
+        current[0] = before
+
+    default = SimpleNamespace(cuda_stream=0)  # the driver's name of any device's default stream
+    monkeypatch.setattr(torch.cuda, "device", made_current)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: default)
+    arena = DeviceArena.__new__(DeviceArena)
+    arena.device = torch.device("cuda", device)
+    arena._turns = [lambda stream: sent.append((current[0], stream))]
+    arena.hand_over(0)
+    assert (sent, current) == ([(device, 0)], [0])
 
 
 def test_an_owner_has_ended_when_its_process_has_ended_even_unnoticed() -> None:

@@ -106,8 +106,13 @@ class DeviceArena:
         return self.address + FLAG_BYTES * layer
 
     def hand_over(self, layer: int) -> None:
-        """On torch's current stream."""
-        self._turns[layer](torch.cuda.current_stream(self.device).cuda_stream)
+        """On torch's current stream of this device."""
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        if torch.cuda.current_device() == self.device.index:
+            self._turns[layer](stream)
+        else:  # the driver takes stream 0, the default one, as the current device's
+            with torch.cuda.device(self.device):
+                self._turns[layer](stream)
 
     def unblock_waits(self, stream: int) -> None:
         """Unblock every wait for the engine, which has ended."""

@@ -14,7 +14,8 @@ import torch
 from transformers.masking_utils import causal_mask_function
 
 from attnd.transformers.geometry import window_left
-from attnd.transformers.roads import Scoring
+from attnd.transformers.releases import CACHE
+from attnd.transformers.roads import Scoring, outside_graphs
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
@@ -35,6 +36,7 @@ class CausalMask:
     """Why no layer can attend with it: a model may make masks that none of its layers uses."""
 
 
+@outside_graphs
 def attnd_mask(
     *,
     mask_function: MaskFunction,
@@ -91,11 +93,12 @@ REFUSED: Final = {
 
 NO_CACHE: Final = (
     "attnd attends KV that an AttndCache holds, and these keys are of none: pass "
-    "past_key_values=AttndCache(session, model) and use_cache=True to the model or to generate(); "
+    f"{CACHE}=AttndCache(session, model) and use_cache=True to the model or to generate(); "
     "generate(guidance_scale=...) also runs the model without that cache: leave it out"
 )
 
 
+@outside_graphs
 def attnd_attention(
     module: Any,
     query: torch.Tensor,

@@ -14,7 +14,8 @@ import torch
 from attnd.calls.control import NewSequence
 from attnd.errors import AttndError
 from attnd.transformers.columns import Columns, hide, mask_of, plan
-from attnd.transformers.roads import Road, Scoring, Step, delete, spread
+from attnd.transformers.releases import CACHE
+from attnd.transformers.roads import Road, Scoring, Step, delete, outside_graphs, spread
 
 States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """q, k and v of a layer, `[rows, heads, columns, head_dim]`."""
@@ -269,17 +270,19 @@ def watch(model: Any) -> None:
         model.register_forward_hook(ended, with_kwargs=True, always_call=True)
 
 
+@outside_graphs
 def began(model: Any, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
     """Raises ValueError where a call passes a cache with use_cache=False."""
     for batch in batches(args, inputs):
         if inputs.get("use_cache") is False:
             raise ValueError(
-                "use_cache is False and past_key_values an AttndCache, which stores every token: "
+                f"use_cache is False and {CACHE} an AttndCache, which stores every token: "
                 "leave use_cache at True"
             )
         batch.enter(model)
 
 
+@outside_graphs
 def ended(model: Any, args: tuple[Any, ...], inputs: dict[str, Any], output: Any) -> None:
     """`output` is None where the forward raised."""
     for batch in batches(args, inputs):

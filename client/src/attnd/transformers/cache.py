@@ -11,6 +11,7 @@ from typing import Any, Final, Self
 
 import torch
 from transformers import Cache
+from transformers.cache_utils import DynamicLayer
 
 from attnd.client import Client
 from attnd.errors import AttndError
@@ -22,8 +23,9 @@ from attnd.transformers.device import DeviceRoad
 from attnd.transformers.geometry import Geometry, check_pool, geometry_of
 from attnd.transformers.graphs import Decodes, replaying
 from attnd.transformers.host import HostRoad
+from attnd.transformers.longrope import keep_cache
 from attnd.transformers.prefixes import share
-from attnd.transformers.roads import Road, delete_behind
+from attnd.transformers.roads import Road, delete_behind, outside_graphs, uncompiled
 
 
 class AttndCache(Cache):  # type: ignore[misc]  # transformers asks isinstance(..., Cache)
@@ -48,6 +50,8 @@ class AttndCache(Cache):  # type: ignore[misc]  # transformers asks isinstance(.
             remedy = f'call model.set_attn_implementation("{NAME}") first'
             raise ValueError(f"the model's attn_implementation is {now!r}: {remedy}")
         watch(model)
+        if geometry.rope_tokens is not None:
+            keep_cache(uncompiled(model))
         road: Road[Any] = (
             DeviceRoad(session, geometry.windows, geometry.has_sinks)
             if isinstance(session, TorchSession)
@@ -60,7 +64,8 @@ class AttndCache(Cache):  # type: ignore[misc]  # transformers asks isinstance(.
     def _set_up(
         self, road: Road[Any], geometry: Geometry, page_size: int, *, forked: bool = False
     ) -> None:
-        super().__init__(layers=[])
+        # without data: they answer for transformers what kind of layers these are
+        super().__init__(layers=[DynamicLayer() for _ in range(geometry.num_layers)])
         self._forked = forked
         self._decodes: Decodes | None = None
         self._geometry = geometry
@@ -75,6 +80,7 @@ class AttndCache(Cache):  # type: ignore[misc]  # transformers asks isinstance(.
         road.control.dependents.add(self.close)
         OPEN.add(self)
 
+    @outside_graphs
     def update(
         self,
         key_states: torch.Tensor,
@@ -130,15 +136,21 @@ class AttndCache(Cache):  # type: ignore[misc]  # transformers asks isinstance(.
         """The ids of the rows' sequences in the service."""
         return tuple(self.batch.names)
 
+    @outside_graphs
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns that forwards have covered, padding included; the same for every layer."""
         return self.batch.covered
 
+    @outside_graphs
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return -1
+
+    @property
+    def rope_tokens(self) -> int | None:
+        return self._geometry.rope_tokens
 
     @property
     def batch_size(self) -> int:
@@ -203,6 +215,7 @@ class AttndCache(Cache):  # type: ignore[misc]  # transformers asks isinstance(.
         """
         if not isinstance(self.batch.road, DeviceRoad):
             raise RuntimeError("graphs need an attnd.torch.TorchSession: this cache has none")
+        model = uncompiled(model)  # the one whose `generate` this is
         if self._decodes is None or self._decodes.model is not model:
             self._decodes = Decodes(model, self.batch, self.batch.road)
         return replaying(self, self._decodes)

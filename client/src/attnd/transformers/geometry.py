@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 
 from attnd.results import Info
+from attnd.transformers.longrope import rope_tokens_of
 
 DTYPES: Final = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 """What q, k, v and o may be, by the pool's name for it."""
@@ -30,7 +31,8 @@ class Geometry:
     """The pool that a model needs, and how its layers attend.
 
     `windows` has each layer's `window_left`, -1 where it is off. `sm_scale` None is head_dim **
-    -0.5. `has_sinks`: layers have attention sinks.
+    -0.5. `has_sinks`: layers have attention sinks. `rope_tokens`: a runner whose forwards mix
+    sequences must keep all of them that short, or their K depends on each other; None: any length.
     """
 
     num_qo_heads: int
@@ -41,6 +43,7 @@ class Geometry:
     has_sinks: bool = False
     sm_scale: float | None = None
     logits_soft_cap: float = 0.0
+    rope_tokens: int | None = None
 
     @property
     def num_layers(self) -> int:
@@ -125,6 +128,7 @@ def geometry_of(model: Any, dtype: str | None = None) -> Geometry:
         has_sinks=any("sink" in name.rpartition(".")[2] for name, _ in model.named_parameters()),
         sm_scale=next(scales, None),
         logits_soft_cap=float(getattr(config, "attn_logit_softcapping", None) or 0.0),
+        rope_tokens=rope_tokens_of(model, config),
     )
 
 

@@ -14,15 +14,16 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from attnd.transformers.batch import Batch, Shape
 from attnd.transformers.device import DeviceRoad, Recording
-from attnd.transformers.roads import Step
+from attnd.transformers.releases import CACHE
+from attnd.transformers.roads import Step, outside_graphs
 
 Forward = Callable[..., Any]
 
 OF_A_DECODE: Final = {
-    *("input_ids", "position_ids", "past_key_values", "attention_mask"),
+    *("input_ids", "position_ids", CACHE, "attention_mask"),
     *("use_cache", "return_dict", "logits_to_keep"),
 }
-"""What `generate` gives a model for a decode; with anything else it runs as it is."""
+"""What `generate` gives a model for a decode; with anything else it is not captured."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,6 +56,9 @@ class Decodes:
         latest = self.batch.latest
         if latest is None or not is_decode(cache, inputs):
             return forward(**inputs)
+        if reason := obstacle(inputs):
+            warn(reason)
+            return forward(**inputs)
         ids = inputs["input_ids"]
         shape = Shape(len(ids), 1, latest.num_qo_heads, ids.device)
         try:
@@ -71,9 +75,7 @@ class Decodes:
             self.batch.abort()
             raise
         self.replayed += 1
-        return CausalLMOutputWithPast(
-            logits=graph.output[0], past_key_values=inputs["past_key_values"]
-        )
+        return CausalLMOutputWithPast(logits=graph.output[0], **{CACHE: cache})
 
     def _graph(self, step: Step, forward: Forward, inputs: dict[str, Any]) -> Graph | None:
         """The graph of such a decode; None for the first one."""
@@ -88,8 +90,7 @@ class Decodes:
             self.graphs[rows] = self._capture(step, forward, inputs)
         except RuntimeError as error:
             self.refused = True
-            warning = f"the model's decode cannot be captured, so it runs as it is: {error}"
-            warnings.warn(warning, RuntimeWarning, stacklevel=2)
+            warn(str(error))
         return self.graphs[rows]
 
     def _capture(self, step: Step, forward: Forward, inputs: dict[str, Any]) -> Graph:
@@ -109,28 +110,36 @@ class Decodes:
         return Graph(ids, positions, graph_of(run, ids.device), output, recording)
 
 
+def warn(reason: str) -> None:
+    message = f"the model's decode cannot be captured, so it runs as it is: {reason}"
+    warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
 def is_decode(cache: object, inputs: dict[str, Any]) -> bool:
     """Whether these are the inputs of one more token for every row of the cache."""
-    ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
-    return (
-        inputs.get("past_key_values") is cache
-        and all(name in OF_A_DECODE for name, value in inputs.items() if value is not None)
-        and inputs.get("return_dict") is not False
-        and ids is not None
-        and ids.shape[1] == 1
-        and inputs.get("position_ids") is not None
-        and inputs["position_ids"].shape == ids.shape
-        and (mask is None or mask.ndim == 2)
-    )
+    ids = inputs.get("input_ids")
+    return any(one is cache for one in inputs.values()) and ids is not None and ids.shape[1] == 1
+
+
+def obstacle(inputs: dict[str, Any]) -> str:
+    """Why a decode with these inputs is not captured; empty if it is."""
+    mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+    others = [name for name, value in inputs.items() if not (value is None or name in OF_A_DECODE)]
+    if others or inputs.get("return_dict") is False:
+        return f"its inputs include {', '.join(others) or 'return_dict=False'}"
+    if positions is None or positions.shape != inputs["input_ids"].shape:
+        return "its inputs lack position_ids of the shape of input_ids"
+    return "" if mask is None or mask.ndim == 2 else "its attention_mask is not [rows, columns]"
 
 
 def graph_of(run: Callable[[], None], device: torch.device) -> Callable[[], None]:
     """What repeats the work of `run` on the device; on a CPU `run` itself."""
     if device.type != "cuda":
         return run
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        run()
+    with torch.cuda.device(device):  # and a stream of it: torch's own is the first device's
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            run()
     replay: Callable[[], None] = graph.replay
     return replay
 
@@ -141,6 +150,7 @@ def replaying(cache: object, decodes: Decodes) -> Iterator[Decodes]:
     model = decodes.model
     forward = model.forward
 
+    @outside_graphs
     @wraps(forward)
     def run(*args: Any, **inputs: Any) -> Any:
         return forward(*args, **inputs) if args else decodes.run(forward, cache, inputs)

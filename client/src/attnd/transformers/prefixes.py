@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from attnd.transformers.columns import Bools, Columns
+from attnd.transformers.releases import CACHE
 
 if TYPE_CHECKING:
     from attnd.transformers.cache import AttndCache
@@ -54,8 +55,10 @@ def share(
             "both are [rows, columns]"
         )
     prompts = [row[seen].tolist() for row, seen in zip(ids, mask, strict=True)]
+    limit = cache.rope_tokens
     root = tree_of(prompts, range(len(prompts)), 0, least)
-    if not root.length and not root.children:
+    is_common = root.length or root.children
+    if not is_common or (limit is not None and max(map(len, prompts)) > limit):
         return Shared([], None, 0)
     names = [""] * len(prompts)
     lengths = [0] * len(prompts)
@@ -111,7 +114,7 @@ def grown(
     if node.length > begin:
         some = rows_under(node)[0]
         tokens = torch.tensor([prompts[some][begin : node.length]], device=model.device)
-        model.base_model(input_ids=tokens, past_key_values=trunk, use_cache=True)
+        model.base_model(input_ids=tokens, **{CACHE: trunk}, use_cache=True)
     branch = stack.enter_context(trunk.fork([0] * len(node.rows) if node.length else None))
     if not node.length:
         branch.batch.start(len(node.rows))

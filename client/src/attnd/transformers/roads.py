@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -17,6 +17,18 @@ from attnd.session import Session
 from attnd.transformers.columns import Forward
 
 Handle = TypeVar("Handle")
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def outside_graphs(function: Function) -> Function:
+    """What a model under `torch.compile` calls between its graphs: a graph would fix lengths."""
+    kept: Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return kept
+
+
+def uncompiled(model: Any) -> Any:
+    """The model that `torch.compile` wrapped; any other as it is."""
+    return getattr(model, "_orig_mod", model)
 
 
 @dataclass(frozen=True, slots=True)
