@@ -25,7 +25,7 @@ TEST_EXTRAS := $(EXTRA)$(if $(findstring cuda,$(EXTRA)),,$(COMMA)dev-cpu),dev
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup run chat run-cluster test test-long test-timing test-all lint types arrows check map
+.PHONY: help setup run chat run-cluster test test-long test-timing test-all test-matrix lint types arrows check map
 .PHONY: bench bench-stale simulate mutants fleet lock clean
 
 help:  ## List the targets
@@ -90,6 +90,9 @@ test-timing: $(VENV)/.dev-long  ## Run the tests that need a quiet machine, one 
 	$(PYTEST) -n 0 -m timing $(ARGS)
 
 test-all: test test-long test-timing  ## Run all the tests
+
+test-matrix: $(VENV)/.dev  ## Test the oldest and newest torch, transformers, numpy and pydantic
+	$(BIN)/python -m tests.matrix $(ARGS)
 
 lint: $(VENV)/.dev  ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -215,7 +215,7 @@ INHERITED = {
 """Of transformers' Cache: right for an AttndCache as they are."""
 
 
-def test_a_cache_tells_transformers_what_its_layers_are(session: Session) -> None:
+def test_a_cache_describes_its_layers_to_transformers(session: Session) -> None:
     members = {name for name in dir(Cache) if not name.startswith("_")}
     assert members <= vars(AttndCache).keys() | INHERITED, "look at what a new release asks"
     with AttndCache(session, tiny()) as cache:
