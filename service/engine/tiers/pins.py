@@ -132,6 +132,8 @@ class Pins:
                 if node is None or (named(node).pins > 0) == (record_id in disk.pinned):
                     continue  # a page that left the pool is not pinned
                 if record_id in disk.pinned:
+                    if disk.is_restoring:
+                        continue  # another pin may not be loaded yet; the end of that sees to it
                     disk.pinned.remove(record_id)
                 else:
                     disk.pinned.add(record_id)

@@ -22,7 +22,7 @@ from service.tiers import record_store
 from service.tiers.index import Index
 from service.tiers.record_store import RecordStore
 from tests.engine.handlers.test_engine_prefix import PAGE, begin
-from tests.engine.harness import Caller, NewCall, Reply, outcome, until
+from tests.engine.harness import Caller, NewCall, Reply, until
 from tests.engine.tiers.test_tiers import BLOCK, PROMPTS, check_all, create, fill, on_disk, run
 from tests.engine.tiers.test_tiers_faults import settle
 
@@ -483,10 +483,54 @@ def test_pins_of_another_model_are_left(tmp_path: Path) -> None:
     run(after, on_disk(tmp_path))
 
 
+@pytest.fixture
+def may_load(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Pins of an earlier start are found, and loaded once this is set."""
+    walk, event = pins.Chains.walk, threading.Event()
+
+    def walk_and_wait(chains: pins.Chains, found: list[pins.Pin]) -> Iterator[None]:
+        yield from walk(chains, found)
+        while not event.is_set():
+            yield
+
+    monkeypatch.setattr(pins.Chains, "walk", walk_and_wait)
+    return event
+
+
+def test_pages_of_a_pin_stay_on_disk_while_it_is_not_loaded(
+    tmp_path: Path, may_load: threading.Event
+) -> None:
+    """Also where shorter pins of its pages come and go."""
+
+    async def before(caller: Caller) -> str:
+        may_load.set()
+        keys = await page_keys(caller, PROMPTS[0])
+        await caller.submit(pin(keys[-1]))
+        return keys[-1]
+
+    async def after(caller: Caller, key: str) -> None:
+        loading = caller.engine.store.loading
+        assert loading is not None and loading.tiers.disk.store is not None
+        keys = await page_keys(caller, PROMPTS[0][: 2 * PAGE])
+        await many(caller, [pin(keys[1], name) for name in ("pin", "unpin")])
+        await fill(caller, PROMPTS[2:6])
+        assert len(loading.tiers.disk.pinned) == len(loading.tiers.disk.store.pinned()) == 4
+        may_load.set()
+        await until(lambda: loading._restoring is None)
+        assert [one["page_key"] for one in (await caller.call("holds")).fields["holds"]] == [key]
+        await caller.submit(pin(key, "unpin"))
+        assert (loading.tiers.disk.pinned, loading.tiers.disk.store.pinned()) == (set(), [])
+
+    key = run(before, on_disk(tmp_path))
+    may_load.clear()
+    run(lambda caller: after(caller, key), on_disk(tmp_path))
+
+
 def test_a_pin_that_is_removed_before_it_is_loaded_again_keeps_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, may_load: threading.Event
 ) -> None:
     async def before(caller: Caller) -> str:
+        may_load.set()
         keys = await page_keys(caller, PROMPTS[0])
         await caller.submit(pin(keys[-1]))
         return keys[-1]
@@ -494,11 +538,9 @@ def test_a_pin_that_is_removed_before_it_is_loaded_again_keeps_nothing(
     async def after(caller: Caller, key: str) -> None:
         loading = caller.engine.store.loading
         assert loading is not None
-        restoring, loading._restoring = loading._restoring, None
         await caller.submit(pin(key, "unpin"))
-        assert await outcome(caller.submit(pin(key, "unpin")))
-        loading._restoring = restoring
-        loading._wake()
+        await caller.refused(pin(key, "unpin"), "unknown_page")
+        may_load.set()
         await until(lambda: loading._restoring is None)
         assert loading.tiers.disk.pinned == set()
         assert loading.tiers.disk.store is not None
@@ -506,4 +548,5 @@ def test_a_pin_that_is_removed_before_it_is_loaded_again_keeps_nothing(
         assert (await caller.call("holds")).fields["holds"] == []
 
     key = run(before, on_disk(tmp_path))
+    may_load.clear()
     run(lambda caller: after(caller, key), on_disk(tmp_path))
