@@ -25,7 +25,7 @@ from service.cluster.placement.prefixes import (
 )
 from service.core.prefix.keys import Prefix, root_key
 from service.image.json_text import Pieces
-from service.operations.schema.page_names import PromptNames
+from service.operations.schema.page_names import ExtraKey, PromptNames
 from tests.cluster.fake_engines import fake_cluster
 from tests.cluster.harness import PAGE, Cluster
 
@@ -213,6 +213,9 @@ def test_pages_are_named_by_fields_or_by_tensors() -> None:
     assert by_ids is not None and by_ids.token_ids is not None
     assert by_ids.token_ids.tolist() == [5, 6]
     assert prefix_of(None, {}, 4) is None
+    image = [ExtraKey(first_token=5, key="0c")]
+    by_both = prefix_of(PromptNames(extra=image), {"token_ids": np.arange(8, dtype=np.uint32)}, 4)
+    assert by_both is not None and by_both.extra == {1: b"\x01\x00\x01\x0c"}
 
 
 def test_a_lost_engine_has_nothing() -> None:
