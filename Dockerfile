@@ -3,7 +3,7 @@
 #   docker build -t attnd:cuda --build-arg EXTRA=cuda .    CuPy for CUDA 13 (EXTRA=cuda12: CUDA 12)
 # It listens on all addresses of the container, so it needs authentication: set ATTND_AUTH__KEYS_FILE,
 # or ATTND_AUTH__OPEN=true on a trusted network.
-# With the gRPC door: EXTRA=cpu,grpc, EXTRA=cuda,grpc.
+# With the gateway of Triton's clients: EXTRA=cpu,oip, EXTRA=cuda,oip.
 # deploy/locked/ has the version and hash of every package (`make lock` writes it).
 
 ARG BASE=python:3.11-slim

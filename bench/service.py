@@ -111,9 +111,9 @@ def measure(
         older = None if before is None else shared.enter_context(Worker(before))
         for pool, group in groupby(sorted(cases, key=DecodeCase.pool), DecodeCase.pool):
             with ExitStack() as stack:
-                sides = {"": (stack.enter_context(attnd(*pool, grpc=True)), worker)}
+                sides = {"": (stack.enter_context(attnd(*pool, oip=True)), worker)}
                 if before is not None and older is not None:
-                    old = stack.enter_context(attnd(*pool, root=before, grpc=True))
+                    old = stack.enter_context(attnd(*pool, root=before, oip=True))
                     sides["before_"] = (old, older)
                 for case in group:
                     with ExitStack() as filled:
@@ -146,7 +146,8 @@ def turns_of(
     """All ways into one version; `package` has that version's client package."""
     turns = {}
     for kind in KINDS:
-        port = server.grpc_port if kind == "oip_grpc" else server.port
+        ports = {"oip_grpc": server.grpc_port, "oip_http": server.oip_port}
+        port = ports.get(kind, server.port)
         driver = package if kind in PACKAGE_KINDS else worker
         turns[prefix + kind] = Turn(driver, Target(kind, port, server.socket), load)
     return turns

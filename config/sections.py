@@ -153,6 +153,31 @@ class EngineSettings(Section):
     namespace can use, with keys. Lower it if many tenants share an engine; 1: no limit."""
 
 
+class OipSettings(Section):
+    """The gateway: the Open Inference Protocol v2, as Triton and KServe speak it, on `server.host`
+    with the certificate and the keys of HTTP."""
+
+    http_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """TCP port of the protocol over HTTP; absent: none."""
+
+    grpc_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """TCP port of the protocol over gRPC; absent: none."""
+
+    max_calls: Annotated[int, Field(ge=1, le=65536)] = 64
+    """Maximum number of concurrent calls and streams of the gateway; further ones get 429, or
+    RESOURCE_EXHAUSTED, except health checks. With keys, one namespace can use half. Each can hold a
+    message in the gateway's memory, besides its arena."""
+
+    max_message_bytes: Annotated[int, Field(ge=2**16, lt=2**31)] = 64 * 2**20
+    """Maximum size of a request of the gateway, which holds it in memory before copying it to the
+    arena. Raise it for prefills of more tokens."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is a gateway."""
+        return self.http_port is not None or self.grpc_port is not None
+
+
 class CacheSettings(Section):
     """The prefix cache: committed pages that stay after their sequences are deleted."""
 
@@ -266,6 +291,7 @@ class Settings(Section):
     backend: BackendSettings = BackendSettings()
     server: ServerSettings = ServerSettings()
     auth: AuthSettings = AuthSettings()
+    oip: OipSettings = OipSettings()
     engine: EngineSettings = EngineSettings()
     cache: CacheSettings = CacheSettings()
     cluster: ClusterSettings = ClusterSettings()

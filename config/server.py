@@ -46,19 +46,6 @@ class ServerSettings(Section):
     """Number of HTTP processes on the port. Raise it if one uses a whole core while the engine does
     not: many connections with large bodies, or JSON tensors."""
 
-    grpc_port: Annotated[int, Field(ge=1, le=65535)] | None = None
-    """TCP port of gRPC (Open Inference Protocol v2), on the same host; absent: no gRPC. Requires
-    the extra `grpc`."""
-
-    grpc_max_calls: Annotated[int, Field(ge=1, le=65536)] = 64
-    """Maximum number of concurrent gRPC calls and streams; further calls get RESOURCE_EXHAUSTED,
-    except health checks. With keys, one namespace can use half. Each can hold a message in the
-    door's memory, besides its arena."""
-
-    grpc_max_message_bytes: Annotated[int, Field(ge=2**16, lt=2**31)] = 64 * 2**20
-    """Maximum size of a gRPC message, which the door holds in memory before copying it to the
-    arena. Raise it for prefills of more tokens."""
-
     socket: Annotated[str | None, Field(min_length=1)] = None
     """Path of the engine's socket for sessions on this machine. Absent: `attnd-UID/PORT.sock` in
     the directory for temporary files, or the path of `server.uds` followed by `.road`. To share it

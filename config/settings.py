@@ -61,6 +61,12 @@ __all__ = (
     "set_environment",
 )
 
+MOVED: Final = {
+    "server.grpc_port": "oip.grpc_port",
+    "server.grpc_max_calls": "oip.max_calls",
+    "server.grpc_max_message_bytes": "oip.max_message_bytes",
+}
+"""The successors of settings that have gone."""
 DEFAULTS: Final = Path(__file__).with_name("default.yaml")
 ENV_PREFIX: Final = "ATTND_"
 
@@ -213,6 +219,8 @@ def refuse_unknown_options(argv: Sequence[str]) -> None:
         keys = [one.replace("_", "-") for one in fields_of(SECTIONS.get(section)) or {}]
         if section not in SECTIONS:
             close = hint(section, [*SECTIONS, "config", "help"], "sections")
+        elif (moved := MOVED.get(f"{section}.{key}".replace("-", "_"))) is not None:
+            raise SettingsError(f"{name}: has gone: set --{moved.replace('_', '-')} instead")
         elif key and key not in keys:
             close = hint(key, keys, "settings", f"--{section}.")
         else:
@@ -284,6 +292,10 @@ def refuse_unknown_environment() -> None:
             and spelled not in known
             and not SERVICE_LINK.fullmatch(name)
         ):
+            moved = MOVED.get(spelled.removeprefix(ENV_PREFIX).lower().replace("__", ".", 1))
+            if moved is not None:
+                successor = f"{ENV_PREFIX}{moved.replace('.', '__')}".upper()
+                raise SettingsError(f"{name}: has gone: set {successor} instead")
             close = closest(name, sorted(known))
             raise SettingsError(
                 f"{name}: unknown setting in the environment"
@@ -318,6 +330,8 @@ def describe(problem: Any) -> str:
     rule = rule_of(problem)
     if kind == "value_error":  # raised by a validator of a section: it names its key
         return rule
+    if key in MOVED:
+        return f"{key}: has gone: set {MOVED[key]} instead"
     if kind == "extra_forbidden":
         names = () if owner is None else tuple(owner.model_fields)
         return f"{key}: unknown setting{hint(key.rpartition('.')[2], names, 'settings')}"

@@ -14,7 +14,7 @@ from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 LOCKED: Final = ROOT / "deploy/locked"
-EXTRAS: Final = ("cuda", "cuda12", "grpc", "zmq", "otel", "ray")
+EXTRAS: Final = ("cuda", "cuda12", "oip", "zmq", "otel", "ray")
 PYTHON: Final = "3.11"
 PLATFORM: Final = "x86_64-manylinux_2_28"
 HEAD: Final = "# Written by deploy/lock.py (make lock).\n"

@@ -2,7 +2,8 @@
 
     python examples/triton_client.py [--protocol http|grpc]
 
-Needs `pip install 'tritonclient[http,grpc]'`. It starts a service of its own on free TCP ports.
+Needs `pip install 'tritonclient[http,grpc]' grpcio protobuf`. It starts a service of its own on
+free TCP ports.
 """
 
 from __future__ import annotations
@@ -31,10 +32,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--protocol", choices=("http", "grpc"), default="http")
     protocol = parser.parse_args().protocol
-    http_port, grpc_port = free_port(), free_port()
-    settings = {**SETTINGS, "server.port": http_port, "server.grpc-port": grpc_port}
+    port = free_port()
+    settings = {**SETTINGS, "server.port": free_port(), f"oip.{protocol}-port": port}
     with serve_tcp(settings):
-        port = http_port if protocol == "http" else grpc_port
         module = importlib.import_module(f"tritonclient.{protocol}")
         with module.InferenceServerClient(f"127.0.0.1:{port}") as client:
             wait_ready(client)
@@ -106,7 +106,7 @@ def show(call: Caller) -> None:
 
 
 def wait_ready(client: Any) -> None:
-    """Wait for this protocol's door: each door is a process and starts by itself."""
+    """Wait for the gateway, which is a process and starts by itself."""
     from tritonclient.utils import InferenceServerException
 
     for _ in range(100):

@@ -1,11 +1,13 @@
 """`python -m service`: settings, addresses, and the supervisor of engine and doors until they end.
-`python -m service key` makes keys.
+`python -m service key` makes keys; `python -m service gateway --attnd URL` is a gateway to a
+service elsewhere.
 
 Nothing here imports torch, numpy or HTTP: this process only watches.
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import resource
@@ -33,6 +35,7 @@ from service.road.engine_end.listening import CannotListen
 from service.supervisor import ENGINE, MAIN, Supervisor
 
 LOG: Final = logging.getLogger("attnd")
+GATEWAY: Final = "oip-0"
 OTHER_FILES: Final = 256
 """Open files of a process beside its connections: libraries, devices, arenas, pipes."""
 LEAST_FILES: Final = 64
@@ -45,14 +48,12 @@ class Commands:
 
     engine: tuple[str, ...] = command_of("service.engine")
     door: tuple[str, ...] = (*command_of("service.doors"), "http")
-    grpc: tuple[str, ...] = (*command_of("service.doors"), "grpc")
+    gateway: tuple[str, ...] = command_of("service.gateway")
     zmq: tuple[str, ...] = (*command_of("service.doors"), "zmq")
 
 
 CLUSTER_DOOR: Final = command_of("service.cluster")
-IN_CLUSTER: Final = Commands(
-    door=(*CLUSTER_DOOR, "http"), grpc=(*CLUSTER_DOOR, "grpc"), zmq=(*CLUSTER_DOOR, "zmq")
-)
+IN_CLUSTER: Final = Commands(door=(*CLUSTER_DOOR, "http"), zmq=(*CLUSTER_DOOR, "zmq"))
 """Doors with several engines behind them."""
 
 
@@ -65,6 +66,9 @@ def main(argv: Sequence[str], commands: Commands | None = None) -> int:
         return key_command(argv[1:])
     on_ray = "--cluster" in argv
     argv = [one for one in argv if one != "--cluster"]
+    url = ""
+    if argv[:1] == ["gateway"]:
+        url, argv = gateway_url(argv[1:])
     if "--version" in argv:
         print(f"attnd {__version__}")
         return 0
@@ -75,6 +79,8 @@ def main(argv: Sequence[str], commands: Commands | None = None) -> int:
         print(f"attnd: {error}", file=sys.stderr)
         return 2
     set_up_logs(settings.log, "main")
+    if url:
+        return serve_gateway(settings, url, commands or Commands())
     if on_ray:
         return cluster_on_ray(settings)
     try:
@@ -153,8 +159,9 @@ def supervise(
         children.append(Child(name, commands.engine, sockets, number))
     for worker in range(settings.server.http_workers):
         children.append(Child(f"http-{worker}", commands.door, addresses.http, worker))
-    if settings.server.grpc_port is not None:
-        children.append(Child("grpc-0", commands.grpc, ()))
+    if settings.oip.is_on:
+        elsewhere = () if is_one else ("--attnd", addresses.url)
+        children.append(Child(GATEWAY, (*commands.gateway, *elsewhere), ()))
     if settings.cache.zmq_endpoint is not None:
         children.append(Child("zmq-0", commands.zmq, ()))
     lifeline, held = os.pipe()  # `held` closes with this process
@@ -176,6 +183,43 @@ def supervise(
     finally:
         if not is_one:
             called.unlink(missing_ok=True)
+        for fd in (held, *shared.descriptors):
+            os.close(fd)
+
+
+def gateway_url(argv: Sequence[str]) -> tuple[str, list[str]]:
+    """The service's URL of `attnd gateway`, and its settings; exits where there is no URL."""
+    parser = argparse.ArgumentParser("attnd gateway", allow_abbrev=False, add_help=False)
+    parser.add_argument("--attnd", required=True, metavar="URL")
+    found, settings = parser.parse_known_args(argv)
+    return found.attnd, settings
+
+
+def serve_gateway(settings: Settings, url: str, commands: Commands) -> int:
+    """Serve the Open Inference Protocol in front of a service elsewhere."""
+    if not settings.oip.is_on:
+        LOG.error("cannot start: a gateway has --oip.http-port, --oip.grpc-port, or both")
+        return 2
+    try:
+        files = CheckedFiles(settings)
+    except (KeysError, TlsError, OSError) as error:
+        LOG.error("cannot start: %s", error)
+        return 1
+    child = Child(GATEWAY, (*commands.gateway, "--attnd", url), ())
+    lifeline, held = os.pipe()
+    shared = Shared(
+        settings=settings,
+        lifeline=lifeline,
+        engine_socket="",
+        url=url,
+        secret="",
+        metrics={name: make_shared() for name in (MAIN, GATEWAY)},
+        files=files,
+    )
+    LOG.info("attnd %s starts a gateway to %s", __version__, url)
+    try:
+        return Supervisor([child], shared, lambda: None).run()
+    finally:
         for fd in (held, *shared.descriptors):
             os.close(fd)
 

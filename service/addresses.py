@@ -62,8 +62,8 @@ def bind_addresses(
     num_engines: int = 1,
     remote: str | None = None,
 ) -> Addresses:
-    """Bind HTTP's sockets, the engines', and where those are reached from other hosts; and see that
-    gRPC's port is free. With `is_private`, HTTP is on this machine's loopback only.
+    """Bind HTTP's sockets, the engines', and where those are reached from other hosts. With
+    `is_private`, HTTP is on this machine's loopback only.
 
     Raises `CannotListen`, one line.
     """
@@ -80,9 +80,6 @@ def bind_addresses(
             uds = listen(Path(server.uds), private=False, mode=mode, setting="server.uds")
             undo.callback(uds.close)
             http, port, url = (uds.sock,), 0, f"unix:{server.uds}"
-        if server.grpc_port is not None:  # gRPC binds it itself, later
-            for one in listen_tcp(server.host, server.grpc_port, is_private, "server.grpc_port"):
-                one.close()
         path = engine_path(server, port)
         private = server.socket is None and server.uds is None
         if not num_engines:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 EXTRAS: Final = {
-    "grpc": ("grpcio", "protobuf"),
+    "oip": ("grpcio", "protobuf"),
     "zmq": ("pyzmq", "msgspec"),
     "otel": ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"),
     "ray": ("ray[serve]",),

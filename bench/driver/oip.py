@@ -44,7 +44,7 @@ def http_request(request: Request) -> bytes:
 
 def grpc_message(request: Request) -> bytes:
     """A ModelInferRequest with its tensors as raw contents."""
-    from service.doors.grpc.tensors import message
+    from service.gateway.grpc_server import message
 
     made = message("ModelInferRequest")(model_name=request.operation)
     for name, value in parameters(request).items():

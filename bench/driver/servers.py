@@ -33,6 +33,7 @@ class Server:
     pid: int
     ready_s: float
     socket: str = ""
+    oip_port: int = 0
     grpc_port: int = 0
 
     @property
@@ -42,22 +43,26 @@ class Server:
 
 @contextmanager
 def attnd(
-    *options: str, root: Path = ROOT, kind: str = "cpu", grpc: bool = False, reads_log: bool = True
+    *options: str, root: Path = ROOT, kind: str = "cpu", oip: bool = False, reads_log: bool = True
 ) -> Iterator[Server]:
     """The service of a checkout with a backend and further options.
 
-    `grpc` adds a gRPC door. Without `reads_log` its log goes to a pipe that no process reads.
+    `oip` adds a gateway, or before there was one a gRPC door. Without `reads_log` its log goes to a
+    pipe that no process reads.
     """
     port = free_port()
     arguments = ["-m", "service", "--server.port", str(port), "--backend.kind", kind, *options]
     with TemporaryDirectory(prefix="attnd-bench-") as directory:
         socket_path = str(Path(directory, "engine.sock"))
         arguments += ["--server.socket", socket_path]
-        grpc_port = free_port() if grpc else 0
-        if grpc:
+        oip_port, grpc_port = (free_port(), free_port()) if oip else (port, 0)
+        if oip and not (root / "service/gateway").is_dir():
+            oip_port = port
             arguments += ["--server.grpc-port", str(grpc_port)]
+        elif oip:
+            arguments += ["--oip.http-port", str(oip_port), "--oip.grpc-port", str(grpc_port)]
         with running(arguments, port, root, reads_log) as server:
-            yield replace(server, socket=socket_path, grpc_port=grpc_port)
+            yield replace(server, socket=socket_path, oip_port=oip_port, grpc_port=grpc_port)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A cluster's door, `http`, `grpc` or `zmq`: the door of one engine with a router as its upstream.
+"""A cluster's door, `http` or `zmq`: the door of one engine with a router as its upstream.
 Started by `python -m service`."""
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The process of a door, `http`, `grpc` or `zmq`; started by `python -m service`."""
+"""The process of a door, `http` or `zmq`; started by `python -m service`."""
 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 
 from service.doors.kit.link import Link
 from service.doors.kit.process import run_door
@@ -11,7 +12,10 @@ from service.doors.kit.upstream import MakeUpstream
 
 def main(make_upstream: MakeUpstream = Link) -> int:
     """Serve until drained; returns the process's exit status."""
-    return run_door(sys.argv.pop(1), make_upstream)
+    kind = sys.argv.pop(1)
+    return run_door(
+        kind, lambda: import_module(f"service.doors.{kind}.server").Server, make_upstream
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The supervisor's handover to the processes that it starts.
 
 `python -m service` starts one engine (`python -m service.engine`) and `server.http_workers` doors
-(`python -m service.doors http`), and with `server.grpc_port` a gRPC door, with
+(`python -m service.doors http`), with `oip.http_port` or `oip.grpc_port` a gateway, and with
 `cache.zmq_endpoint` a ZeroMQ door, which bind their ports themselves. The `main` of each begins
 with `receive`, and then serves on `inherited.sockets`, which listen already and do not block: the
 engine's own socket for the engine, HTTP's (TCP or Unix: look at `.family`) for a door. A door finds
@@ -139,7 +139,7 @@ class Inherited:
 
     settings: Settings
     process: str
-    """`engine`, `http-0`, `grpc-0`, ...: its name in logs and metrics."""
+    """`engine`, `http-0`, `oip-0`, ...: its name in logs and metrics."""
     worker: int
     """Which door of several; 0 for the engine."""
     sockets: tuple[socket.socket, ...]

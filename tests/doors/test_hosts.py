@@ -9,8 +9,8 @@ import pytest
 from scripted import Running, only, receive_all, serving
 
 from config.settings import load_settings
-from service.doors.http.protocol.admission import HostRule
-from service.doors.http.protocol.heads import ONCE, Headers
+from service.doors.http.protocol.heads import ONCE
+from service.doors.kit.hosts import HostRule
 from service.errors import Forbidden, MalformedRequest
 from service.keys import line_of
 
@@ -25,7 +25,6 @@ VALUES = {
     "expect": ("100-continue", "x"),
     "last-event-id": ("1", "2"),
     "x-attnd-deadline-ms": ("10", "1000"),
-    "inference-header-content-length": ("1", "2"),
 }
 
 
@@ -105,7 +104,7 @@ def rule(*arguments: str) -> HostRule:
 
 def is_refused(rule: HostRule, host: str, origin: str | None = None) -> bool:
     given = None if origin is None else origin.encode()
-    refusal = rule.refusal(Headers(host=host.encode(), origin=given))
+    refusal = rule.refusal(host.encode(), given)
     assert refusal is None or isinstance(refusal, Forbidden)
     return refusal is not None
 
@@ -141,7 +140,7 @@ def test_a_service_that_is_not_private_has_all_names(keys: str) -> None:
 @pytest.mark.parametrize("host", NONE)
 def test_an_invalid_host_is_malformed(host: str) -> None:
     for arguments in ([], ["--auth.open", "true"]):
-        refusal = rule(*arguments).refusal(Headers(host=host.encode()))
+        refusal = rule(*arguments).refusal(host.encode(), None)
         assert isinstance(refusal, MalformedRequest)
 
 
@@ -159,7 +158,7 @@ def test_without_keys_a_page_may_call_only_the_service_that_it_came_from(keys: s
 
 
 PATHS = (
-    *("/v1/info", "/v1/sequences", "/v2", "/v2/models/pool/infer", "/live/stream", "/v1/events"),
+    *("/v1/info", "/v1/sequences", "/live/stream", "/v1/events"),
     *("/metrics", "/openapi.json"),
 )
 

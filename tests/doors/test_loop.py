@@ -168,9 +168,6 @@ REQUESTS = {
     "no such path": request("/v1/nothing", **WITH_KEY),
     "no such method": request("/v1/decode", method="DELETE", **WITH_KEY),
     "no JSON": request("/v1/decode", b"{", **WITH_KEY, content_type=JSON),
-    "JSON of the Open Inference Protocol": request(
-        "/v2/models/decode/infer", b'{"inputs": 3}', **WITH_KEY, content_type=JSON
-    ),
     "a large declared length": request(
         "/v1/decode", decode_body(), **WITH_KEY, content_length=str(2**40)
     ),

@@ -10,9 +10,6 @@ import numpy as np
 import pytest
 from http_messages import JSON, SAFETENSORS
 from http_service import Service, serving
-from triton_callers import Triton, grpc_client, grpc_door, http_client
-
-from service.doors.grpc.server import Server
 
 
 @pytest.fixture(scope="session")
@@ -47,32 +44,3 @@ def media(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(7)
-
-
-@pytest.fixture(scope="module")
-def grpc(service: Service) -> Iterator[Server]:
-    with grpc_door(service) as door:
-        yield door
-
-
-@pytest.fixture
-def over_http(service: Service, client: httpx.Client) -> Iterator[Triton]:
-    """tritonclient at the HTTP door; its sequences are deleted."""
-    made = http_client(service)
-    yield made
-    made.client.close()
-
-
-@pytest.fixture
-def over_grpc(grpc: Server, client: httpx.Client) -> Iterator[Triton]:
-    """tritonclient at the gRPC door; its sequences are deleted."""
-    made = grpc_client(grpc)
-    yield made
-    made.client.close()
-
-
-@pytest.fixture(params=["over_http", "over_grpc"])
-def triton(request: pytest.FixtureRequest) -> Triton:
-    """tritonclient at either door."""
-    made: Triton = request.getfixturevalue(request.param)
-    return made

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
+import socket
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,11 @@ from http_messages import LAYERS, rows
 from http_service import SECRET, Service
 from tritonclient.utils import np_to_triton_dtype
 
-from service.doors.grpc.server import Server
+from bench.driver.servers import free_port
+from config.sections import OipSettings
+from config.settings import load_settings
 from service.doors.kit.process import Setup
+from service.gateway.server import Server
 from service.metrics import Metrics
 from tests.harness.waiting import WAIT_S, wait_for
 
@@ -29,6 +32,9 @@ class Triton:
 
     module: Any
     client: Any
+
+    def close(self) -> None:
+        self.client.close()
 
     def input(self, name: str, array: Any, **how: Any) -> Any:
         made = self.module.InferInput(name, array.shape, np_to_triton_dtype(array.dtype))
@@ -68,35 +74,77 @@ def unspell(value: Any) -> Any:
     return json.loads(value) if isinstance(value, str) and value[:1] in "[{" else value
 
 
-def http_client(service: Service) -> Triton:
-    url = service.url.removeprefix("http://")
-    return Triton(tritonclient.http, tritonclient.http.InferenceServerClient(url))
+@dataclass
+class Gateway:
+    """A running gateway, in a thread of this process."""
 
+    server: Server
 
-def grpc_client(server: Server) -> Triton:
-    url = f"127.0.0.1:{server.port}"
-    return Triton(tritonclient.grpc, tritonclient.grpc.InferenceServerClient(url))
+    @property
+    def url(self) -> str:
+        scheme = "http" if self.server.tls is None else "https"
+        return f"{scheme}://127.0.0.1:{self.server.settings.oip.http_port}"
+
+    @property
+    def grpc_port(self) -> int:
+        port = self.server.settings.oip.grpc_port
+        assert port is not None
+        return port
+
+    @property
+    def core(self) -> Any:
+        return self.server.gateway
+
+    @property
+    def road(self) -> Any:
+        return self.core.upstream.road
+
+    def http(self) -> AbstractContextManager[Triton]:
+        address = self.url.partition("://")[2]
+        return closing(Triton(tritonclient.http, tritonclient.http.InferenceServerClient(address)))
+
+    def open_grpc(self) -> Triton:
+        address = f"127.0.0.1:{self.grpc_port}"
+        return Triton(tritonclient.grpc, tritonclient.grpc.InferenceServerClient(address))
+
+    def grpc(self) -> AbstractContextManager[Triton]:
+        return closing(self.open_grpc())
+
+    def call_soon(self, act: Callable[[], object]) -> None:
+        assert self.server.loop is not None
+        self.server.loop.call_soon_threadsafe(act)
 
 
 @contextmanager
-def grpc_door(service: Service) -> Iterator[Server]:
-    """A gRPC door of a running service, in a thread; drained at the end."""
-    path, metrics = service.engine_socket, Metrics("grpc-0")
-    server = Server(Setup(service.settings, metrics, path, "grpc-0", SECRET))
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(0)), name="grpc")
+def gateway_of(service: Service, *arguments: str, url: str = "") -> Iterator[Gateway]:
+    """A gateway of a running service, at its engine or at `url`; drained at the end."""
+    ports = {"http_port": free_port(), "grpc_port": free_port()}
+    given = load_settings(["--oip.http-port", "1", *arguments]).oip.model_dump() | ports
+    settings = service.settings.model_copy(update={"oip": OipSettings(**given)})
+    secret = "" if url else SECRET
+    setup = Setup(settings, Metrics("oip-0"), service.engine_socket, "oip-0", secret)
+    server = Server(setup, url)
+    thread = threading.Thread(target=server.run, name="gateway")
     thread.start()
     try:
-        wait_for(
-            lambda: server.door is not None and server.door.link.state[0] == "ready",
-            "the gRPC door",
-        )
-        yield server
+        wait_for(lambda: is_ready(server), "the gateway")
+        yield Gateway(server)
     finally:
         if server.loop is not None and thread.is_alive():
             server.loop.call_soon_threadsafe(server.drain)
         thread.join(WAIT_S)
-        assert not thread.is_alive(), "the gRPC door did not stop"
+        assert not thread.is_alive(), "the gateway did not stop"
         assert not server.failed, server.failed
+
+
+def is_ready(server: Server) -> bool:
+    """Whether it listens on both ports, and has its session with the engine."""
+    for port in (server.settings.oip.http_port, server.settings.oip.grpc_port):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return server.failed != ""
+    upstream: Any = server.gateway and server.gateway.upstream
+    return bool(server.url or upstream.road)
 
 
 def fill(triton: Triton, rng: np.random.Generator, name: str, n: int) -> tuple[Any, Any]:

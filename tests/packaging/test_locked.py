@@ -12,7 +12,7 @@ import pytest
 from service.extras import EXTRAS, how_to_install
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-LOCKED: Final = ("base", "cuda", "cuda12", "grpc", "zmq", "otel", "ray")
+LOCKED: Final = ("base", "cuda", "cuda12", "oip", "zmq", "otel", "ray")
 
 
 def project() -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ import torch
 from attnd import Client, NewSequence, Prefix, Session
 from attnd.torch import TimeSliced
 
+from bench.driver.servers import free_port
 from kernels import cuda_devices
 from tests.client.running_service import service
+from tests.harness.waiting import wait_for
 from tests.session.stepping import Served
 
 LAYERS, HEADS, KV_HEADS, DIM, WIDTH, VOCABULARY = 2, 6, 2, 64, 32, 50
@@ -29,9 +32,10 @@ SHARED = 2100
 
 @dataclass(frozen=True)
 class Ways:
-    """One engine: its HTTP address, a session with it, and what opens more."""
+    """One engine: the addresses of HTTP and of the gateway, a session, and what opens more."""
 
     where: str
+    inference: str
     session: Session
     served: Served
 
@@ -46,9 +50,11 @@ def ways(
         if not cuda_devices():
             pytest.skip("no CUDA device")
         given += ("--backend.kind", "cuda", "--pool.dtype", "fp16")
-    with service(*given, "--server.port", "0") as where, Session(path) as session:
+    port = str(free_port())
+    given += ("--server.port", "0", "--oip.http-port", port)
+    with service(*given) as where, Session(path) as session:
         assert session.info().numerics == "invariant"
-        yield Ways(where, session, Served(request.param, path))
+        yield Ways(where, f"http://127.0.0.1:{port}", session, Served(request.param, path))
         session.delete_sequences(prefix="")
 
 
@@ -156,8 +162,15 @@ def inferred(ways: Ways, names: Sequence[str], q: np.ndarray) -> tuple[np.ndarra
     given = {"name": "q", "shape": q.shape, "datatype": "FP32", "data": q.ravel().tolist()}
     fields = {"layer": 0, "sequences": json.dumps(list(names))}
     body = {"inputs": [given], "parameters": fields}
-    reply = httpx.post(f"{ways.where}/v2/models/decode/infer", json=body, timeout=60)
+    wait_for(lambda: is_ready(ways.inference), "the gateway")
+    reply = httpx.post(f"{ways.inference}/v2/models/decode/infer", json=body, timeout=60)
     assert reply.status_code == 200, reply.text
     tensors = {one["name"]: one for one in reply.json()["outputs"]}
     o, lse = (np.array(tensors[name]["data"], np.float32) for name in ("o", "lse"))
     return o.reshape(tensors["o"]["shape"]), lse.reshape(tensors["lse"]["shape"])
+
+
+def is_ready(url: str) -> bool:
+    with suppress(httpx.TransportError):
+        return httpx.get(f"{url}/v2/health/ready").is_success
+    return False

@@ -18,8 +18,8 @@ from attnd.errors import ReplyLost, ServiceError
 from service.cluster.membership.members_file import MemberEntry
 from service.cluster.routing.router import Router
 from service.doors.http.door import Door
-from service.doors.http.protocol.admission import HostRule
 from service.doors.http.protocol.connection import Connection
+from service.doors.kit.hosts import HostRule
 from service.doors.kit.problems import ProblemText, document_of
 from service.errors import AttndError
 from service.keys import make_authenticator

@@ -74,6 +74,7 @@ class EngineProcess:
 
 
 COMMAND: Final = command_of("service.cluster")
+GATEWAY: Final = command_of("service.gateway")
 
 
 @dataclass(slots=True)
@@ -109,13 +110,13 @@ class Doors:
 
 
 def start_doors(settings: Settings, addresses: Addresses, secret: str, lifeline: int) -> Doors:
-    """The HTTP doors, and the gRPC door if configured, for the engines in the members file."""
+    """The HTTP doors, and the gateway if configured, for the engines in the members file."""
     children = [
         Child(f"http-{worker}", (*COMMAND, "http"), addresses.http, worker)
         for worker in range(settings.server.http_workers)
     ]
-    if settings.server.grpc_port is not None:
-        children.append(Child("grpc-0", (*COMMAND, "grpc"), ()))
+    if settings.oip.is_on:
+        children.append(Child("oip-0", (*GATEWAY, "--attnd", addresses.url), ()))
     shared = Shared(
         settings=settings,
         lifeline=lifeline,

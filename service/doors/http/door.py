@@ -19,17 +19,17 @@ from config.server import ServerSettings
 from service import __version__
 from service.doors.http.endpoints.events import PATH as EVENTS_PATH
 from service.doors.http.endpoints.events import EventStream
-from service.doors.http.endpoints.inference import InferenceEndpoint
 from service.doors.http.endpoints.openapi import DESCRIPTION, document
 from service.doors.http.endpoints.operation import OperationEndpoint
-from service.doors.http.endpoints.pages import ModelPages, Pages
+from service.doors.http.endpoints.pages import Pages
 from service.doors.http.endpoints.responses import Respond, route
 from service.doors.http.live.page import live_routes
 from service.doors.http.long_json import LongJson
-from service.doors.http.protocol.admission import BusyConnections, HostRule
+from service.doors.http.protocol.admission import BusyConnections
 from service.doors.http.protocol.bodies import BodyShares
 from service.doors.http.protocol.connection import Connection
 from service.doors.http.protocol.intake import ReadBudget
+from service.doors.kit.hosts import HostRule
 from service.doors.kit.ledger import Ledger, Tracing
 from service.doors.kit.link import QUIET_S, Link
 from service.doors.kit.pieces import OneByOne, Turns
@@ -225,10 +225,7 @@ def make_application(door: Door) -> tuple[FastAPI, dict[tuple[str, str], Respond
     )
     app.openapi = cache(document)  # type: ignore[method-assign]
     routes = app.router.routes
-    infer = InferenceEndpoint(door)
-    fixed: dict[tuple[str, str], Respond] = {
-        ("POST", f"/v2/models/{name}/infer"): one.run for name, one in infer.by_model.items()
-    }
+    fixed: dict[tuple[str, str], Respond] = {}
     for path, operations in by_path().items():
         by_method = {one.method: OperationEndpoint(door, one).run for one in operations}
         routes.append(route(path, by_method))
@@ -237,7 +234,6 @@ def make_application(door: Door) -> tuple[FastAPI, dict[tuple[str, str], Respond
     routes.append(route(EVENTS_PATH, {"GET": EventStream(door).run}))
     if door.limits.live:
         routes.extend(live_routes(door))
-    routes.extend(ModelPages(door, infer).routes())
     routes.extend(Pages(door, app.openapi).routes())
     return app, fixed
 

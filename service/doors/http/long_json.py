@@ -46,43 +46,34 @@ class LongJson:
         self.ending: asyncio.TimerHandle | None = None
 
     async def image_of(
-        self,
-        conversion: str,
-        body: Slot,
-        length: int,
-        most: int,
-        given: Mapping[str, Any],
-        namespace: str,
-    ) -> tuple[Slot, int, dict[str, Any]]:
-        """The image of a request, of about `most` bytes at most, its length, and the form of the
-        response. Raises ProblemText, Overloaded."""
+        self, body: Slot, length: int, given: Mapping[str, Any], namespace: str
+    ) -> tuple[Slot, int]:
+        """The image of a request with the fields `given` by its path, and its length. Raises
+        ProblemText, Overloaded."""
         if (waiting := self.lock.num_waiting(namespace)) >= MAX_WAITING:
             text = f"{waiting} long JSON bodies are waiting: retry later, or send safetensors"
             raise Overloaded(text, retry_after_s=1.0)
-        order = Order(conversion, body.offset, length, most + SPARE_BYTES, dict(given))
-        slot, size, form = await self.convert(body, order, namespace)
+        room = GROWTH * length + SPARE_BYTES
+        order = Order(dict(given), body.offset, length, room)
+        slot, size = await self.convert(body, order, namespace)
         if slot is None:
             raise Internal(f"{length} bytes of JSON became an image of {size}: this is a bug")
-        return slot, size, form
+        return slot, size
 
-    async def json_of(
-        self, conversion: str, image: Slot, length: int, given: Mapping[str, Any], namespace: str
-    ) -> tuple[Slot | None, int, dict[str, Any]]:
-        """The JSON of a reply, None if it is longer than `server.max_json_bytes`, its length, and
-        what else the response needs. It counts in the namespace's share of unread responses.
+    async def json_of(self, image: Slot, length: int, namespace: str) -> tuple[Slot | None, int]:
+        """The JSON of a reply, None if it is longer than `server.max_json_bytes`, and its length.
+        It counts in the namespace's share of unread responses.
         Raises ProblemText, Overloaded."""
         limit = min(self.door.limits.max_json_bytes, JSON_GROWTH * length)
-        order = Order(conversion, image.offset, length, limit, dict(given))
-        written, size, found = await self.convert(image, order, namespace)
+        order = Order(None, image.offset, length, limit)
+        written, size = await self.convert(image, order, namespace)
         if written is not None:
             self.door.link.arena.answers.count(namespace, written)
-        return written, size, found
+        return written, size
 
-    async def convert(
-        self, source: Slot, order: Order, namespace: str
-    ) -> tuple[Slot | None, int, dict[str, Any]]:
+    async def convert(self, source: Slot, order: Order, namespace: str) -> tuple[Slot | None, int]:
         """Have the worker convert one body: the slot of the output (None where that exceeds the
-        room), its length, and what else the caller needs to know. Namespaces take turns.
+        room), and its length. Namespaces take turns.
 
         The worker converts a cancelled request's body to its end, and writes to its slot till then.
         """
@@ -90,9 +81,7 @@ class LongJson:
         work.add_done_callback(forget_error)
         return await asyncio.shield(work)
 
-    async def wait(
-        self, source: Slot, order: Order, namespace: str
-    ) -> tuple[Slot | None, int, dict[str, Any]]:
+    async def wait(self, source: Slot, order: Order, namespace: str) -> tuple[Slot | None, int]:
         source.hold()
         try:
             async with self.lock.turn(namespace):
@@ -101,11 +90,11 @@ class LongJson:
         finally:
             source.free()
         if not result.problem and result.length <= order.room:
-            return into, result.length, result.found
+            return into, result.length
         into.free()
         if result.problem:
             raise ProblemText(result.problem)
-        return None, result.length, {}
+        return None, result.length
 
     async def exchange(self, order: Order) -> Result:
         if self.ending is not None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import mmap
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Final
+from typing import Any
 
 from attnd.wire.dtypes import Part
 
@@ -16,20 +16,16 @@ from service.errors import AttndError, Internal, problem
 from service.image.json_body import image_of_json, json_of_image
 from service.image.json_text import dump_json
 
-Converted = tuple[Sequence[Part], dict[str, Any]]
-"""The output in parts, and what else the door needs to know."""
-
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Convert `length` bytes of the arena at `offset` into `room` bytes at `into`. `given` are the
-    fields in path and query, or parameters of the Open Inference Protocol."""
+    """Convert `length` bytes of the arena at `offset` into `room` bytes at `into`. `given`: to an
+    image, with these fields of path and query; None: an image to JSON."""
 
-    conversion: str
+    given: dict[str, Any] | None
     offset: int
     length: int
     room: int
-    given: dict[str, Any]
     into: int = 0
 
 
@@ -39,28 +35,7 @@ class Result:
     document."""
 
     length: int
-    found: dict[str, Any] = field(default_factory=dict)
     problem: str = ""
-
-
-def inference(name: str) -> Callable[[memoryview, dict[str, Any]], Converted]:
-    """A conversion of the Open Inference Protocol, whose import takes 0.3 s."""
-
-    def convert(source: memoryview, given: dict[str, Any]) -> Converted:
-        from service.doors.oip import answer
-
-        found: Converted = getattr(answer, name)(source, given)
-        return found
-
-    return convert
-
-
-CONVERSIONS: Final[dict[str, Callable[[memoryview, dict[str, Any]], Converted]]] = {
-    "image_of_json": lambda source, given: (image_of_json(bytes(source), given), {}),
-    "json_of_image": lambda source, given: ([json_of_image(source)], {}),
-    "image_of_inference": inference("image_of_request"),
-    "inference_of_image": inference("answer_of_image"),
-}
 
 
 def main(orders: int, arena: int) -> None:
@@ -79,7 +54,11 @@ def main(orders: int, arena: int) -> None:
 def run(order: Order, memory: memoryview) -> Result:
     source = memory[order.offset : order.offset + order.length]
     try:
-        parts, found = CONVERSIONS[order.conversion](source, order.given)
+        parts: Sequence[Part]
+        if order.given is None:
+            parts = [json_of_image(source)]
+        else:
+            parts = image_of_json(bytes(source), order.given)
     except Exception as error:
         known = error if isinstance(error, AttndError) else Internal(f"{type(error).__name__}")
         return Result(0, problem=dump_json(problem(known)))
@@ -89,7 +68,7 @@ def run(order: Order, memory: memoryview) -> Result:
         for part in parts:
             memory[at : at + len(part)] = part
             at += len(part)
-    return Result(length, found)
+    return Result(length)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from typing import Any, Final
 import uvicorn
 
 from service.doors.http.door import Door
-from service.doors.http.protocol.admission import HostRule
 from service.doors.http.protocol.connection import Connection
+from service.doors.kit.hosts import HostRule
 from service.doors.kit.ledger import make_tracing
 from service.doors.kit.process import DRAINING, ENGINE_LATER_S, Setup, connect
 from service.doors.kit.tls import HANDSHAKE_S, Tls, make_tls

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from hashlib import blake2b
 from random import getrandbits
 from typing import Final
+
+from service.errors import InvalidRequest
 
 SAFETENSORS: Final = "application/vnd.safetensors"
 JSON: Final = "application/json"
@@ -19,6 +22,8 @@ TRACEPARENT: Final = re.compile(
     rb"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-[\x21-\x7e]{0,200})?"
 )
 """W3C Trace Context: version, trace, parent, flags; later versions may append fields."""
+DEADLINE: Final = "X-Attnd-Deadline-Ms"
+MAX_DEADLINE_MS: Final = 3_600_000.0
 HEX_ID: Final = re.compile(rb"[0-9a-fA-F]{32}")
 
 
@@ -30,6 +35,18 @@ def request_id_of(given: bytes) -> bytes:
 def traceparent_of(given: bytes) -> bytes:
     """The caller's trace context; empty if it is missing or invalid."""
     return given if TRACEPARENT.fullmatch(given) else b""
+
+
+def deadline_us_of(given: bytes) -> int:
+    """The deadline in a request's header, in microseconds. Raises InvalidRequest."""
+    try:
+        milliseconds = float(given)
+    except ValueError:
+        milliseconds = math.nan
+    if not 1.0 <= milliseconds <= MAX_DEADLINE_MS:
+        rule = f"must be milliseconds, 1 to {MAX_DEADLINE_MS:.0f}"
+        raise InvalidRequest(DEADLINE, given.decode("latin-1"), rule)
+    return int(milliseconds * 1e3)
 
 
 def call_id_of(request_id: bytes) -> bytes:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-from attnd.wire.frames import STAGES
+from attnd.wire.frames import NO_STAGES, STAGES
 
 from service import __version__
+from service.doors.kit.headers import request_id_of, server_timing, traceparent_of
 from service.extras import how_to_install
 from service.metrics import Metrics
 from service.tenants import ANONYMOUS, OPEN, Tenant
@@ -46,6 +48,36 @@ class Request(Protocol):
     peer: str
     tenant: Tenant
     traceparent: bytes
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """A request of the gateway, and its outcome."""
+
+    method: str
+    path: str
+    peer: str
+    request_id: bytes
+    traceparent: bytes
+    op: str = "model"
+    status: int = 200
+    code: str = "ok"
+    started: float = field(default_factory=time.perf_counter)
+    seconds: float = 0.0
+    stages: Sequence[float] = NO_STAGES
+    tenant: Tenant = ANONYMOUS
+
+    @classmethod
+    def begin(cls, method: str, path: str, peer: str, given: Callable[..., Any]) -> Record:
+        """`given` returns a header's value, or its second argument."""
+        request_id, trace = (given(key, "").encode() for key in ("x-request-id", "traceparent"))
+        return cls(method, path, peer, request_id_of(request_id), traceparent_of(trace))
+
+    @property
+    def trailing(self) -> tuple[tuple[str, str], ...]:
+        """The headers, or trailing metadata, of every response."""
+        timing = server_timing(self.stages).decode("ascii")
+        return ("x-request-id", self.request_id.decode("ascii")), ("server-timing", timing)
 
 
 class Ledger:

@@ -1,4 +1,4 @@
-"""The process of a door: everything that HTTP's, gRPC's and ZeroMQ's have in common."""
+"""The process of a door or the gateway: everything that they have in common."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
 from socket import socket
 from typing import Final, Protocol
@@ -22,7 +21,7 @@ from config.sections import Settings
 from service.doors.kit.ledger import TracingError
 from service.doors.kit.link import Link
 from service.doors.kit.tls import TlsError
-from service.doors.kit.upstream import MakeUpstream, Upstream
+from service.doors.kit.upstream import MakeUpstream
 from service.errors import NotReady
 from service.extras import how_to_install
 from service.keys import KeysError
@@ -40,7 +39,7 @@ YOUNGER_PER_FULL_COLLECTION: Final = 100
 """Python's default is 10. A full collection beside a request of 30,000 sequences takes 25 ms."""
 
 NEEDS: Final[dict[str, tuple[tuple[str, ...], str]]] = {
-    "grpc": (("grpc", "google.protobuf"), "server.grpc_port"),
+    "oip": (("grpc", "google.protobuf"), "oip.http_port or oip.grpc_port"),
     "zmq": (("zmq", "msgspec"), "cache.zmq_endpoint"),
 }
 """Modules of an extra that a door of the same name imports, and the setting that requires them."""
@@ -83,9 +82,11 @@ class Server(Protocol):
         """Read keys and certificate again; in the loop's thread."""
 
 
-def run_door(kind: str, make_upstream: MakeUpstream) -> int:
-    """Run a door, `http`, `grpc` or `zmq`, until it is drained; returns the process's exit
-    status."""
+def run_door(
+    kind: str, load: Callable[[], Callable[[Setup], Server]], make_upstream: MakeUpstream = Link
+) -> int:
+    """Run a door, `http` or `zmq`, or the gateway `oip`, until it is drained; returns the process's
+    exit status. `load` imports its server."""
     inherited = receive()
     set_up_logs(inherited.settings.log, inherited.process)
     modules, setting = NEEDS.get(kind, ((), ""))
@@ -115,7 +116,7 @@ def run_door(kind: str, make_upstream: MakeUpstream) -> int:
         on_ready=lambda: LoopWatchdog(inherited.process, metrics),
     )
     try:
-        server: Server = import_module(f"service.doors.{kind}.server").Server(setup)
+        server = load()(setup)
     except (KeysError, TlsError, TracingError) as error:
         LOG.error("cannot start: %s", error)
         return CANNOT_START
@@ -126,7 +127,13 @@ def run_door(kind: str, make_upstream: MakeUpstream) -> int:
     return 0
 
 
-async def connect(setup: Setup, link: Upstream) -> str | None:
+class Connects(Protocol):
+    """A door's way to the engine."""
+
+    async def connect(self, path: str, name: str, secret: str) -> None: ...
+
+
+async def connect(setup: Setup, link: Connects) -> str | None:
     """Connect to the engine, which replies when it accepts calls.
 
     Returns None when connected, else why the door cannot serve; empty if the engine has ended, and

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import ssl
-from typing import Final
+from typing import Any, Final
 
 from config.server import ServerSettings
 from service.processes.handed_files import ReadFile, as_file, from_disk, why_unreadable
@@ -107,6 +107,35 @@ def make_tls(server: ServerSettings, read: ReadFile = from_disk) -> Tls | None:
     if server.tls_cert is None or server.tls_key is None:
         return None
     return Tls(server.tls_cert, server.tls_key, server.tls_client_ca, read)
+
+
+class GrpcCredentials:
+    """The current certificate in the form that grpc has; new connections use it."""
+
+    def __init__(self, server: ServerSettings, tls: Tls) -> None:
+        self.server = server
+        self.tls = tls
+        self.now = self.configuration()
+
+    def configuration(self) -> Any:
+        """The files' contents, which were checked before."""
+        import grpc  # an extra
+
+        server, read = self.server, self.tls.read
+        files = (server.tls_key, server.tls_cert, server.tls_client_ca)
+        key, chain, authorities = (None if path is None else read(path) for path in files)
+        return grpc.ssl_server_certificate_configuration([(key, chain)], authorities)
+
+    def made(self) -> Any:
+        """grpc's credentials, which fetch the current certificate for each connection."""
+        import grpc
+
+        has_ca = self.server.tls_client_ca is not None
+        return grpc.dynamic_ssl_server_credentials(self.now, lambda: self.now, has_ca)
+
+    def read_again(self) -> None:
+        """Use the certificate that `tls` has read again."""
+        self.now = self.configuration()
 
 
 def reason(error: Exception) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, TypeVar, get_args
 from attnd.wire.dtypes import DTYPE_NAMES
 from attnd.wire.images import Entry
 from attnd.wire.operations import ROUTES
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from service.errors import invalid_fields, unknown_tensor
 from service.image.json_text import ITEMS, Pieces
@@ -184,7 +184,7 @@ def preparing(
     return Prepared(operation, named, Layout({}, layout.entries))
 
 
-Model = TypeVar("Model", bound=Fields)
+Model = TypeVar("Model", bound=BaseModel)
 
 
 def validate(model: type[Model], fields: Any) -> Model:

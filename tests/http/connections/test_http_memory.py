@@ -161,11 +161,11 @@ def test_memory_that_the_system_does_not_give_is_no_bug(monkeypatch: pytest.Monk
             assert client.get("/health/ready").status_code == 200
 
 
-@pytest.mark.parametrize(("way", "accept", "count", "peers", "mib"), [
-    ("attnd", SAFETENSORS, 80, 8, 16), ("attnd", JSON, 8, 5, 16), ("oip", JSON, 8, 5, 16),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("accept", "count", "peers", "mib"), [(SAFETENSORS, 80, 8, 16), (JSON, 8, 5, 16)]
+)
 def test_answers_that_one_namespace_does_not_read_leave_room_for_other_namespaces(
-    tmp_path: Path, way: str, accept: str, count: int, peers: int, mib: int
+    tmp_path: Path, accept: str, count: int, peers: int, mib: int
 ) -> None:
     keys = keys_file(tmp_path, both("read", "append"))
     limits = {"inflight": mib, "body": 2, "answer": 4, "json": 2}
@@ -173,10 +173,6 @@ def test_answers_that_one_namespace_does_not_read_leave_room_for_other_namespace
     forks = [f"fork-{number}" for number in range(80)]
     fields = {"layer": 0, "sequences": forks[:count]}
     route, body, content_type = "/v1/gather", write_body(SAFETENSORS, fields, {}), SAFETENSORS
-    if way == "oip":
-        route, content_type = "/v2/models/gather/infer", JSON
-        parameters = {"layer": 0, "sequences": json.dumps(forks[:count])}
-        body = json.dumps({"inputs": [], "parameters": parameters}).encode()
     headers = {"content-type": content_type, "accept": accept}
     sent = {**headers, "content-length": len(body), "authorization": "Bearer red", "host": "x"}
     lines = [f"POST {route} HTTP/1.1", *(f"{name}: {value}" for name, value in sent.items())]

@@ -55,7 +55,7 @@ def test_a_door_that_is_started_again_has_the_last_good_files(
     context, authority = trusting(files), Path(files.ca).read_bytes()
     with process(
         *("--server.port", "0", "--auth.keys-file", str(keys), *files.served),
-        *("--server.grpc-port", str(port), "--cluster.engines", str(engines)),
+        *("--oip.grpc-port", str(port), "--cluster.engines", str(engines)),
     ) as running:
         url = running.find(r"listening on (https://[0-9.:]+)")[1]
 
@@ -72,7 +72,7 @@ def test_a_door_that_is_started_again_has_the_last_good_files(
         spoil(keys, files)
         running.child.send_signal(signal.SIGHUP)
         running.find("(is|are) unchanged")
-        for name in ("http-0", "grpc-0"):
+        for name in ("http-0", "oip-0"):
             dead = running.pid(name)
             os.kill(dead, signal.SIGKILL)
             running.find(f"{name} was killed by SIGKILL: restarting it")

@@ -27,7 +27,7 @@ PARAMETERS = {
     "name": "live.js",
     "lease": "1",
 }
-ALWAYS_OPEN = {"/", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"}
+ALWAYS_OPEN = {"/", "/health/live", "/health/ready"}
 PAGE_FILES = {"/", "/live", "/live/live.js"}
 """The live page's own files hold nothing of the service's."""
 OPENED_BY = {"metrics": {"/metrics"}, "live": {"/live/stream"}, "docs": {"/docs", "/openapi.json"}}

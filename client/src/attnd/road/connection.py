@@ -39,8 +39,18 @@ WATCH_S: Final = 0.05
 class Connection:
     """A session that the engine has accepted. `broken` is why it is over, else empty."""
 
-    def __init__(self, path: str, arena_bytes: int, ends: float, *, own: bool, key: str) -> None:
-        """Connect and greet by `ends`; with `own`, an engine of another user is rejected.
+    def __init__(
+        self,
+        path: str,
+        arena_bytes: int,
+        ends: float,
+        *,
+        own: bool,
+        key: str = "",
+        secret: str = "",
+    ) -> None:
+        """Connect and greet by `ends`; with `own`, an engine of another user is rejected. With the
+        service's `secret` this is a door's: it calls for the tenants that it announces.
 
         Raises `ConnectionFailed`, `TimedOut`, `ProtocolError`, or the `ServiceError` with which the
         engine refuses the session.
@@ -60,7 +70,9 @@ class Connection:
         self._is_read = False
         """Whether the owner of `_reading` reads; a signal may have interrupted it before."""
         self._only_one_grows = threading.Lock()
-        self._socket, self._reader, welcome, self.arena = greet(path, arena_bytes, ends, own, key)
+        self._socket, self._reader, welcome, self.arena = greet(
+            path, arena_bytes, ends, own, key, secret
+        )
         self._socket.setblocking(False)
         self.routes = welcome.routes
         self.state, self.reason = welcome.state, welcome.reason
@@ -77,8 +89,20 @@ class Connection:
 
     # Calls.
 
+    def announce(self, number: int, namespace: str, scopes: list[str], ends: float) -> None:
+        """Define the `tenant` number of later calls, where this is a door's."""
+        tenant = {"number": number, "namespace": namespace, "scopes": scopes}
+        with self._sending:
+            self._send(f.json_frame(f.TENANT, tenant), ends)
+
     def post(
-        self, route: int, place: PlacedCall, deadline_us: int, request_id: bytes, ends: float
+        self,
+        route: int,
+        place: PlacedCall,
+        deadline_us: int,
+        request_id: bytes,
+        ends: float,
+        tenant: int = 0,
     ) -> tuple[int, Pending]:
         """Send a call; returns its number and its pending reply, for `answer_to`.
 
@@ -89,7 +113,7 @@ class Connection:
             self._last_number = number = self._last_number + 1
             self._calls[number] = pending
             try:
-                head = (f.CALL, 0, f.CALL_PAYLOAD.size, number, route, 0, deadline_us)
+                head = (f.CALL, 0, f.CALL_PAYLOAD.size, number, route, tenant, deadline_us)
                 where = (place.offset, place.length, place.answer.offset, place.capacity)
                 self._send(f.CALL_FRAME.pack(*head, *where, request_id), ends)
             except BaseException:

@@ -34,9 +34,10 @@ class Welcome:
 
 
 def greet(
-    path: str, arena_bytes: int, ends: float, own: bool, key: str
+    path: str, arena_bytes: int, ends: float, own: bool, key: str, secret: str = ""
 ) -> tuple[socket.socket, f.Reader, Welcome, Arena]:
-    """Connect and greet by `ends`; with `own`, an engine of another user is rejected.
+    """Connect and greet by `ends`; with `own`, an engine of another user is rejected. With the
+    service's `secret` the session is a door's.
 
     The reader may hold frames that came after WELCOME. Raises `ConnectionFailed`, `ProtocolError`,
     or the `ServiceError` with which the engine refuses the session.
@@ -47,9 +48,8 @@ def greet(
         connected = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         connect(connected, path, ends, own)
         try:
-            hello = {"version": f.VERSION, "name": NAME, "door": False, "arena_bytes": arena_bytes}
-            if key:
-                hello["key"] = key
+            hello = {"version": f.VERSION, "name": NAME, "arena_bytes": arena_bytes}
+            hello |= {"door": bool(secret), "key": key, "secret": secret}
             connected.settimeout(remaining(ends))
             connected.sendall(f.json_frame(f.HELLO, hello))
             content = first_frame(connected, reader, descriptors, ends)

@@ -1,1 +1,1 @@
-"""The endpoints of the HTTP door: operations, inference, events, pages, and how they respond."""
+"""The endpoints of the HTTP door: operations, events, pages, and how they respond."""

@@ -8,8 +8,7 @@ from fastapi.openapi.utils import get_openapi
 
 from service import __version__
 from service.doors.http.endpoints.events import PATH as EVENTS_PATH
-from service.doors.http.protocol.exchange import DEADLINE_HEADER, MAX_DEADLINE_MS, MIN_DEADLINE_MS
-from service.doors.kit.headers import JSON, PROBLEM, SAFETENSORS
+from service.doors.kit.headers import DEADLINE, JSON, MAX_DEADLINE_MS, PROBLEM, SAFETENSORS
 from service.operations.events import FROM_NOW
 from service.operations.openapi import error_response, operation_object, schemas
 from service.operations.table import OPERATIONS
@@ -55,12 +54,12 @@ PARAMETERS: Final = (
         "schema": {"type": "string", "maxLength": 128},
     },
     {
-        "name": DEADLINE_HEADER,
+        "name": DEADLINE,
         "in": "header",
         "required": False,
         "description": "Time limit of the operation in milliseconds, waiting included; then 504, "
         "and nothing was changed. Default: server.deadline_s.",
-        "schema": {"type": "number", "minimum": MIN_DEADLINE_MS, "maximum": MAX_DEADLINE_MS},
+        "schema": {"type": "number", "minimum": 1.0, "maximum": MAX_DEADLINE_MS},
     },
 )
 

@@ -11,7 +11,7 @@ from attnd.wire.dtypes import Part
 from attnd.wire.images import PROBLEM, header
 
 from service.doors.http.endpoints.responses import read_body, respond
-from service.doors.http.long_json import GROWTH, JSON_GROWTH
+from service.doors.http.long_json import JSON_GROWTH
 from service.doors.http.protocol.exchange import CONTENT_TYPES, Exchange
 from service.doors.kit.headers import JSON, SAFETENSORS, call_id_of
 from service.doors.kit.problems import ProblemText
@@ -112,9 +112,7 @@ class OperationEndpoint:
             text, length = await read_body(door, exchange, limit)
             if text is not None and length > INLINE_BYTES:
                 namespace = exchange.tenant.namespace
-                slot, length, _ = await door.long_json.image_of(
-                    "image_of_json", text, length, GROWTH * length, given, namespace
-                )
+                slot, length = await door.long_json.image_of(text, length, given, namespace)
                 return self.taken_over(exchange, slot), length
             parts = image_of_json(b"" if text is None else bytes(text.view(length)), dict(given))
         else:
@@ -136,9 +134,8 @@ class OperationEndpoint:
                 part = json_of_image(answered.image)
                 size = len(part)
             else:
-                written, size, _ = await self.door.long_json.json_of(
-                    "json_of_image", slot, length, {}, exchange.tenant.namespace
-                )
+                namespace = exchange.tenant.namespace
+                written, size = await self.door.long_json.json_of(slot, length, namespace)
                 if written is not None:
                     part = written.view(size)
         finally:

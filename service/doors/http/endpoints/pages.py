@@ -1,10 +1,9 @@
-"""Pages of the door: an index, health, metrics, the OpenAPI document and its viewer; and those of
-the Open Inference Protocol: health, models, statistics."""
+"""Pages of the door: an index, health, metrics, the OpenAPI document and its viewer."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import cache
 from html import escape
 from pathlib import Path
@@ -15,13 +14,10 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from service.doors.http.endpoints.inference import InferenceEndpoint
 from service.doors.http.endpoints.responses import respond, route
 from service.doors.http.protocol.exchange import Exchange
 from service.doors.kit.headers import JSON
 from service.doors.kit.ledger import OTHERS_S
-from service.doors.oip import models
-from service.doors.oip.models import MODELS, Model, model_of, statistics
 from service.errors import InvalidRequest, NoSuchRoute
 from service.image.json_text import dump_json
 
@@ -181,62 +177,3 @@ def page_route(
 def content(name: str) -> bytes:
     """A file of Swagger UI, 1.5 MB, kept once it has been requested."""
     return (ASSETS / name).read_bytes()
-
-
-MODEL: Final = "/v2/models/{model}"
-
-
-class ModelPages:
-    """The endpoints of one door."""
-
-    def __init__(self, door: Door, infer: InferenceEndpoint) -> None:
-        self.door = door
-        self.infer = infer
-
-    def routes(self) -> list[BaseRoute]:
-        """A model's paths with and without its version, and all models' paths."""
-        link, page = self.door.link, self.page
-        found: list[BaseRoute] = [
-            route(f"{MODEL}/infer", {"POST": self.infer.run}),
-            route(f"{MODEL}/versions/{{version}}/infer", {"POST": self.infer.run}),
-            page("/v2", lambda *_: models.server_metadata()),
-            page("/v2/health/live", lambda *_: {"live": True}, "live", needs_no_key=True),
-            page("/v2/health/ready", lambda *_: self.ready(), "ready", needs_no_key=True),
-            page("/v2/models/stats", lambda one, _: self.counted(one, MODELS.values())),
-            page("/v2/repository/index", lambda *_: models.index(link.state), method="POST"),
-        ]
-        for path in (MODEL, f"{MODEL}/versions/{{version}}"):
-            found += [
-                page(path, lambda _, params: models.metadata(model_in(params))),
-                page(f"{path}/ready", lambda _, params: self.ready(model_in(params)), "ready"),
-                page(f"{path}/config", lambda _, params: models.config(model_in(params))),
-                page(f"{path}/stats", lambda one, params: self.counted(one, [model_in(params)])),
-            ]
-        return found
-
-    def ready(self, model: Model | None = None) -> Any:
-        self.door.link.check_heard()
-        return {"ready": True} if model is None else {"name": model.name, "ready": True}
-
-    def counted(self, exchange: Exchange, of: Iterable[Model]) -> Any:
-        exchange.tenant.require("admin", exchange.path)
-        self.door.ledger.settle()
-        return {"model_stats": statistics(of, self.door.metrics)}
-
-    def page(
-        self,
-        path: str,
-        document: Callable[[Exchange, Params], Any],
-        name: str = "model",
-        method: str = "GET",
-        *,
-        needs_no_key: bool = False,
-    ) -> Route:
-        async def answer(exchange: Exchange, params: Params) -> Response:
-            return Response(dump_json(document(exchange, params)), media_type=JSON)
-
-        return page_route(self.door, path, answer, name, method, needs_no_key=needs_no_key)
-
-
-def model_in(params: Params) -> Model:
-    return model_of(params["model"], params.get("version", ""))

@@ -15,11 +15,10 @@ from attnd.wire.dtypes import Part
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
-from service.doors.http.protocol.exchange import CONTENT_TYPES, INFERENCE_PATHS, Exchange
+from service.doors.http.protocol.exchange import CONTENT_TYPES, Exchange
 from service.doors.kit.headers import PROBLEM
 from service.doors.kit.ledger import CLIENT_CLOSED
-from service.doors.kit.problems import ProblemText, document_of
-from service.doors.oip.models import error_text
+from service.doors.kit.problems import ProblemText, document_of, problem_headers
 from service.errors import AttndError, Internal, MethodNotAllowed, NoSuchRoute
 from service.image.json_text import dump_json
 from service.road.caller_end.slots import Slot
@@ -38,24 +37,13 @@ def problem_response(error: BaseException, exchange: Exchange) -> tuple[int, str
     elif isinstance(error, HTTPException):
         error = NoSuchRoute(f"{exchange.path}: see /docs")
     document = document_of(error, exchange.request_id)
-    if exchange.path.startswith(INFERENCE_PATHS):  # its clients read the field `error`
-        document["error"] = error_text(document)
-    headers = CONTENT_TYPES[PROBLEM] + headers_of(document)
-    return document["status"], document["code"], dump_json(document).encode(), headers
-
-
-def headers_of(document: dict[str, Any]) -> bytes:
-    match document["status"]:
-        case 401:
-            return b"www-authenticate: Bearer\r\n"
-        case 405:
-            return b"allow: %b\r\n" % ", ".join(document["allow"]).encode()
-        case 429:  # RFC 9110 has whole seconds; the document has the fraction
-            return b"retry-after: %d\r\n" % max(1, -int(-document.get("retry_after_s", 1.0) // 1))
-        case 503:
-            return b"retry-after: 1\r\n"
-        case _:
-            return b""
+    more = "".join(f"{name}: {text}\r\n" for name, text in problem_headers(document).items())
+    return (
+        document["status"],
+        document["code"],
+        dump_json(document).encode(),
+        CONTENT_TYPES[PROBLEM] + more.encode(),
+    )
 
 
 Scope = MutableMapping[str, Any]
@@ -215,11 +203,8 @@ def finish(door: Door, exchange: Exchange, status: int, code: str) -> None:
         connection.answered(exchange, is_whole=body is None or body.complete)
 
 
-async def read_body(
-    door: Door, exchange: Exchange, limit: int, *, has_lead: bool = False
-) -> tuple[Slot | None, int]:
-    """The slot with the whole body, None for an empty one, and the body's length. With `has_lead`
-    the body begins after its `lead`: the bytes before it are those of an earlier request.
+async def read_body(door: Door, exchange: Exchange, limit: int) -> tuple[Slot | None, int]:
+    """The slot with the whole body, None for an empty one, and the body's length.
 
     Raises BodyTooLarge, for a declared length before the body is read; MalformedBody,
     RequestTimeout, Overloaded, NotReady.
@@ -227,8 +212,6 @@ async def read_body(
     body, connection = exchange.body, exchange.connection
     if body is None or connection is None:
         raise Internal("a body was read after the response: this is a bug")
-    if body.lead and not has_lead:
-        raise Internal("a body begins behind other bytes: this is a bug")
     body.check(limit)
     while not body.complete:
         if body.wanted:

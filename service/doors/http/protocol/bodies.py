@@ -80,15 +80,14 @@ class Body:
     """One body. The event loop receives a declared length straight into a slot; chunks are copied.
 
     The slot grows as bytes arrive, within the share of `caller`. Without room in the arena the body
-    stalls: `wanted` is the size of the slot that it needs, until `place` gives it one. The first
-    `lead` bytes of the slot are left free.
+    stalls: `wanted` is the size of the slot that it needs, until `place` gives it one.
     """
 
     def __init__(self, declared: int | None, chunks: Chunks | None, limit: int) -> None:
         self.declared = declared
         self.chunks = chunks
         self.limit = limit
-        self.received = self.lead = self.booked = self.wanted = 0
+        self.received = self.booked = self.wanted = 0
         """`booked`: bytes of the caller's share that this body uses."""
         self.caller = ""
         self.complete = chunks is None and not declared
@@ -105,9 +104,9 @@ class Body:
         """Declared bytes that have not arrived."""
         return 0 if self.declared is None else self.declared - self.received
 
-    def begin(self, door: Door, caller: str = "", lead: int = 0) -> None:
+    def begin(self, door: Door, caller: str = "") -> None:
         """Reserve a slot; not for a body declared beyond the limit, which is rejected later."""
-        self.door, self.caller, self.lead = door, caller, lead
+        self.door, self.caller = door, caller
         declared = self.declared
         if self.complete or self.failure is not None:
             return
@@ -131,15 +130,15 @@ class Body:
                 return
             self.booked = size
         try:
-            self.place(door.take(self.lead + size))
+            self.place(door.take(size))
         except ArenaFull:
-            self.wanted = self.lead + size
+            self.wanted = size
             self.is_open = False
             self.wake()
 
     def place(self, slot: Slot) -> None:
         """Continue in this slot; copies the bytes that have arrived."""
-        view = slot.view()[self.lead :]
+        view = slot.view()
         if self.received:
             view[: self.received] = self.view[: self.received]
         if self.slot is not None:

@@ -19,7 +19,7 @@ from attnd.wire.dtypes import Part
 from service.doors.http.endpoints.responses import finish, problem_response, respond_problem, run
 from service.doors.http.protocol.admission import ConnectionKey
 from service.doors.http.protocol.bodies import Body
-from service.doors.http.protocol.exchange import INFERENCE_PATHS, Exchange
+from service.doors.http.protocol.exchange import Exchange
 from service.doors.http.protocol.half_closed import CONTINUE, HalfClosed
 from service.doors.http.protocol.heads import Head
 from service.doors.http.protocol.intake import LEAST_BYTES, Intake
@@ -172,13 +172,13 @@ class Connection(asyncio.BufferedProtocol):
             self.key.authenticate(exchange)
             self.become_busy(exchange)
         if headers.host not in door.host_rule.accepted or headers.origin is not None:
-            exchange.refusal = door.host_rule.refusal(headers) or exchange.refusal
+            foreign = door.host_rule.refusal(headers.host, headers.origin)
+            exchange.refusal = foreign or exchange.refusal
         caller = self.address if self.key is None else exchange.tenant.namespace
         if exchange.refusal is None:
             self.is_known = True
             if exchange.method in WITH_BODY:
-                lead = headers.lead if exchange.path.startswith(INFERENCE_PATHS) else 0
-                body.begin(door, caller, lead)
+                body.begin(door, caller)
         door.active += 1
         if door.turns.take():
             self.start(exchange)

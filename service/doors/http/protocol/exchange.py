@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from http import HTTPStatus
@@ -13,18 +12,19 @@ from attnd.wire.frames import NO_STAGES
 
 from service.doors.http.protocol.bodies import Body
 from service.doors.http.protocol.heads import Head, Headers
-from service.doors.kit.headers import JSON, PROBLEM, SAFETENSORS, server_timing
-from service.errors import AttndError, InvalidRequest, UnsupportedMediaType
+from service.doors.kit.headers import (
+    JSON,
+    PROBLEM,
+    SAFETENSORS,
+    deadline_us_of,
+    server_timing,
+)
+from service.errors import AttndError, UnsupportedMediaType
 from service.tenants import OPEN
 
 if TYPE_CHECKING:
     from service.doors.http.protocol.connection import Connection
 
-DEADLINE_HEADER: Final = "X-Attnd-Deadline-Ms"
-MIN_DEADLINE_MS: Final = 1.0
-MAX_DEADLINE_MS: Final = 3_600_000.0
-INFERENCE_PATHS: Final = "/v2/"
-"""Below this path are the routes of the Open Inference Protocol."""
 NO_HEADERS: Final = Headers()
 NO_BODY: Final = frozenset({204, 304})
 STATUS_LINES: Final = {
@@ -71,16 +71,8 @@ class Exchange:
 
     def read_deadline(self) -> None:
         """Set `deadline_us` from the header. Raises InvalidRequest."""
-        if self.headers.deadline is None:
-            return
-        try:
-            milliseconds = float(self.headers.deadline)
-        except ValueError:
-            milliseconds = math.nan
-        if not MIN_DEADLINE_MS <= milliseconds <= MAX_DEADLINE_MS:
-            rule = f"must be milliseconds, {MIN_DEADLINE_MS:.0f} to {MAX_DEADLINE_MS:.0f}"
-            raise InvalidRequest(DEADLINE_HEADER, self.headers.deadline.decode("latin-1"), rule)
-        self.deadline_us = int(milliseconds * 1e3)
+        if self.headers.deadline is not None:
+            self.deadline_us = deadline_us_of(self.headers.deadline)
 
     def check_media_type(self, known: Sequence[str]) -> None:
         """Raises UnsupportedMediaType for a body of another media type, or an encoded one."""

@@ -10,7 +10,6 @@ from typing import Final
 from urllib.parse import unquote
 
 import httptools
-from attnd.wire.slots import ALIGNMENT
 
 from service.doors.kit.headers import JSON, REQUEST_ID, SAFETENSORS, traceparent_of
 from service.errors import AttndError, HeadersTooLarge, MalformedRequest
@@ -24,10 +23,6 @@ REQUEST_ID_LINE: Final = re.compile(rb"\r\nx-request-id:[ \t]*([\x21-\x7e]+)[ \t
 SCHEMES: Final = (b"http", b"https")
 AUTHORITY_END: Final = re.compile(rb"[/?#]")
 RawHeaders = list[tuple[bytes, bytes]]
-LEAD_BYTES: Final = 256
-"""Room before a body that begins with JSON: the image's header may be longer than the JSON."""
-MAX_DIGITS: Final = 12
-"""Of the length of that JSON."""
 LENGTH_DIGITS: Final = 20
 """Of `Content-Length`; llhttp accepts any number of zeros before it."""
 
@@ -62,11 +57,6 @@ class Headers:
     traceparent: bytes = b""
     deadline: bytes | None = None
     """Milliseconds, as the client wrote them."""
-    inference_header: bytes = b""
-    """Length of the JSON before the binary data of an inference request, as the client wrote it."""
-    lead: int = 0
-    """Bytes to leave free before the body, so that the tensors behind its JSON are aligned and an
-    image's header has room before them. 0 for a body without such parts."""
     expects_continue: bool = False
 
 
@@ -87,7 +77,7 @@ ONCE: Final = frozenset(
     {
         *(b"host", b"origin", b"authorization", b"expect", b"last-event-id"),
         *(b"content-length", b"transfer-encoding", b"content-type", b"content-encoding"),
-        *(b"x-attnd-deadline-ms", b"inference-header-content-length"),
+        b"x-attnd-deadline-ms",
     }
 )
 """Headers that must not be repeated: a proxy in front may read another one of the two."""
@@ -134,10 +124,6 @@ def read_headers(raw: RawHeaders) -> Headers:
                 found.traceparent = traceparent_of(value)
             case b"x-attnd-deadline-ms":
                 found.deadline = value
-            case b"inference-header-content-length":
-                found.inference_header = value
-                if value.isdigit() and len(value) <= MAX_DIGITS:
-                    found.lead = LEAD_BYTES + -int(value) % ALIGNMENT
             case b"expect":
                 found.expects_continue = value.lower() == b"100-continue"
     return found

@@ -12,28 +12,31 @@ import tritonclient.grpc
 import trustme
 from http_messages import check_problem
 from http_secrets import KEYS, Files, bearer, keys_file, write_files, write_keys
-from http_service import Service, serving
-from triton_callers import Triton, grpc_client, grpc_door, http_client
+from http_service import serving
+from triton_callers import Gateway, Triton, gateway_of
 from tritonclient.utils import InferenceServerException
-
-from service.doors.grpc.server import Server
 
 RED, BLUE, READER, OPERATOR = map(bearer, KEYS)
 
 
 @pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Service, Server, Path]]:
-    folder = tmp_path_factory.mktemp("keys")
-    with serving(*keys_file(folder)) as service, grpc_door(service) as door:
-        yield service, door, folder / "keys"
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("keys")
+
+
+@pytest.fixture(scope="module", params=["on the host", "elsewhere"])
+def guarded(request: pytest.FixtureRequest, keys: Path) -> Iterator[Gateway]:
+    """A gateway of a service with keys: on its host, and one that forwards keys to it."""
+    with serving(*keys_file(keys)) as service:
+        url = service.url if request.param == "elsewhere" else ""
+        with gateway_of(service, url=url) as made:
+            yield made
 
 
 @pytest.fixture(params=["http", "grpc"])
-def made(request: pytest.FixtureRequest, guarded: tuple[Service, Server, Path]) -> Iterator[Triton]:
-    service, door, _ = guarded
-    client = http_client(service) if request.param == "http" else grpc_client(door)
-    yield client
-    client.client.close()
+def made(request: pytest.FixtureRequest, guarded: Gateway) -> Iterator[Triton]:
+    with guarded.http() if request.param == "http" else guarded.grpc() as client:
+        yield client
 
 
 def refusal(client: Triton, model: str, headers: Any, **fields: Any) -> str:
@@ -68,30 +71,32 @@ def test_without_a_key_or_its_scope_nothing_is_answered_but_health(made: Triton)
     made.client.get_inference_statistics("pool", headers=OPERATOR)
 
 
-def test_a_body_of_the_protocol_is_refused_in_its_way_without_a_key(
-    guarded: tuple[Service, Server, Path],
-) -> None:
-    with guarded[0].client() as client:
-        problem = check_problem(client.post("/v2/models/pool/infer"), 401, "unauthorized")
-        assert problem["error"].startswith("unauthorized: ")
+def test_a_body_of_the_protocol_is_refused_in_its_way_without_a_key(guarded: Gateway) -> None:
+    response = httpx.post(f"{guarded.url}/v2/models/pool/infer")
+    problem = check_problem(response, 401, "unauthorized")
+    assert problem["error"].startswith("unauthorized: ")
+    assert response.headers["www-authenticate"] == "Bearer"
 
 
-def test_keys_are_read_again_by_the_grpc_door(guarded: tuple[Service, Server, Path]) -> None:
-    _, door, path = guarded
-    client = grpc_client(door)
-    assert client.infer("pool", {}, {"headers": BLUE})[0]["sequences"] == 0
-    write_keys(path, "a-key-of-red")
-    door.read_again()
-    assert "UNAUTHENTICATED" in refusal(client, "pool", BLUE)
-    write_keys(path, *KEYS)
-    door.read_again()
-    assert client.infer("pool", {}, {"headers": BLUE})[0]["sequences"] == 0
-    client.client.close()
+def test_keys_are_read_again_by_the_gateway(tmp_path: Path) -> None:
+    with (
+        serving(*keys_file(tmp_path)) as service,
+        gateway_of(service) as gateway,
+        gateway.grpc() as client,
+    ):
+        assert client.infer("pool", {}, {"headers": BLUE})[0]["sequences"] == 0
+        for keys, answer in ((["a-key-of-red"], "UNAUTHENTICATED"), (KEYS, "")):
+            write_keys(tmp_path / "keys", *keys)
+            gateway.server.read_again()
+            if answer:
+                assert answer in refusal(client, "pool", BLUE)
+            else:
+                assert client.infer("pool", {}, {"headers": BLUE})[0]["sequences"] == 0
 
 
-def secured(door: Server, files: Files, *, shows_its_own: bool = True) -> Any:
+def secured(gateway: Gateway, files: Files, *, shows_its_own: bool = True) -> Any:
     return tritonclient.grpc.InferenceServerClient(
-        f"127.0.0.1:{door.port}",
+        f"127.0.0.1:{gateway.grpc_port}",
         ssl=True,
         root_certificates=files.ca,
         private_key=files.client if shows_its_own else None,
@@ -102,7 +107,7 @@ def secured(door: Server, files: Files, *, shows_its_own: bool = True) -> Any:
 def test_grpc_has_https_certificates_and_asks_for_the_clients(tmp_path: Path) -> None:
     files = write_files(tmp_path, trustme.CA())
     arguments = (*files.served, "--server.tls-client-ca", files.ca)
-    with serving(*arguments) as service, grpc_door(service) as door:
+    with serving(*arguments) as service, gateway_of(service) as door:
         with secured(door, files) as client:
             assert client.is_server_ready()
         with (
@@ -115,7 +120,7 @@ def test_grpc_has_https_certificates_and_asks_for_the_clients(tmp_path: Path) ->
         renewed = write_files(tmp_path / "new", other)
         for now, before in ((renewed.cert, files.cert), (renewed.key, files.key)):
             Path(before).write_bytes(Path(now).read_bytes())
-        door.read_again()
+        door.server.read_again()
         mixed = Files(renewed.ca, files.cert, files.key, files.client)
         with secured(door, mixed) as client:
             assert client.is_server_live()
@@ -123,10 +128,8 @@ def test_grpc_has_https_certificates_and_asks_for_the_clients(tmp_path: Path) ->
 
 def test_clear_text_is_not_answered_where_there_is_tls(tmp_path: Path) -> None:
     files = write_files(tmp_path, trustme.CA())
-    with serving(*files.served) as service, grpc_door(service) as door:
-        made = grpc_client(door)
-        with pytest.raises(InferenceServerException):
+    with serving(*files.served) as service, gateway_of(service) as door:
+        with door.grpc() as made, pytest.raises(InferenceServerException):
             made.client.is_server_live(client_timeout=2.0)
-        made.client.close()
-        with httpx.Client(verify=False) as client, pytest.raises(httpx.TransportError):
-            client.get(f"http://127.0.0.1:{door.port}/v2")
+        with httpx.Client() as client, pytest.raises(httpx.TransportError):
+            client.get(door.url.replace("https", "http") + "/v2")

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from http_messages import KV_HEADS, LAYERS, PAGES, QO_HEADS, check_problem, rows
 from http_service import Service, serving
-from triton_callers import Triton, grpc_client, grpc_door, http_client
+from triton_callers import Triton, gateway_of
 from tritonclient.utils import InferenceServerException
 
+from service.gateway import requests
 from tests.harness.waiting import wait_for
 
 Q1: Any = np.zeros((1, QO_HEADS, 64), np.float32)
@@ -123,30 +124,33 @@ def test_a_timeout_that_passes_is_the_engines_deadline(triton: Triton, service: 
 
 
 def test_a_service_that_drains_is_not_ready() -> None:
-    with serving() as service, grpc_door(service) as door:
-        for made in (http_client(service), grpc_client(door)):
+    with (
+        serving() as service,
+        gateway_of(service) as gateway,
+        gateway.http() as http,
+        gateway.grpc() as grpc,
+    ):
+        for made in (http, grpc):
             assert made.client.is_server_ready() and made.client.is_model_ready("decode")
-            made.client.close()
         service.engine.drain()
-        wait_for(lambda: door.door.link.state[0] != "ready", "the gRPC door to hear of it")
-        made = grpc_client(door)
-        assert made.client.is_server_live() and not made.client.is_server_ready()
-        assert not made.client.is_model_ready("decode")
-        states = {one.state for one in made.client.get_model_repository_index().models}
+        wait_for(lambda: not grpc.client.is_server_ready(), "the gateway to hear of it")
+        assert not grpc.client.is_model_ready("decode") and grpc.client.is_server_live()
+        assert not http.client.is_server_ready() and not http.client.is_model_ready("decode")
+        states = {one.state for one in grpc.client.get_model_repository_index().models}
         assert states == {"UNAVAILABLE"}
-        assert refused(made, "pool")[0] == "UNAVAILABLE"
-        made.client.close()
+        assert refused(grpc, "pool")[0] == "UNAVAILABLE"
+        assert refused(http, "pool")[0] == "503"
 
 
 # requests that no client library makes
 
 
 def binary(
-    client: httpx.Client, model: str, document: Any, data: bytes, **headers: str
+    v2: httpx.Client, model: str, document: Any, data: bytes, **headers: str
 ) -> httpx.Response:
     text = json.dumps(document).encode()
     given = {"inference-header-content-length": str(len(text)), **headers}
-    return client.post(f"/v2/models/{model}/infer", content=text + data, headers=given)
+    return v2.post(f"/v2/models/{model}/infer", content=text + data, headers=given)
 
 
 def q_input(size: int, **more: Any) -> dict[str, Any]:
@@ -163,35 +167,45 @@ def check_error(response: httpx.Response, status: int, words: str) -> None:
 @pytest.mark.parametrize(
     ("document", "size", "status", "words"),
     [
-        (q_input(1024), 1020, 400, "input q ends at byte 1024 of the binary data, which has 1020"),
-        (q_input(1024), 1028, 400, "4 bytes after the last input's binary data"),
+        (
+            q_input(1024),
+            1020,
+            400,
+            "1020 bytes follow the JSON, the inputs' binary_data_size are 1024",
+        ),
+        (q_input(1024), 1028, 400, "1028 bytes follow the JSON"),
         (q_input(1000), 1000, 422, "q.data = 1000 bytes: its shape needs 1024"),
-        (q_input(-1), 0, 422, "q.data = -1 bytes"),
-        (q_input(1024, extra=1), 1024, 422, "extra = 1: is unknown"),
+        (q_input(-1), 0, 422, "binary_data_size = -1: must be greater than or equal to 0"),
+        (q_input(1024, extra=1), 1024, 422, "extra = 1: this route has no such field"),
         (q_input(1024, parameters=[]), 1024, 422, "parameters = []: must be an object"),
-        (q_input(1024, id=7), 1024, 422, "id = 7: must be a string"),
+        (q_input(1024, id=7), 1024, 422, "id = 7: must be text"),
         (q_input(1024, outputs={}), 1024, 422, "outputs = {}: must be a list"),
         (q_input(1024, outputs=[{"name": 1}]), 1024, 422, "outputs.0.name = 1"),
         (q_input(1024, parameters={"sequences": {"a": [0]}}), 1024, 422, "sequences = "),
         ({"inputs": [1]}, 0, 422, "inputs.0 = 1: must be an object"),
-        ({"inputs": [{"name": "q", "datatype": "FP32"}]}, 0, 422, "q.shape"),
-        ({"inputs": [{"name": "q", "datatype": "FP32", "shape": [-1]}]}, 0, 422, "q.shape"),
+        ({"inputs": [{"name": "q", "datatype": "FP32"}]}, 0, 422, "inputs.0.shape = None: must be"),
+        (
+            {"inputs": [{"name": "q", "datatype": "FP32", "shape": [-1]}]},
+            0,
+            422,
+            "inputs.0.shape.0",
+        ),
         ({"inputs": [{"name": "q", "datatype": "FP32", "shape": [2**62] * 8}]}, 0, 422, "q.shape"),
         ({"inputs": [{"name": "q", "datatype": "FP32", "shape": [1]}]}, 0, 422, "q.data"),
         ([], 0, 400, "the request is not a JSON object"),
     ],
 )
 def test_a_malformed_request_over_http_gets_the_error_twice(
-    client: httpx.Client, document: Any, size: int, status: int, words: str
+    v2: httpx.Client, document: Any, size: int, status: int, words: str
 ) -> None:
-    check_error(binary(client, "decode", document, bytes(size)), status, words)
+    check_error(binary(v2, "decode", document, bytes(size)), status, words)
 
 
-def test_data_may_be_nested_and_only_so_deep(client: httpx.Client) -> None:
+def test_data_may_be_nested_and_only_so_deep(v2: httpx.Client) -> None:
     def merge(data: Any, shape: list[int]) -> httpx.Response:
         o = {"name": "o", "shape": [1, 2, 1, 2], "datatype": "FP32", "data": data}
         lse = {"name": "lse", "shape": shape, "datatype": "FP32", "data": [0, "-Infinity"]}
-        return client.post("/v2/models/merge/infer", json={"inputs": [o, lse]})
+        return v2.post("/v2/models/merge/infer", json={"inputs": [o, lse]})
 
     nested = [[[[1, 2]], [[3, 4]]]]
     answer = merge(nested, [1, 2, 1])
@@ -208,27 +222,24 @@ def test_data_may_be_nested_and_only_so_deep(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("length", ["-1", "x", "99999", "9" * 20, "1e1"])
-def test_a_wrong_length_of_the_json_is_refused(client: httpx.Client, length: str) -> None:
+def test_a_wrong_length_of_the_json_is_refused(v2: httpx.Client, length: str) -> None:
     headers = {"inference-header-content-length": length}
-    response = client.post("/v2/models/pool/infer", content=b"{}", headers=headers)
+    response = v2.post("/v2/models/pool/infer", content=b"{}", headers=headers)
     check_error(response, 422, "Inference-Header-Content-Length")
 
 
-def test_errors_under_v2_have_the_protocols_form(client: httpx.Client) -> None:
-    check_error(client.get("/v2/models/pool/infer"), 405, "use POST")
-    check_error(client.get("/v2/models/nothing"), 404, "no model 'nothing'")
-    check_error(client.get("/v2/nothing"), 404, "not_found")
-    check_error(client.get("/v2/models/pool?x=1"), 422, "takes no parameters")
-    response = client.post(
-        "/v2/models/pool/infer", content=b"{}", headers={"content-encoding": "gzip"}
-    )
+def test_errors_under_v2_have_the_protocols_form(v2: httpx.Client) -> None:
+    check_error(v2.get("/v2/models/pool/infer"), 405, "use POST")
+    check_error(v2.get("/v2/models/nothing"), 404, "no model 'nothing'")
+    check_error(v2.get("/v2/nothing"), 404, "not_found")
+    check_error(v2.get("/v2/models/pool?x=1"), 422, "takes no parameters")
+    response = v2.post("/v2/models/pool/infer", content=b"{}", headers={"content-encoding": "gzip"})
     check_error(response, 415, "send the body unencoded")
-    check_error(client.post("/v2/models/pool/infer"), 400, "an inference request is a JSON object")
-    assert "error" not in client.get("/v1/nothing").json()
+    check_error(v2.post("/v2/models/pool/infer"), 400, "the request is not JSON")
 
 
 def test_a_chunked_body_and_one_without_tensors_are_answered(
-    client: httpx.Client, rng: np.random.Generator
+    client: httpx.Client, v2: httpx.Client, rng: np.random.Generator
 ) -> None:
     client.post("/v1/sequences", json={"sequences": [{"id": "a"}]})
     k = rows(rng, 1).astype(np.float32)
@@ -239,42 +250,41 @@ def test_a_chunked_body_and_one_without_tensors_are_answered(
     ]
     parameters = {"layer": 0, "sequences": ["a"]}  # a list as it is does as well
     text = json.dumps({"inputs": inputs, "parameters": parameters}).encode()
-    answer = client.post(
+    answer = v2.post(
         "/v2/models/append/versions/1/infer",
         content=iter([text, k.tobytes(), k.tobytes()]),
         headers={"inference-header-content-length": str(len(text))},
     )
     assert answer.status_code == 200, answer.text
     assert answer.json()["parameters"] == {"lengths": "[1]"}
-    answer = client.post("/v2/models/get_sequence/infer", json={"parameters": {"id": "a"}})
+    answer = v2.post("/v2/models/get_sequence/infer", json={"parameters": {"id": "a"}})
     assert answer.json()["parameters"]["length"] == 0
     assert answer.headers["content-type"] == "application/json"
 
 
-def test_an_answer_too_long_for_json_is_refused_before_anything_changes() -> None:
-    with serving("--server.max-json-bytes", "20000") as service, service.client() as client:
-        made = http_client(service)
-        made.infer("create_sequences", sequences=[{"id": "a"}])
-        k = np.zeros((8, KV_HEADS, 64), np.float32)
-        q = np.zeros((8, QO_HEADS, 64), np.float32)
-        options = {"outputs": [made.module.InferRequestedOutput("o", binary_data=False)]}
-        fields = {"layer": 0, "sequences": ["a"], "qo_indptr": [0, 8]}
-        how, message = refused(made, "prefill", {"q": q, "k": k, "v": k}, options, **fields)
-        assert how == "413" and "request binary outputs" in message
-        assert client.get("/v1/sequences/a").json()["lengths"] == [0] * LAYERS
-        made.infer("prefill", {"q": q, "k": k, "v": k}, **fields)
-        made.client.close()
+def test_an_answer_too_long_for_json_is_refused_before_anything_changes(
+    over_http: Triton, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "MAX_VALUES", 8 * QO_HEADS * 64 - 1)
+    over_http.infer("create_sequences", sequences=[{"id": "a"}])
+    k, q = (np.zeros((8, heads, 64), np.float32) for heads in (KV_HEADS, QO_HEADS))
+    options = {"outputs": [over_http.module.InferRequestedOutput("o", binary_data=False)]}
+    fields = {"layer": 0, "sequences": ["a"], "qo_indptr": [0, 8]}
+    how, message = refused(over_http, "prefill", {"q": q, "k": k, "v": k}, options, **fields)
+    assert how == "422" and "request binary_data_output" in message
+    assert client.get("/v1/sequences/a").json()["lengths"] == [0] * LAYERS
+    over_http.infer("prefill", {"q": q, "k": k, "v": k}, **fields)
 
 
-def test_models_are_reported_and_counted(triton: Triton, client: httpx.Client) -> None:
+def test_models_are_reported_and_counted(triton: Triton, v2: httpx.Client) -> None:
     triton.infer("pool")
-    reply = client.get("/v2/models/pool/stats").json()["model_stats"][0]
+    reply = v2.get("/v2/models/pool/stats").json()["model_stats"][0]
     assert reply["inference_count"] >= 1 and reply["inference_stats"]["success"]["ns"] > 0
-    models = client.post("/v2/repository/index", json={"ready": True}).json()
+    models = v2.post("/v2/repository/index", json={"ready": True}).json()
     assert {one["state"] for one in models} == {"READY"}
     for one in models:
-        metadata = client.get(f"/v2/models/{one['name']}").json()
-        config = client.get(f"/v2/models/{one['name']}/versions/1/config").json()
+        metadata = v2.get(f"/v2/models/{one['name']}").json()
+        config = v2.get(f"/v2/models/{one['name']}/versions/1/config").json()
         assert [given["name"] for given in config["input"]] == [
             given["name"] for given in metadata["inputs"]
         ]
@@ -286,14 +296,13 @@ def test_models_are_reported_and_counted(triton: Triton, client: httpx.Client) -
     triton.client.get_inference_statistics()
     triton.client.get_inference_statistics("pool")
     assert triton.client.is_server_live() and triton.client.is_server_ready()
-    assert 'attnd_requests_total{code="ok",op="pool"}' in client.get("/metrics").text
 
 
 @pytest.mark.parametrize("kind", ["system", "cuda"])
 def test_shared_memory_regions_are_not_supported(
-    client: httpx.Client, triton: Triton, kind: str
+    v2: httpx.Client, triton: Triton, kind: str
 ) -> None:
-    response = client.post(f"/v2/{kind}sharedmemory/region/x/register")
+    response = v2.post(f"/v2/{kind}sharedmemory/region/x/register")
     assert check_problem(response, 404, "not_found")["error"]
     with pytest.raises(InferenceServerException) as reply:
         getattr(triton.client, f"get_{kind}_shared_memory_status")()

@@ -74,12 +74,14 @@ def spoil(document: Any, chance: random.Random) -> Any:
     return spoiled
 
 
-def test_spoiled_requests_do_no_harm(client: httpx.Client, rng: np.random.Generator) -> None:
+def test_spoiled_requests_do_no_harm(
+    client: httpx.Client, v2: httpx.Client, rng: np.random.Generator
+) -> None:
     create(client, "a")
     k = rows(rng, 3)
     append(client, 0, "a", k, k)
     q = rows(rng, 1, QO_HEADS).astype(np.float32)
-    spoil_all(client, seeds(q))
+    spoil_all(v2, seeds(q))
     assert client.get("/v1/sequences/a").json()["lengths"] == [3, *[0] * (LAYERS - 1)]
 
 

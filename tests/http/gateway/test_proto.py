@@ -1,14 +1,16 @@
-"""The gRPC door's descriptors: the names and numbers of the standard and of the .proto file."""
+"""The gateway's descriptors: the names and numbers of the standard and of the .proto file."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from tritonclient.grpc import model_config_pb2, service_pb2
 
-from service.doors.grpc.tensors import DESCRIPTORS, POOL, SERVICE
+from service.gateway import grpc_server
+from service.gateway.grpc_server import POOL, SERVICE
 
 FIELD = re.compile(r"^ +(?:repeated )?(?:map<.*>|[\w.]+) (\w+) = (\d+);", re.M)
 RPC = re.compile(r"rpc (\w+)\(")
@@ -54,7 +56,8 @@ def test_every_method_is_the_standards() -> None:
 
 
 def test_the_descriptors_are_made_of_the_proto() -> None:
-    text = DESCRIPTORS.with_suffix(".proto").read_text(encoding="utf-8")
+    proto = Path(grpc_server.__file__).with_name("open_inference.proto")
+    text = proto.read_text(encoding="utf-8")
     file = POOL.FindFileByName("open_inference.proto")
     maps = [one for one in all_messages(file) if one.GetOptions().map_entry]
     values = [one for enum in file.enum_types_by_name.values() for one in enum.values]

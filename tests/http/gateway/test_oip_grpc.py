@@ -1,4 +1,4 @@
-"""The gRPC door by itself: deadlines, cancellation, streams, limits, and messages that are none."""
+"""gRPC by itself: deadlines, cancellation, streams, limits, and messages that are none."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import queue
 import random
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import grpc as grpcio
@@ -15,11 +17,10 @@ import numpy as np
 import pytest
 from http_messages import KV_HEADS, LAYERS, QO_HEADS, rows
 from http_service import Service, serving
-from triton_callers import Triton, grpc_client, grpc_door
+from triton_callers import Gateway, Triton, gateway_of
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
-from service.doors.grpc.server import Server
 from tests.harness.waiting import WAIT_S, wait_for
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
@@ -33,8 +34,8 @@ def service() -> Iterator[Service]:
 
 
 @pytest.fixture
-def channel(grpc: Server) -> Iterator[Any]:
-    with grpcio.insecure_channel(f"127.0.0.1:{grpc.port}") as made:
+def channel(gateway: Gateway) -> Iterator[Any]:
+    with grpcio.insecure_channel(f"127.0.0.1:{gateway.grpc_port}") as made:
         yield made
 
 
@@ -96,7 +97,7 @@ def test_a_clients_deadline_reaches_the_engine(
 
 
 def test_a_call_that_its_client_cancels_is_taken_back(
-    over_grpc: Triton, grpc: Server, service: Service, rng: np.random.Generator
+    over_grpc: Triton, gateway: Gateway, service: Service, rng: np.random.Generator
 ) -> None:
     q, k = filled(over_grpc, rng), rows(rng, 1)
     ended: queue.Queue[Any] = queue.Queue()
@@ -104,10 +105,10 @@ def test_a_call_that_its_client_cancels_is_taken_back(
         first = begin(over_grpc, "decode", {"q": q}, ended)
         assert service.backend.entered.wait(WAIT_S)
         second = begin(over_grpc, "decode", {"q": q, "k": k, "v": k}, ended)
-        pending = grpc.door.link.caller.pending
+        pending = gateway.road.connection._calls
         wait_for(lambda: len(pending) == 2, "the second call")
         second.cancel()
-        wait_for(lambda: any(one.future.done() for one in list(pending.values())), "the news")
+        wait_for(lambda: any(one.is_abandoned for one in list(pending.values())), "the news")
         assert ended.get(timeout=WAIT_S).status() == "StatusCode.CANCELLED"
     assert ended.get(timeout=WAIT_S) is None
     assert over_grpc.infer("get_sequence", id="a")[0]["lengths"][0] == 3
@@ -158,7 +159,7 @@ def refusal(channel: Any, made: Any, **how: Any) -> Any:
 def test_what_does_not_hold_together_is_refused(channel: Any) -> None:
     made = request("merge")
     given = add_input(made, "o", "FP16", [1, 1, 1, 1], fp32_contents=[1])
-    assert "send raw_input_contents" in refusal(channel, made).details()
+    assert "raw_input_contents" in refusal(channel, made).details()
     made.raw_input_contents.extend([b"", b""])
     assert "raw_input_contents = 2 entries" in refusal(channel, made).details()
     del made.raw_input_contents[1]
@@ -166,13 +167,15 @@ def test_what_does_not_hold_together_is_refused(channel: Any) -> None:
     given.ClearField("contents")
     assert "o.data = 0 bytes: its shape needs 2" in refusal(channel, made).details()
     given.parameters["shared_memory_size"].int64_param = 2
-    assert "shared_memory_size = 2: is unknown" in refusal(channel, made).details()
+    assert (
+        "shared_memory_size = 2: this route has no such field" in refusal(channel, made).details()
+    )
     made = request("prefill")
     add_input(made, "packed_mask", "UINT8", [1], uint_contents=[300])
     assert "must be within the range of UINT8" in refusal(channel, made).details()
     made = request("pool")
     made.parameters["x"].SetInParent()
-    assert "x = None: must be a bool, a number or a string" in refusal(channel, made).details()
+    assert "x = None: model pool has no such parameter" in refusal(channel, made).details()
     made = request("list_sequences", limit=1)
     made.inputs.extend([made.inputs.add()] * 64)
     assert "at most 64 tensors" in refusal(channel, made).details()
@@ -190,9 +193,8 @@ def test_an_error_brings_its_document_and_its_request_id(channel: Any) -> None:
 
 
 def test_more_calls_than_allowed_and_larger_messages_are_refused(rng: np.random.Generator) -> None:
-    limits = ("--server.grpc-max-calls", "1", "--server.max-body-bytes", "100000")
-    with serving(*limits) as service, grpc_door(service) as door:
-        made = grpc_client(door)
+    limits = ("--oip.max-calls", "1", "--oip.max-message-bytes", "100000")
+    with serving() as service, gateway_of(service, *limits) as gateway, gateway.grpc() as made:
         q = filled(made, rng)
         k = np.zeros((5000, KV_HEADS, 64), np.float32)
         fields = {"layer": 0, "sequences": ["a"], "append_indptr": [0, 5000]}
@@ -206,33 +208,37 @@ def test_more_calls_than_allowed_and_larger_messages_are_refused(rng: np.random.
             with pytest.raises(InferenceServerException) as reply:
                 made.client.get_server_metadata()
             assert reply.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
-            assert "server.grpc_max_calls" in reply.value.message()
+            assert "oip.max_calls" in reply.value.message()
             assert made.client.is_server_live(), "probes need no place"
+            problem = httpx.get(f"{gateway.url}/v2")
+            assert problem.status_code == 429 and problem.headers["retry-after"] == "1"
         assert ended.get(timeout=WAIT_S) is None
         assert made.client.is_server_live()
-        made.client.close()
 
 
-def test_accepted_calls_are_answered_before_the_door_ends(rng: np.random.Generator) -> None:
-    with serving() as service:
+def test_accepted_calls_are_answered_before_the_gateway_ends(rng: np.random.Generator) -> None:
+    with serving() as service, ThreadPoolExecutor() as pool:
         ended: queue.Queue[Any] = queue.Queue()
-        with grpc_door(service) as door:
-            made = grpc_client(door)
+        with gateway_of(service) as gateway, gateway.grpc() as made, gateway.http() as other:
             q = filled(made, rng)
             with service.gate_closed():
                 begin(made, "decode", {"q": q}, ended)
                 assert service.backend.entered.wait(WAIT_S)
-                door.loop.call_soon_threadsafe(door.drain)
-                wait_for(lambda: door.door.link.draining, "the drain")
+                fields = {"layer": 0, "sequences": ["a"]}
+                late = pool.submit(other.infer, "decode", {"q": q}, **fields)
+                pending = gateway.road.connection._calls
+                wait_for(lambda: len(pending) == 2, "the second call")
+                gateway.call_soon(gateway.server.drain)
+                wait_for(gateway.core.draining.is_set, "the drain")
             assert ended.get(timeout=WAIT_S) is None
-            made.client.close()
+            assert late.result(WAIT_S)[1]["o"].shape == q.shape
 
 
 def test_a_stream_on_which_nothing_comes_does_not_hold_up_the_end() -> None:
     reply: queue.Queue[tuple[Any, Any]] = queue.Queue()
     with serving() as service:
-        with grpc_door(service) as door:
-            made = grpc_client(door)
+        with gateway_of(service) as gateway:
+            made = gateway.open_grpc()
             made.client.start_stream(lambda result, error: reply.put((result, error)))
             made.client.async_stream_infer("pool", [])
             result, _ = reply.get(timeout=WAIT_S)
@@ -242,25 +248,22 @@ def test_a_stream_on_which_nothing_comes_does_not_hold_up_the_end() -> None:
         _, error = reply.get(timeout=WAIT_S)
         assert error.status() == "StatusCode.UNAVAILABLE" and "not_ready" in error.message()
         made.client.stop_stream(cancel_requests=True)
-        made.client.close()
+        made.close()
 
 
 def test_the_arena_is_as_free_after_calls_as_before(
-    over_grpc: Triton, grpc: Server, rng: np.random.Generator
+    triton: Triton, gateway: Gateway, rng: np.random.Generator
 ) -> None:
-    q = filled(over_grpc, rng)
-    slots = grpc.door.link.arena.slots
-    spare = grpc.door.link.arena.spare
+    q = filled(triton, rng)
+    slots = gateway.road.connection.arena.slots
 
     def is_free() -> bool:
-        grpc.loop.call_soon_threadsafe(spare.free)
-        return bool(slots.free() == grpc.door.link.arena.mapping.size)
+        slots._collect()
+        return bool(slots.free == slots.size)
 
     for name in ("a", "b"):
-        try:
-            over_grpc.infer("decode", {"q": q}, layer=0, sequences=[name])
-        except InferenceServerException:
-            continue
+        with suppress(InferenceServerException):
+            triton.infer("decode", {"q": q}, layer=0, sequences=[name])
     wait_for(is_free, "all slots to be free")
 
 

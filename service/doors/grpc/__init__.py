@@ -1,2 +1,0 @@
-"""The gRPC door: a process that turns the Open Inference Protocol's messages into calls on the
-road."""

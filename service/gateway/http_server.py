@@ -1,0 +1,151 @@
+"""The protocol over HTTP: an ASGI application."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any, Final
+
+from attnd.calls.call import Reply
+from attnd.wire.images import flat
+from starlette.requests import Request
+
+from service.doors.kit.asgi import read_whole, send_whole, unless_gone
+from service.doors.kit.headers import DEADLINE, JSON, OCTETS, PROBLEM, deadline_us_of
+from service.doors.kit.hosts import HostRule
+from service.doors.kit.ledger import Record
+from service.doors.kit.problems import problem_headers
+from service.errors import (
+    InvalidRequest,
+    MethodNotAllowed,
+    NoSuchRoute,
+    NotReady,
+    UnsupportedMediaType,
+)
+from service.gateway.gateway import OPEN_METHODS, Gateway, Refused
+from service.gateway.models import VERSION, Model, model_of
+from service.gateway.requests import Inference, parameters_of, read_json
+from service.gateway.upstream import Caller
+from service.image.json_tensors import write_data
+from service.image.json_text import dump_json
+
+MAX_JSON_BYTES: Final = 2**20
+LENGTH: Final = "Inference-Header-Content-Length"
+PATHS: Final = {
+    "/v2": "ServerMetadata",
+    "/v2/health/live": "ServerLive",
+    "/v2/health/ready": "ServerReady",
+    "/v2/models/stats": "ModelStatistics",
+    "/v2/repository/index": "RepositoryIndex",
+}
+MODEL: Final = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?(/[a-z]+)?")
+ENDS: Final = {
+    "": "ModelMetadata",
+    "/infer": "ModelInfer",
+    "/ready": "ModelReady",
+    "/config": "ModelConfig",
+    "/stats": "ModelStatistics",
+}
+"""Methods by the end of a model's path."""
+WHOLE: Final = {"ModelConfig": "config", "RepositoryIndex": "models"}
+"""Members that are the whole page over HTTP."""
+Answer = tuple[bytes, dict[str, str]]
+"""A response's body and headers."""
+
+
+class Application:
+    """The ASGI application of one gateway."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self.gateway = gateway
+        self.host_rule = HostRule(gateway.settings)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        request = Request(scope, receive)
+        peer = ":".join(map(str, scope.get("client") or ("unix",)))
+        record = Record.begin(request.method, scope["path"], peer, request.headers.get)
+        try:
+            await self.gateway.run(record, lambda: self.answer(record, request, send))
+        except Refused as refused:
+            body = dump_json(refused.problem | {"error": refused.text}).encode()
+            more = problem_headers(refused.problem) | {"content-type": PROBLEM}
+            await send_whole(send, refused.problem["status"], body, more | dict(record.trailing))
+        except asyncio.CancelledError:
+            if not await request.is_disconnected():
+                raise
+
+    async def answer(self, record: Record, request: Request, send: Any) -> None:
+        """Respond to a request, in the place that its key has until its client has read."""
+        path, headers = record.path, request.headers
+        match = MODEL.fullmatch(path)
+        model, version, end = match.groups("") if match is not None else ("", "", "?")
+        if (name := PATHS.get(path) or ENDS.get(end)) is None:
+            raise NoSuchRoute(f"{path}: the protocol has no such path")
+        allow = ("POST",) if name in ("ModelInfer", "RepositoryIndex") else ("GET", "HEAD")
+        if request.method not in allow:
+            raise MethodNotAllowed(f"{request.method} {path}: use {' or '.join(allow)}", allow)
+        if query := request.url.query:
+            raise InvalidRequest("query", query, "this route takes no parameters")
+        if name in OPEN_METHODS:
+            body, more = await self.page(name, Caller(), "", "")
+            return await send_whole(send, 200, body, more | dict(record.trailing))
+        given = dict(request.scope["headers"])
+        if refusal := self.host_rule.refusal(given.get(b"host"), given.get(b"origin")):
+            raise refusal
+        async with self.gateway.admitted(headers.get("authorization", "")) as caller:
+            if name == "ModelInfer":
+                body, more = await self.infer(record, request, caller, model_of(model, version))
+            else:
+                body, more = await self.page(name, caller, "" if path in PATHS else model, version)
+            await send_whole(send, 200, body, more | dict(record.trailing))
+
+    async def page(self, name: str, caller: Caller, model: str, version: str) -> Answer:
+        page = await self.gateway.page(name, caller, model, version)
+        if page.get("ready") is False:
+            raise NotReady(page["reason"])
+        whole = page[WHOLE[name]] if name in WHOLE else page
+        return dump_json(whole).encode(), {"content-type": JSON}
+
+    async def infer(self, record: Record, request: Request, caller: Caller, model: Model) -> Answer:
+        headers, settings = request.headers, self.gateway.settings
+        if encoding := headers.get("content-encoding"):
+            text = f"Content-Encoding is {encoding[:100]}: send the body unencoded"
+            raise UnsupportedMediaType(text)
+        deadline = headers.get(DEADLINE)
+        deadline_s = None if deadline is None else deadline_us_of(deadline.encode()) * 1e-6
+        limit, seconds = settings.oip.max_message_bytes, settings.server.receive_timeout_s
+        body = memoryview(await read_whole(request, limit, seconds))
+        size = json_bytes(headers.get(LENGTH), len(body))
+        read = read_json(model, bytes(body[:size]), body[size:])
+        work = self.gateway.infer(record, caller, read, deadline_s)
+        return answer_of(read, await unless_gone(request, work))
+
+
+def json_bytes(given: str | None, length: int) -> int:
+    """The length of a body's JSON. Raises InvalidRequest."""
+    if given is not None and not (given.isdecimal() and len(given) < 16 and int(given) <= length):
+        raise InvalidRequest(LENGTH, given, f"must be a count of at most the body's {length} bytes")
+    size = length if given is None else int(given)
+    if size > MAX_JSON_BYTES:
+        rule = f"at most {MAX_JSON_BYTES}: send tensors as binary data"
+        raise InvalidRequest("JSON", f"{size} bytes", rule)
+    return size
+
+
+def answer_of(request: Inference, reply: Reply) -> Answer:
+    head: dict[str, Any] = {"model_name": request.model.name, "model_version": VERSION}
+    if request.id:
+        head["id"] = request.id
+    if parameters := parameters_of(reply.fields):
+        head["parameters"] = parameters
+    outputs, data = [], []
+    for output, array, is_binary in request.outputs_of(reply.tensors):
+        if is_binary:
+            data.append(flat(array))
+            outputs.append(dump_json(output | {"parameters": {"binary_data_size": array.nbytes}}))
+        else:
+            numbers = b"".join(write_data(array)).decode()
+            outputs.append(f'{dump_json(output)[:-1]},"data":[{numbers}]}}')
+    text = f'{dump_json(head)[:-1]},"outputs":[{",".join(outputs)}]}}'.encode()
+    more = {"content-type": OCTETS, LENGTH: str(len(text))} if data else {"content-type": JSON}
+    return b"".join((text, *data)), more

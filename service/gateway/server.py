@@ -1,0 +1,116 @@
+"""The gateway's server: both protocols on one event loop, until it is drained."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from socket import socket
+from typing import Final
+
+from service.addresses import listen_tcp
+from service.doors.kit.asgi import AsgiServer
+from service.doors.kit.ledger import Ledger, make_tracing
+from service.doors.kit.process import ENGINE_LATER_S, Setup, connect
+from service.doors.kit.tls import GrpcCredentials, make_tls
+from service.gateway.gateway import Gateway
+from service.gateway.grpc_server import make_server
+from service.gateway.http_server import Application
+from service.gateway.upstream import Elsewhere, OnHost, Upstream
+from service.keys import make_authenticator
+from service.road.engine_end.listening import CannotListen
+
+LOG: Final = logging.getLogger("attnd.gateway")
+
+
+class Server:
+    """Serves until it is drained. `failed` says why it could not serve."""
+
+    def __init__(self, setup: Setup, url: str = "") -> None:
+        """`url`: of the service to which calls go; empty: to the engine of this host's.
+
+        Raises KeysError, TlsError, TracingError.
+        """
+        self.setup = setup
+        self.url = url
+        self.settings = settings = setup.settings
+        self.keys = None if url else make_authenticator(settings.auth, setup.read_file)
+        self.tls = make_tls(settings.server, setup.read_file)
+        self.credentials = None if self.tls is None else GrpcCredentials(settings.server, self.tls)
+        self.tracing = make_tracing(settings.log.otlp_endpoint, setup.name)
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.gateway: Gateway | None = None
+        self.failed = ""
+
+    def run(self) -> None:
+        asyncio.run(self.serve())
+
+    async def serve(self) -> None:
+        self.ended = asyncio.Event()
+        self.loop = asyncio.get_running_loop()
+        self.setup.on_loop(self.loop, self)
+        ledger = Ledger(self.setup.metrics, self.tracing)
+        try:
+            upstream = self.make_upstream()
+            self.gateway = Gateway(self.settings, upstream, ledger)
+            await self.serve_both(self.gateway, upstream)
+            await upstream.close()
+        except (CannotListen, RuntimeError, ValueError) as error:
+            self.failed = str(error)
+        finally:
+            ledger.settle()
+            if self.tracing is not None:
+                await self.tracing.close()
+
+    def make_upstream(self) -> Upstream:
+        """Raises ValueError for a URL that is none."""
+        deadline_s = self.settings.server.deadline_s
+        if self.url:
+            return Elsewhere(self.url, deadline_s, is_own=bool(self.setup.secret))
+        return OnHost(deadline_s, self.keys)
+
+    async def serve_both(self, gateway: Gateway, upstream: Upstream) -> None:
+        """Serve until the drain has ended. Raises CannotListen, RuntimeError."""
+        limits, oip = self.settings.server, self.settings.oip
+        http, grpc = AsgiServer(Application(gateway), limits, self.tls), make_server(gateway)
+        sockets = self.listen("oip.http_port", oip.http_port)
+        for one in self.listen("oip.grpc_port", oip.grpc_port):
+            one.close()  # it is free: grpc binds it itself
+        if oip.grpc_port is not None:
+            address = f"{limits.url_host}:{oip.grpc_port}"
+            if self.credentials is None:
+                grpc.add_insecure_port(address)
+            else:
+                grpc.add_secure_port(address, self.credentials.made())
+        await grpc.start()
+        serving = asyncio.create_task(http.serve(list(sockets)))
+        connecting = asyncio.create_task(self.connect(upstream))
+        await self.ended.wait()
+        gateway.draining.set()
+        connecting.cancel()
+        http.should_exit = True
+        await asyncio.gather(grpc.stop(limits.drain_timeout_s + ENGINE_LATER_S), serving)
+
+    def listen(self, setting: str, port: int | None) -> tuple[socket, ...]:
+        """Sockets at a port, if there is one. Raises CannotListen."""
+        host = self.settings.server.host
+        if port is None:
+            return ()
+        LOG.info("Open Inference Protocol at %s:%d (%s)", host, port, setting)
+        return listen_tcp(host, port, self.settings.auth.is_private, setting)
+
+    async def connect(self, upstream: Upstream) -> None:
+        failed = await connect(self.setup, upstream)
+        if failed is not None:
+            self.failed = failed
+            self.ended.set()
+
+    def drain(self) -> None:
+        """Accept no more calls, respond to the accepted ones, then end; in the loop's thread."""
+        self.ended.set()
+
+    def read_again(self) -> None:
+        """Read keys and certificate again; in the loop's thread."""
+        if self.keys is not None:
+            self.keys.read_again()
+        if self.tls is not None and self.credentials is not None and self.tls.read_again():
+            self.credentials.read_again()

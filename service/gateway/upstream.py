@@ -1,0 +1,217 @@
+"""The service behind the gateway: an engine of this host by a session, or any service by HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from attnd import errors
+from attnd.calls.call import Call, Reply
+from attnd.http.async_transport import LoopTransport
+from attnd.http.messages import reply_of, request_of
+from attnd.http.origin import KEY, origin_of
+from attnd.retries import Attempt
+from attnd.road.async_road import AsyncRoad
+
+from service.doors.kit.ledger import Record
+from service.doors.kit.problems import ProblemText
+from service.errors import DeadlineExceeded, InvalidRequest, NotReady, Overloaded, Unauthorized
+from service.gateway.requests import Inference
+from service.image.json_body import dump_fields
+from service.image.json_text import dump_json
+from service.keys import Authenticator
+from service.tenants import ANONYMOUS, OPEN, Tenant
+
+ARENA_BYTES: Final = 16 * 2**20
+GRACE_S: Final = 5.0
+"""The service keeps deadlines itself. A call fails when it is silent this long after one."""
+STALE_S: Final = 5.0
+"""An engine reports its state every second; one silent for this long is not ready."""
+KNOWN_S: Final = 5.0
+"""How long a service's key, and its readiness, are known before it is asked again."""
+MAX_KNOWN: Final = 4096
+MAX_CHECKS: Final = 8
+"""Unknown keys about which a service is asked at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whose call it is. `share` is the same for all calls of one namespace, empty without keys."""
+
+    share: str = ""
+    tenant: Tenant = ANONYMOUS
+    authorization: str = ""
+
+
+class Upstream(Protocol):
+    """Methods raise the errors of `service.errors`, and ProblemText."""
+
+    async def connect(self, path: str, name: str, secret: str) -> None: ...
+    async def caller(self, authorization: str) -> Caller: ...
+    async def require_admin(self, caller: Caller) -> None: ...
+    async def state(self) -> tuple[str, str]: ...
+    async def call(
+        self, caller: Caller, request: Inference, record: Record, deadline_s: float | None
+    ) -> Reply: ...
+    async def close(self) -> None: ...
+
+
+def as_service_error(error: errors.AttndError) -> Exception:
+    match error:
+        case errors.ServiceError() if error.code:
+            return ProblemText(dump_json(error.problem))
+        case errors.ArenaFull():
+            return Overloaded(f"requests and replies in flight: {error}", retry_after_s=1.0)
+        case errors.TimedOut():
+            return DeadlineExceeded("no reply in time; the operation may have been applied")
+        case _:
+            return NotReady(f"the service cannot be called: {error}")
+
+
+class OnHost:
+    """The engine of the gateway's own service, as a door on a session."""
+
+    def __init__(self, deadline_s: float, authenticator: Authenticator | None) -> None:
+        self.deadline_s = deadline_s
+        self.authenticator = authenticator
+        self.road: AsyncRoad | None = None
+
+    async def connect(self, path: str, name: str, secret: str) -> None:
+        """Raises ConnectionError where the engine has ended, and NotReady."""
+        try:
+            self.road = await AsyncRoad.connect(path, ARENA_BYTES, secret)
+        except errors.ConnectionFailed as error:
+            raise ConnectionError(str(error)) from error
+        except errors.AttndError as error:
+            raise NotReady(str(error)) from error
+
+    async def caller(self, authorization: str) -> Caller:
+        if self.authenticator is None:
+            return Caller(tenant=OPEN)
+        tenant = self.authenticator.tenant_of(authorization.encode("latin-1", "replace"))
+        return Caller(tenant.namespace, tenant)
+
+    async def require_admin(self, caller: Caller) -> None:
+        caller.tenant.require("admin", "statistics")
+
+    async def state(self) -> tuple[str, str]:
+        if self.road is None:
+            return "starting", "the service is starting: its engine has not replied yet"
+        connection = self.road.connection
+        if connection.broken:
+            return "lost", connection.broken
+        if (age := asyncio.get_running_loop().time() - self.road.heard) > STALE_S:
+            text = f"the engine has been silent for {age:.0f} s: resume it, or restart the service"
+            return "silent", text
+        return connection.state, connection.reason
+
+    async def call(
+        self, caller: Caller, request: Inference, record: Record, deadline_s: float | None
+    ) -> Reply:
+        road = self.road
+        if road is None or road.connection.broken or road.connection.state != "ready":
+            raise NotReady((await self.state())[1])
+        tenant = caller.tenant
+        try:
+            return await road.call(
+                request.model.name,
+                dump_fields(request.fields),
+                request.arrays,
+                record.request_id.decode("ascii"),
+                deadline_us=0 if deadline_s is None else max(1, int(deadline_s * 1e6)),
+                timeout_s=(deadline_s or self.deadline_s) + GRACE_S,
+                tenant=road.tenant(tenant.namespace, tenant.scopes) if caller.share else 0,
+            )
+        except errors.AttndError as error:
+            raise as_service_error(error) from error
+
+    async def close(self) -> None:
+        if self.road is not None:
+            self.road.close()
+
+
+class Elsewhere:
+    """A service by its URL: each call goes there with its caller's key."""
+
+    def __init__(self, url: str, deadline_s: float, *, is_own: bool) -> None:
+        """`url` may be `unix:PATH`. `is_own`: the service of the gateway's own supervisor, at whose
+        address no other can listen, so that its certificate needs no check."""
+        uds = url.removeprefix("unix:") if url.startswith("unix:") else None
+        base = "http://localhost" if uds else url
+        self.transport = LoopTransport(origin_of(base, uds, verify=not is_own))
+        self.deadline_s = deadline_s
+        self.known: dict[str, float] = {}
+        """Until when a key needs no check, by the monotonic clock."""
+        self.checks = asyncio.Semaphore(MAX_CHECKS)
+        self.seen = "starting", "the service has not replied yet"
+        self.seen_until = 0.0
+
+    async def connect(self, path: str, name: str, secret: str) -> None:
+        """Nothing: connections are made when they are needed."""
+
+    async def send(
+        self, authorization: str, call: Call[Any], record: Record, deadline_s: float | None = None
+    ) -> Reply:
+        seconds = (deadline_s or self.deadline_s) + GRACE_S
+        request_id = record.request_id.decode("ascii")
+        try:
+            made = request_of(Attempt(call, request_id, seconds, deadline_s))
+            if authorization:
+                made.headers["authorization"] = authorization
+            if record.traceparent:
+                made.headers["traceparent"] = record.traceparent.decode("ascii")
+            return reply_of(await self.transport.send(made), request_id, call)
+        except errors.AttndError as error:
+            raise as_service_error(error) from error
+        except (TypeError, UnicodeEncodeError):  # a field of the path, which is text there
+            raise InvalidRequest(
+                "id", call.fields.get("id"), "must be a string of Unicode"
+            ) from None
+
+    async def caller(self, authorization: str) -> Caller:
+        """Asks the service about a key that it was not asked about lately."""
+        if not all(map(KEY.fullmatch, authorization.split())):
+            raise Unauthorized("a key has visible ASCII characters: send Authorization: Bearer KEY")
+        now = time.monotonic()
+        if self.known.get(authorization, 0.0) < now:
+            async with self.checks:
+                try:
+                    await self.check(authorization, "info")
+                except ProblemText as refused:
+                    if refused.problem["status"] != 403:  # a key without the scope is one, too
+                        raise
+            if len(self.known) >= MAX_KNOWN:
+                self.known.clear()
+            self.known[authorization] = now + KNOWN_S
+        return Caller(authorization, OPEN, authorization)
+
+    async def check(self, authorization: str, operation: str) -> Reply:
+        """Raises the service's error unless this key may call the operation."""
+        call = Call(operation, parse=lambda reply: reply)
+        return await self.send(authorization, call, Record.begin("-", "-", "-", {}.get), GRACE_S)
+
+    async def require_admin(self, caller: Caller) -> None:
+        await self.check(caller.authorization, "metrics")
+
+    async def state(self) -> tuple[str, str]:
+        now = time.monotonic()
+        if self.seen_until < now:
+            self.seen_until = now + 1.0
+            try:
+                await self.check("", "ready")
+                self.seen = "ready", ""
+            except (ProblemText, NotReady, DeadlineExceeded) as error:
+                self.seen = "unready", str(error)
+        return self.seen
+
+    async def call(
+        self, caller: Caller, request: Inference, record: Record, deadline_s: float | None
+    ) -> Reply:
+        name, fields, arrays = request.model.name, request.fields, request.arrays
+        call = Call(name, parse=lambda reply: reply, fields=fields, arrays=arrays)
+        return await self.send(caller.authorization, call, record, deadline_s)
+
+    async def close(self) -> None:
+        await self.transport.aclose()
