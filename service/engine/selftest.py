@@ -125,7 +125,7 @@ def run(store: Store, name: str, fields: dict[str, Any], **tensors: Array) -> di
             states = store.backend.attend(attends).result()
             if finish is not None:
                 finish(states)
-        case SoloLaunch(start, finish):
+        case SoloLaunch(start, finish, _, _):
             finish(start().result())
         case SlicedWork():
             work.run()

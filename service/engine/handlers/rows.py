@@ -129,7 +129,7 @@ def gather(store: Store, request: Request, seconds: Seconds) -> Work:
 
     if store.pace.is_long("gather", cost) or chosen.num_rows > ROWS_AT_ONCE:
         return SlicedWork(slices())
-    return SoloLaunch(partial(read, 0, chosen.num_rows), lambda _: None)
+    return SoloLaunch(partial(read, 0, chosen.num_rows), lambda _: None, "gather", cost)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -67,8 +67,9 @@ def ragged_prefill(store: Store, request: Request, _: Seconds) -> Work:
 
     if store.pace.is_long("ragged", cost):
         return SlicedWork(slices())
+    finish = partial(in_base, laid["lse"], fields.lse_base)
     return SoloLaunch(
-        partial(store.backend.attend_ragged, whole), lambda _: in_base(laid["lse"], fields.lse_base)
+        partial(store.backend.attend_ragged, whole), lambda _: finish(), "ragged", cost
     )
 
 
@@ -104,4 +105,5 @@ def merge(store: Store, request: Request, _: Seconds) -> Work:
 
     if store.pace.is_long("merge", cost):
         return SlicedWork(slices())
-    return SoloLaunch(partial(start, 0, num_lists), lambda _: in_base(laid["lse"], fields.lse_base))
+    finish = partial(in_base, laid["lse"], fields.lse_base)
+    return SoloLaunch(partial(start, 0, num_lists), lambda _: finish(), "merge", cost)

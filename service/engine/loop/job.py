@@ -91,10 +91,13 @@ class SharedAttention:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SoloLaunch:
-    """A launch of its own; `finish` completes the answer from its result."""
+    """A launch of its own, of estimated `cost` as work of `kind`; `finish` completes the answer
+    from its result."""
 
     start: Start
     finish: Callable[[Any], None]
+    kind: str
+    cost: Cost
     extension: None = None
     counts: Counts = NOTHING
 

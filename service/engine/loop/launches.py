@@ -224,10 +224,14 @@ class Launches:
     # What launches teach about the device's pace.
 
     def _take_sample(self, launch: Launch) -> None:
-        """Keep the measurement of a launch of attention; learn at once from one above a slice."""
+        """Keep the measurement of a launch of attention; learn at once from one above a slice, and
+        from a launch of other work."""
         num_jobs = num_rows = 0
         num_bytes = flops = 0.0
+        seconds = launch.finished - launch.started
         for job in launch.jobs:
+            if type(solo := job.work) is SoloLaunch and not self.in_flight:
+                self._store.pace.correct(solo.kind, solo.cost, seconds)
             if type(work := job.work) is SharedAttention:
                 num_jobs += 1
                 num_bytes += work.cost.num_bytes
@@ -236,7 +240,6 @@ class Launches:
                     num_rows += attend.q.shape[0]
         if not num_jobs:
             return
-        seconds = launch.finished - launch.started
         cost = Cost(num_bytes, flops)
         self._samples.append(LaunchSample(num_jobs, num_rows, cost, seconds, not self.in_flight))
         if seconds > self._store.pace.slice_s:

@@ -167,7 +167,10 @@ class Store:
         except BaseException:
             self.undo(extension)
             raise
-        seconds.copy_in += time.monotonic() - started
+        spent = time.monotonic() - started
+        if spent > self.pace.slice_s and pending.done:  # else it is the time to start a copy
+            self.pace.correct("append", write_cost(rows), spent)
+        seconds.copy_in += spent
         return pending
 
     def undo(self, extension: Extension | None) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kernels.cpu.backend import CpuBackend
+from service.engine.store.pace import RATES
 from tests.engine.harness import Caller, NewCall, Reply, append, gather, queries, rows, until
 from tests.engine.pool_model import CPU_GEOMETRY, Model, decode, indptr, on_cpu, prefill
 
@@ -53,6 +56,32 @@ async def one(caller: Caller, call: NewCall) -> tuple[Reply, Reply, float]:
     await until(lambda: caller.metric("attnd_inflight") == 0)
     slices = caller.metric("attnd_slices_total") - settled
     return reply, await caller.submit(gather("x0", "y1", "lone", "empty")), slices
+
+
+@pytest.mark.parametrize("name", ["append", "gather", "merge", "ragged"])
+def test_an_operation_that_takes_longer_than_it_was_thought_to_is_cut_from_then_on(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many calls of almost a slice by the estimate would each hold up others for longer."""
+    monkeypatch.setitem(RATES, "cpu", (1e6, 1e9))
+    method = "attend_ragged" if name == "ragged" else name
+
+    async def scenario(caller: Caller) -> float:
+        await Model(caller).family()
+        whole = getattr(CpuBackend, method)
+
+        def slow(*given: Any, **named: Any) -> Any:
+            time.sleep(0.1)
+            return whole(*given, **named)
+
+        monkeypatch.setattr(CpuBackend, method, slow)
+        settled = caller.metric("attnd_slices_total")
+        for _ in range(3):
+            await caller.submit(EVERY[name])
+        await until(lambda: caller.metric("attnd_inflight") == 0)
+        return caller.metric("attnd_slices_total") - settled
+
+    assert on_cpu(scenario, slice_ms=20.0) > 1
 
 
 @pytest.mark.parametrize("name", EVERY)
