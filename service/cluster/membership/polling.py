@@ -88,7 +88,7 @@ async def poll(members: Members, member: Member, engine: Engine) -> None:
 async def read_events(members: Members, member: Member, engine: Engine, namespace: str) -> None:
     """Reads a namespace's events since the last time."""
     known = members.prefixes[namespace]
-    tenant = tenant_of(namespace, ("read",)) if members.has_keys else OPEN
+    tenant = reader_of(members, namespace)
     while True:
         after = member.positions.get(namespace, 0)
         try:
@@ -106,6 +106,23 @@ async def read_events(members: Members, member: Member, engine: Engine, namespac
         member.positions[namespace] = page["next"]
         if len(page["events"]) < MIN_EVENTS and num_ids(page["events"]) < MIN_IDS:
             return
+
+
+async def restate(members: Members, namespace: str) -> None:
+    """Logs all pages of the engines' pools again, as the engines report them."""
+    known, tenant = members.prefixes[namespace], reader_of(members, namespace)
+    base = known.log.newest
+    for engine in members.engines:
+        page: dict[str, Any] = {"next": 0, "events": True}
+        while page["events"]:
+            page = (await ask(engine, "events", tenant, after=page["next"])).fields
+            for event in page["events"]:
+                known.add_again(event)
+    known.log.base = base
+
+
+def reader_of(members: Members, namespace: str) -> Tenant:
+    return tenant_of(namespace, ("read",)) if members.has_keys else OPEN
 
 
 def num_ids(events: list[dict[str, Any]]) -> int:

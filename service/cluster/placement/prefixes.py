@@ -70,6 +70,13 @@ class Prefixes:
             case {"type": "cleared"}:
                 self.forget(tag, namespace)
 
+    def add_again(self, event: Event) -> None:
+        """Logs what an engine repeats, for readers that missed events."""
+        keys = event.get("page_keys", ()) if event["type"] == "stored" else ()
+        if event.get("medium", POOL) == POOL and any(map(self.is_in_a_pool, keys)):
+            self.log.add(event, is_new=False)
+            self.log_removed(keys, event["namespace"], is_new=False)  # those that are gone since
+
     def is_in_a_pool(self, key: str) -> bool:
         return any(key in pages for pages in self.pages[POOL].values())
 
@@ -94,13 +101,13 @@ class Prefixes:
                 if pages:
                     yield
 
-    def log_removed(self, removed: Sequence[str], namespace: str) -> None:
+    def log_removed(self, removed: Sequence[str], namespace: str, is_new: bool = True) -> None:
         """Logs those of the pages that an engine has lost which no other has in its pool."""
         removed = [key for key in removed if not self.is_in_a_pool(key)]
         for first in range(0, len(removed), PAGES_PER_EVENT):
             some = removed[first : first + PAGES_PER_EVENT]
             event = {"type": "removed", "namespace": namespace, "page_keys": some}
-            self.log.add(event | {"medium": POOL})
+            self.log.add(event | {"medium": POOL, "time": time.time()}, is_new)
 
     def expect(
         self, tag: str, keys: Iterable[bytes], now: float, prompt: InflightPrompt | None = None
@@ -179,31 +186,46 @@ async def rest_of(pieces: Pieces[None]) -> None:
 
 class EventLog:
     """Events numbered from the microseconds of the start, so that a number from another door, or
-    from before a restart, is too old."""
+    from before a restart, is too old. Those after `base` report all pages of the engines' pools."""
 
     def __init__(self, most_pages: int = MAX_LOGGED) -> None:
-        self.begin = self.newest = time.time_ns() // 1000
+        self.begin = self.newest = self.base = time.time_ns() // 1000
         self.events: deque[Event] = deque()
+        self.weights: deque[int] = deque()
         self.most_pages = most_pages
         self.num_pages = 0
+        self.restating = asyncio.Lock()
 
-    def add(self, event: Event) -> None:
+    @property
+    def oldest(self) -> int:
+        """The number before the first event that is kept."""
+        return self.newest - len(self.events)
+
+    def add(self, event: Event, is_new: bool = True) -> None:
+        """`is_new`: not a repetition, which makes no other give way."""
         self.newest += 1
         self.events.append(event | {"id": self.newest})
-        self.num_pages += len(event["page_keys"])
+        self.weights.append(len(event["page_keys"]) if is_new else 0)
+        self.num_pages += self.weights[-1]
         while self.num_pages > self.most_pages:
-            self.num_pages -= len(self.events.popleft()["page_keys"])
+            self.events.popleft()
+            self.num_pages -= self.weights.popleft()
+
+    def is_kept(self, after: int) -> bool:
+        return after < 0 or (after > 0 and self.oldest <= after <= self.newest)
+
+    def lacks(self, after: int) -> bool:
+        """Whether a reader cannot learn of all pages from the events that are kept."""
+        return not self.is_kept(after) and self.base < self.oldest
 
     def page(self, after: int, limit: int) -> Event:
         """Up to `limit` events after a number, the number to continue after, and whether events in
         between were dropped."""
         if after < 0:
             return {"events": [], "next": self.newest, "too_old": False}
-        first = self.newest - len(self.events)
-        has_dropped = first > self.begin
-        too_old = has_dropped if after == 0 else not first <= after <= self.newest
-        start = first if too_old else max(after, first)
-        events = list(islice(self.events, start - first, start - first + limit))
+        start = after if self.is_kept(after) else self.oldest
+        events = list(islice(self.events, start - self.oldest, start - self.oldest + limit))
+        too_old = start != (after or self.begin)
         return {"events": events, "next": start + len(events), "too_old": too_old}
 
 

@@ -10,6 +10,7 @@ from attnd.wire.dtypes import Array
 
 from service.cluster.membership.engine import Call, Engine, EngineReply, RawReply
 from service.cluster.membership.members import Members
+from service.cluster.membership.polling import restate
 from service.cluster.routing.joins import JOINS, join_snapshots, shares
 from service.cluster.routing.locator import in_time
 from service.cluster.routing.replies import longest, reply, results_of
@@ -164,8 +165,11 @@ class Broadcast:
         for member in members.by_name.values():
             if member.engine is not None and member.no_events is not None:
                 raise member.no_events
-        page = members.prefixes_of(space).log.page(fields.after, fields.limit)
-        return self.reply(call, page)
+        log = members.prefixes_of(space).log
+        async with log.restating:
+            while log.lacks(fields.after):
+                await restate(members, space)
+        return self.reply(call, log.page(fields.after, fields.limit))
 
     async def engines(self, call: Call, fields: Fields) -> RawReply:
         replies = await ask_all(self.members, call, fields)

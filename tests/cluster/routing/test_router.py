@@ -30,6 +30,7 @@ from tests.cluster.harness import (
     rows,
 )
 from tests.cluster.local_engines import LocalEngines
+from tests.harness.router import BlockIndex
 
 SCALE = DIM**-0.5
 
@@ -211,6 +212,39 @@ async def test_prompts_that_begin_alike_go_to_the_same_engine(cluster: Cluster) 
     assert (ended.status, ended.fields["lease"]) == (404, matched["lease"]["id"])
     events = (await cluster.fields("events", {"after": seen}))["events"]
     assert sum(len(one["page_keys"]) for one in events if one["type"] == "stored") == 20
+
+
+async def test_a_reader_that_missed_events_of_the_cluster_learns_of_all_pages(
+    cluster: Cluster,
+) -> None:
+    index = BlockIndex()
+    index.last = (await cluster.fields("events", {"after": 0}))["next"]
+    known = cluster.router.members.prefixes["default"]
+    known.log.most_pages = 2
+    k = np.zeros((2 * PAGE, HEADS, DIM), FLOAT)
+    for seed, home in enumerate(["engine-0", "engine-1"] * 3):
+        cluster.only_on(home)
+        (name,) = await cluster.create(1)
+        for layer in range(LAYERS):
+            fields = {"layer": layer, "sequences": [name], "append_indptr": [0, len(k)]}
+            await cluster.ok("append", fields, k=k, v=k)
+        await cluster.ok("commit", {"id": name, "token_ids": [50 + seed // 2] * len(k)})
+        await cluster.ok("delete_sequence", {"id": name})
+        if seed == 3:
+            await cluster.until(lambda: num_pages(known, "GPU") == 4, "events of four commits")
+            await cluster.ok("clear", {})
+            await cluster.until(lambda: num_pages(known, "GPU") == 0, "events of the clear")
+    cluster.only_on()
+    await cluster.until(lambda: num_pages(known, "GPU") == 2, "the events of all commits")
+    for limit in (1, 1000):
+        page: dict[str, Any] = {"events": True}
+        while page["events"]:
+            page = await cluster.fields("events", {"after": index.last, "limit": limit})
+            index.take_page(page)
+        pools = [set(map(bytes.fromhex, pages)) for pages in known.pages["GPU"].values()]
+        assert index.blocks == set[bytes]().union(*pools) and len(index.blocks) == 2
+        assert index.resets > 0
+        index = BlockIndex()
 
 
 async def test_sequences_of_two_engines_have_no_page_table_together(cluster: Cluster) -> None:
