@@ -24,7 +24,6 @@ Endpoint = Annotated[str, Field(pattern=r"^(tcp|ipc)://.+$", max_length=256)]
 PATHS: Final = {
     "server": ("uds", "socket", "tls_cert", "tls_key", "tls_client_ca"),
     "auth": ("keys_file",),
-    "cluster": ("secret_file",),
     "cache": ("disk_path",),
 }
 """Settings that name files, by section."""
@@ -298,6 +297,15 @@ class Settings(Section):
     log: LogSettings = LogSettings()
     config: Path | None = None
     """YAML file whose settings override the defaults."""
+
+    @model_validator(mode="after")
+    def check_router(self) -> Settings:
+        if self.server.http_workers > 1 and not self.cluster.is_one:
+            given = f"server.http_workers = {self.server.http_workers}"
+            raise ValueError(
+                f"{given}: a cluster has one router: leave it out, or run two clusters"
+            )
+        return self
 
     def with_absolute_paths(self) -> Settings:
         """A copy with absolute paths, for processes with another working directory."""

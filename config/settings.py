@@ -74,6 +74,16 @@ ENV_PREFIX: Final = "ATTND_"
 # `attnd` makes these, which are not settings.
 SERVICE_LINK: Final = re.compile(r"ATTND_(SERVICE_(HOST|PORT)|PORT)(_[A-Z0-9_]*)?")
 
+ON_RAY: Final = "several hosts are Ray's: start one service with --cluster (docs/cluster.md)"
+REMOVED: Final = {
+    "cluster.members": ON_RAY,
+    "cluster.listen": ON_RAY,
+    "cluster.secret_file": "each start makes a secret of its own: leave it out",
+    "cluster.lost_after_s": "an engine is dead when its process ends or Ray says so: leave it out",
+    "cluster.ingresses": "a cluster has one router: run two clusters for twice the throughput",
+}
+"""Settings of earlier versions, and what to do instead."""
+
 SECTIONS: Final[dict[str, type[Section]]] = {
     name: field.annotation
     for name, field in Settings.model_fields.items()
@@ -216,6 +226,7 @@ def refuse_unknown_options(argv: Sequence[str]) -> None:
         section, _, key = name.removeprefix("--").partition(".")
         if not name.startswith("--") or name in ("--config", "--help"):
             continue
+        refuse_removed(f"{section}.{key}", name)
         keys = [one.replace("_", "-") for one in fields_of(SECTIONS.get(section)) or {}]
         if section not in SECTIONS:
             close = hint(section, [*SECTIONS, "config", "help"], "sections")
@@ -226,6 +237,12 @@ def refuse_unknown_options(argv: Sequence[str]) -> None:
         else:
             continue
         raise SettingsError(f"{name}: unknown option{close} (--help lists all options)")
+
+
+def refuse_removed(key: str, given: str) -> None:
+    """Raises `SettingsError` for a setting of an earlier version, with its successor."""
+    if (successor := REMOVED.get(key.lower().replace("-", "_"))) is not None:
+        raise SettingsError(f"{given}: this setting was removed: {successor}")
 
 
 class UniqueKeys(yaml.SafeLoader):
@@ -266,6 +283,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
             key = str(key).replace("-", "_")
             if key in found.setdefault(head, {}):
                 raise SettingsError(f"{path}: {head}.{key}: given twice, in two spellings")
+            refuse_removed(f"{head}.{key}", f"{path}: {head}.{key}")
             found[head][key] = value
         found.setdefault(head, {})
     return found
@@ -287,6 +305,7 @@ def refuse_unknown_environment() -> None:
         known |= {f"{ENV_PREFIX}{name}__{key}".upper() for key in section.model_fields}
     for name in sorted(os.environ):
         spelled = name.replace("-", "_")
+        refuse_removed(spelled.removeprefix(ENV_PREFIX).replace("__", "."), name)
         if (
             name.startswith(ENV_PREFIX)
             and spelled not in known

@@ -11,6 +11,7 @@ import argparse
 import logging
 import os
 import resource
+import secrets
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -22,8 +23,7 @@ from typing import Final
 from config.settings import Settings, SettingsError, load_settings, set_environment
 from service import __version__
 from service.addresses import Addresses, bind_addresses
-from service.cluster.membership.members_file import engine_name, list_members
-from service.cluster.membership.secret import SecretError, secret_of
+from service.cluster.membership.roster import engine_name, list_engines
 from service.doors.kit.tls import TlsError
 from service.extras import how_to_install
 from service.keys import KeysError, key_command
@@ -40,6 +40,7 @@ OTHER_FILES: Final = 256
 """Open files of a process beside its connections: libraries, devices, arenas, pipes."""
 LEAST_FILES: Final = 64
 """Open files without which a process cannot start."""
+SECRET_BYTES: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +87,7 @@ def main(argv: Sequence[str], commands: Commands | None = None) -> int:
     try:
         allow_open_files(settings)
         files = CheckedFiles(settings)
-        secret = secret_of(settings.cluster)
-    except (KeysError, SecretError) as error:
+    except KeysError as error:
         print(f"attnd: {error}", file=sys.stderr)
         return 2
     except (TlsError, OSError) as error:
@@ -98,7 +98,6 @@ def main(argv: Sequence[str], commands: Commands | None = None) -> int:
             settings.server,
             is_private=settings.auth.is_private,
             num_engines=settings.cluster.engines,
-            remote=settings.cluster.listen,
         )
     except CannotListen as error:
         LOG.error("cannot listen: %s", error)
@@ -108,7 +107,7 @@ def main(argv: Sequence[str], commands: Commands | None = None) -> int:
         try:
             # closed once: a path may be another service's by the time this one has ended
             usual = Commands() if settings.cluster.is_one else IN_CLUSTER
-            return supervise(settings, addresses, bound.close, commands or usual, secret, files)
+            return supervise(settings, addresses, bound.close, commands or usual, files)
         except OSError as error:
             LOG.error("cannot start the processes: %s", error)
             return 1
@@ -129,6 +128,9 @@ def cluster_on_ray(settings: Settings) -> int:
     if find_spec("ray") is None:
         LOG.error("cannot start: --cluster needs Ray: %s", how_to_install("ray"))
         return 1
+    if settings.server.http_workers > 1:
+        LOG.error("cannot start: server.http_workers: a cluster has one router: leave it out")
+        return 2
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
     set_environment("ray")
     from service.cluster.ray.app import serve_cluster
@@ -143,20 +145,18 @@ def supervise(
     addresses: Addresses,
     stop_listening: Callable[[], None],
     commands: Commands,
-    secret: str,
     files: CheckedFiles,
 ) -> int:
     """Start engine and doors on their sockets, and watch them to the end."""
     paths = [one.path for one in addresses.engines]
     is_one = settings.cluster.is_one
-    called = paths[0] if is_one else addresses.members
+    called = paths[0] if is_one else addresses.roster
     if not is_one:
-        list_members(called, paths, settings.cluster)
+        list_engines(called, paths)
     children = []
     for number, one in enumerate(addresses.engines):
         name = ENGINE if is_one else engine_name(number)
-        sockets = (one.sock, *addresses.remote[number : number + 1])
-        children.append(Child(name, commands.engine, sockets, number))
+        children.append(Child(name, commands.engine, (one.sock,), number))
     for worker in range(settings.server.http_workers):
         children.append(Child(f"http-{worker}", commands.door, addresses.http, worker))
     if settings.oip.is_on:
@@ -170,7 +170,7 @@ def supervise(
         lifeline=lifeline,
         engine_socket=str(called),
         url=addresses.url,
-        secret=secret,
+        secret=secrets.token_hex(SECRET_BYTES),
         metrics={name: make_shared() for name in (MAIN, *(child.process for child in children))},
         files=files,
     )

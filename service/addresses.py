@@ -37,10 +37,8 @@ class Addresses:
     """HTTP's address for people: the port is the one that was bound."""
     engines: tuple[Listening, ...]
     """The engine's own socket; in a cluster one of each."""
-    members: Path
-    """Where a cluster's file of members goes."""
-    remote: tuple[socket.socket, ...]
-    """Where doors of other hosts come in, one of each engine; none where they do not."""
+    roster: Path
+    """Where the file with a cluster's engines goes."""
     uds: Listening | None
     """HTTP's, when it is a Unix socket."""
 
@@ -51,7 +49,7 @@ class Addresses:
             engine.close()
         if self.uds is not None:
             self.uds.close()
-        for one in (*self.http, *self.remote):
+        for one in self.http:
             one.close()
 
 
@@ -60,10 +58,9 @@ def bind_addresses(
     *,
     is_private: bool = False,
     num_engines: int = 1,
-    remote: str | None = None,
 ) -> Addresses:
-    """Bind HTTP's sockets, the engines', and where those are reached from other hosts. With
-    `is_private`, HTTP is on this machine's loopback only.
+    """Bind HTTP's sockets and the engines'. With `is_private`, HTTP is on this machine's loopback
+    only.
 
     Raises `CannotListen`, one line.
     """
@@ -88,30 +85,8 @@ def bind_addresses(
         for own in engine_paths(path, num_engines):
             engines.append(listen(own, private=private, mode=int(server.socket_mode, 8)))
             undo.callback(engines[-1].close)
-        entries = listen_remote(remote, num_engines)
         undo.pop_all()
-    members = path.with_suffix(".members")
-    return Addresses(http, url, tuple(engines), members, entries, uds)
-
-
-def listen_remote(address: str | None, count: int) -> tuple[socket.socket, ...]:
-    """A socket for every engine, at ports one after another. Raises `CannotListen`."""
-    if address is None:
-        return ()
-    host, _, port = address.rpartition(":")
-    found: list[socket.socket] = []
-    for number in range(count):
-        chosen = int(port) + number if int(port) else 0
-        try:
-            first, *others = listen_tcp(host.strip("[]"), chosen, False, "cluster.listen")
-        except CannotListen:
-            for one in found:
-                one.close()
-            raise
-        found.append(first)
-        for one in others:
-            one.close()
-    return tuple(found)
+    return Addresses(http, url, tuple(engines), path.with_suffix(".roster"), uds)
 
 
 def engine_paths(path: Path, count: int) -> list[Path]:

@@ -178,18 +178,6 @@ class NotReady(AttndError):
     """The service is starting or draining, or the device is lost."""
 
 
-class SequenceMoving(CoreError):
-    """The sequences are moving from one engine of a cluster to another; nothing was changed.
-
-    `handed`: those whose ownership this engine has transferred, and which it will delete.
-    """
-
-    def __init__(self, ids: Sequence[str], handed: Sequence[str] = ()) -> None:
-        detail = f"moving to another engine: {', '.join(ids)}: try again"
-        extra = {"handed": list(handed)} if handed else {}
-        super().__init__(detail, sequences=list(ids), **extra)
-
-
 class Cancelled(AttndError):
     """The caller cancelled the operation; it changed nothing."""
 

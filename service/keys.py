@@ -24,6 +24,7 @@ RANDOM_BYTES: Final = 32
 MAX_KEYS: Final = 16_384
 """A frame has 16 bits for the tenant."""
 DIGEST: Final = re.compile(r"[0-9a-fA-F]{64}")
+REMOVED_SCOPE: Final = "move"
 LINE: Final = "SHA-256 NAMESPACE SCOPE[,SCOPE...]"
 
 
@@ -118,9 +119,14 @@ def read_line(words: list[str]) -> Key:
     if len(words) != 3:
         raise ValueError(f"{len(words)} fields, expected 3: {LINE}")
     digest, namespace, scopes = words
+    given = scopes.split(",")
+    if REMOVED_SCOPE in given:
+        text = "a key of %s has the scope %s, which was removed: it is ignored"
+        LOG.warning(text, namespace, REMOVED_SCOPE)
+        given = [one for one in given if one != REMOVED_SCOPE]
     if not DIGEST.fullmatch(digest):
         raise ValueError("not a SHA-256 (64 hexadecimal digits, not the key itself) in field 1")
-    return Key(bytes.fromhex(digest), tenant_of(namespace, scopes.split(",")))
+    return Key(bytes.fromhex(digest), tenant_of(namespace, given))
 
 
 def new_key() -> str:

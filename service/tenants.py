@@ -10,9 +10,9 @@ from typing import Final, Literal
 
 from service.errors import Forbidden
 
-Scope = Literal["read", "append", "move", "admin"]
-SCOPES: Final[tuple[Scope, ...]] = ("read", "append", "move", "admin")
-"""Permissions of keys. `admin` includes `move`: draining an engine moves its sequences."""
+Scope = Literal["read", "append", "admin"]
+SCOPES: Final[tuple[Scope, ...]] = ("read", "append", "admin")
+"""Permissions of keys."""
 NAMESPACE: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 MARK: Final = "/"
 """Ends the namespace in a sequence's name; namespaces and sequence ids cannot contain it."""
@@ -36,7 +36,7 @@ class Tenant:
 
     def require(self, scope: Scope, operation: str) -> None:
         """Raises Forbidden where the key lacks the scope."""
-        if scope in self.scopes or (scope == "move" and "admin" in self.scopes):
+        if scope in self.scopes:
             return
         has = ", ".join(one for one in SCOPES if one in self.scopes) or "none"
         text = f"{operation} requires the scope {scope}, this key has {has}: use another key"

@@ -215,14 +215,6 @@ def create_and_delete(count: int) -> Burst:
     return lambda: [created, Shot("delete_sequences", {"prefix": ""})]
 
 
-def marks(count: int) -> Burst:
-    """A mark for transfer on each of `count` sequences."""
-    marked = {"state": "leaving", "for_s": 60.0}
-    return lambda: [
-        Shot("hand_over", {"id": name} | marked, answer_bytes=2**12) for name in ids(count)
-    ]
-
-
 def deep_prefixes(count: int, num_pages: int) -> Burst:
     """Creates `count` sequences, each with a prefix of `num_pages` pages."""
     new: list[dict[str, Any]] = [{"prefix": {}} for _ in range(count)]
@@ -336,7 +328,6 @@ ATTACKS: Final = (
     Attack("S15 98 heads without bodies", lambda: (), heads=98, ways=("http",)),
     Attack("S20 long prefills", prefills(LONG_ROWS, 8), separate(1, 1024)),
     # S16 comes after all that create sequences: its marks outlive it.
-    Attack("S16 20,000 leaving marks", marks(20_000), empty(20_000), ways=("session",)),
     Attack(
         "S17 an engine of the cluster is stopped", calls("list_sequences", 64), stops_engine=True
     ),

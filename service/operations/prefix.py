@@ -168,11 +168,6 @@ class RenewFields(Fields):
     id: LeaseId
     lease_s: Annotated[float, Field(gt=0.0, le=MAX_LEASE_S)] = DEFAULT_LEASE_S
     """New duration from now, in seconds."""
-    page_key: PageKey | None = None
-    """Page to open the lease on, with all before it, if this engine does not know the lease because
-    another engine gave it."""
-    cache_salt: CacheSalt = ""
-    """With `page_key`: the salt that the page was committed with."""
 
 
 class LeaseFields(Fields):

@@ -27,8 +27,6 @@ from service.operations.schema.fields import (
 from service.operations.schema.info import InfoAnswer
 from service.operations.schema.page_names import (
     NAMES,
-    CacheSalt,
-    PageKey,
     Seconds,
     SoughtPages,
     TierTokens,
@@ -48,13 +46,6 @@ PLAIN: Final = frozenset({"id", "parent", "ttl_s"})
 """Fields of a new sequence that can be combined in any way."""
 
 
-class HeldFields(Fields):
-    """A page of the prefix cache."""
-
-    page_key: PageKey
-    cache_salt: CacheSalt = ""
-
-
 class NewSequenceFields(Fields):
     """A sequence to create: empty, a fork of `parent`, or from the prefix cache."""
 
@@ -67,9 +58,6 @@ class NewSequenceFields(Fields):
     prefix: SoughtPages | None = None
     """Prompt whose longest cached beginning the sequence starts with. Empty if the tensor
     `token_ids` or `page_keys` names the pages."""
-    held: HeldFields | None = None
-    """Page held by a pin or lease; the sequence starts with it and all pages before it. Allowed
-    while the engine is draining, so that another engine can import it."""
     ttl_s: Seconds | None = None
     """Idle seconds before deletion; absent: never."""
 
@@ -82,13 +70,6 @@ class CreateFields(Fields):
     prefix_indptr: Indptr | None = None
     """int32 [B+1]: sequence b has the ids or keys `prefix_indptr[b]:prefix_indptr[b+1]` of the
     tensor. Optional for one sequence."""
-    confirm_s: Seconds | None = None
-    """Seconds in which `hand-over` must confirm each new sequence with `back`, else it is deleted;
-    `gone` deletes it at once. Until then calls for it are a 503. Absent: nothing to confirm.
-    Requires the scope `move`."""
-
-    def moved_with(self) -> str:
-        return "" if self.confirm_s is None else "confirm_s"
 
     def check(self, entries: Entries, info: InfoAnswer) -> None:
         """Ids are distinct, only forks have a length, and every prefix names pages."""
@@ -100,9 +81,6 @@ class CreateFields(Fields):
                 refuse(f"sequences.{index}", new.model_dump(exclude_unset=True), rule)
             if new.prefix is not None and new.parent is not None:
                 refuse(f"sequences.{index}", new.id, "parent and prefix cannot be combined")
-            if new.held is not None and (new.parent is not None or new.prefix is not None):
-                rule = "cannot be combined with parent or prefix"
-                refuse(f"sequences.{index}.held", "given", rule)
         check_ids([new.id for new in self.sequences if new.id is not None])
         check_prefixes(self, entries, info)
 
@@ -128,8 +106,6 @@ class DeleteFields(Fields):
     """Ids of the sequences; unknown ids are ignored."""
     prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{0,128}$")] | None = None
     """Prefix of the ids of the sequences."""
-    skip: bool = False
-    """Whether to skip sequences that are moving to another engine, and list them in `skipped`."""
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -144,8 +120,6 @@ class DeleteFields(Fields):
 
 class DeletedAnswer(Fields):
     num_deleted: Count
-    skipped: list[SequenceId] | None = None
-    """With `skip`: the skipped ids, at most a thousand, in order."""
 
 
 class TruncateFields(Fields):

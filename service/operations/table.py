@@ -7,7 +7,6 @@ from typing import Final
 from service.operations import (
     attention,
     events,
-    internal,
     prefix,
     rows,
     sequences,
@@ -16,7 +15,7 @@ from service.operations import (
 )
 from service.operations.schema.spec import Operation
 
-MODULES: Final = (attention, events, internal, prefix, rows, sequences, status, transfer)
+MODULES: Final = (attention, events, prefix, rows, sequences, status, transfer)
 BY_NUMBER: Final = {
     declared.number: declared
     for module in MODULES

@@ -176,19 +176,8 @@ class ImportFields(Fields):
     import."""
     share: bool = True
     """With `header`: whether to start with named pages that are cached."""
-    base: SequenceId | None = None
-    """With `header`: sequence to fork instead of starting with cached pages; its first `base_len`
-    tokens must be the same. Requires the scope `move`."""
-    base_len: Count = 0
-    """Tokens to fork, in full pages."""
     idle_s: Annotated[float, Field(gt=0.0, le=MAX_IDLE_S)] = DEFAULT_IDLE_S
     """With `header`: seconds without a request after which the import is cancelled."""
-    confirm_s: Seconds | None = None
-    """At the end of an import: as of a new sequence. Requires the scope `move`."""
-
-    def moved_with(self) -> str:
-        given = [one for one in ("base", "confirm_s") if getattr(self, one) is not None]
-        return given[0] if given else ""
 
     def sizes(self, info: InfoAnswer) -> dict[str, int]:
         return pool_sizes(info)
@@ -207,11 +196,8 @@ class ImportFields(Fields):
             refuse(f"tensors.{min(extra)}", "given", "belongs to another form of an import")
         if self.before is not None and self.part is None:
             refuse("before", self.before, "requires part")
-        if self.confirm_s is not None and (self.header is not None or self.part is not None):
-            refuse("confirm_s", self.confirm_s, "belongs to the end of an import")
         if self.header is not None:
             check_header(self.header, info)
-            check_base(self, self.header)
             check_names(self.header, entries)
         dtype = POOL_DTYPES[info.dtype]
         for name in sorted({"k", "v"} & entries.keys()):
@@ -233,14 +219,6 @@ class ImportAnswer(Fields):
     pages are cached."""
     expires_at: float | None
     """Time at which the import is cancelled, in seconds since 1970; null when it is done."""
-
-
-def check_base(fields: ImportFields, header: Header) -> None:
-    """An import shares full pages with its base, at every layer."""
-    least = min(header.lengths) // header.page_size * header.page_size
-    if fields.base_len > least or fields.base_len % header.page_size:
-        rule = f"must be a multiple of {header.page_size}, and at most {least}"
-        refuse("base_len", fields.base_len, rule)
 
 
 def check_header(header: Header, info: InfoAnswer) -> None:

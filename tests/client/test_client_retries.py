@@ -87,7 +87,7 @@ def test_a_batch_of_which_a_cluster_has_done_a_part_is_repeated_with_offsets_onl
 
 
 def test_an_error_lists_what_all_attempts_of_a_batch_have_changed(kind: Kind) -> None:
-    part = problem(503, "sequence_moving", done=["a"])
+    part = problem(503, "not_ready", done=["a"])
     script = Script(part, problem(500, "internal"))
     with pytest.raises(attnd.Internal) as caught:
         ask(kind, script, "append", 0, ["a", "b"], K2, K2, offsets=[5, 5])
@@ -95,7 +95,7 @@ def test_an_error_lists_what_all_attempts_of_a_batch_have_changed(kind: Kind) ->
     with pytest.raises(attnd.ConnectionFailed) as unreachable:
         ask(kind, Script(part, REFUSED), "append", 0, ["a", "b"], K2, K2, offsets=[5, 5])
     cause = unreachable.value.__cause__
-    assert isinstance(cause, attnd.SequenceMoving) and cause.problem["done"] == ["a"]
+    assert isinstance(cause, attnd.NotReady) and cause.problem["done"] == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_an_error_lists_what_all_attempts_of_a_batch_have_changed(kind: Kind) ->
 def test_a_batch_that_two_attempts_have_done_in_parts_is_done(
     kind: Kind, lengths: dict[str, int], done: list[str], is_done: bool
 ) -> None:
-    part = problem(503, "sequence_moving", done=["a"])
+    part = problem(503, "not_ready", done=["a"])
     script = Script(part, problem(409, "length_mismatch", lengths=lengths, done=done))
     if is_done:
         result = ask(kind, script, "append", 0, ["a", "b"], K2, K2, offsets=[5, 5])

@@ -53,8 +53,6 @@ class FakeLink:
         self.state = "ready", "ready"
         self.ids: set[str] = set()
         self.imports: set[str] = set()
-        self.arrived: set[str] = set()
-        """Generations of finished imports."""
         self.served: list[tuple[str, Any, dict[str, Any]]] = []
         """The operation, fields and tensors of each call."""
         self.replies: dict[str, Any] = {}
@@ -102,12 +100,14 @@ class FakeLink:
                 return self.create(fields["sequences"])
             case "get_import" | "cancel_import" | "import_sequence":
                 return self.step(name, fields)
-            case "hand_over" if fields["state"] == "arrived":
-                if fields["generation"] not in self.arrived:
-                    raise UnknownImport(fields["id"])
-                return {}
+            case "delete_sequences":
+                there = self.ids.intersection(fields["ids"])
+                self.ids -= there
+                return {"num_deleted": len(there)}
+            case "list_sequences":
+                return {"sequences": [{"id": one} for one in sorted(self.ids)], "next": None}
         self.check([*fields.get("sequences", ()), *filter(None, [fields.get("id")])])
-        if name == "delete_sequence" or (name, fields.get("state")) == ("hand_over", "gone"):
+        if name == "delete_sequence":
             self.ids.remove(fields["id"])
         return self.replies.get(name, {})
 
@@ -171,7 +171,8 @@ async def fake_cluster(names: str, has_keys: bool = False) -> AsyncIterator[Fake
         engine = Engine(name, cast(Link, link), router.arena)
         engine.learn(INFO.model_copy(update={"instance_id": 32 * name}))
         engine.load = Load(free=1000)
-        members.by_name[name] = Member(name, f"/{name}", engine=engine, tag=engine.tag)
+        members.by_name[name] = Member(name, f"/{name}", 0.0, engine=engine, tag=engine.tag)
+        members.by_name[name].is_known = True
         members.by_tag[engine.tag] = engine
     try:
         yield cluster

@@ -242,7 +242,7 @@ async def play(engines: LocalEngines, seconds: float, seed: int, clients: int = 
     outcomes: Counter[str] = Counter()
     count = len(engines.processes)
     try:
-        await router.connect(str(engines.members), "faults", engines.secret)
+        await router.connect(str(engines.roster), "faults", engines.secret)
         await cluster.until(lambda: len(router.members.engines) == count, "all engines")
         ends = time.monotonic() + seconds
         callers = [Client(cluster, n, seed + n, outcomes) for n in range(clients)]

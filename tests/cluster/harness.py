@@ -115,7 +115,7 @@ class Cluster:
         return answer.status, answer.fields["code"], answer
 
     async def ids(self) -> list[str]:
-        """All sequences, including copies under way."""
+        """All sequences."""
         listed = await self.fields("list_sequences", {"limit": 1000})
         return [one["id"] for one in listed["sequences"]]
 
@@ -136,10 +136,6 @@ class Cluster:
         """The engine accepts new sequences again."""
         await self.ok("drain_engine", {"name": name, "stop": True})
 
-    async def drained(self, name: str) -> None:
-        """Waits until the router has drained an engine."""
-        await self.until(self.router.drains.tasks[name].done, f"{name} is drained")
-
     async def create(self, count: int, **fields: Any) -> list[str]:
         made = await self.fields("create_sequences", {"sequences": [dict(fields)] * count})
         return [one["id"] for one in made["sequences"]]
@@ -155,8 +151,7 @@ class Cluster:
 
     def home(self, name: str) -> str:
         """The name of the engine that a sequence is on."""
-        tag = self.router.locator.tags.tag(("default", name))
-        return self.router.members.by_tag[tag or ""].name
+        return self.router.members.by_tag[self.router.ids.tag(("default", name))].name
 
     async def until(self, ready: Callable[[], bool], what: str) -> None:
         async with asyncio.timeout(WAIT_S):
@@ -179,11 +174,13 @@ def run(engines: LocalEngines, test: Callable[[Cluster], Coroutine[Any, Any, Non
         def all_there() -> bool:
             ended = [name for name, one in engines.processes.items() if one.poll() is not None]
             assert not ended, f"could not start, or has died: {ended}"
-            return len(router.members.engines) == count
+            members = router.members
+            known = [one.is_known for one in members.by_name.values()]
+            return len(members.engines) == count and all(known)
 
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(router.connect(str(engines.members), "test", engines.secret))
+                group.create_task(router.connect(str(engines.roster), "test", engines.secret))
                 await cluster.until(all_there, "all engines")
             await test(cluster)
             await cluster.ok("delete_sequences", {"prefix": ""})
@@ -207,15 +204,19 @@ def rows(rng: np.random.Generator, count: int, heads: int = HEADS) -> Any:
 
 
 @asynccontextmanager
-async def another_door(first: Cluster, has_keys: bool = False) -> AsyncIterator[Cluster]:
-    """A second router over the same engines."""
-    router = Router(SETTINGS.server, has_keys)
+async def restarted_router(first: Cluster) -> AsyncIterator[Cluster]:
+    """Another router over the same engines, as after a restart; the first one does nothing."""
+    router = Router(SETTINGS.server)
     try:
         async with asyncio.timeout(60):
-            await router.connect(str(first.engines.members), "test-2", first.engines.secret)
-        second = Cluster(router, first.engines)
+            await router.connect(str(first.engines.roster), "test-2", first.engines.secret)
+        second, members = Cluster(router, first.engines), router.members
         await second.until(
-            lambda: len(router.members.engines) == len(first.router.members.engines), "all engines"
+            lambda: (
+                len(members.by_name) == len(first.router.members.by_name)
+                and all(one.is_known for one in members.by_name.values())
+            ),
+            "the ids of all engines",
         )
         yield second
     finally:

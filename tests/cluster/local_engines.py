@@ -1,4 +1,4 @@
-"""Engines of this host as child processes, and their members file."""
+"""Engines of this host as child processes, and their roster."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from typing import Final
 
 from config.sections import Settings
 from service.addresses import listen_tcp
-from service.cluster.membership.members_file import MemberEntry, write_members
 from service.cluster.membership.processes import EngineProcess
+from service.cluster.membership.roster import RosterEntry, write_roster
 from service.road.engine_end.listening import listen
 
-LOST_AFTER_S: Final = 1.0
 HOST: Final = "127.0.0.1"
 
 
 @dataclass(slots=True)
 class LocalEngines:
-    """The engines `engine-0`, `engine-1`, ..., and their members file."""
+    """The engines `engine-0`, `engine-1`, ..., and their roster."""
 
     settings: Settings
     folder: Path
@@ -34,11 +33,11 @@ class LocalEngines:
     """Connect over TCP, as to engines of other hosts."""
     secret: str = field(default_factory=lambda: secrets.token_hex(32))
     engines: dict[str, EngineProcess] = field(default_factory=dict)
-    entries: list[MemberEntry] = field(default_factory=list)
+    entries: list[RosterEntry] = field(default_factory=list)
 
     @property
-    def members(self) -> Path:
-        return self.folder / "members.json"
+    def roster(self) -> Path:
+        return self.folder / "roster.json"
 
     @property
     def processes(self) -> dict[str, subprocess.Popen[bytes]]:
@@ -48,16 +47,16 @@ class LocalEngines:
     def add(self) -> None:
         """One more engine."""
         name = f"engine-{len(self.engines)}"
-        own, lost_after_s = listen(self.folder / f"{name}.sock", private=False), 0.0
+        own = listen(self.folder / f"{name}.sock", private=False)
         address, more = str(own.path), list[socket.socket]()
         if self.over_tcp:
-            more, lost_after_s = list(listen_tcp(HOST, 0, False)), LOST_AFTER_S
+            more = list(listen_tcp(HOST, 0, False))
             address = f"tcp:{HOST}:{more[0].getsockname()[1]}"
         settings = self.settings.with_own_disk_path(name)  # as engines of different hosts
         engine = EngineProcess(name, settings, own, more, self.lifeline, self.secret)
         self.engines[name] = engine
-        self.entries.append(MemberEntry(name, address, lost_after_s))
-        write_members(self.members, self.entries)
+        self.entries.append(RosterEntry(name, address))
+        write_roster(self.roster, self.entries)
 
     def kill(self, name: str) -> None:
         self.engines[name].kill()

@@ -1,4 +1,4 @@
-"""Engines stop and are emptied, doors are killed: nothing is lost. Longer: `stress.py`."""
+"""Engines stop and drain, the router is killed: nothing is lost. Longer: `stress.py`."""
 
 from __future__ import annotations
 
@@ -23,20 +23,19 @@ def test_nothing_is_lost_unknown_or_duplicated_while_no_engine_dies(num_engines:
         outcomes = asyncio.run(play(service, SECONDS, num_engines, LONGEST_STALL_S))
     print(dict(outcomes))
     assert outcomes["ok"] > 50
-    assert all(outcomes[what] for what in ("doors killed", "drains", "stalls", "rows"))
+    assert all(outcomes[what] for what in ("router killed", "drains", "stalls", "rows"))
 
 
-def test_a_door_that_starts_is_ready_once_it_has_met_all_engines() -> None:
+def test_a_router_that_starts_is_ready_once_it_has_met_all_engines() -> None:
     async def check(service: Service) -> None:
         async with client_of(service) as client:
             await until_ready(client, 2)
             stopped = service.engines.processes["engine-1"]
             stopped.send_signal(signal.SIGSTOP)
             try:
-                for process in service.doors.processes.values():
-                    process.kill()
-                    process.wait()
-                service.doors.check()
+                service.router.running.kill()
+                service.router.running.wait()
+                service.router.check()
                 await until_status(client, "/v1/engines", 200)
                 reply = await client.get("/health/ready")
                 assert reply.status_code == 503 and "engine-1" in reply.text, reply.text

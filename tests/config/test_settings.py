@@ -110,11 +110,11 @@ def test_every_setting_that_names_a_file_can_be_made_absolute(
     for section, names in PATHS.items():
         assert set(names) == {one for one in sections[section].model_fields if names_a_file(one)}
     monkeypatch.chdir(tmp_path)
-    given = ("--auth.keys-file", "keys", "--cluster.secret-file", "/run/secret")
+    given = ("--auth.keys-file", "keys", "--server.uds", "/run/socket")
     settings = load_settings(given).with_absolute_paths()
     assert settings.auth.keys_file == str(tmp_path / "keys")
-    assert settings.cluster.secret_file == "/run/secret"
-    assert settings.server == load_settings(given).server, "settings that are not given stay absent"
+    assert settings.server.uds == "/run/socket"
+    assert settings.cache == load_settings(given).cache, "settings that are not given stay absent"
 
 
 def test_idle_threads_sleep_unless_the_environment_says_otherwise(

@@ -163,6 +163,15 @@ def error_of(argv: list[str]) -> str:
         (["--engine.slice-ms", "0"], "engine.slice_ms = 0"),
         (["--engine.max-sequences", "0"], "engine.max_sequences = 0"),
         (["--log.level", "loud"], "log.level = loud"),
+        (
+            ["--cluster.engines", "2", "--server.http-workers", "2"],
+            "server.http_workers = 2: a cluster has one router",
+        ),
+        (["--cluster.members", "tcp:a:1"], "--cluster.members: this setting was removed: several"),
+        (["--cluster.listen=a:1"], "--cluster.listen: this setting was removed: several hosts are"),
+        (["--cluster.secret-file", "f"], "was removed: each start makes a secret of its own"),
+        (["--cluster.lost_after_s", "1"], "was removed: an engine is dead when its process ends"),
+        (["--cluster.ingresses", "2"], "was removed: a cluster has one router: run two clusters"),
         (["stray"], "stray"),
     ],
 )
@@ -239,7 +248,7 @@ def test_a_wrong_file_is_one_line_with_the_key_and_its_rule_or_the_one_that_was_
         ("ATTND_POOL_NUM_PAGES", "3", "did you mean ATTND_POOL__NUM_PAGES?"),
         ("ATTND_BOGUS", "1", "ATTND_BOGUS: unknown"),
         ("ATTND_SERVER__ALLOWED_HOSTS", "a,b", "ATTND_SERVER__ALLOWED_HOSTS = a,b: must be a list"),
-        ("ATTND_CLUSTER__MEMBERS", "[", "ATTND_CLUSTER__MEMBERS = [: must be a list in JSON"),
+        "ATTND_SERVER__ALLOWED_HOSTS",
     ],
 )
 def test_a_wrong_environment_is_one_line_with_the_key_or_the_one_that_was_meant(
@@ -259,3 +268,15 @@ def test_help_names_every_setting_and_no_type_of_python(capsys: pytest.CaptureFi
     for name, section in SECTIONS.items():
         for key in section.model_fields:
             assert f"--{name}.{key.replace('_', '-')}" in text
+
+
+def test_a_removed_setting_names_its_successor_in_the_environment_and_in_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "attnd.yaml"
+    for text in ("cluster:\n  ingresses: 2\n", "cluster.ingresses: 2\n"):
+        file.write_text(text)
+        reply = error_of(["--config", str(file)])
+        assert reply.startswith(f"{file}: cluster.ingresses: this setting was removed: a cluster")
+    monkeypatch.setenv("ATTND_CLUSTER__MEMBERS", "[]")
+    assert error_of([]).startswith("ATTND_CLUSTER__MEMBERS: this setting was removed: several")

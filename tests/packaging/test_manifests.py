@@ -254,4 +254,4 @@ def test_the_manifest_for_kuberay_has_settings_that_exist_and_doors_where_they_a
     for spec in (head["template"]["spec"], pod):
         (container,) = spec["containers"]
         mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-        assert settings.cluster.secret_file == f"{mounts['secret']}/secret"
+        assert settings.auth.keys_file == f"{mounts['secret']}/keys"

@@ -28,7 +28,6 @@ EXAMPLES: list[tuple[AttndError, int, str, dict[str, Any]]] = [
     (errors.RequestTimeout("x"), 408, "request_timeout", {}),
     (errors.SequenceExists(("a",)), 409, "sequence_exists", {"sequences": ["a"]}),
     (errors.LengthMismatch({"a": 2}), 409, "length_mismatch", {"lengths": {"a": 2}}),
-    (errors.SequenceMoving(["a"]), 503, "sequence_moving", {"sequences": ["a"]}),
     (errors.BodyTooLarge("x", size=9, limit=8), 413, "body_too_large", {"size": 9, "limit": 8}),
     (errors.AnswerTooLarge(9, 8, "x"), 413, "answer_too_large", {"size": 9, "limit": 8}),
     (errors.UnsupportedMediaType("x", supported=[]), 415, "unsupported_media_type", SUPPORTED),

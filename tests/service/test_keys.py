@@ -52,7 +52,7 @@ def test_a_file_that_every_user_can_change_is_refused(tmp_path: Path) -> None:
         (f"{DIGEST} search read append", "4 fields, expected 3"),
         (f"{DIGEST} a/b read", "namespace 'a/b'"),
         (f"{DIGEST} {'n' * 65} read", "1 to 64 characters"),
-        (f"{DIGEST} search read,write", "scope 'write': expected one of read, append, move, admin"),
+        (f"{DIGEST} search read,write", "scope 'write': expected one of read, append, admin"),
         (f"{DIGEST} search read,", "scope ''"),
         (f"{DIGEST} one read\n{DIGEST} two read", "line 2: duplicate key"),
         ("# none", "no keys in it"),
@@ -110,11 +110,21 @@ def test_a_missing_scope_is_reported_with_the_keys_scopes() -> None:
     assert no.value.extra == {"scope": "append"}
     reader.require("read", "decode")
     operator = tenant_of("ops", ["admin"])
-    operator.require("move", "hand_over")
     for scope in ("read", "append"):
         with pytest.raises(Forbidden, match="this key has admin"):
             operator.require(scope, "anything")
     OPEN.require("admin", "anything")
+
+
+def test_a_scope_of_an_earlier_version_is_dropped_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = read_keys(file_of(tmp_path, f"{DIGEST} search read,move"))
+    (key,) = keys.by_digest.values()
+    assert key.tenant.scopes == {"read"}
+    assert "has the scope move, which was removed: it is ignored" in caplog.text
+    with pytest.raises(KeysError, match="no scope"):
+        read_keys(file_of(tmp_path, f"{DIGEST} search move"))
 
 
 def test_the_command_prints_a_key_and_its_line(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
-"""The cluster's world: engines, doors with routers, and callers, in one thread, by a seed.
+"""The cluster's world: engines, a router and callers, in one thread, by a seed.
 
-Callers of a namespace share ids. What they see must be linearizable, while engines and doors end.
+Callers of a namespace share ids. What they see must be linearizable, while engines end and the
+router ends and starts again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from config.settings import ServerSettings
 from service.cluster.membership import members
 from service.doors.http.protocol.connection import Connection
 from service.doors.kit import problems
-from service.engine.store.moves import HIDDEN
+from service.engine.store.imports import HIDDEN
 from service.tenants import OPEN, SCOPES, tenant_of
 from tests.world.calls import SPACES, Answer, Op, Outcome, Rows, Step, call, check
 from tests.world.doors import DOOR, SECRET, DoorProcess, SimPoll, attach, call_with
@@ -30,22 +31,23 @@ from tests.world.programs import Program
 from tests.world.simulation import LONGEST_S, EngineProcess, Plan, Simulation
 
 UNCERTAIN_S: Final = 20.0  # a lost call may act as late: engines' deadline, and a door's grace
-REFUSALS: Final = frozenset({"sequence_moving", "not_ready", "overloaded", "out_of_pages"})
+REFUSALS: Final = frozenset({"not_ready", "overloaded", "out_of_pages"})
 """Errors that may come at any time while engines come and go; the call has changed nothing."""
 LOST: Final = ("lost", "deadline_exceeded", "cancelled")
-SETTLED_S: Final = 75.0  # after which nothing of a dead door is left: its copies live for 30 s
+SETTLED_S: Final = 25.0  # after which no call of a dead router acts any more
 IDLE_POLL_S: Final = 2.0  # between two polls meanwhile: most turns of a run were those of polls
+ROUTER: Final = "door-0"
 
 
 class ClusterCaller(Program):
-    """Runs statements at one door after another, and reports to the namespace's history."""
+    """Runs statements at the router, and reports to the namespace's history."""
 
     in_cluster = True
 
     def __init__(self, world: ClusterWorld, number: int) -> None:
         super().__init__(world, number)
         self.tenant = tenant_of(self.space.name, SCOPES) if world.has_keys else OPEN
-        self.clients: dict[str, AsyncClient] = {}
+        self.client: AsyncClient | None = None
         self.imports: dict[str, Effect] = {}  # imports under way, by the ids that they make
 
     async def statement(self, name: str) -> None:
@@ -98,15 +100,15 @@ class ClusterCaller(Program):
 
     async def _call(self, op: Op) -> Any:
         """Code ("ok" for none), fields or problem, tensors; `lost` where no answer came."""
-        world, name = self.world, f"door-{self.number // 2 % 2}"
-        while (door := world.doors[name]).is_dead and not world.has_http:  # it is started again
+        world = self.world
+        while (door := world.doors[ROUTER]).is_dead and not world.has_http:  # it is started again
             await asyncio.sleep(0.05)
         given = op.name, op.fields, op.tensors
         if world.has_http:
-            if name not in self.clients:
+            if self.client is None:
                 key = self.space.name if world.has_keys else None
-                self.clients[name] = AsyncClient(f"http://{name}:80", api_key=key, timeout=30.0)
-            task = world.loop.create_task(call_with(self.clients[name], *given))
+                self.client = AsyncClient(f"http://{ROUTER}:80", api_key=key, timeout=30.0)
+            task = world.loop.create_task(call_with(self.client, *given))
         else:
             task = door.start(*given, self.tenant)
         if world.plan.faults and self.order.random() < 0.03 and world.fault("caller cancels", 1.0):
@@ -165,7 +167,7 @@ class ClusterWorld(Simulation):
 
     server = ServerSettings(
         live=False,
-        allowed_hosts=("door-0", "door-1"),
+        allowed_hosts=(ROUTER,),
         deadline_s=5.0,
         max_inflight_bytes=2**21,
         **dict.fromkeys(("max_body_bytes", "max_json_bytes", "max_answer_bytes"), 2**17),
@@ -223,7 +225,7 @@ class ClusterWorld(Simulation):
         return [(by_name[space or "default"], name, leaf) for leaf, space, _, name in split]
 
     def ended(self, engine: EngineProcess) -> None:
-        """Its sequences may be lost; those that move may be at another one."""
+        """Its sequences are lost."""
         leaves = self.leaves(engine)
         self.note(f"  at its end: {[leaf.id for *_, leaf in leaves]}")
         for history, name, leaf in leaves:
@@ -240,22 +242,22 @@ class ClusterWorld(Simulation):
     def strike(self, _: ClusterCaller) -> None:
         """What may happen to processes before a statement."""
         order = self.order
-        name, door = order.choice(self.names), order.choice(list(self.doors))
+        name = order.choice(self.names)
         engine, after = self.engines[name], order.choice((0.01, 0.3, 1.0, 4.0))
         if engine.is_over:
             return
         if self.fault("engine dies", 0.004):
             engine.kill()
             self.loop.call_later(after, self.restart, name)
-        elif not self.doors[door].is_dead and self.fault("door dies", 0.01):
-            self.doors[door].kill()
-            self.loop.call_later(after, self.open, door)
+        elif not self.doors[ROUTER].is_dead and self.fault("router dies", 0.015):
+            self.doors[ROUTER].kill()
+            self.loop.call_later(after, self.open, ROUTER)
         elif self.fault("engine stalls long", 0.004):
             engine.stalled_until = self.clock.now + order.choice((0.5, 4.0, 9.0))
         elif self.fault("engine is emptied", self.drained_share):
-            self.loop.create_task(self.drain(name, door, stop=False))
+            self.loop.create_task(self.drain(name, stop=False))
         elif name in self.drains and self.fault("emptying ends", 4 * self.drained_share):
-            self.loop.create_task(self.drain(name, door, stop=True))
+            self.loop.create_task(self.drain(name, stop=True))
 
     def restart(self, name: str) -> None:
         if self.engines[name].is_over:
@@ -265,16 +267,16 @@ class ClusterWorld(Simulation):
     def open(self, name: str) -> None:
         self.doors[name] = DoorProcess(self, name)
 
-    async def drain(self, name: str, door: str, *, stop: bool) -> str:
-        """Has a door empty an engine, or end that."""
-        process = self.doors[door]
+    async def drain(self, name: str, *, stop: bool) -> str:
+        """Has an engine accept no new sequences, or accept them again."""
+        process = self.doors[ROUTER]
         if process.is_dead:
             return "lost"
         fields = {"name": name, "stop": stop}
         task = process.start("drain_engine", fields, {}, process.router.members.tenant)
         await asyncio.wait([task])
         code = "lost" if task.cancelled() else str(task.result()[0])
-        self.note(f"  drain {name} by {door}, stop {stop}: {code}")
+        self.note(f"  drain {name}, stop {stop}: {code}")
         if code == "ok" and stop:
             self.drains.pop(name, None)
         elif code == "ok":
@@ -283,18 +285,17 @@ class ClusterWorld(Simulation):
 
     async def main(self) -> None:
         """At the end each sequence is in one place, nothing else is left, and all is given back."""
-        for number in range(2):
-            self.open(f"door-{number}")
-        for door in self.doors.values():
-            while len(door.router.members.engines) < len(self.names):
-                await asyncio.sleep(0.01)
+        self.open(ROUTER)
+        while len(self.doors[ROUTER].router.members.engines) < len(self.names):
+            await asyncio.sleep(0.01)
         callers = [ClusterCaller(self, number) for number in range(self.plan.callers)]
         await asyncio.gather(*(one.run() for one in callers))
         self.end_faults()
         for name in self.names:
             self.restart(name)
         await asyncio.sleep(5.0)
-        await self.check_drains()
+        for name in self.names:
+            check(await self.drain(name, stop=True) == "ok", "a drain does not stop")
         with patch.object(members, "POLL_S", IDLE_POLL_S):
             await asyncio.sleep(SETTLED_S)
         self.is_settled = True
@@ -316,39 +317,12 @@ class ClusterWorld(Simulation):
         for process in self.engines.values():
             process.check_empty()
 
-    async def check_drains(self) -> None:
-        """Every drain ends: an engine is emptied where others have room, and takes part again."""
-        drained = list(self.drains)
-        for name in self.names:
-            check(await self.drain(name, "door-1", stop=True) == "ok", "a drain does not stop")
-        for name in drained:
-            await self.drain(name, "door-0", stop=False)
-            ends = self.clock.now + 60.0
-            while self.left(name) and self.clock.now < ends:
-                await asyncio.sleep(0.5)
-            was_full = any(code == "out_of_pages" for _, code in self.result.coverage)
-            others = [one.engine.store for each, one in self.engines.items() if each != name]
-            room = max(store.numbers()["available"] for store in others)
-            is_full = room < self.engines[name].engine.store.tree.books.num_pages.max()
-            left = self.left(name)
-            check(was_full or is_full or not left, "a drain does not end:", name, left)
-            await self.drain(name, "door-0", stop=True)
-
-    def left(self, name: str) -> list[str]:
-        """What others can take of an engine."""
-        engine = self.engines[name]
-        store = engine.engine.store
-        left = ["imports"] * store.imports.count(None) + ["leases"] * store.tree.cache.num_leases
-        return left + [leaf.id for *_, leaf in self.leaves(engine)]
-
     def check_places(self, history: History) -> None:
         """Each sequence is at one engine, none at two."""
         places: dict[str, list[str]] = {}
         for name, process in self.engines.items():
-            marks = process.engine.store.move_marks.marks
-            for space, shown, leaf in self.leaves(process):
-                mark = marks.get(leaf.id)  # a handed one answers no calls until it is settled
-                if space is history and not (mark and mark.is_handed):
+            for space, shown, _ in self.leaves(process):
+                if space is history:
                     places.setdefault(shown, []).append(name)
         known = history.every_name() | self.abandoned
         extra = {one: places[one] for one in places.keys() - known if not one.startswith("seq-")}

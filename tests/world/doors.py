@@ -1,4 +1,4 @@
-"""The doors of the cluster's world: routers, the HTTP door above its socket, and its client."""
+"""The router of the cluster's world, the HTTP door above its socket, and its client."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attnd.calls.call import Call
 from attnd.errors import AttndError as ClientError
 from attnd.errors import ReplyLost, ServiceError
 
-from service.cluster.membership.members_file import MemberEntry
+from service.cluster.membership.roster import RosterEntry
 from service.cluster.routing.router import Router
 from service.doors.http.door import Door
 from service.doors.http.protocol.connection import Connection
@@ -49,7 +49,7 @@ DOOR: Final[contextvars.ContextVar[DoorProcess]] = contextvars.ContextVar("DOOR"
 
 
 class DoorProcess:
-    """A door's router, in HTTP worlds below a real door, and the connections that it makes."""
+    """The router, in HTTP worlds below a real door, and the connections that it makes."""
 
     def __init__(self, world: ClusterWorld, name: str) -> None:
         self.world, self.name = world, name
@@ -69,7 +69,7 @@ class DoorProcess:
         self.router: Any = self.http.link if self.http else Router(server, world.has_keys)
         known = self.router.members
         known.door, known.secret = self.name, SECRET
-        known.update([MemberEntry(one, one) for one in world.names])
+        known.update([RosterEntry(one, one) for one in world.names])
 
     def kill(self) -> None:
         """kill -9: nothing that it does afterwards reaches an engine."""

@@ -1,4 +1,4 @@
-"""The oracle of one engine: names, marks, leases, imports and quotas after each of its answers.
+"""The oracle of one engine: names, leases, imports and quotas after each of its answers.
 
 The model takes the answers in the order of the engine, and says whether each was allowed. What
 calls do with the rows of sequences is in `calls.py`.
@@ -23,7 +23,7 @@ FAULT_OF: Final = {  # faults that explain an error
     "invalid_request": {"unsupported"},
     "out_of_pages": {"quota changes"},
 }
-MOVING: Final = ("export_sequence", "import_sequence", "hand_over")
+MOVING: Final = ("export_sequence", "import_sequence")
 MAY_FAIL: Final = {  # operations to which an error may come whatever the model holds
     "sequence_changed": MOVING,
     "part_mismatch": MOVING,
@@ -45,18 +45,6 @@ class Life:
     committed: int = 0
 
 
-@dataclass(slots=True)
-class Mark:
-    """A sequence that moves to another engine."""
-
-    for_s: float
-    since: float
-    is_handed: bool = False
-
-    def is_over(self, now: float) -> bool:
-        return now >= self.since + self.for_s
-
-
 class Namespace:
     """What one tenant has at the engine."""
 
@@ -68,7 +56,6 @@ class Namespace:
         """The engine has died with all of it."""
         self.held: Sequences = {}
         self.lives: dict[str, Life] = {}
-        self.marks: dict[str, Mark] = {}
         self.leases: dict[str, tuple[list[int], float, float]] = {}
         """Rows that each lease holds, until when it certainly does, and until when it may."""
         self.keys: dict[str, list[int]] = {}  # rows up to the page of each key
@@ -82,16 +69,15 @@ class Namespace:
         """Whether a 404 is right."""
         if name not in self.held:
             return True
-        now, life, mark = self.clock.now, self.lives[name], self.marks.get(name)
-        is_left = mark is not None and mark.is_handed and mark.is_over(now)
-        return is_left or now >= life.touched + life.ttl_s
+        life = self.lives[name]
+        return self.clock.now >= life.touched + life.ttl_s
 
     def certain(self) -> set[str]:
         """Sequences that are there."""
         return {name for name in self.held if not self.may_have_ended(name)}
 
     def drop(self, name: str) -> None:
-        for every in (self.held, self.lives, self.marks):
+        for every in (self.held, self.lives):
             every.pop(name, None)
 
 
@@ -132,13 +118,6 @@ class Model:
     def _use(self, space: Namespace, op: Op, name: str) -> None:
         """The engine says that a sequence is there."""
         check(name in space.held, f"{op.name} found", name, "which is not there")
-        mark = space.marks.get(name)
-        if mark is not None and op.name not in ("export_sequence", "hand_over"):
-            check(not mark.is_handed, f"{op.name} of a handed sequence", name)
-            check(mark.is_over(self.clock.now), f"{op.name} of a leaving sequence", name)
-            del space.marks[name]
-        elif mark is not None and not mark.is_over(self.clock.now):
-            mark.since = op.sent  # else it may have expired before
         life = space.lives[name]
         life.touched = max(life.touched, op.sent)
 
@@ -156,7 +135,6 @@ class Model:
         check(step.is_right(rows, self.rows), "a wrong answer:", step.text, rows, op.answer)
         if op.made:
             new = op.new[step.at] if op.new else op.plan
-            space.marks.pop(name, None)
             space.lives[name] = Life(op.sent, new.get("ttl_s") or NEVER)
         life = space.lives[name]
         kept = op.fields["length"] if op.name == "truncate" else min(map(len, rows))
@@ -181,9 +159,6 @@ class Model:
                 return bool(ended) and ended.issuperset(some)
             case "sequence_exists":
                 return any(name in space.held or name in space.imports for name in op.made)
-            case "sequence_moving":
-                moving = any(name in space.marks for name in (*names, *op.written))
-                return op.name == "delete_sequences" or moving
             case "out_of_pages":
                 return self._may_be_full(op)
             case "unknown_lease":
@@ -282,33 +257,21 @@ class Model:
                 check(fields["used"] <= most, "more pages than the quota:", fields, most)
 
     def _hold(self, space: Namespace, op: Op, fields: Any) -> None:
-        """Names, marks, leases and pins that a call makes or ends."""
+        """Names, leases and pins that a call makes or ends."""
         name, lease_s = op.fields.get("id"), op.fields.get("lease_s", 0.0)
         until = op.sent + lease_s, self.clock.now + lease_s
         match op.name:
             case "delete_sequences":
                 names = {one for one in space.held if one.startswith(op.fields["prefix"])}
-                skipped = fields.get("skipped") or ()
-                count, least = fields["num_deleted"] + len(skipped), len(names & space.certain())
+                count, least = fields["num_deleted"], len(names & space.certain())
                 right = least <= count <= len(names) + len(space.imports)
                 check(right, "deleted", fields, "of", names)
-                for one in names - set(skipped):
+                for one in names:
                     space.drop(one)
             case "import_sequence" if fields["state"] != "done":
                 space.imports[name] = self._pages(max(op.plan["rows"], key=len))
             case "import_sequence" | "cancel_import":
                 space.imports.pop(name, None)
-            case "hand_over":
-                state, mark = op.fields["state"], space.marks.get(name)
-                is_over = mark is None or (not mark.is_handed and mark.is_over(self.clock.now))
-                check(is_over or state != "leaving", "left twice:", name)
-                check(mark or state == "leaving", f"{state} without leaving:", name)
-                if state == "gone":
-                    space.drop(name)
-                elif state == "back":
-                    del space.marks[name]
-                else:
-                    space.marks[name] = Mark(op.fields["for_s"], op.sent, state == "handed")
             case "commit":
                 self._commit(space, op, fields)
             case "match_prefix" if fields["lease"] is not None:

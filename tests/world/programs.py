@@ -278,18 +278,17 @@ class Program:
         last = self.order.choice(lasts)
         return [*calls, last] if self.order.random() < 0.75 else calls
 
-    def export(self, name: str | None = None, pauses: bool = True) -> Steps:
-        """Returns the header of an export that is whole."""
-        name = name or self.name()
+    def export(self) -> Steps:
+        name = self.name()
         if not self.is_certain(name):
-            return None
+            return
         begun = call("export_sequence", id=name, part_bytes=self.order.choice((1, 200, 2**20)))
         if (answer := (yield begun)) is None:
-            return None
+            return
         found, names = answer
         header, digests, parts = Header(**found["header"]), [found["digest"]], []
         for number in range(header.num_parts):
-            if pauses and self.order.random() < 0.3:
+            if self.order.random() < 0.3:
                 yield self.pause()
             part, size = header.part(number), header.page_size
             spans = [
@@ -300,13 +299,12 @@ class Program:
             wanted.fields |= {one: found["header"][one] for one in ("generation", "part_bytes")}
             wanted.plan = [span for span in spans if span[2] > span[1]]
             if (answer := (yield wanted)) is None:
-                return None
+                return
             digests.append(answer[0]["digest"])
             parts.append(answer[1])
         plan = {"rows": begun.seen, "ttl_s": header.ttl_s}
         made = {"header": found["header"], "digests": digests, "parts": parts, "plan": plan}
         self.exports = [*self.exports[-1:], made | {"names": names}]
-        return found["header"]
 
     def import_(self) -> Steps:
         if not self.exports:
@@ -334,21 +332,6 @@ class Program:
             answer = yield bring(fields, source["parts"][number])
         if answer is not None:
             yield bring({"digest": digests[-1]}, {})
-
-    def hand_over(self) -> Steps:
-        """A sequence leaves for another engine, while others go on calling."""
-        name, for_s = self.name(), self.order.choice((0.0002, 0.002, 0.05, 0.3))
-        if (yield call("hand_over", id=name, state="leaving", for_s=for_s)) is None:
-            return
-        header = yield from self.export(name, pauses=False)
-        if header is not None and self.order.random() < 0.8:
-            handed = call("hand_over", id=name, state="handed", generation=header["generation"])
-            handed.fields["for_s"] = for_s
-            yield handed
-            if self.order.random() < 0.7:
-                yield from self.export(name, pauses=False)
-        if self.order.random() < 0.7:
-            yield call("hand_over", id=name, state=self.order.choice(("gone", "back")))
 
     def commit(self) -> Steps:
         name = self.order.choice([one for one in self.own if self.at(one, 0)] or self.own)
@@ -419,7 +402,6 @@ STATEMENTS: Final[dict[str, tuple[int, int, Callable[[Program], Step | Steps]]]]
     "page_table": (1, 0, lambda p: call("page_table", sequences=p.some(), layer=p.layer())),
     "export": (3, 1, Program.export),
     "import": (4, 4, Program.import_),
-    "hand_over": (5, 0, Program.hand_over),
     "commit": (6, 5, Program.commit),
     "from_prefix": (4, 2, Program.from_prefix),
     "match": (5, 1, Program.match),

@@ -187,7 +187,6 @@ class EngineProcess:
             "missing pages": store.geometry.num_pages - store.tree.allocator.num_free,
             "imports": store.imports.count(None),
             "leases": store.tree.cache.num_leases,
-            "marks": store.move_marks.marks,
             "work": self.engine.scheduler.is_busy,
         }
         check(not any(left.values()), "something is left:", left)

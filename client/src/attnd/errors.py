@@ -39,7 +39,6 @@ AttndError                       request_id
     ├── NotErased                500
     ├── NotSupported             501
     ├── NotReady                 503 retry_after_s
-    ├── SequenceMoving           503 sequences
     ├── DeadlineExceeded         504
     ├── OutOfPages               507 needed, free, total, available, held
     └── OutOfSequences           507 needed, free, total
@@ -213,12 +212,6 @@ class LengthMismatch(ServiceError):
     """`lengths`: the true kv_len of every sequence of the request, at its layer."""
 
     lengths: dict[str, int]
-
-
-class SequenceMoving(ServiceError):
-    """`sequences` are moving from one engine of a cluster to another. Retry."""
-
-    sequences: tuple[str, ...]
 
 
 class KeyMismatch(ServiceError):

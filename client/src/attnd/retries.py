@@ -31,7 +31,6 @@ from attnd.errors import (
     NotReady,
     Overloaded,
     ReplyLost,
-    SequenceMoving,
     ServiceError,
     TimedOut,
 )
@@ -263,7 +262,7 @@ def may_repeat(call: Call[T], error: AttndError) -> bool:
     """
     if isinstance(error, ServiceError) and error.problem.get("done") and not call.repeatable:
         return False
-    if isinstance(error, (ConnectionFailed, Overloaded, NotReady, SequenceMoving)):
+    if isinstance(error, (ConnectionFailed, Overloaded, NotReady)):
         return True
     return isinstance(error, ReplyLost) and call.repeatable
 

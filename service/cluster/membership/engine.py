@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,7 +14,6 @@ from attnd.wire.frames import NO_REQUEST_ID
 from attnd.wire.images import PROBLEM, RESPONSE
 
 from service.cluster.placement.cost import Load, Pace, busy_until_s
-from service.cluster.routing.tags import tag_of_instance
 from service.doors.kit.arena import DoorArena
 from service.doors.kit.link import Link
 from service.doors.kit.problems import ProblemText
@@ -30,8 +30,11 @@ from service.tenants import Tenant
 
 ASK_S: Final = 10.0
 """Deadline of the router's own calls."""
-RETRY_BUDGET_S: Final = 2.0
-"""For how long a call waits, in all, for sequences that are moving to another engine."""
+SILENT_S: Final = 3.0
+"""An engine without a reply for so long gets no calls until it replies. Silence is no death: the
+engine may resume at any time with all its sequences."""
+TAG_DIGITS: Final = 8
+"""Of an engine's `instance_id`, at the end of the ids of sequences that are made there."""
 LATEST_WEIGHT: Final = 0.1
 """Share of the latest call in the running means of queue and call times."""
 NO_IMAGE: Final = memoryview(b"")
@@ -57,22 +60,6 @@ class Call:
     """The slot of the image; None for the router's own calls."""
     is_poll: bool = False
     """Also sent to an engine that is silent."""
-    retries_until: float = 0.0
-    """End of the retry budget, on `time.monotonic()`; 0 before the first retry."""
-
-    def may_retry(self) -> bool:
-        """Whether the retry budget lasts; the first use starts it."""
-        now = time.monotonic()
-        if not self.retries_until:
-            self.retries_until = now + RETRY_BUDGET_S
-        return now < self.retries_until
-
-    @property
-    def retrying_s(self) -> float:
-        """Seconds since the first retry."""
-        if not self.retries_until:
-            return 0.0
-        return time.monotonic() - (self.retries_until - RETRY_BUDGET_S)
 
     def arrays(self, layout: Layout) -> dict[str, Array]:
         """The request's tensors, as views of the image."""
@@ -109,7 +96,7 @@ class Engine:
         self.promised = 0
         """Pages of sequences placed here since the latest poll that are not yet in `held`."""
         self.is_leaving = False
-        """The members file says that it is going to be removed: no new sequences."""
+        """The roster says that it is going to be removed: no new sequences."""
         self.is_draining = False
         """The engine itself reports that it is draining."""
         self.has_own_counts = False
@@ -122,7 +109,7 @@ class Engine:
 
     def learn(self, info: InfoAnswer) -> None:
         self.info = info
-        self.tag = tag_of_instance(info.instance_id)
+        self.tag = info.instance_id[:TAG_DIGITS]
 
     @property
     def is_ready(self) -> bool:
@@ -248,3 +235,13 @@ class Engine:
     ) -> EngineReply:
         """The reply to a call of the router's own."""
         return await self.ask(self.own(operation, tenant, is_poll=is_poll), fields, arrays)
+
+
+async def in_time(asking: Awaitable[EngineReply], engine: Engine) -> EngineReply:
+    """A reply within `SILENT_S`. Raises NotReady where none comes."""
+    try:
+        async with asyncio.timeout(SILENT_S):
+            return await asking
+    except TimeoutError:
+        detail = f"{engine.name} has not replied for {SILENT_S:g} s: retry later"
+        raise NotReady(detail) from None

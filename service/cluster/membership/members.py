@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from attnd.wire.frames import FrameError
 
 from config.server import ServerSettings
 from service.cluster.membership.engine import ASK_S, Engine
-from service.cluster.membership.member import Member
-from service.cluster.membership.members_file import MemberEntry, read_members
-from service.cluster.membership.polling import (
-    ask,
-    poll,
-    poll_to_the_end,
-    read_events,
-)
+from service.cluster.membership.member import FIRST_SESSION_S, Member
+from service.cluster.membership.polling import ask, poll, poll_to_the_end, read_events
+from service.cluster.membership.roster import RosterEntry, read_roster
 from service.cluster.placement.prefixes import Prefixes
 from service.doors.kit.arena import DoorArena
 from service.doors.kit.link import Link
@@ -34,9 +28,12 @@ from service.road.caller_end.caller import RoadCaller
 from service.road.caller_end.greeting import PeerProcess
 from service.tenants import OPEN, SCOPES, Tenant, tenant_of
 
+if TYPE_CHECKING:
+    from service.cluster.routing.ids import Ids
+
 LOG: Final = logging.getLogger("attnd.cluster")
-FILE_POLL_S: Final = 0.1
-"""How often the members file is looked at."""
+ROSTER_S: Final = 0.1
+"""How often the roster is looked at."""
 POLL_S: Final = 0.25
 """How often an engine is polled."""
 FIRST_WAIT_S: Final = 0.05
@@ -61,6 +58,9 @@ SESSION_ERRORS: Final = (OSError, AttndError, FrameError, ProblemText, TimeoutEr
 
 class Members:
     """The engines of one router. `by_tag` has those with a session."""
+
+    ids: Ids
+    """Set by the map itself."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Members:
 
     @property
     def state(self) -> tuple[str, str]:
-        """`ready` once every member has had a session, or has been waited for."""
+        """`ready` once the ids of all engines are known, or were waited for."""
         if (why := self.why_none) is not None:
             return "starting", why
         now = time.monotonic()
@@ -135,45 +135,42 @@ class Members:
             raise NotReady(self.why_none or "no other engine can be called")
         return min(among, key=lambda one: (one.num_waiting, one.queue_s))
 
-    # the members file
+    # the roster
 
     async def watch(self, path: str, door: str, secret: str) -> None:
-        """Follows the file from now on; returns when one engine can be called."""
+        """Follows the roster from now on; returns when one engine can be called."""
         self.door, self.secret = door, secret
-        self.watching = asyncio.get_running_loop().create_task(self.follow_file(Path(path)))
+        self.watching = asyncio.get_running_loop().create_task(self.follow_roster(Path(path)))
         await self.met.wait()
 
-    async def follow_file(self, path: Path) -> None:
-        """Reads the members file whenever it has been replaced."""
+    async def follow_roster(self, path: Path) -> None:
+        """Reads the roster whenever it has been replaced."""
         seen: tuple[int, int] | None = None
         while True:
             with suppress(FileNotFoundError):
                 found = path.stat()
                 if seen != (found.st_mtime_ns, found.st_ino):
                     seen = found.st_mtime_ns, found.st_ino
-                    self.update(read_members(path))
-            await asyncio.sleep(FILE_POLL_S)
+                    self.update(read_roster(path))
+            await asyncio.sleep(ROSTER_S)
 
-    def update(self, entries: Collection[MemberEntry]) -> None:
+    def update(self, entries: Collection[RosterEntry]) -> None:
         by_name = {one.name: one for one in entries}
         for name, member in list(self.by_name.items()):
             if name not in by_name or by_name[name].address != member.address:
                 self.remove(name)
         for name, one in by_name.items():
             if name not in self.by_name:
-                self.add(name, one.address, one.lost_after_s)
+                self.add(name, one.address)
             member = self.by_name[name]
             member.is_leaving = one.is_leaving
             if member.engine is not None:
                 member.engine.is_leaving = one.is_leaving
 
-    def add(self, name: str, address: str, lost_after_s: float) -> None:
-        """Keeps a session with an engine from now on. A door that is ready stays so meanwhile."""
-        is_ready = self.state[0] == "ready"
-        member = self.by_name[name] = Member(name, address, lost_after_s)
-        member.disconnected(time.monotonic())
-        if is_ready:
-            member.met_until = 0.0
+    def add(self, name: str, address: str) -> None:
+        """Keeps a session with an engine from now on. A router that is ready stays so."""
+        waits_s = FIRST_SESSION_S if self.state[0] != "ready" else 0.0
+        member = self.by_name[name] = Member(name, address, time.monotonic() + waits_s)
         member.session = asyncio.get_running_loop().create_task(self.keep_session(member))
 
     def remove(self, name: str) -> None:
@@ -201,11 +198,13 @@ class Members:
                 engine = await self.connect(member)
                 wait = FIRST_WAIT_S
                 while member.engine is engine:
+                    if not member.is_known:
+                        await self.ids.read(engine)
+                        member.is_known = True
                     await poll_to_the_end(self, member, engine)
                     await asyncio.sleep(POLL_S)
             except SESSION_ERRORS as error:
                 self.disconnect(member, str(error) or type(error).__name__)
-                member.unreachable(time.monotonic())
             except Exception:
                 LOG.exception("the session with %s failed: this is a bug", member.name)
                 self.disconnect(member, "a bug, see the log")
@@ -215,7 +214,6 @@ class Members:
     async def connect(self, member: Member) -> Engine:
         """A session with an engine whose pool is like the others'. Raises SESSION_ERRORS."""
         link = Link(self.limits, self.has_keys, arena=self.arena)
-        link.on_reached = member.reached
         try:
             await link.connect(member.address, self.door, self.secret)
             engine = Engine(member.name, link, self.arena)
@@ -234,8 +232,9 @@ class Members:
             engine.has_own_counts = True
         if member.tag != engine.tag:  # it has restarted, without its sequences
             self.mark_dead(member)
+            member.is_known = False
         member.stop_watching()
-        member.tag, member.is_dead, member.is_met = engine.tag, False, True
+        member.tag, member.is_dead = engine.tag, False
         self.changes += 1
         member.engine = self.by_tag[engine.tag] = engine
         member.positions.clear()
@@ -246,13 +245,12 @@ class Members:
     def check_alike(self, member: Member, engine: Engine) -> None:
         """Raises NotReady for an engine whose pool has other settings than those of the others that
         are there or may come back."""
-        now, info = time.monotonic(), engine.info
-        others = (one for one in self.by_name.values() if one is not member and one.is_met)
-        if self.first_info is None or all(one.is_lost(now) for one in others):
-            self.first_info = info
+        others = (one for one in self.by_name.values() if one is not member and one.tag)
+        if self.first_info is None or all(one.is_dead and one.engine is None for one in others):
+            self.first_info = engine.info
         first = self.first_info
         for name in ALIKE:
-            if (got := getattr(info, name)) != (want := getattr(first, name)):
+            if (got := getattr(engine.info, name)) != (want := getattr(first, name)):
                 if member.tag != engine.tag:  # the one before it cannot come back
                     self.mark_dead(member)
                 raise NotReady(f"pool.{name} = {got}, expected {want} as in the other engines")
@@ -268,7 +266,6 @@ class Members:
         if self.by_tag.get(engine.tag) is engine:
             self.changes += 1
             del self.by_tag[engine.tag]
-        member.disconnected(time.monotonic())
         for namespace, known in self.prefixes.items():
             known.forget(engine.tag, namespace)
         if self.metrics is not None:
@@ -290,12 +287,13 @@ class Members:
             asyncio.get_running_loop().add_reader(member.peer.fd, self.mark_dead, member)
 
     def mark_dead(self, member: Member) -> None:
-        """There is proof that the engine of the latest session is dead: its sequences are lost."""
+        """The engine of the latest session is known to be dead: its sequences are lost."""
         member.stop_watching()
         if member.is_dead:
             return
         member.is_dead = True
         self.changes += 1
+        self.ids.bury(member.tag)
         self.death.set()
         self.death = asyncio.Event()
 
@@ -307,20 +305,23 @@ class Members:
         return [one for one in without if tag is None or one.tag in ("", tag)]
 
     def is_dead(self, tag: str) -> bool:
-        """Whether there is proof that the engine of a tag is dead: all members are others."""
+        """Whether the engine of a tag is known to be dead: all members are others."""
         return tag not in self.by_tag and not self.absent(tag)
 
     def check_reachable(self, tags: Collection[str] | None = None) -> None:
         """Raises NotReady where one of these engines (None: any) may come back with its
         sequences."""
-        now = time.monotonic()
         wanted = [None] if tags is None else [tag for tag in tags if tag not in self.by_tag]
         for member in (one for tag in wanted for one in self.absent(tag)):
-            if now < member.counts_until:
-                left = member.counts_until - now
-                until = "" if math.isinf(left) else f"; it counts as lost in {left:.1f} s"
-                why = f"{member.name} cannot be called, and may have the sequences: {member.why}"
-                raise NotReady(f"{why}{until}: retry later")
+            why = f"{member.name} cannot be called, and may have the sequences: {member.why}"
+            raise NotReady(f"{why}: retry later")
+
+    def check_known(self) -> None:
+        """Raises NotReady where the ids of an engine are not known yet, which may be any."""
+        for member in self.by_name.values():
+            if not (member.is_known or member.is_dead):
+                why = f"the ids of the sequences of {member.name} are not known yet"
+                raise NotReady(f"{why} ({member.why}): retry later")
 
     def check_all_respond(self) -> None:
         """Raises NotReady where an engine that may have any sequence does not respond."""

@@ -1,4 +1,4 @@
-"""Regular questions of a door to each engine: its pages, and what became of cached ones."""
+"""Regular questions of the router to each engine: its pages, and what became of cached ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from service.cluster.membership.engine import Engine, EngineReply
+from service.cluster.membership.engine import SILENT_S, Engine, EngineReply
 from service.cluster.membership.member import Member
 from service.cluster.placement.cost import Load, Pace
 from service.doors.kit.problems import ProblemText
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from service.cluster.membership.members import Members
 
 LOG: Final = logging.getLogger("attnd.cluster")
-SILENT_S: Final = 3.0
-"""An engine without a reply for so long gets no calls until it replies. Silence is no death: the
-engine may resume at any time with all its sequences."""
 MIN_EVENTS: Final = 16
 MIN_IDS: Final = 256
 """A page of fewer events, page keys and token ids is nearly the last; the rest comes with the next
@@ -72,6 +69,8 @@ async def poll(members: Members, member: Member, engine: Engine) -> None:
     pace = engine.pace.near([one.pace for one in {engine, *members.by_tag.values()}])
     engine.load = Load(view["free"], view["cached"], held, pace=pace)
     engine.is_draining = view["draining"]
+    if members.ids.has_too_many(engine.tag, view["sequences"]):
+        await members.ids.read(engine)
     if members.metrics is not None:
         pages = {state: view[state] for state in STATES}
         calls, engine.num_calls = engine.num_calls, 0

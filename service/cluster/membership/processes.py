@@ -1,4 +1,4 @@
-"""An engine and doors of this host as child processes, for Ray."""
+"""An engine or the router of this host as a child process, for Ray."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import socket
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from config.sections import Settings
@@ -73,58 +72,57 @@ class EngineProcess:
             sock.close()
 
 
-COMMAND: Final = command_of("service.cluster")
+ROUTER: Final = (*command_of("service.cluster"), "http")
 GATEWAY: Final = command_of("service.gateway")
 
 
-@dataclass(slots=True)
-class Doors:
-    """The doors' processes, by name."""
+class RouterProcess:
+    """The router's process: the HTTP door over the engines of the roster; and the gateway's, if
+    configured."""
 
-    children: tuple[Child, ...]
-    shared: Shared
-    processes: dict[str, subprocess.Popen[bytes]]
+    def __init__(
+        self, settings: Settings, addresses: Addresses, secret: str, lifeline: int
+    ) -> None:
+        """Starts them."""
+        self.settings = settings
+        self.files = CheckedFiles(settings)
+        self.children = [Child("http-0", ROUTER, addresses.http)]
+        if settings.oip.is_on:
+            self.children.append(Child("oip-0", (*GATEWAY, "--attnd", addresses.url), ()))
+        self.shared = Shared(
+            settings=settings,
+            lifeline=lifeline,
+            engine_socket=str(addresses.roster),
+            url=addresses.url,
+            secret=secret,
+            metrics={child.process: make_shared() for child in self.children},
+            files=self.files,
+        )
+        self.processes = [start(child, self.shared) for child in self.children]
+
+    @property
+    def running(self) -> subprocess.Popen[bytes]:
+        """The router."""
+        return self.processes[0]
 
     def check(self) -> None:
-        """Restarts processes that have ended. Raises RuntimeError for one that cannot start."""
-        for child in self.children:
-            status = self.processes[child.process].poll()
-            if status is not None:
-                if self.shared.settings.server.port and status == CANNOT_START:
-                    raise RuntimeError(f"{child.process} cannot serve: its log says why")
-                if self.shared.files is not None:  # nothing sends SIGHUP here
-                    self.shared.files.read_again()
-                self.processes[child.process] = start(child, self.shared)
+        """Restarts what has ended. Raises RuntimeError for one that cannot start."""
+        for at, child in enumerate(self.children):
+            if (status := self.processes[at].poll()) is None:
+                continue
+            if self.settings.server.port and status == CANNOT_START:
+                raise RuntimeError(f"{child.process} cannot serve: its log says why")
+            self.files.read_again()  # nothing sends SIGHUP here
+            self.processes[at] = start(child, self.shared)
 
     def end(self, seconds: float) -> None:
-        """Stops all doors; kills doors that have not finished after `seconds`."""
-        for process in self.processes.values():
+        """Stops all; kills those that have not finished after `seconds`."""
+        for process in self.processes:
             process.terminate()
         ends = time.monotonic() + seconds
-        for process in self.processes.values():
+        for process in self.processes:
             try:
                 process.wait(max(0.0, ends - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-def start_doors(settings: Settings, addresses: Addresses, secret: str, lifeline: int) -> Doors:
-    """The HTTP doors, and the gateway if configured, for the engines in the members file."""
-    children = [
-        Child(f"http-{worker}", (*COMMAND, "http"), addresses.http, worker)
-        for worker in range(settings.server.http_workers)
-    ]
-    if settings.oip.is_on:
-        children.append(Child("oip-0", (*GATEWAY, "--attnd", addresses.url), ()))
-    shared = Shared(
-        settings=settings,
-        lifeline=lifeline,
-        engine_socket=str(addresses.members),
-        url=addresses.url,
-        secret=secret,
-        metrics={child.process: make_shared() for child in children},
-        files=CheckedFiles(settings),
-    )
-    processes = {child.process: start(child, shared) for child in children}
-    return Doors(tuple(children), shared, processes)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import signal
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final
@@ -18,22 +20,21 @@ from ray.serve.deployment import Application
 
 from config.settings import Settings, load_settings
 from service import __version__
-from service.cluster.membership.secret import secret_of
 from service.cluster.placement.cost import Load, spread
-from service.cluster.ray.directory import directory
-from service.cluster.ray.engine_replica import EngineReplica
-from service.cluster.ray.ingress_replica import IngressReplica
+from service.cluster.ray.engine_replica import APP, ROUTER, EngineReplica
+from service.cluster.ray.router_replica import REPORT_S, RouterReplica
 
 HEALTH_CHECK_S: Final = 2.0
 MAX_SILENT_S: Final = 600.0
 """Serve kills an engine, with all its sequences, whose actor has not replied for so long. The death
 of an actor is seen at once."""
+SECRET_BYTES: Final = 32
 LOAD: Final = ("free", "cached", "held", "queue_s")
 
 
 def build(arguments: Mapping[str, object] | None = None) -> Application:
     """The application, with settings from a file, the environment, and arguments such as
-    `pool.num-pages=4096`. Raises SettingsError, SecretError."""
+    `pool.num-pages=4096`. Raises SettingsError."""
     given = [
         text for name, value in (arguments or {}).items() for text in (f"--{name}", str(value))
     ]
@@ -42,7 +43,7 @@ def build(arguments: Mapping[str, object] | None = None) -> Application:
 
 def application(settings: Settings) -> Application:
     cluster = settings.cluster
-    secret = secret_of(cluster)
+    secret = secrets.token_hex(SECRET_BYTES)
     engine = serve.deployment(
         name="engine",
         ray_actor_options={"num_cpus": 1, "num_gpus": 1 if settings.backend.kind == "cuda" else 0},
@@ -53,15 +54,14 @@ def application(settings: Settings) -> Application:
     )(EngineReplica)
     resource = cluster.ingress_resource
     resources = {} if resource is None else {resource: 0.01}
-    ingress = serve.deployment(
-        name="ingress",
-        num_replicas=cluster.ingresses,
-        max_replicas_per_node=1,
+    router = serve.deployment(
+        name=ROUTER,
+        num_replicas=1,
         ray_actor_options={"num_cpus": 0, "resources": resources},
         health_check_period_s=HEALTH_CHECK_S,
         graceful_shutdown_timeout_s=settings.server.drain_timeout_s + 10.0,
-    )(IngressReplica)
-    return ingress.bind(settings, secret, engine.bind(settings, secret))
+    )(RouterReplica)
+    return router.bind(settings, secret, engine.bind(settings, secret))
 
 
 def scaling(settings: Settings) -> dict[str, Any]:
@@ -126,14 +126,14 @@ def serve_cluster(settings: Settings) -> int:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(proxy_location="Disabled", logging_config=QUIET)
         app = application(settings)
-        handle = serve.run(app, name="attnd", route_prefix=None, logging_config=QUIET)
+        handle = serve.run(app, name=APP, route_prefix=None, logging_config=QUIET)
         LOG.info("attnd %s starts, listening on %s", __version__, handle.url.remote().result())
         stop.wait()
         LOG.info("finishing accepted requests")
         with suppress(RayError):  # without it engines would be drained first
-            ray.get(directory().end.remote())
-        serve.delete("attnd")
-        ray.kill(directory())
+            handle.end.remote().result()
+            time.sleep(3 * REPORT_S)  # until all engines have heard of it
+        serve.delete(APP)
         ignore_ray()
         serve.shutdown()  # type: ignore[no-untyped-call]
     finally:

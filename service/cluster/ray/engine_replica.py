@@ -8,34 +8,43 @@ import logging
 import os
 import shutil
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from types import MappingProxyType
+from typing import Any, Final
 
 import ray
 from ray import serve
 from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 
 from config.server import ServerSettings
 from config.settings import Settings
 from service.addresses import engine_path, engine_paths, listen_tcp
 from service.cluster.membership.engine import Engine, EngineReply
-from service.cluster.membership.members_file import write_members
 from service.cluster.membership.processes import EngineProcess
-from service.cluster.migration.drain import num_left
 from service.cluster.placement.cost import Load
-from service.cluster.ray.directory import REPORT_S, Place, directory
-from service.cluster.routing.router import Router
+from service.cluster.ray.router_replica import REPORT_S, Place
 from service.doors.kit.arena import DoorArena
 from service.doors.kit.link import Link
 from service.errors import NotReady
-from service.operations.table import BY_NAME
+from service.operations.schema.spec import Operation
+from service.operations.status import DRAIN_ENGINE, ENGINE_NAME, ENGINES
 from service.road.engine_end.listening import CannotListen, Listening, listen
 from service.supervisor import YOUNG_S, Deaths
 from service.tenants import OPEN, SCOPES, tenant_of
 
 LOG: Final = logging.getLogger("attnd.cluster")
+APP: Final = "attnd"
+ROUTER: Final = "router"
+"""Names in Serve."""
+NO_ROUTER: Final = (RayError, RayServeException, TimeoutError)
+"""The router's replica has ended, and may be restarted."""
 REPLY_S: Final = 5.0
+NO_ROUTER_S: Final = 30.0
+"""An engine that is leaving, and has not reached a router for so long, ends."""
+NO_FIELDS: Final[Mapping[str, Any]] = MappingProxyType({})
 MAX_ON_A_HOST: Final = 64
 MAX_DEATHS: Final = 3
 """Deaths of a young process in a row after which Serve restarts the replica."""
@@ -81,23 +90,23 @@ class EngineReplica:
         LOG.info("%s: sessions on this host connect to %s", self.name, self.path)
         self.arena = DoorArena(settings.server)
         self.tenant = tenant_of("cluster", SCOPES) if settings.auth.keys_file else OPEN
-        self.directory = directory()
         self.engine: Engine | None = None
         self.connecting = asyncio.Lock()
-        self.has_replied = self.is_leaving = False
+        self.has_replied = self.is_leaving = self.is_over = False
+        self.reported_s = time.monotonic()
         self.deaths = Deaths()
         self.meeting = asyncio.get_running_loop().create_task(self.meet())
         self.watching = asyncio.get_running_loop().create_task(self.watch())
 
     async def meet(self) -> None:
         """Waits for the engine's first reply. It is reported only then: while a listed engine does
-        not reply, doors answer 503 for ids that they find nowhere."""
+        not reply, the router answers 503 for ids that it finds nowhere."""
         while await self.num_left() is None:
             await asyncio.sleep(REPORT_S)
         self.has_replied = True
 
     async def watch(self) -> None:
-        """Restarts the process when it ends, and reports it to the directory."""
+        """Restarts the process when it ends, and reports it to the router."""
         started = time.monotonic()
         while True:
             if self.process.running.poll() is not None:
@@ -106,14 +115,20 @@ class EngineReplica:
                 self.process.restart()
                 started = time.monotonic()
             if self.has_replied:
-                with suppress(RayError):
-                    await self.directory.report.remote(self.place)
+                await self.report()
             await asyncio.sleep(REPORT_S)
 
-    @property
-    def place(self) -> Place:
-        node = ray.get_runtime_context().get_node_id()
-        return Place(self.name, node, self.path, self.address, self.is_leaving)
+    async def report(self) -> None:
+        """Reports the engine to the router, and learns whether the whole cluster stops."""
+        here = ray.get_runtime_context()
+        actor = here.get_actor_name() or "", here.namespace
+        node, leaves = here.get_node_id(), self.is_leaving
+        place = Place(self.name, actor, node, self.path, self.address, leaves)
+        with suppress(*NO_ROUTER):
+            async with asyncio.timeout(REPLY_S):
+                handle = serve.get_deployment_handle(ROUTER, APP)
+                self.is_over = await handle.report.remote(place)
+                self.reported_s = time.monotonic()
 
     def check_health(self) -> None:
         """Called by Serve. Raises RuntimeError where Serve should restart the replica."""
@@ -131,68 +146,45 @@ class EngineReplica:
         load = Load(pages["free"], pages["cached"], held, queue_s=view.stages[0])
         return {name: float(getattr(load, name)) for name in ("free", "cached", "held", "queue_s")}
 
-    async def ask(self) -> EngineReply | None:
-        """The engine's view of itself; None while it does not reply."""
+    async def ask(
+        self, operation: Operation = ENGINES, fields: Mapping[str, Any] = NO_FIELDS
+    ) -> EngineReply | None:
+        """The engine's reply, by default its view of itself; None while it does not reply."""
         try:
             async with asyncio.timeout(REPLY_S), self.connecting:
                 if self.engine is None or not self.engine.is_ready:
                     link = Link(self.settings.server, self.tenant is not OPEN, arena=self.arena)
                     await link.connect(self.path, "replica", self.secret)
                     self.engine = Engine(self.name, link, self.arena)
-                return await self.engine.question(BY_NAME["engines"], self.tenant, {})
+                return await self.engine.question(operation, self.tenant, dict(fields))
         except (NotReady, OSError, TimeoutError):
             return None
 
     async def __del__(self) -> None:
-        """Called by Serve when it scales down: drains the engine, for at most `cluster.drain_s`,
-        then ends the process."""
+        """Called by Serve when it scales down: serves the sequences that are left, for at most
+        `cluster.drain_s`, while a router calls it; then ends the process."""
         self.is_leaving = True
-        draining = asyncio.create_task(self.drain())
+        await self.report()
         ends = time.monotonic() + self.settings.cluster.drain_s
-        while time.monotonic() < ends and not await self.all_ends():
-            if await self.num_left() == 0:
+        while time.monotonic() < ends and not self.is_over:
+            await self.ask(DRAIN_ENGINE, {"name": ENGINE_NAME})
+            if await self.num_left() == 0 or time.monotonic() > self.reported_s + NO_ROUTER_S:
                 break
             await asyncio.sleep(REPORT_S)
-        draining.cancel()
-        with suppress(asyncio.CancelledError):
-            await draining
         self.watching.cancel()
         self.meeting.cancel()
-        with suppress(RayError):
-            await self.directory.leave.remote(self.name)
-        await asyncio.sleep(2 * REPORT_S)  # until all ingresses have read it
+        with suppress(*NO_ROUTER):
+            async with asyncio.timeout(REPLY_S):
+                await serve.get_deployment_handle(ROUTER, APP).leave.remote(self.name)
+                await asyncio.sleep(2 * REPORT_S)  # until the router has read it
         self.process.close()
         self.arena.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    async def all_ends(self) -> bool:
-        """Whether the whole cluster stops, so that there is nowhere to move sequences."""
-        try:
-            ended: bool = await self.directory.has_ended.remote()
-        except RayError:
-            return False
-        return ended
-
-    async def drain(self) -> None:
-        """Moves everything to the other engines, with a router of its own."""
-        members = self.folder / "cluster.json"
-        router = Router(self.settings.server, self.tenant is not OPEN)
-        try:
-            places = await self.directory.read.remote()
-            node = ray.get_runtime_context().get_node_id()
-            lost_after_s = self.settings.cluster.lost_after_s
-            write_members(members, [one.entry(node, lost_after_s) for one in places])
-            await router.connect(str(members), "replica", self.secret)
-            await router.drains.run(self.name)
-        except Exception:
-            LOG.exception(
-                "%s could not be drained: waiting until its sequences are deleted", self.name
-            )
-        finally:
-            router.close()
-
     async def num_left(self) -> int | None:
         """The number of sequences, imports, leases and pinned pages left; None while the engine
         does not reply."""
-        view = await self.ask()
-        return None if view is None else sum(map(num_left, view.fields["engines"]))
+        if (view := await self.ask()) is None:
+            return None
+        (engine,) = view.fields["engines"]
+        return sum(int(engine[name]) for name in ("sequences", "imports", "leases", "pinned"))

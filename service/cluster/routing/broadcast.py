@@ -8,15 +8,15 @@ from typing import Any, Final
 
 from attnd.wire.dtypes import Array
 
-from service.cluster.membership.engine import Call, Engine, EngineReply, RawReply
+from service.cluster.membership.engine import Call, Engine, EngineReply, RawReply, in_time
 from service.cluster.membership.members import Members
 from service.cluster.membership.polling import restate
+from service.cluster.placement.inflight_prompts import InflightPrompts
+from service.cluster.routing.ids import Ids, tag_in
 from service.cluster.routing.joins import JOINS, join_snapshots, shares
-from service.cluster.routing.locator import in_time
-from service.cluster.routing.replies import longest, reply, results_of
-from service.cluster.routing.tags import tag_in
+from service.cluster.routing.replies import longest, reply, results_of, whole
 from service.doors.kit.problems import ProblemText
-from service.errors import InvalidRequest, NotReady, UnknownLease
+from service.errors import NotReady, UnknownLease
 from service.operations.prefix import MATCH, MAX_HOLDS
 from service.operations.schema.spec import Prepared
 
@@ -81,12 +81,16 @@ class Broadcast:
     """Sends calls to all engines and joins their replies, for one router."""
 
     members: Members
+    ids: Ids
+    prompts: InflightPrompts
 
     async def call(self, call: Call, prepared: Prepared) -> RawReply:
         fields = prepared.fields.model_dump(exclude_unset=True, exclude={"token_ids"})
         if call.operation.name in BY_ALL:
             self.members.check_all_respond()
         match call.operation.name:
+            case "delete_sequences":
+                return await self.delete(call, prepared)
             case "match_prefix":
                 return await self.match(call, prepared, fields)
             case "prefetch":
@@ -107,8 +111,8 @@ class Broadcast:
     async def joined(self, call: Call, name: str, prepared: Prepared, fields: Fields) -> RawReply:
         parts = shares(name, fields, len(self.members.engines))
         replies = await ask_all(self.members, call, parts)
-        whole = JOINS[name](prepared.fields.model_dump(), [one.fields for _, one in replies])
-        return self.reply(call, whole, replies)
+        joined = JOINS[name](prepared.fields.model_dump(), [one.fields for _, one in replies])
+        return self.reply(call, joined, replies)
 
     async def match(self, call: Call, prepared: Prepared, fields: Fields) -> RawReply:
         """The longest match of the engines that take new sequences, or of all where none does; only
@@ -185,35 +189,54 @@ class Broadcast:
         replies = await ask_all(self.members, call, fields)
         replies.sort(key=lambda one: one[0].name)
         names = [engine.name for engine, _ in replies]
-        whole, arrays = join_snapshots(names, [(one.fields, one.arrays) for _, one in replies])
-        return self.reply(call, whole, replies, arrays)
+        joined, arrays = join_snapshots(names, [(one.fields, one.arrays) for _, one in replies])
+        return self.reply(call, joined, replies, arrays)
 
     async def lease(self, call: Call, prepared: Prepared) -> RawReply:
-        """The reply of the engine that has a lease: the one in its id, else one that it has moved
-        to. Raises UnknownLease, NotReady where an engine that may have it cannot be called."""
+        """The reply of the engine in a lease's id. Raises UnknownLease; NotReady where that engine
+        cannot be called."""
         name = prepared.fields.id
-        tag = tag_in(name)
-        if tag is None:
+        tag = tag_in(name) or ""
+        engine = self.members.by_tag.get(tag)
+        if engine is None:
+            if tag:
+                self.members.check_reachable([tag])
             raise UnknownLease(name)
         fields = prepared.fields.model_dump(exclude_unset=True)
-        if "page_key" in fields:
-            rule = "is for one engine: match the prefix instead"
-            raise InvalidRequest("page_key", fields["page_key"], rule)
-        fields["id"] = name.removesuffix(f".{tag}")
-        first = [one for one in self.members.engines if one.tag == tag]
-        for engines in (first, [one for one in self.members.engines if one.tag != tag]):
-            results = await results_of([engine.ask(call, fields) for engine in engines])
-            errors: list[BaseException] = []
-            for one in results:
-                if isinstance(one, EngineReply):
-                    whole = one.fields | ({"id": name} if "id" in one.fields else {})
-                    return reply(self.members.arena, call, whole, stages=one.stages)
-                if not (isinstance(one, ProblemText) and one.problem["code"] == "unknown_lease"):
-                    errors.append(one)
-            if errors:
-                raise errors[0]
-        self.members.check_reachable()
-        raise UnknownLease(name)
+        own = fields | {"id": name.removesuffix(f".{tag}")}
+        try:
+            one = await engine.ask(call, own)
+        except ProblemText as error:
+            raise (
+                UnknownLease(name) if error.problem["code"] == "unknown_lease" else error
+            ) from None
+        shown = one.fields | ({"id": name} if "id" in one.fields else {})
+        return self.reply(call, shown, [(engine, one)])
+
+    async def delete(self, call: Call, prepared: Prepared) -> RawReply:
+        """Deletes sequences by ids, each at its engine, or at all where that is not known; or by a
+        prefix at all. Other engines have deleted theirs where one refuses or does not reply."""
+        fields, engines, tenant = prepared.fields, self.members.engines, call.tenant
+        since = self.ids.clock
+        request = fields.model_dump(exclude_unset=True)
+        wanted: dict[Engine, Fields] = {}
+        if fields.prefix is not None:
+            self.members.check_all_respond()
+            wanted = dict.fromkeys(engines, request)
+        for name in fields.names:
+            if self.ids.is_hidden(tenant, name):
+                continue
+            home = self.ids.home(name, tenant)
+            for engine in engines if home is None else [home]:
+                wanted.setdefault(engine, request | {"ids": []})["ids"].append(name)
+        asking = [engine.ask(call, part) for engine, part in wanted.items()]
+        replies = whole(await results_of(asking))
+        total = sum(one.fields["num_deleted"] for one in replies)
+        if fields.prefix is None and total != len(fields.names):
+            self.members.check_all_respond()
+        self.ids.forget(tenant, fields.names, since)
+        self.prompts.end(tenant.namespace, fields.names)
+        return self.reply(call, {"num_deleted": total})
 
     def reply(
         self,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any, Final, TypeVar, TypeVarTuple
+from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 from attnd.wire.dtypes import Array
 from attnd.wire.frames import NO_STAGES
@@ -22,7 +22,6 @@ from service.road.caller_end.caller import Answered
 OUT_OF_PAGES: Final = "out_of_pages"
 Stages = tuple[float, ...]
 Result = TypeVar("Result")
-Given = TypeVarTuple("Given")
 
 
 def reply(
@@ -63,8 +62,7 @@ def with_room(error: ProblemText, engines: Sequence[Engine]) -> ProblemText:
     detail = f"{problem['detail']}; " + ("" if full is None else f"engine {full} is full; ")
     if names:
         has = "has" if len(names) == 1 else "have"
-        detail += f"{' and '.join(names)} {has} room: create new sequences, which are placed "
-        detail += "there, or drain the full engine, which moves its sequences there"
+        detail += f"{' and '.join(names)} {has} room: create new sequences, which are placed there"
     else:
         detail += "no other engine has room"
     return ProblemText(dump_json(problem | {"engines_with_room": names, "detail": detail}))
@@ -78,19 +76,6 @@ def longest(stages: Iterable[Stages]) -> Stages:
 async def results_of(awaitables: Sequence[Awaitable[Result]]) -> list[Result | BaseException]:
     """The result or the error of each, when all are done; cancelling this cancels them."""
     return await asyncio.gather(*awaitables, return_exceptions=True)
-
-
-async def results_in_turn(
-    most: int, work: Callable[[*Given], Awaitable[Result]], every: Iterable[tuple[*Given]]
-) -> list[Result | BaseException]:
-    """As `results_of`, of `work` with each of the arguments, `most` at the same time."""
-    free = asyncio.Semaphore(most)
-
-    async def result(given: tuple[*Given]) -> Result:
-        async with free:
-            return await work(*given)
-
-    return await results_of([result(given) for given in every])
 
 
 def whole(results: Sequence[Result | BaseException]) -> list[Result]:

@@ -1,33 +1,31 @@
-"""A door's way to several engines: finds the engine of each call, and joins replies.
+"""The router of a cluster: finds the engine of each call, and joins replies.
 
 The router has the interface of `Link` (`service/doors/kit/upstream.py`), so a door works the same
-before a cluster as before one engine. All that a router knows can be rebuilt from the engines.
+before a cluster as before one engine. It is in the HTTP door's process, the only one that makes and
+deletes sequences. All that it knows can be rebuilt from the engines.
 
-For a routing bug start at `outcomes.py`, which lists every outcome of a request, then open
-`sequence_calls.py` (calls for sequences) or `broadcast.py` (calls for all engines); for a placement
-bug `placement/creation.py` and `placement/placer.py`; for a migration bug `migration/drain.py`.
+For a routing bug start at `outcomes.py`, which lists every outcome of a request, then open `ids.py`
+(which engine has an id), `sequence_calls.py` (calls for sequences) or `broadcast.py` (calls for all
+engines); for a placement bug `placement/creation.py` and `placement/placer.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Final
 
 from config.server import ServerSettings
 from service.cluster.membership.engine import Call, RawReply
 from service.cluster.membership.members import Members
-from service.cluster.migration.drain import Drains
-from service.cluster.migration.ownership import settle
 from service.cluster.placement.creation import Creation
+from service.cluster.placement.imports import ImportCall
 from service.cluster.placement.inflight_prompts import InflightPrompts
-from service.cluster.placement.placer import ImportCall, Placer
+from service.cluster.placement.placer import Placer
 from service.cluster.routing.broadcast import Broadcast
-from service.cluster.routing.deletes import Deletes
 from service.cluster.routing.fast_path import ID_FIELD
-from service.cluster.routing.locator import Locator
-from service.cluster.routing.outcomes import Retries
+from service.cluster.routing.ids import Ids
 from service.cluster.routing.replies import reply, with_room
 from service.cluster.routing.sequence_calls import SequenceCalls
 from service.doors.kit.arena import DoorArena
@@ -62,26 +60,21 @@ class Router:
         self.draining = ""
         self.arena = DoorArena(limits)
         self.members = Members(limits, has_keys, self.arena, metrics)
-        self.locator = Locator(self.members)
-        self.retries = Retries(partial(settle, self.members))
+        self.ids = Ids(self.members)
         self.prompts = InflightPrompts()
         self.long_work = OneByOne()
-        self.placer = Placer(self.members, self.locator, self.long_work)
-        self.sequences = SequenceCalls(
-            self.members, self.locator, self.retries, self.prompts, self.prepared
-        )
-        self.broadcast = Broadcast(self.members)
-        self.deletes = Deletes(self.members, self.sequences)
-        self.drains = Drains(self.members, self.locator)
+        self.placer = Placer(self.members, self.long_work)
+        self.sequences = SequenceCalls(self.members, self.ids, self.prompts, self.prepared)
+        self.broadcast = Broadcast(self.members, self.ids, self.prompts)
         self.remembered = lru_cache(maxsize=MOST_REMEMBERED)(self.read)
         self.routes: dict[Routing, Callable[[Call, Prepared], Awaitable[RawReply]]] = {
             "together": self.sequences.together,
-            "placed": lambda call, prepared: self.retries.run(
-                call, Creation(self.placer, self.sequences, call, prepared)
-            ),
-            "imported": lambda call, prepared: self.retries.run(
-                call, ImportCall(self.placer, self.sequences, call, prepared)
-            ),
+            "placed": lambda call, prepared: Creation(
+                self.placer, self.sequences, call, prepared
+            ).run(),
+            "imported": lambda call, prepared: ImportCall(
+                self.placer, self.sequences, call, prepared
+            ).run(),
             "everywhere": self.broadcast.call,
             "anywhere": self.anywhere,
             "engine": self.drain,
@@ -89,7 +82,7 @@ class Router:
         }
 
     async def connect(self, path: str, name: str, secret: str) -> None:
-        """Connects to the engines in the members file at `path`; returns when one is ready."""
+        """Connects to the engines of the roster at `path`; returns when one is ready."""
         await self.members.watch(path, name, secret)
 
     @property
@@ -127,7 +120,6 @@ class Router:
         return any(engine.link.is_pinned for engine in self.members.engines)
 
     def close(self) -> None:
-        self.drains.close()
         self.members.close()
         self.arena.close()
 
@@ -167,8 +159,6 @@ class Router:
             if call.operation.routed in ID_FIELD:
                 return await self.sequences.call(call, header)
             prepared = await self.prepared(call, header)
-            if call.operation.name == "delete_sequences":
-                return await self.deletes.call(call, prepared)
             return await self.routes[call.operation.routed](call, prepared)
         except ProblemText as error:
             raise with_room(error, self.members.engines) from None
@@ -202,7 +192,7 @@ class Router:
                     raise
 
     async def drain(self, call: Call, prepared: Prepared) -> RawReply:
-        """Starts or stops the draining of a named engine."""
+        """Has a named engine refuse new sequences, or accept them again."""
         name, stop = prepared.fields.name, prepared.fields.stop
         member = self.members.by_name.get(name)
         if member is None:
@@ -210,8 +200,5 @@ class Router:
         if member.engine is None:
             raise NotReady(member.why)
         answer = await member.engine.ask(call, {"name": ENGINE_NAME, "stop": stop})
-        if stop:
-            self.drains.stop(name)
-        else:
-            self.drains.start(name)
+        member.engine.is_draining = not stop
         return reply(self.arena, call, answer.fields | {"name": name}, stages=answer.stages)

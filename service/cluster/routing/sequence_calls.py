@@ -15,8 +15,8 @@ from service.cluster.membership.members import Members
 from service.cluster.placement.inflight_prompts import InflightPrompts
 from service.cluster.routing.batch_split import Piece, has_mask, join, row_sums, split_batch
 from service.cluster.routing.fast_path import FastPath, ids_of
-from service.cluster.routing.locator import Locator
-from service.cluster.routing.outcomes import RETRY_PAUSE_S, Outcome, Retries, unknown_ids
+from service.cluster.routing.ids import Ids
+from service.cluster.routing.outcomes import Outcome, retried, unknown_ids
 from service.cluster.routing.replies import gather_all, longest, reply, results_of, with_full_engine
 from service.doors.kit.problems import ProblemText, document_of
 from service.errors import (
@@ -24,7 +24,6 @@ from service.errors import (
     InvalidRequest,
     LostSequence,
     NotReady,
-    SequenceMoving,
 )
 from service.image.json_text import dump_json
 from service.image.reading import split
@@ -44,36 +43,33 @@ class SequenceCalls:
     def __init__(
         self,
         members: Members,
-        locator: Locator,
-        retries: Retries,
+        ids: Ids,
         prompts: InflightPrompts,
         prepare: Callable[[Call, bytes], Awaitable[Prepared]],
     ) -> None:
         """`prepare` checks a request that cannot be forwarded unread."""
         self.members = members
-        self.locator = locator
-        self.retries = retries
+        self.ids = ids
         self.prompts = prompts
         self.prepare = prepare
         self.fast_path = FastPath()
 
     async def call(self, call: Call, header: bytes) -> RawReply:
         """The reply to a call for the sequences that its header names."""
-        forwarded = Forwarded(self, call, self.fast_path.ids(call, header), header)
-        return await self.retries.run(call, forwarded)
+        return await retried(Forwarded(self, call, self.fast_path.ids(call, header), header))
 
     async def together(self, call: Call, prepared: Prepared) -> RawReply:
         """The reply of the one engine that all the sequences are on. Raises InvalidRequest."""
         levels = getattr(prepared.fields, "levels", None)
         ids = prepared.fields.ids if levels is None else [i for one in levels for i in one.ids]
-        return await self.retries.run(call, Forwarded(self, call, tuple(dict.fromkeys(ids)), None))
+        return await retried(Forwarded(self, call, tuple(dict.fromkeys(ids)), None))
 
     async def ask(
         self, call: Call, ids: Sequence[str], fields: Fields, arrays: Arrays, *, changes: bool
     ) -> EngineReply:
         """The joined reply to other fields and tensors for these sequences. `changes`: an error
         lists the sequences that were changed all the same."""
-        return await self.retries.run(call, Piecewise(self, call, ids, fields, arrays, changes))
+        return await retried(Piecewise(self, call, ids, fields, arrays, changes))
 
     # where an attempt has failed
 
@@ -83,22 +79,13 @@ class SequenceCalls:
         """Finds the sequences that `home` does not have; raises for all other outcomes."""
         match outcome, error:
             case Outcome.UNKNOWN, _:
-                await self.find(call, unknown_ids(error))
+                await self.ids.find(unknown_ids(error), call.tenant)
             case Outcome.LOST, _:
                 raise await self.lost(call, home, ids, error) from error
             case _, ProblemText():
                 raise with_full_engine(error, home.name) from None
             case _:
                 raise error
-
-    async def find(self, call: Call, ids: Sequence[str]) -> None:
-        """Finds sequences that are not where they were believed to be. Raises UnknownSequence,
-        LostSequence; SequenceMoving where they keep moving."""
-        may_retry = call.may_retry()
-        await self.locator.find(ids, call.tenant)
-        if not may_retry:
-            raise SequenceMoving(ids)
-        await asyncio.sleep(RETRY_PAUSE_S)
 
     async def lost(
         self, call: Call, home: Engine, ids: Sequence[str], error: Exception
@@ -121,11 +108,11 @@ class SequenceCalls:
             return DeadlineExceeded(text)
         return error
 
-    def succeeded(self, call: Call, ids: Sequence[str]) -> None:
-        """Forgets deleted sequences; ends the wait for committed prompts."""
+    def succeeded(self, call: Call, ids: Sequence[str], since: int) -> None:
+        """Forgets sequences that were deleted after `since`; ends waits for committed prompts."""
         name = call.operation.name
         if name == "delete_sequence":
-            self.locator.forget(call, ids)
+            self.ids.forget(call.tenant, ids, since)
         if name == "delete_sequence" or name in COMMITS:
             self.prompts.end(call.tenant.namespace, ids)
 
@@ -144,13 +131,13 @@ class Forwarded:
 
     async def attempt(self) -> RawReply:
         self.home = None
-        locator, tenant = self.calls.locator, self.call.tenant
-        places = locator.known_places(self.ids, tenant) if self.ids else None
+        known, tenant = self.calls.ids, self.call.tenant
+        places = known.known_places(self.ids, tenant) if self.ids else None
         if places is None:  # a request is checked before engines are asked for its sequences
             if self.header is not None:
                 prepared = await self.calls.prepare(self.call, self.header)
                 self.ids = ids_of(self.call.operation, prepared)
-            places = await locator.locate(self.ids, tenant)
+            places = await known.locate(self.ids, tenant)
         if len(places) > 1:
             _, (other, *_), *_ = places.values()
             return await self.scatter(self.ids[other])
@@ -159,13 +146,14 @@ class Forwarded:
 
     async def forward(self, home: Engine) -> RawReply:
         call, calls = self.call, self.calls
+        since = calls.ids.clock
         prompts = calls.prompts.computed_by(call.operation, call.tenant.namespace, self.ids)
         try:
             answered, slot = await home.call(call)
         finally:
             for one in prompts:
                 one.num_calls -= 1
-        calls.succeeded(call, self.ids)
+        calls.succeeded(call, self.ids, since)
         return answered, slot
 
     async def scatter(self, other: str) -> RawReply:
@@ -179,7 +167,7 @@ class Forwarded:
         changes = call.operation.scope == "append" or call.operation.appended_with in arrays
         fields = prepared.fields.model_dump(exclude_unset=True)
         whole = await calls.ask(call, self.ids, fields, arrays, changes=changes)
-        calls.succeeded(call, self.ids)
+        calls.succeeded(call, self.ids, 0)
         return reply(calls.members.arena, call, whole.fields, whole.arrays, whole.stages)
 
     async def recover(self, outcome: Outcome, error: Exception) -> None:
@@ -203,7 +191,7 @@ class Piecewise:
 
     async def attempt(self) -> EngineReply:
         self.home = None
-        places = await self.calls.locator.locate(self.ids, self.call.tenant)
+        places = await self.calls.ids.locate(self.ids, self.call.tenant)
         if len(places) > 1:
             return await self.scatter(list(places.values()))
         (self.home,) = places

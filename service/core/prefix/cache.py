@@ -122,15 +122,6 @@ class PrefixCache:
             self._open(lease_id, node, lease_s)
         return found.num_pages
 
-    def reopen(
-        self, namespace: str, lease_id: str, key: bytes, cache_salt: str, lease_s: float
-    ) -> None:
-        """Open a lease under another pool's id, on a page and all before it.
-
-        Raises `UnknownPage`.
-        """
-        self._open(lease_id, self._page(namespace, key, cache_salt), lease_s)
-
     def renew_lease(self, namespace: str, lease_id: str, ends: float) -> None:
         """Change the end of one of the namespace's leases. Raises `UnknownLease`."""
         lease = self._lease(namespace, lease_id)

@@ -44,7 +44,6 @@ SOME_DIGEST: Final = "0" * 64
 def export_sequence(store: Store, request: Request, _: Seconds) -> Work:
     fields = request.fields
     leaf = store.tree.books.leaf(fields.id)
-    store.move_marks.prolong(fields.id)
     header = header_of(store, leaf, fields.part_bytes)
     if fields.part is None:
         return send_header(store, request, leaf, header)

@@ -1,5 +1,4 @@
-"""Imports: a hidden sequence takes its pages at once, its rows part by part, and its name last. And
-transfers of a sequence's ownership, where it was exported."""
+"""Imports: a hidden sequence takes its pages at once, its rows part by part, and its name last."""
 
 from __future__ import annotations
 
@@ -15,7 +14,6 @@ from service.core.values import NewSpec
 from service.engine.handlers.exports import (
     PartDigest,
     count_rows,
-    generation,
     header_digest,
     pieces,
     rows_at_once,
@@ -34,17 +32,14 @@ from service.engine.loop.job import (
     empty_slice,
 )
 from service.engine.loop.request import Request
-from service.engine.store.moves import Mark, UnfinishedImport
+from service.engine.store.imports import UnfinishedImport
 from service.engine.store.store import Store
 from service.errors import (
     DigestMismatch,
     ImportExists,
     InvalidRequest,
     PartMismatch,
-    SequenceChanged,
     SequenceExists,
-    SequenceMoving,
-    UnknownImport,
 )
 from service.operations.schema.page_names import PromptNames
 from service.operations.transfer import Header
@@ -94,13 +89,12 @@ def take_pages(store: Store, request: Request, header: Header, digest: bytes) ->
     """Create the hidden sequence, on cached pages as far as names match. Raises `OutOfPages`."""
     fields, tree = request.fields, store.tree
     size, prefix = header.page_size, None
-    if fields.share and header.num_named and fields.base is None:
+    if fields.share and header.num_named:
         names = PromptNames(cache_salt=header.cache_salt, extra=header.extra)
         prefix = prompt_of(store, names, request.tensors)
     namespace = request.tenant.namespace
     new = UnfinishedImport(fields.id, namespace, header, digest, digest, 0, 0, fields.idle_s, 0.0)
-    length = None if fields.base is None else fields.base_len // size * size
-    spec = NewSpec(new.hidden, fields.base, length, prefix, namespace, fields.idle_s)
+    spec = NewSpec(new.hidden, None, None, prefix, namespace, fields.idle_s)
     tree.create((spec,))
     leaf = tree.books.leaf(new.hidden)
     leaf.origin = None
@@ -179,8 +173,7 @@ def finish(store: Store, request: Request) -> Fields:
     leaf, ttl_s = store.tree.books.leaf(into.hidden), into.header.ttl_s
     store.tree.books.rename(leaf, fields.id)
     store.tree.books.set_ttl(leaf, FOREVER if ttl_s is None else ttl_s)
-    store.move_marks.put_new((fields.id,), fields.confirm_s)
-    store.imports.finish(into)
+    store.imports.remove(into)
     return report(request, into, is_done=True)
 
 
@@ -213,31 +206,3 @@ def report(request: Request, into: UnfinishedImport, is_done: bool = False) -> F
         "digest": None if into.latest is None else into.latest.hex(),
         "expires_at": None if is_done else into.expires_at,
     }
-
-
-def hand_over(store: Store, request: Request, _: Seconds) -> Fields:
-    """Mark a sequence for transfer, transfer its ownership, or end the mark."""
-    fields, marks, tree = request.fields, store.move_marks, store.tree
-    name, mark = fields.id, marks.marks.get(fields.id)
-    if fields.state == "arrived":
-        if (name, fields.generation) not in store.imports.finished:
-            raise UnknownImport(name)
-    elif fields.state == "leaving":
-        if mark is not None:
-            raise SequenceMoving([name], [name] if mark.is_handed else [])
-        tree.books.leaf(name)
-        marks.put(name, Mark(fields.for_s))
-    elif mark is None:
-        tree.books.leaf(name)  # an unknown sequence is refused as such, whatever the state
-        raise InvalidRequest(
-            "state", fields.state, "not marked for transfer or as new, or the mark has expired"
-        )
-    elif fields.generation is not None:
-        present = generation(tree, tree.books.leaf(name), store.info.instance_id)
-        if fields.generation != present:
-            raise SequenceChanged(name, present)
-        marks.put(name, Mark(fields.for_s, is_handed=True))
-    else:
-        tree.books.leaf(name)  # it counts as used
-        marks.end(name, deletes=fields.state == "gone")
-    return {}

@@ -172,15 +172,8 @@ def last_key(store: Store, name: str, num_pages: int) -> str | None:
 
 def renew_lease(store: Store, request: Request, _: Seconds) -> Fields:
     fields = request.fields
-    cache, namespace = store.tree.cache, request.tenant.namespace
-    leases = store.tree.budget.look(namespace).leases
-    if fields.page_key is not None and fields.id not in leases:
-        key = bytes.fromhex(fields.page_key)
-        refuse_holding(store, namespace, key, fields.cache_salt)
-        store.limits.refuse_lease(store.tree, namespace)
-        cache.reopen(namespace, fields.id, key, fields.cache_salt, fields.lease_s)
-    else:
-        cache.renew_lease(namespace, fields.id, store.now + fields.lease_s)
+    namespace = request.tenant.namespace
+    store.tree.cache.renew_lease(namespace, fields.id, store.now + fields.lease_s)
     return {"id": fields.id, "expires_at": time.time() + fields.lease_s}
 
 

@@ -25,7 +25,7 @@ from service.engine.loop.job import (
     in_slices,
 )
 from service.engine.loop.request import Request
-from service.engine.store.moves import HIDDEN
+from service.engine.store.imports import HIDDEN
 from service.engine.store.store import Store
 from service.engine.tiers.loading import Loading
 from service.engine.tiers.loads import LoadLimits, Origin
@@ -44,7 +44,7 @@ LONGEST_ID: Final = 128
 def create_sequences(store: Store, request: Request, _: Seconds) -> Work:
     """Create sequences or forks; all or none."""
     new, tenant = request.fields.sequences, request.tenant
-    if any(one.parent is None and one.held is None for one in new):
+    if any(one.parent is None for one in new):
         store.refuse_new()
     store.limits.refuse_sequences(store.tree, tenant.namespace, len(new))
     fresh = fresh_ids(tenant, sum(one.id is None for one in new))
@@ -60,7 +60,6 @@ def create_sequences(store: Store, request: Request, _: Seconds) -> Work:
         return SlicedWork(loaded, made.undo, made=tuple(fresh), undo_slices=made.undo_slices)
     if len(new) <= MADE_AT_ONCE and made.is_short:
         made.some(0, len(new))
-        store.move_marks.put_new(ids, request.fields.confirm_s)
         return Completed(counts=made.lay())
     # no counts: they are known only at the end
     return SlicedWork(made.slices(), made.undo, made=tuple(fresh), undo_slices=made.undo_slices)
@@ -87,7 +86,7 @@ class SequenceBatch:
         named = [one for one in new if one.prefix is not None]
         tokens += sum(len(one.prefix.token_ids or one.prefix.page_keys or ()) for one in named)
         ids = {one.id for one in named} - {None}
-        return tokens <= NAMED_AT_ONCE and not any(one.held or one.parent in ids for one in new)
+        return tokens <= NAMED_AT_ONCE and not any(one.parent in ids for one in new)
 
     def find_loads(self, loading: Loading) -> None:
         for index, one in enumerate(self._request.fields.sequences):
@@ -121,10 +120,6 @@ class SequenceBatch:
     def _spec(self, index: int) -> NewSpec:
         one, tenant = self._request.fields.sequences[index], self._request.tenant
         prefix = prefix_at(self._store, self._request, index)
-        if one.held is not None:
-            key = bytes.fromhex(one.held.page_key)
-            cache = self._store.tree.cache
-            prefix = cache.chain(tenant.namespace, key, one.held.cache_salt)
         return NewSpec(
             self._ids[index], one.parent, one.length, prefix, tenant.namespace, one.ttl_s
         )
@@ -152,7 +147,6 @@ class SequenceBatch:
         yield from in_slices(self._pieces())
         self.lay()
         yield empty_slice()  # the end of a long answer is a turn of its own
-        self._store.move_marks.put_new(self._ids, self._request.fields.confirm_s)
 
     def _pieces(self) -> Generator[None, None, None]:
         at_once = MADE_AT_ONCE if self.is_short else 1

@@ -52,10 +52,6 @@ def made(request: Request) -> Iterable[str]:
     return [new.id for new in request.fields.sequences if new.id is not None]
 
 
-def import_base(request: Request) -> Iterable[str]:
-    return () if request.fields.base is None else (request.fields.base,)
-
-
 def id_prefix(request: Request) -> str | None:
     prefix = request.fields.prefix
     return None if prefix is None else request.tenant.prefix + prefix
@@ -71,8 +67,7 @@ class Handler:
     changes nothing. `reads` and `writes` name the sequences that
     it locks. `is_barrier`: it frees or renames pages, so everything before it must be answered.
     `is_attention`: it can share a launch with its kind. `launches`: it needs a launch of its own.
-    `sweeps`: it writes every sequence whose id has this prefix. `moves`: it is for sequences that
-    are marked for transfer, too, or checks them itself.
+    `sweeps`: it writes every sequence whose id has this prefix.
     """
 
     begin: Begin
@@ -82,7 +77,6 @@ class Handler:
     is_attention: bool = False
     launches: bool = False
     sweeps: Callable[[Request], str | None] = lambda _: None
-    moves: bool = False
     room: int | None = None
 
 
@@ -110,7 +104,6 @@ HANDLERS: Final[dict[str, Handler]] = {
         writes=lambda request: request.fields.names,
         is_barrier=True,
         sweeps=id_prefix,
-        moves=True,
     ),
     "match_prefix": Handler(prefix.match_prefix, is_barrier=True, room=ANSWER_BYTES),
     "prefetch": Handler(prefix.prefetch, is_barrier=True, room=ANSWER_BYTES),
@@ -125,25 +118,17 @@ HANDLERS: Final[dict[str, Handler]] = {
     "get_namespace": Handler(status.get_namespace),
     "set_namespace": Handler(status.set_namespace, room=ANSWER_BYTES),
     "events": Handler(status.events),
-    "export_sequence": Handler(exports.export_sequence, reads=one_id, is_barrier=True, moves=True),
+    "export_sequence": Handler(exports.export_sequence, reads=one_id, is_barrier=True),
     "import_sequence": Handler(
-        imports.import_sequence, import_base, one_id, is_barrier=True, room=ANSWER_BYTES
+        imports.import_sequence, writes=one_id, is_barrier=True, room=ANSWER_BYTES
     ),
     "get_import": Handler(imports.get_import, reads=one_id),
     "cancel_import": Handler(imports.cancel_import, writes=one_id, is_barrier=True, room=0),
     "snapshot": Handler(status.snapshot),
-    "hand_over": Handler(imports.hand_over, writes=one_id, is_barrier=True, moves=True, room=0),
     "drain_engine": Handler(status.drain_engine, room=ANSWER_BYTES),
     "list_namespaces": Handler(status.list_namespaces),
     "holds": Handler(prefix.holds),
 }
-
-
-def refuse_moving(store: Store, request: Request) -> None:
-    """Raises SequenceMoving where a request is for a sequence that is marked for transfer."""
-    handler = HANDLERS[request.operation.name]
-    if not handler.moves:
-        store.move_marks.check((*handler.reads(request), *handler.writes(request)))
 
 
 def sharing_of(request: Request, handler: Handler) -> Hashable | None:

@@ -36,9 +36,8 @@ from service.engine.loop.job import (
     in_slices,
 )
 from service.engine.loop.request import Request
-from service.engine.store.moves import HIDDEN
+from service.engine.store.imports import HIDDEN
 from service.engine.store.store import Store, StoreLost
-from service.operations.sequences import MAX_LISTED
 
 MOVES_AT_ONCE: Final = 32
 """Maximum moves of one slice, each of some rows at one layer: each waits for the device."""
@@ -167,10 +166,6 @@ def copy(store: Store, copies: RowCopies) -> None:
         raise StoreLost("rows were lost in a truncate") from error
 
 
-ID_BYTES: Final = 4
-"""Size of an id in an answer beside its characters."""
-
-
 def delete_sequence(store: Store, request: Request, _: Seconds) -> Fields:
     store.tree.free((request.fields.id,))
     return {}
@@ -181,12 +176,11 @@ def delete_sequences(store: Store, request: Request, _: Seconds) -> Work:
 
     Once some are deleted, the others are, too.
     """
-    names, skipped = chosen(store, request)
-    shown = {} if skipped is None else {"skipped": [request.tenant.shown(one) for one in skipped]}
-    request.place.require(VIEW_BYTES + sum(len(one) + ID_BYTES for one in skipped or ()))
+    names = chosen(store, request)
+    request.place.require(VIEW_BYTES)
     if len(names) <= MADE_AT_ONCE:
         store.tree.free(names)
-        request.place.lay({"num_deleted": len(names)} | shown)
+        request.place.lay({"num_deleted": len(names)})
         return Completed()
     books, deleted = store.tree.books, 0
 
@@ -200,22 +194,15 @@ def delete_sequences(store: Store, request: Request, _: Seconds) -> Work:
 
     def slices() -> Slices:
         yield from in_slices(pieces())
-        request.place.lay({"num_deleted": deleted} | shown)
+        request.place.lay({"num_deleted": deleted})
 
     return SlicedWork(slices(), must_finish=lambda: deleted > 0)
 
 
-def chosen(store: Store, request: Request) -> tuple[list[str], list[str] | None]:
-    """The sequences to delete, and those to skip (None: none may be). Raises SequenceMoving."""
-    fields, books, marks = request.fields, store.tree.books, store.move_marks
+def chosen(store: Store, request: Request) -> list[str]:
+    """The sequences to delete."""
+    fields, books = request.fields, store.tree.books
     if fields.prefix is None:
-        names = [name for name in fields.names if name in books]
-    else:
-        found = books.with_prefix(request.tenant.prefix + fields.prefix, len(books))
-        names = [name for name in found if not name.startswith(HIDDEN)]
-    if not fields.skip:
-        marks.check(names)
-        return names, None
-    skipped = marks.marks.keys() & names
-    kept = [name for name in names if name not in skipped]
-    return kept, sorted(skipped)[:MAX_LISTED]
+        return [name for name in fields.names if name in books]
+    found = books.with_prefix(request.tenant.prefix + fields.prefix, len(books))
+    return [name for name in found if not name.startswith(HIDDEN)]

@@ -13,7 +13,7 @@ from typing import Final
 
 from kernels.lanes.lane import Lanes
 from service.core.pool.budget import NO_LIMIT, EvictionPaused
-from service.engine.handlers.table import HANDLERS, refuse_moving, sharing_of
+from service.engine.handlers.table import HANDLERS, sharing_of
 from service.engine.loop.fair import FairQueue
 from service.engine.loop.job import (
     Completed,
@@ -247,8 +247,6 @@ class Scheduler:
         try:
             if job.request.step is not None:
                 self.steps.check(job.request.step.lane)
-            if self._store.move_marks.marks:
-                refuse_moving(self._store, job.request)
             self._store.deadline = job.deadline
             job.work = handle(self._store, job.request, job.seconds)
         except (*FATAL, EvictionPaused):

@@ -17,8 +17,8 @@ from service.core.values import Extension
 from service.engine.loop.job import Cost, Seconds
 from service.engine.loop.request import Request
 from service.engine.store.event_history import EventHistory
+from service.engine.store.imports import UnfinishedImports
 from service.engine.store.ledger import RETRY_S, Kind, Ledger
-from service.engine.store.moves import MoveMarks, UnfinishedImports
 from service.engine.store.pace import DevicePace
 from service.engine.store.plan_cache import PlanCache
 from service.engine.store.snapshot import Snapshots
@@ -116,7 +116,6 @@ class Store:
                 lambda namespace: named_in(self.tree.cache.named, namespace, at_once)
             )
         self.imports = UnfinishedImports(self.tree.books)
-        self.move_marks = MoveMarks(self.tree)
         self.loading: Loading | None = None
         """Loads from the tiers below the pool, if there are any."""
         self.deadline = math.inf
@@ -186,14 +185,14 @@ class Store:
         tree.tick(now)
         if (missing := self._least_free - tree.allocator.num_free) > 0:
             tree.budget.evict_ahead(min(missing, EVICTED_AHEAD))
-        return min(tree.books.expiry.next_due, self.move_marks.ends.next_due) <= now
+        return tree.books.expiry.next_due <= now
 
     @property
     def next_end(self) -> float:
         """When the next lease, pin, sequence or mark ends, by `time.monotonic()`."""
         tree = self.tree
         ends = tree.books.expiry, tree.cache.ends, tree.cache.named.retention.ends
-        return min(one.next_due for one in (*ends, self.move_marks.ends))
+        return min(one.next_due for one in ends)
 
     def expire(self, is_held: Callable[[str], bool]) -> None:
         """Delete sequences whose idle time is over, and remove expired marks, for a fraction of a
@@ -201,10 +200,9 @@ class Store:
 
         `is_held` reports sequences in use, whose time starts again. All launches must be answered.
         """
-        books, marks, ends = self.tree.books, self.move_marks.marks, time.monotonic() + EXPIRY_S
-        self.move_marks.expire(self.now, is_held)
+        books, ends = self.tree.books, time.monotonic() + EXPIRY_S
         while books.expiry.next_due <= self.now and time.monotonic() < ends:
-            over = books.expired(lambda name: name in marks or is_held(name), ENDED_AT_ONCE)
+            over = books.expired(is_held, ENDED_AT_ONCE)
             self.tree.free(over)
             self.imports.forget(over)
 

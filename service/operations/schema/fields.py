@@ -92,10 +92,6 @@ class Fields(BaseModel):
     def check(self, entries: Entries, info: InfoAnswer) -> None:
         """Rules that involve several fields and tensors. Raises `InvalidRequest`."""
 
-    def moved_with(self) -> str:
-        """The field that makes the request need the scope `move`, or an empty string."""
-        return ""
-
     def within(self, prefix: str) -> Self:
         """A copy of the fields with `prefix` before every sequence id."""
         return finish(self.naming(prefix))

@@ -87,9 +87,9 @@ class Operation:
     `attnd.wire.operations` has its number in the road's frames, and HTTP's method and path (of a
     step: 0 and empty, as it has its own frame). Parameters of the path, and of the query of a
     method without a body, are fields. A key needs `scope`; with the tensor `appended_with` also
-    `append`; and also `move` where its fields say so (`Fields.moved_with`). `frees`: it only
-    releases pages, so a full queue accepts it. `answer` None: the reply has no fields. `status` 0:
-    200, or 204 without fields. `routing` None: `routed` is derived from the fields.
+    `append`. `frees`: it only releases pages, so a full queue accepts it. `answer` None: the reply
+    has no fields. `status` 0: 200, or 204 without fields. `routing` None: `routed` is derived from
+    the fields.
     """
 
     name: str
@@ -174,8 +174,6 @@ def preparing(
     fields.check(entries, info)
     if operation.appended_with in entries:
         tenant.require("append", f"{operation.name} with {operation.appended_with}")
-    if moved_with := fields.moved_with():
-        tenant.require("move", f"{operation.name} with {moved_with}")
     if is_long:
         yield
     named = yield from fields.naming(tenant.prefix)

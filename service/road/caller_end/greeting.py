@@ -112,7 +112,7 @@ async def greet_remote(
         await loop.sock_sendall(sock, message(f.HELLO, proved))
     welcome = welcome_of(*await first())
     if not hmac.compare_digest(engine_proof(hello.secret, own_nonce), welcome.proof):
-        raise NotReady("the engine does not know the secret of the cluster: cluster.secret_file")
+        raise NotReady("the engine has the secret of another cluster")
     if own is not None:
         return reader, welcome, own
     fd = mirror(welcome.arena_bytes)

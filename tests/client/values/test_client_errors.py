@@ -46,7 +46,6 @@ MEMBERS: list[tuple[service.AttndError, dict[str, object]]] = [
     (service.UnknownSequence(["a", "b"]), {"sequences": ("a", "b")}),
     (service.SequenceExists(["a"]), {"sequences": ("a",)}),
     (service.LengthMismatch({"a": 3, "b": 0}), {"lengths": {"a": 3, "b": 0}}),
-    (service.SequenceMoving(["a"]), {"sequences": ("a",)}),
     (
         service.OutOfPages(12, 3, 64, {"referenced": 61}),
         {"needed": 12, "free": 3, "total": 64, "held": {"referenced": 61}},

@@ -10,7 +10,7 @@ import pytest
 
 from service.cluster.membership import polling
 from service.cluster.membership.engine import EngineReply
-from service.cluster.membership.members_file import MemberEntry
+from service.cluster.membership.roster import RosterEntry
 from service.core.prefix.keys import KEY_BYTES
 from service.core.prefix.named_pages import Stored
 from service.engine.store.event_history import PAGES_AN_EVENT, EventHistory
@@ -24,10 +24,9 @@ from tests.harness.router import read_page
 async def test_a_door_that_is_ready_stays_ready_while_an_engine_that_joins_starts() -> None:
     async with fake_cluster("a") as cluster:
         members = cluster.router.members
-        known = MemberEntry("a", "/a")
-        members.by_name["a"].is_met = True
+        known = RosterEntry("a", "/a")
         assert members.state == ("ready", "ready")
-        members.update([known, MemberEntry("b", "/not-there")])
+        members.update([known, RosterEntry("b", "/not-there")])
         await asyncio.sleep(0.01)
         assert members.state == ("ready", "ready")
 
@@ -41,7 +40,7 @@ async def test_an_engine_that_replies_to_each_question_of_a_long_poll_is_not_sil
     )
     async with fake_cluster("a") as cluster:
         link, engine = cluster.links["a"], cluster.engine_of("a")
-        link.replies["engines"] = {"engines": [view | {"draining": False}]}
+        link.replies["engines"] = {"engines": [view | {"draining": False, "sequences": 0}]}
         link.replies["events"] = {"events": [], "next": 1, "too_old": False}
         members, member = cluster.router.members, cluster.router.members.by_name["a"]
         for number in range(12):
@@ -126,8 +125,7 @@ async def test_two_readers_of_the_same_events_log_each_once() -> None:
 @pytest.mark.parametrize("name", ["dtype", "k_scale", "v_scale"])
 async def test_an_engine_that_stores_other_numbers_is_refused(name: str) -> None:
     async with fake_cluster("ab") as cluster:
-        a, b = cluster.router.members.by_name.values()
-        a.is_met = b.is_met = True
+        b = cluster.router.members.by_name["b"]
         other = cluster.engine_of("b")
         other.info = INFO.model_copy(update={name: 2.0})
         with pytest.raises(NotReady, match=rf"pool\.{name} = 2\.0, expected"):
@@ -138,7 +136,6 @@ async def test_engines_of_another_geometry_can_replace_all_engines() -> None:
     async with fake_cluster("ab") as cluster:
         members = cluster.router.members
         a, b = members.by_name.values()
-        a.is_met = b.is_met = True
         old, new = cluster.engine_of("b"), cluster.engine_of("a")
         new.info = INFO.model_copy(update={"page_size": 2 * INFO.page_size})
         new.tag = "restarted"

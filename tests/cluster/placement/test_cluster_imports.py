@@ -70,10 +70,10 @@ async def test_an_import_is_placed_and_continued_by_a_router_that_has_forgotten_
     await cluster.ok("import_sequence", {"id": "moved"} | begin)
     assert cluster.home("moved") != cluster.home(name), "there is no room beside it"
     await brought(cluster, "moved", parts[:1])
-    cluster.router.locator.tags.known.clear()
+    cluster.router.ids.entries.clear()
     reply = await cluster.ok("get_import", {"id": "moved"})
     assert reply.fields["next_part"] == 1
-    cluster.router.locator.tags.known.clear()
+    cluster.router.ids.entries.clear()
     again = await cluster.ok("import_sequence", {"id": "moved"} | begin)
     assert again.fields["next_part"] == 1
     assert (await cluster.fields("pool"))["imports"] == 1

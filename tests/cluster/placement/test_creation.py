@@ -1,4 +1,4 @@
-"""New sequences and imports, where engines refuse, fail, move sequences or fall silent."""
+"""New sequences, where engines refuse, fail or fall silent, and ids are taken."""
 
 from __future__ import annotations
 
@@ -9,25 +9,18 @@ import numpy as np
 import pytest
 
 from service.cluster.membership.engine import Call
-from service.cluster.migration.ownership import roll_back, settle
-from service.cluster.migration.transfer import Family
-from service.cluster.placement import unique_ids
 from service.cluster.placement.cost import Load
 from service.cluster.placement.inflight_prompts import InflightPrompts
-from service.cluster.routing.tags import new_anchor
 from service.errors import (
     InvalidRequest,
     NotReady,
     OutOfPages,
     Overloaded,
-    SequenceChanged,
-    SequenceMoving,
     UnknownSequence,
 )
 from service.road.caller_end.caller import AnswerLost
-from service.tenants import OPEN
 from tests.cluster.fake_engines import FakeCluster, FakeLink, fake_cluster
-from tests.cluster.harness import PAGE, SETTINGS
+from tests.cluster.harness import PAGE
 
 LOST = NotReady("the session ended")
 FULL = OutOfPages(1, 0, 1000, {})
@@ -88,149 +81,146 @@ async def test_another_engine_makes_what_one_has_no_room_or_no_session_for(
         cluster.links["a"].do_next("create_sequences", error)
         assert await create(cluster, {"id": "one"}, {"id": "two"}) == (201, ["one", "two"])
         assert not cluster.links["a"].ids and cluster.home("one") == "b"
-        assert len(cluster.links["a"].calls("gather")) == 2, "ids are looked for before and after"
+        assert not any(link.calls("gather") for link in cluster.links.values())
 
 
-@pytest.mark.parametrize("fate", [[], [LOST], [InvalidRequest("state", "gone", "is refused")]])
-async def test_a_failed_call_deletes_what_it_made_or_lets_it_expire(fate: list[Exception]) -> None:
+@pytest.mark.parametrize("fate", [None, LOST])
+async def test_a_failed_call_deletes_what_it_made(fate: Exception | None) -> None:
     async with fake_cluster("ab") as cluster:
         new = await parents(cluster)
         cluster.links["b"].do_next("create_sequences", REFUSED)
-        cluster.links["a"].do_next("hand_over", *fate)
+        cluster.links["a"].do_next("delete_sequences", *filter(None, [fate]))
         failed, problem = await create(cluster, *new)
-        assert (failed, problem.get("done")) == (422, None)
-        (asked,) = cluster.links["b"].calls("create_sequences")
-        assert asked == {"sequences": new[1:], "confirm_s": SETTINGS.server.deadline_s + 10.0}
-        assert cluster.links["a"].calls("hand_over") == [{"id": "new-a", "state": "gone"}]
+        assert (failed, problem.get("done")) == (504 if fate else 422, None)
+        assert cluster.links["a"].calls("delete_sequences") == [{"ids": ["new-a"]}]
         assert left(cluster) == (["new-a"] if fate else [])
 
 
-@pytest.mark.parametrize("error", [LOST, InvalidRequest("state", "back", "it has expired")])
-async def test_a_new_sequence_that_is_perhaps_not_confirmed_is_a_504(error: Exception) -> None:
+async def test_what_a_call_makes_at_several_engines_is_unknown_until_all_have_made_theirs() -> None:
+    """Rows that others append meanwhile would be lost where one of the engines refuses."""
     async with fake_cluster("ab") as cluster:
-        cluster.only_on("a")
-        cluster.links["a"].do_next("hand_over", error)
-        failed, problem = await create(cluster, {"id": "new"})
-        assert (failed, problem["code"]) == (504, "deadline_exceeded")
-        assert "may have been made" in problem["detail"]
-        assert cluster.links["a"].calls("hand_over") == [{"id": "new", "state": "back"}]
+        new, seen = await parents(cluster), []
+
+        async def look() -> None:
+            seen.append((await cluster.error("truncate", {"id": "new-a", "length": 0}))[:2])
+            seen.append(await cluster.fields("delete_sequences", {"ids": ["new-a"]}))
+            seen.append((await create(cluster, {"id": "new-a"}))[0])
+
+        async def look_and_refuse() -> None:
+            await look()
+            raise REFUSED
+
+        for doing, status in ((look_and_refuse, 422), (look, 201)):
+            cluster.links["b"].do_next("create_sequences", doing)
+            assert (await create(cluster, *new))[0] == status
+            assert seen == [(404, "unknown_sequence"), {"num_deleted": 0}, 409]
+            seen.clear()
+        await cluster.ok("truncate", {"id": "new-a", "length": 0})
+        assert not cluster.router.ids.hidden and not cluster.router.ids.making
 
 
-@pytest.mark.parametrize(("is_kept", "status"), [(True, 409), (False, 201)])
-async def test_a_new_sequence_waits_until_others_have_made_one_of_its_id_or_not(
-    is_kept: bool, status: int
-) -> None:
-    async with fake_cluster("ab") as cluster:
-        link = cluster.links["a"]
-        link.ids.add("new")
-
-        async def end() -> None:
-            if not is_kept:
-                link.ids.remove("new")
-
-        link.do_next("get_sequence", SequenceMoving(["new"]), end)
-        assert (await create(cluster, {"id": "new"}))[0] == status
-
-
-async def test_a_confirmation_is_sent_again_where_the_queue_of_an_engine_is_full() -> None:
-    async with fake_cluster("ab") as cluster:
-        cluster.only_on("a")
-        cluster.links["a"].do_next("hand_over", Overloaded("busy", retry_after_s=1.0))
-        assert await create(cluster, {"id": "new"}) == (201, ["new"])
-        assert len(cluster.links["a"].calls("hand_over")) == 2
-
-
-async def test_what_a_dead_engine_had_made_needs_no_undoing() -> None:
-    async with fake_cluster("ab") as cluster:
-        new = await parents(cluster)
-
-        async def die() -> None:
-            cluster.lose("a", is_dead=True)
-            raise LOST
-
-        cluster.links["b"].do_next("create_sequences", REFUSED)
-        cluster.links["a"].do_next("hand_over", die)
-        status, problem = await create(cluster, *new)
-        assert (status, problem.get("done")) == (422, None)
-
-
-async def test_a_chosen_id_is_refused_before_anything_is_made() -> None:
+async def test_a_chosen_id_is_one_call_to_one_engine() -> None:
     async with fake_cluster("abc") as cluster:
-        cluster.links["b"].ids = {"here"}
-        status, problem = await create(cluster, {"id": "new"}, {"id": "here"}, {})
-        assert (status, problem["code"], problem["sequences"]) == (409, "sequence_exists", ["here"])
-        assert not any(link.calls("create_sequences") for link in cluster.links.values())
-        cluster.engine_of("c").is_silent = True
+        assert await create(cluster, {"id": "new"}) == (201, ["new"])
+        status, problem = await create(cluster, {"id": "new"}, {"id": "other"})
+        assert (status, problem["code"], problem["sequences"]) == (409, "sequence_exists", ["new"])
+        assert left(cluster) == ["new"]
+        served = [name for link in cluster.links.values() for name, *_ in link.served]
+        assert served.count("create_sequences") <= 3
+        assert set(served) <= {"create_sequences", "delete_sequences"}
+        for name in "abc":
+            cluster.engine_of(name).is_silent = name != cluster.home("new")
+        assert (await create(cluster, {"id": "new"}))[0] == 409
+        assert (await create(cluster, {"id": "more"}))[0] == 201, "the silent ones do not have it"
+
+
+async def test_a_chosen_id_waits_for_the_ids_of_every_engine_that_may_be_alive() -> None:
+    async with fake_cluster("ab") as cluster:
+        member = cluster.router.members.by_name["b"]
+        member.is_known = False
         status, problem = await create(cluster, {"id": "new"})
-        assert (status, problem["code"]) == (503, "not_ready"), "it may have the id"
+        assert (status, problem["code"]) == (503, "not_ready")
+        status, code, _ = await cluster.error("get_sequence", {"id": "unknown"})
+        assert (status, code) == (503, "not_ready")
         assert (await create(cluster, {}))[0] == 201, "without an id no engine is asked"
+        cluster.lose("b", is_dead=True)
+        assert (await create(cluster, {"id": "new"}))[0] == 201
 
 
-@pytest.mark.parametrize("with_another", [False, True])
-async def test_an_id_that_another_door_makes_meanwhile_is_made_by_neither(
-    with_another: bool,
+async def test_of_calls_that_make_one_id_at_once_one_succeeds() -> None:
+    async with fake_cluster("ab") as cluster:
+        answers = await asyncio.gather(*(create(cluster, {"id": "same"}) for _ in range(8)))
+        assert sorted(status for status, _ in answers) == [201] + [409] * 7
+        assert [len(ids) for ids in cluster.ids_at().values()] in ([1, 0], [0, 1])
+
+
+async def test_an_id_that_another_call_makes_at_a_full_engine_is_not_made_elsewhere() -> None:
+    async with fake_cluster("ab") as cluster:
+        cluster.only_on("a")
+        link, first_asks, second_ends = cluster.links["a"], asyncio.Event(), asyncio.Event()
+
+        async def full() -> None:
+            first_asks.set()
+            await second_ends.wait()
+            raise FULL
+
+        link.do_next("create_sequences", full)
+        first = asyncio.create_task(create(cluster, {"id": "same"}))
+        await first_asks.wait()
+        cluster.only_on()
+
+        async def meanwhile() -> None:
+            second_ends.set()
+            await first
+
+        link.do_next("create_sequences", meanwhile)
+        assert await create(cluster, {"id": "same"}) == (201, ["same"])
+        assert (await first)[0] == 507
+        assert cluster.ids_at() == {"a": {"same"}, "b": set()}
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+async def test_an_entry_of_a_sequence_that_has_expired_does_not_keep_its_id_from_being_made(
+    is_there: bool,
 ) -> None:
     async with fake_cluster("ab") as cluster:
         cluster.only_on("a")
-
-        async def rival() -> None:
-            cluster.links["b"].ids.add("same")
-
-        cluster.links["a"].do_next("create_sequences", rival)
-        new = [{"id": "same"}, {"id": "mine"}, {}] if with_another else [{"id": "same"}]
-        status, problem = await create(cluster, *new)
-        assert (status, problem["sequences"], problem.get("done")) == (409, ["same"], None)
-        assert cluster.ids_at() == {"a": set(), "b": {"same"}}
-        cluster.router.locator.tags.known.clear()
-        await cluster.ok("get_sequence", {"id": "same"})
+        await create(cluster, {"id": "one"})
+        cluster.only_on()
+        if not is_there:
+            cluster.links["a"].ids.clear()
+        cluster.links["a"].do_next("create_sequences", FULL)
+        assert (await create(cluster, {"id": "one"}))[0] == (507 if is_there else 201)
+        assert cluster.home("one") == ("a" if is_there else "b")
 
 
-async def test_an_id_that_its_own_call_may_have_made_already_is_a_503_and_not_taken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("service.cluster.membership.engine.RETRY_BUDGET_S", 0.1)
+async def test_an_id_that_an_engine_may_have_made_without_a_reply_stays_its_own() -> None:
     async with fake_cluster("ab") as cluster:
         cluster.engine_of("a").load, cluster.engine_of("b").load = Load(free=1000), Load(free=900)
         link = cluster.links["a"]
 
         async def makes_and_breaks() -> None:
             link.create(link.calls("create_sequences")[-1]["sequences"])
-            link.do_next("get_sequence", *[SequenceMoving(["one"])] * 1000)  # not confirmed
             raise AnswerLost("the session ended")
 
         link.do_next("create_sequences", makes_and_breaks)
-        status, problem = await create(cluster, {"id": "one"})
-        assert (status, problem["code"]) == (503, "sequence_moving")
-        assert cluster.ids_at() == {"a": {"one"}, "b": set()}, "it expires at a"
+        assert (await create(cluster, {"id": "one"}))[0] == 504
+        assert (await create(cluster, {"id": "one"}))[0] == 409
+        assert cluster.ids_at() == {"a": {"one"}, "b": set()}
 
 
-async def test_while_an_engine_drains_ids_are_looked_for_twice() -> None:
-    async with fake_cluster("abc") as cluster:
-        cluster.engine_of("b").is_draining = True
-        cluster.links["a"].do_next("create_sequences", FULL)
-
-        async def move() -> None:  # from c, which is asked last, to b, which was asked before
-            cluster.links["b"].ids.add("same")
-
-        async def nothing() -> None:
-            pass
-
-        cluster.engine_of("a").load = Load(free=10)
-        cluster.links["c"].do_next("gather", nothing)
-        cluster.links["b"].do_next("gather", nothing, nothing)
-        cluster.links["a"].do_next("gather", nothing, move)
-        status, problem = await create(cluster, {"id": "same"})
-        assert (status, problem["code"]) == (409, "sequence_exists")
-        assert cluster.ids_at() == {"a": set(), "b": {"same"}, "c": set()}
-
-
-async def test_an_only_engine_is_asked_once_for_a_chosen_id() -> None:
-    async with fake_cluster("a") as cluster:
-        assert await create(cluster, {"id": "new"}) == (201, ["new"])
-        status, problem = await create(cluster, {"id": "new"}, {"id": "other"})
-        assert (status, problem["code"], problem["sequences"]) == (409, "sequence_exists", ["new"])
-        assert [name for name, *_ in cluster.links["a"].served] == ["create_sequences"] * 2
-        assert cluster.ids_at() == {"a": {"new"}}
+async def test_a_fork_cannot_have_an_id_that_another_engine_has() -> None:
+    async with fake_cluster("ab") as cluster:
+        await parents(cluster)
+        cluster.only_on("b")
+        await create(cluster, {"id": "taken"}, {"id": "expired"})
+        cluster.links["b"].ids.remove("expired")
+        cluster.only_on()
+        fork = {"parent": "of-a"}
+        status, problem = await create(cluster, fork | {"id": "taken"})
+        assert (status, problem["sequences"]) == (409, ["taken"])
+        assert await create(cluster, fork | {"id": "expired"}) == (201, ["expired"])
+        assert cluster.home("expired") == "a"
 
 
 async def test_forks_follow_a_parent_that_has_moved() -> None:
@@ -302,45 +292,11 @@ async def test_tensors_of_a_call_are_divided_among_its_engines() -> None:
             np.testing.assert_array_equal(served[2]["token_ids"], expected)
 
 
-async def test_an_import_is_cancelled_at_an_engine_that_has_fallen_silent_amid_a_move() -> None:
-    async with fake_cluster("ab") as cluster:
-        source, target = cluster.engine_of("a"), cluster.engine_of("b")
-        cluster.links["a"].ids.add("moving")
-        cluster.links["b"].imports.add("moving")
-        target.is_silent = True
-        family = Family(OPEN, ["moving"], target=target)
-        await roll_back(cluster.router.members, source, family, "moving", is_handed=False)
-        assert cluster.links["b"].calls("cancel_import") == [{"id": "moving"}]
-        assert [one["state"] for one in cluster.links["a"].calls("hand_over")] == ["back"]
-
-
-@pytest.mark.parametrize(("arrived", "state"), [(True, "gone"), (False, "back")])
-async def test_a_sequence_that_was_deleted_after_its_move_does_not_come_back(
-    arrived: bool, state: str
-) -> None:
-    """The door that moved it has died before its old engine deleted it."""
-    async with fake_cluster("ab") as cluster:
-        source, target = cluster.links.values()
-        source.ids.add("moved")
-        source.do_next("get_sequence", SequenceMoving(["moved"], ["moved"]))
-        source.do_next("hand_over", SequenceChanged("moved", "5" * 32))
-        if arrived:
-            target.arrived.add("5" * 32)
-        await settle(cluster.router.members, "moved", OPEN)
-        asked = {"id": "moved", "state": "arrived", "generation": "5" * 32}
-        assert target.calls("hand_over") == [asked]
-        assert source.calls("hand_over")[-1] == {"id": "moved", "state": state}
-
-
 async def test_a_deleted_id_is_unknown_when_its_engine_dies() -> None:
     async with fake_cluster("ab") as cluster:
         assert await create(cluster, {"id": "one"}) == (201, ["one"])
         home = cluster.home("one")
-        for link in cluster.links.values():
-            link.replies["delete_sequences"] = {"num_deleted": 0, "skipped": []}
-        cluster.links[home].replies["delete_sequences"] = {"num_deleted": 1, "skipped": []}
         assert await cluster.fields("delete_sequences", {"ids": ["one"]}) == {"num_deleted": 1}
-        cluster.links[home].ids.remove("one")
         cluster.lose(home, is_dead=True)
         status, code, _ = await cluster.error("get_sequence", {"id": "one"})
         assert (status, code) == (404, "unknown_sequence")
@@ -364,38 +320,3 @@ async def test_a_prompt_that_has_waited_leaves_its_engine_the_rest_of_the_deadli
         new = {"sequences": [{"prefix": {"token_ids": list(range(PAGE))}}]}
         assert (await cluster.call("create_sequences", new, deadline_s=2.0)).status == 201
     assert deadlines == [1_000_000]
-
-
-async def test_what_an_engine_has_made_without_a_reply_is_deleted_when_it_comes_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(unique_ids, "LOOK_S", 0.01)
-    async with fake_cluster("ab") as cluster:
-        members, link = cluster.router.members, cluster.links["a"]
-        engine, member = cluster.engine_of("a"), members.by_name["a"]
-        engine.load, cluster.engine_of("b").load = Load(free=1000), Load(free=900)
-
-        async def makes_and_leaves() -> None:
-            link.create(link.calls("create_sequences")[-1]["sequences"])
-            cluster.lose("a", is_dead=False)
-            raise AnswerLost("the session ended")
-
-        link.do_next("create_sequences", makes_and_leaves)
-        status, made = await create(cluster, {})
-        assert status == 201 and cluster.ids_at()["b"] == set(made)
-        (orphan,) = link.ids
-        await asyncio.sleep(0.05)
-        assert not link.calls("delete_sequences")
-        member.engine = members.by_tag[engine.tag] = engine
-        async with asyncio.timeout(10):
-            while not link.calls("delete_sequences"):
-                await asyncio.sleep(0.01)
-        assert link.calls("delete_sequences") == [{"ids": [orphan]}]
-
-
-async def test_ids_of_copies_that_drains_make_cannot_be_chosen() -> None:
-    async with fake_cluster("ab") as cluster:
-        for _ in range(20):
-            status, problem = await create(cluster, {"id": new_anchor(), "ttl_s": 30.0})
-            assert (status, problem["field"]) == (422, "sequences.0.id")
-        assert (await create(cluster, {"id": "moving.0123456789abcdefg"}))[0] == 201

@@ -1,5 +1,5 @@
 """A Ray of several nodes on this host, for as long as standard input is open: prints its address,
-then each line when it is done: `add` a node, `kill` one, or let the `directory` die and come back.
+then each line when it is done: `add` a node, or `kill` one.
 """
 
 from __future__ import annotations
@@ -7,10 +7,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import ray
 from ray.cluster_utils import Cluster
-
-from service.cluster.ray.directory import NAME, NAMESPACE
 
 NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 
@@ -24,10 +21,6 @@ def main() -> None:
         for line in sys.stdin:
             if line.strip() == "add":
                 others.append(cluster.add_node(**NODE))  # type: ignore[no-untyped-call]
-            elif line.strip() == "directory":
-                ray.init(cluster.address, namespace=NAMESPACE)
-                ray.kill(ray.get_actor(NAME), no_restart=False)
-                ray.shutdown()
             else:
                 cluster.remove_node(others.pop(), allow_graceful=False)  # type: ignore[no-untyped-call]
             print(line.strip(), flush=True)

@@ -123,7 +123,16 @@ def statuses(client: httpx.Client, names: list[str]) -> set[int]:
     return {client.get(f"/v1/sequences/{name}").status_code for name in names}
 
 
+def router_process() -> int:
+    (found,) = processes_of("service.cluster")
+    return found
+
+
 def engine_processes() -> list[int]:
+    return processes_of("service.engine")
+
+
+def processes_of(module: str) -> list[int]:
     """Processes started by the replicas of this test's cluster."""
     found = []
     for entry in Path("/proc").iterdir():
@@ -134,7 +143,7 @@ def engine_processes() -> list[int]:
                 of = Path(f"/proc/{parent}/cmdline").read_text()
             except OSError:
                 continue
-            if "service.engine" in command and of.startswith("ray::"):
+            if module in command and of.startswith("ray::"):
                 found.append(int(entry.name))
     return found
 
@@ -218,17 +227,16 @@ class Written:
 
 @pytest.mark.filterwarnings("ignore")  # what Ray does as it is imported is its own
 def test_engines_of_two_nodes_are_one_service_and_a_node_that_is_lost_is_replaced() -> None:
-    from service.cluster.ray.app import HEALTH_CHECK_S
-
     with several_nodes() as (address, nodes):
         nodes.send("add")
         with served("--cluster.ingress-resource", "door", RAY_ADDRESS=address) as client:
             names: list[str] = []
             fill_both(client, names)
             there = {one["instance_id"] for one in engines(client)}
-            nodes.send("directory")
-            time.sleep(3 * HEALTH_CHECK_S)
+            os.kill(router_process(), signal.SIGKILL)
+            wait_for(lambda: len(engines(client)) == 2)
             assert {one["instance_id"] for one in engines(client)} == there
+            wait_for(lambda: statuses(client, names) == {200})
             nodes.send("kill")
             wait_for(lambda: statuses(client, names) == {200, 410})  # 503 until it counts as lost
             assert len(engines(client)) == 1

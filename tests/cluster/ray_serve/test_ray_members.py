@@ -1,11 +1,10 @@
-"""Which engines an ingress on Ray writes down: all that should be there, until they have ended."""
+"""Which engines the router's replica on Ray writes down: all that should be there, until Ray says
+that they are dead."""
 
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import Iterator
-from functools import partial
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,90 +13,92 @@ from typing import Any
 import pytest
 
 from config.settings import load_settings
-from service.cluster.membership.members_file import read_members
-from service.cluster.ray.directory import SILENT_S, Place
+from service.cluster.membership.roster import read_roster
 
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(find_spec("ray") is None, reason="attnd[ray] is not installed"),
+    pytest.mark.filterwarnings("ignore"),  # what Ray does as it is imported is its own
 ]
 
 
 @pytest.fixture
-def ingress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """As it is before it has heard of any engine, on node `here`."""
-    from service.cluster.ray import ingress_replica as ray_ingress
+def router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """As it is before it has heard of any engine, on node `here`; actors named `dead` are."""
+    from service.cluster.ray import router_replica as module
 
+    def get_actor(name: str, namespace: str) -> None:
+        if name == "dead":
+            raise ValueError("no actor of that name")
+
+    monkeypatch.setattr(module.ray, "get_actor", get_actor)
+    monkeypatch.setattr(module, "REPORT_S", 0.01)
     made: Any = SimpleNamespace(
         settings=load_settings(["--cluster.engines", "2"]),
-        addresses=SimpleNamespace(members=tmp_path / "members"),
+        addresses=SimpleNamespace(roster=tmp_path / "roster"),
         node="here",
         known={},
-        seen_s={},
-        began_s=0.0,
-        is_settled=False,
+        written=None,
+        began_s=time.monotonic() - 10.0,
+        is_over=False,
     )
-    made.update = partial(ray_ingress.IngressReplica.update, made)
-    made.ended = partial(ray_ingress.IngressReplica.ended, made)
-    nodes = [{"NodeID": name, "Alive": name != "dead"} for name in ("here", "there", "dead")]
-    monkeypatch.setattr(ray_ingress.ray, "nodes", lambda: nodes)
+    for name in ("write", "report", "leave", "end", "watch"):
+        setattr(made, name, getattr(module.RouterReplica, name).__get__(made))
     return made
 
 
-@pytest.fixture
-def listener(tmp_path: Path) -> Iterator[socket.socket]:
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.bind(str(tmp_path / "own.sock"))
-        sock.listen()
-        yield sock
+def place(name: str, actor: str = "alive", node: str = "here", **given: Any) -> Any:
+    from service.cluster.ray.router_replica import Place
+
+    return Place(name, (actor, "serve"), node, f"/{name}", f"tcp:{name}:1", **given)
 
 
-def place(name: str, node: str = "here", path: str = "/nowhere", **given: Any) -> Place:
-    return Place(name, node, path, f"tcp:{name}:1", **given)
+def written(router: Any) -> dict[str, str]:
+    path = router.addresses.roster
+    return {one.name: one.address for one in read_roster(path)} if path.exists() else {}
 
 
-def names(ingress: Any) -> list[str]:
-    members = ingress.addresses.members
-    return sorted(one.name for one in read_members(members)) if members.exists() else []
+def test_engines_are_written_down_once_all_that_should_be_there_are(router: Any) -> None:
+    router.report(place("a"))
+    router.write(5.0)
+    assert written(router) == {}
+    router.report(place("b", node="there"))
+    router.write(6.0)
+    assert written(router) == {"a": "/a", "b": "tcp:b:1"}
+    router.leave("a")
+    router.write(7.0)
+    assert written(router) == {"b": "tcp:b:1"}
 
 
-def test_engines_are_written_down_once_all_that_should_be_there_are(ingress: Any) -> None:
-    ingress.update([place("a")], (), 5.0)
-    assert names(ingress) == []
-    ingress.update([place("a"), place("b", path="/other")], (), 6.0)
-    assert names(ingress) == ["a", "b"]
+def test_an_engine_that_does_not_come_is_waited_for_a_minute(router: Any) -> None:
+    router.report(place("a"))
+    router.write(59.0)
+    assert written(router) == {}
+    router.write(61.0)
+    assert written(router) == {"a": "/a"}
 
 
-def test_an_engine_that_does_not_come_is_waited_for_a_minute(ingress: Any) -> None:
-    ingress.update([place("a")], (), 59.0)
-    assert names(ingress) == []
-    ingress.update([place("a")], (), 61.0)
-    assert names(ingress) == ["a"]
-
-
-def test_an_engine_is_forgotten_when_it_has_ended_and_not_when_it_is_silent(
-    ingress: Any, listener: socket.socket
+async def test_an_engine_is_forgotten_when_ray_says_that_it_is_dead_and_not_when_it_is_silent(
+    router: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = listener.getsockname()
-    every = [
-        place("silent", path=own),
-        place("ended", path="/ended"),
-        place("moved", path="/taken"),
-        place("on a dead node", node="dead", path=own),
-        place("leaving", path=own, is_leaving=True),
-        place("left", is_leaving=True),
-    ]
-    ingress.update(every, (), 10.0)
-    new = [place("new", path="/taken")]
-    soon, late = 10.0 + SILENT_S / 2, 11.0 + SILENT_S
-    assert ingress.ended(new, soon) == {"left"}
-    ended = ingress.ended(new, late)
-    assert ended == {"ended", "moved", "on a dead node", "left"}
-    ingress.update(new, ended, late)
-    assert names(ingress) == ["leaving", "new", "silent"]
+    from service.cluster.ray import router_replica as module
+
+    for one in (place("silent"), place("dead", actor="dead"), place("new", actor="dead")):
+        router.report(one)
+    watching = asyncio.ensure_future(router.watch())
+    await asyncio.sleep(0.1)
+    assert set(written(router)) == {"silent", "dead", "new"}, "they have reported just now"
+    monkeypatch.setattr(module, "QUIET_S", 0.3)
+    async with asyncio.timeout(10):
+        while set(written(router)) != {"silent", "new"}:
+            router.report(place("new", actor="dead"))
+            await asyncio.sleep(0.01)
+    watching.cancel()
+    assert not router.report(place("new"))
+    router.end()
+    assert router.report(place("new")), "an engine learns that the whole cluster stops"
 
 
-@pytest.mark.filterwarnings("ignore")  # what Ray does as it is imported is its own
 async def test_an_engine_is_reported_from_its_first_reply_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -109,16 +110,15 @@ async def test_an_engine_is_reported_from_its_first_reply_on(
     async def num_left() -> int | None:
         return replies.pop(0)
 
-    async def report(_: str) -> None:
+    async def report() -> None:
         reported.append(len(replies))
 
     monkeypatch.setattr(engine_replica, "REPORT_S", 0.02)
     made: Any = SimpleNamespace(
         num_left=num_left,
         has_replied=False,
-        place="a place",
+        report=report,
         process=SimpleNamespace(running=SimpleNamespace(poll=lambda: None)),
-        directory=SimpleNamespace(report=SimpleNamespace(remote=report)),
     )
     watching = asyncio.ensure_future(engine_replica.EngineReplica.watch(made))
     await engine_replica.EngineReplica.meet(made)

@@ -10,11 +10,11 @@ import oracle
 import pytest
 
 from service.cluster.membership.engine import Engine
-from service.cluster.routing import locator as locators
 from service.cluster.routing.sequence_calls import joint_error
 from service.doors.kit.problems import ProblemText, document_of
 from service.errors import DeadlineExceeded, LengthMismatch, LostSequence, NotReady
 from service.image.json_text import dump_json
+from service.tenants import OPEN
 from tests.cluster.checked_calls import SCALE, Book
 from tests.cluster.harness import ATOL, HEADS, PAGE, Cluster, rows
 
@@ -77,7 +77,7 @@ async def apart(cluster: Cluster, book: Book) -> tuple[Engine, Engine]:
 async def test_an_error_lists_the_changes_of_a_piece_that_was_split_again(cluster: Cluster) -> None:
     book = Book(cluster)
     first, _ = await apart(cluster, book)
-    cluster.router.locator.tags.learn(("default", "b"), first.tag)  # it has left since
+    cluster.router.ids.learn(OPEN, ["b"], first.tag)  # a session made it there
     new = rows(np.random.default_rng(0), 3)
     fields = {"layer": 0, "sequences": ["a", "b", "c"], "offsets": [PAGE + 1, 0, PAGE + 1]}
     reply = await cluster.call("append", fields | {"append_indptr": [0, 1, 2, 3]}, k=new, v=new)
@@ -90,12 +90,12 @@ async def test_an_error_lists_the_changes_of_a_piece_that_was_split_again(cluste
 
 
 @pytest.mark.parametrize("names", [["b"], ["a", "b"], ["b", "c"]])
-async def test_sequences_that_keep_moving_are_found(
+async def test_sequences_that_the_map_has_wrong_again_and_again_are_found(
     cluster: Cluster, names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    book, locator, looks = Book(cluster), cluster.router.locator, 0
+    book, entries, looks = Book(cluster), cluster.router.ids, 0
     first, _ = await apart(cluster, book)
-    find = locator.find
+    find = entries.find
 
     async def mislead(ids: Sequence[str], tenant: Any) -> None:
         nonlocal looks
@@ -103,35 +103,13 @@ async def test_sequences_that_keep_moving_are_found(
         await find(ids, tenant)
         if looks < 5:
             for name in ids:
-                locator.tags.learn(("default", name), first.tag)
+                entries.learn(OPEN, [name], first.tag)
 
-    locator.tags.learn(("default", "b"), first.tag)
-    monkeypatch.setattr(locator, "find", mislead)
+    entries.learn(OPEN, ["b"], first.tag)
+    monkeypatch.setattr(entries, "find", mislead)
     await book.attend(names, [1] * len(names), 0, appends=True)
     assert looks == 5
     await book.attend(names, [1] * len(names), 0, appends=False)
-
-
-@pytest.mark.parametrize("operation", ["get_sequence", "gather", "delete_sequence"])
-async def test_a_sequence_missed_by_one_look_is_found_by_the_next(
-    cluster: Cluster, operation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has left an engine that was asked late for one that was asked before."""
-    book, missed = Book(cluster), 0
-    await apart(cluster, book)
-    cluster.router.locator.tags.forget(("default", "b"))
-    look = locators.known_at
-
-    async def late(engine: Engine, ids: Sequence[str], tenant: Any) -> list[str]:
-        nonlocal missed
-        missed += 1
-        return [] if missed <= 2 else await look(engine, ids, tenant)
-
-    monkeypatch.setattr(locators, "known_at", late)
-    named = {"layer": 0, "sequences": ["b"]} if operation == "gather" else {"id": "b"}
-    await cluster.ok(operation, named)
-    unknown = await cluster.call(operation, named | {"id": "n"} if "id" in named else named)
-    assert unknown.status == (200 if operation == "gather" else 404)
 
 
 @pytest.mark.parametrize("name", ["mask", "packed_mask"])

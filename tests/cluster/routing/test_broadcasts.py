@@ -141,16 +141,6 @@ async def test_an_engine_without_a_session_may_have_pages_and_pins(name: str) ->
         assert (await cluster.call(name, fields)).status in (200, 204, 404)
 
 
-async def test_a_lease_is_found_although_another_engine_is_silent() -> None:
-    async with fake_cluster("abc") as cluster:
-        cluster.links["a"].do_next("renew_lease", UnknownLease("l"))
-        cluster.links["b"].do_next("renew_lease", SILENT)
-        cluster.links["c"].ids.add("l")
-        cluster.links["c"].replies["renew_lease"] = {"id": "l", "expires_at": 1.0}
-        renewed = await cluster.call("renew_lease", {"id": "l.aaaaaaaa", "lease_s": 1.0})
-        assert (renewed.status, renewed.fields.get("id")) == (200, "l.aaaaaaaa")
-
-
 @pytest.mark.parametrize("name", ["renew_lease", "release_lease"])
 async def test_a_lease_is_unknown_only_if_no_engine_is_away(name: str) -> None:
     fields = {"id": "l.bbbbbbbb"} | ({"lease_s": 1.0} if name == "renew_lease" else {})

@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 
 from service.cluster.placement.cost import Load
-from service.cluster.routing import outcomes, router
+from service.cluster.routing import router
 from service.errors import (
     InvalidRequest,
     NotReady,
     OutOfPages,
-    SequenceMoving,
 )
 from service.road.caller_end.caller import AnswerLost
-from service.tenants import OPEN, SCOPES, Tenant, tenant_of
+from service.tenants import SCOPES, tenant_of
 from tests.cluster.fake_engines import FakeCluster, fake_cluster
 from tests.cluster.harness import DIM, HEADS, PAGE
 
@@ -137,22 +136,11 @@ async def test_parts_of_a_batch_go_to_their_engines_and_come_back_in_order() -> 
         assert answer.fields.get("num_pages") == [1, 2, 3], answer
 
 
-async def test_sequences_that_engines_skip_are_deleted_one_by_one() -> None:
-    async with fake_cluster("ab") as cluster:
-        await known(cluster, one="a", two="b")
-        for link in cluster.links.values():
-            link.replies["delete_sequences"] = {"num_deleted": 0, "skipped": ["one", "two", "gone"]}
-        answer = await cluster.ok("delete_sequences", {"ids": ["one", "two"]})
-        assert answer.fields == {"num_deleted": 2}
-        assert cluster.ids_at() == {"a": set(), "b": set()}
-        assert not cluster.router.locator.tags.known
-
-
-async def test_an_unknown_sequence_is_looked_for_twice_at_all_engines() -> None:
+async def test_an_unknown_sequence_is_looked_for_once_at_all_engines() -> None:
     async with fake_cluster("ab") as cluster:
         answer = await cluster.call("truncate", TRUNCATE)
         assert (answer.status, answer.fields["sequences"]) == (404, ["here"])
-        assert [len(link.calls("gather")) for link in cluster.links.values()] == [2, 2]
+        assert [len(link.calls("gather")) for link in cluster.links.values()] == [1, 1]
         refused = await cluster.call("page_table", {"sequences": ["a", "b"]})
         assert (refused.status, refused.fields["sequences"]) == (404, ["a", "b"])
 
@@ -180,33 +168,6 @@ async def test_a_call_that_no_engine_answers_times_out_and_others_continue(
         assert not silent.cancelling()
 
 
-async def test_sequences_that_an_engine_is_about_to_hand_over_are_still_there() -> None:
-    async with fake_cluster("ab") as cluster:
-        link = cluster.links["a"]
-        link.ids |= {"one", "two"}
-        link.do_next("gather", SequenceMoving(["one"]))
-        await cluster.ok("page_table", {"sequences": ["one", "two"]})
-        assert [one["sequences"] for one in link.calls("gather")] == [["one", "two"], ["two"]]
-
-
-async def test_a_call_settles_an_abandoned_move(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    settled = []
-    monkeypatch.setattr(outcomes, "SETTLE_AFTER_S", -1.0)
-    async with fake_cluster("ab") as cluster:
-        await known(cluster, here="a")
-
-        async def settle(name: str, tenant: Tenant) -> None:
-            settled.append((name, tenant))
-
-        cluster.router.retries.settle = settle
-        link = cluster.links["a"]
-        link.do_next("truncate", SequenceMoving(["here"], ["here"]))
-        await cluster.ok("truncate", TRUNCATE)
-        assert settled == [("here", OPEN)]
-
-
 @pytest.mark.parametrize("appends", [False, True])
 async def test_a_decode_that_one_engine_refuses_lists_the_rows_of_the_other(appends: bool) -> None:
     async with fake_cluster("ab") as cluster:
@@ -225,5 +186,5 @@ async def test_a_router_asks_in_its_callers_namespace_with_all_scopes() -> None:
         reader = tenant_of("red", ["read"])
         assert (await cluster.call("get_sequence", {"id": "here"}, reader)).status == 200
         every = tenant_of("red", SCOPES)
-        assert cluster.links["a"].tenants == [every, every, reader]
+        assert cluster.links["a"].tenants == [every, reader]
         assert cluster.links["b"].tenants == [every]

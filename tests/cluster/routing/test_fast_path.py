@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from service.cluster.routing.fast_path import MAX_BYTES, MAX_HEADER_BYTES, FastPath, ids_in
-from service.cluster.routing.locator import MAX_IDS, Locator
+from service.cluster.routing.ids import MAX_IDS, Ids
 from service.operations.schema.fields import MAX_SEQUENCES
 from service.operations.table import BY_NAME
 from tests.cluster.fake_engines import fake_cluster
@@ -29,10 +29,9 @@ def call(name: str = "decode") -> Any:
 
 
 @pytest.fixture
-def locator() -> Locator:
+def entries() -> Ids:
     members: Any = SimpleNamespace(by_tag={HERE: "here", THERE: "there"}, changes=0)
-    members.home = members.by_tag.get
-    return Locator(members)
+    return Ids(members)
 
 
 def test_the_ids_of_a_call_are_read_from_its_header() -> None:
@@ -41,11 +40,11 @@ def test_the_ids_of_a_call_are_read_from_its_header() -> None:
     assert fast_path.ids(call("get_sequence"), header(id="c")) == ("c",)
 
 
-def test_sequences_of_one_engine_are_known_to_be_there(locator: Locator) -> None:
+def test_sequences_of_one_engine_are_known_to_be_there(entries: Ids) -> None:
     ids = (f"a.{HERE}", f"b.{HERE}")
-    assert locator.known_places(ids, TENANT) == {"here": [0, 1]}
+    assert entries.known_places(ids, TENANT) == {"here": [0, 1]}
     ids = (f"a.{THERE}", f"b.{HERE}", f"c.{THERE}")
-    assert locator.known_places(ids, TENANT) == {"there": [0, 2], "here": [1]}
+    assert entries.known_places(ids, TENANT) == {"there": [0, 2], "here": [1]}
 
 
 @pytest.mark.parametrize(
@@ -54,10 +53,10 @@ def test_sequences_of_one_engine_are_known_to_be_there(locator: Locator) -> None
     ids=["unknown", "one unknown", "lost engine"],
 )
 def test_a_batch_is_not_known_where_one_of_its_sequences_is_not(
-    locator: Locator, ids: list[str]
+    entries: Ids, ids: list[str]
 ) -> None:
-    assert locator.known_places(ids, TENANT) is None
-    assert not locator.batches
+    assert entries.known_places(ids, TENANT) is None
+    assert not entries.batches
 
 
 @pytest.mark.parametrize(
@@ -91,17 +90,17 @@ def test_other_operations_are_parsed() -> None:
         assert FastPath().ids(call(name), header(sequences=["a"])) == ()
 
 
-def test_places_are_forgotten_when_an_engine_leaves_or_a_sequence_moves(locator: Locator) -> None:
-    members: Any = locator.members
-    locator.tags.learn(("", "mine"), HERE)
-    assert locator.known_places(["mine"], TENANT) == {"here": [0]}
+def test_places_are_forgotten_when_an_engine_leaves_or_the_map_changes(entries: Ids) -> None:
+    members: Any = entries.members
+    entries.learn(TENANT, ["mine"], HERE)
+    assert entries.known_places(["mine"], TENANT) == {"here": [0]}
     red: Any = SimpleNamespace(namespace="red")
-    assert locator.known_places(["mine"], red) is None, "of another namespace"
-    locator.tags.learn(("", "mine"), THERE)
-    assert locator.known_places(["mine"], TENANT) == {"there": [0]}
+    assert entries.known_places(["mine"], red) is None, "of another namespace"
+    entries.learn(TENANT, ["mine"], THERE)
+    assert entries.known_places(["mine"], TENANT) == {"there": [0]}
     del members.by_tag[THERE]
     members.changes += 1
-    assert locator.known_places(["mine"], TENANT) is None
+    assert entries.known_places(["mine"], TENANT) is None
 
 
 def test_the_memory_of_headers_is_bounded() -> None:
@@ -113,11 +112,11 @@ def test_the_memory_of_headers_is_bounded() -> None:
     assert fast_path.known
 
 
-def test_the_memory_of_places_is_bounded(locator: Locator) -> None:
+def test_the_memory_of_places_is_bounded(entries: Ids) -> None:
     for number in range(100):
         ids = [f"{number}-{at}.{HERE}" for at in range(MAX_IDS // 32)]
-        assert locator.known_places(ids, TENANT) == {"here": list(range(len(ids)))}
-        assert sum(len(names) for _, names in locator.batches) <= MAX_IDS + len(ids)
+        assert entries.known_places(ids, TENANT) == {"here": list(range(len(ids)))}
+        assert sum(len(names) for _, names in entries.batches) <= MAX_IDS + len(ids)
 
 
 def test_a_header_that_is_too_long_is_not_remembered() -> None:

@@ -11,10 +11,11 @@ import pytest
 from oracle import attend, visible
 
 from service.cluster.routing import broadcast
-from service.cluster.routing.locator import Locator
+from service.cluster.routing.ids import Ids
 from service.cluster.routing.router import Router
 from service.errors import NotReady
 from service.metrics import Metrics
+from service.tenants import OPEN
 from tests.cluster.harness import (
     ATOL,
     DIM,
@@ -115,14 +116,14 @@ async def test_ids_that_callers_choose_are_found_by_a_router_that_has_never_met_
     ids = [f"chat-{n}" for n in range(6)]
     await cluster.ok("create_sequences", {"sequences": [{"id": name} for name in ids]})
     homes = {name: cluster.home(name) for name in ids}
-    cluster.router.locator.tags.known.clear()
+    cluster.router.ids.entries.clear()
     k = rows(rng, 6)
     await cluster.ok("append", {"layer": 1, "sequences": ids}, k=k, v=k)
     assert {name: cluster.home(name) for name in ids} == homes
     for name in ids:  # the memory may be wrong
         tags = [one.tag for one in cluster.router.members.engines]
         wrong = [tag for tag in tags if cluster.router.members.by_tag[tag].name != homes[name]]
-        cluster.router.locator.tags.learn(("default", name), wrong[0])
+        cluster.router.ids.learn(OPEN, [name], wrong[0])
     gathered = await cluster.ok("gather", {"layer": 1, "sequences": ids})
     np.testing.assert_array_equal(gathered.arrays["v"], k)
     await cluster.ok("delete_sequence", {"id": ids[0]})
@@ -138,15 +139,15 @@ async def test_an_engine_that_leaves_while_sequences_are_looked_for_is_asked_for
     """It was left out of the batch: the reply was that of the other sequences."""
     ids = ["first", "second", "third"]
     await cluster.ok("create_sequences", {"sequences": [{"id": name} for name in ids]})
-    cluster.router.locator.tags.known.clear()
-    find, home, is_away = Locator.find, Locator.home, False
+    cluster.router.ids.entries.clear()
+    find, home, is_away = Ids.find, Ids.home, False
 
-    async def found(self: Locator, *args: Any) -> None:
+    async def found(self: Ids, *args: Any) -> None:
         nonlocal is_away
-        is_away = not self.tags.known  # once
+        is_away = not self.entries  # once
         await find(self, *args)
 
-    def absent(self: Locator, *given: Any) -> Any:
+    def absent(self: Ids, *given: Any) -> Any:
         nonlocal is_away
         found = home(self, *given)
         if found and is_away:
@@ -154,8 +155,8 @@ async def test_an_engine_that_leaves_while_sequences_are_looked_for_is_asked_for
             return None
         return found
 
-    monkeypatch.setattr(Locator, "find", found)
-    monkeypatch.setattr(Locator, "home", absent)
+    monkeypatch.setattr(Ids, "find", found)
+    monkeypatch.setattr(Ids, "home", absent)
     k = rows(rng, 3)
     reply = await cluster.ok("append", {"layer": 0, "sequences": ids}, k=k, v=k)
     assert reply.fields["lengths"] == [1, 1, 1]
@@ -341,7 +342,7 @@ async def test_an_import_stays_on_the_engine_that_it_was_begun_on(
         asked = {"part": part, "generation": header["generation"], "before": digest}
         piece = await cluster.ok("export_sequence", {"id": name} | asked | small)
         digest = piece.fields["digest"]
-        cluster.router.locator.tags.known.clear()  # as another door would be asked
+        cluster.router.ids.entries.clear()  # as after a restart
         brought = {"id": "b", "part": part, "digest": digest}
         await cluster.ok("import_sequence", brought, **piece.arrays)
         assert (await cluster.fields("get_import", {"id": "b"}))["next_part"] == part + 1
@@ -364,7 +365,7 @@ def test_a_door_reports_the_counts_of_engines_of_other_services(
     async def main() -> None:
         router = Router(SETTINGS.server, metrics=metrics)
         try:
-            await router.connect(str(two_engines.members), "test", two_engines.secret)
+            await router.connect(str(two_engines.roster), "test", two_engines.secret)
             cluster = Cluster(router, two_engines)
             await cluster.until(lambda: counted("sessions") == 2, "one with each engine")
             before = counted("tokens_appended"), counted("kv_bytes_read")

@@ -68,9 +68,6 @@ async def test_a_namespace_has_at_most_its_share_of_leases(ours: Caller, theirs:
     reply = await lease(ours)
     assert code(reply) == "overloaded" and reply.problem["retry_after_s"] > 0
     assert "its share of engine.max_leases" in str(reply)
-    key = (await ours.call("commit", {"id": "a", "token_ids": PROMPT})).fields["last_key"]
-    again = {"id": "lease-mine", "page_key": key, "lease_s": 9.0}
-    assert await ours.code(NewCall("renew_lease", again)) == "overloaded"
     assert (await lease(theirs)).fields["lease"] is not None
     await ours.call("release_lease", {"id": held[0]})
     assert (await lease(ours)).fields["lease"] is not None

@@ -14,7 +14,7 @@ from service.engine.loop import callers as callers_module
 from service.engine.loop import job as work
 from service.road.engine_end.calls import Event
 from service.road.engine_end.session import Session
-from tests.engine.fake_backend import GEOMETRY, FakeBackend
+from tests.engine.fake_backend import FakeBackend
 from tests.engine.harness import (
     Caller,
     NewCall,
@@ -228,37 +228,6 @@ async def test_slices_of_long_work_come_from_each_namespace_in_turn(
     assert beside <= 2 * alone + 3, f"{beside} slices went by for {alone}"
     backend.let_all()
     await asyncio.gather(*many)
-
-
-SCOPES = ["read", "move", "admin"]
-POOL_FIELDS = (
-    *("num_layers", "page_size", "num_kv_heads", "head_dim"),
-    *("dtype", "layout", "k_scale", "v_scale"),
-)
-
-
-def import_of(**fields: Any) -> NewCall:
-    """The beginning of an import of an empty sequence, with a digest that is wrong."""
-    geometry = {name: getattr(GEOMETRY, name) for name in POOL_FIELDS}
-    header = geometry | {"generation": "0" * 32, "lengths": [0] * GEOMETRY.num_layers}
-    header |= {"ttl_s": None, "num_named": 0, "cache_salt": "", "part_bytes": 1024, "num_parts": 0}
-    return NewCall("import_sequence", {"id": "b", "header": header, "digest": "0" * 64} | fields)
-
-
-@fake_engine(keys={scope: ("ours", ["read", "append", scope]) for scope in SCOPES}, key="read")
-async def test_moves_of_sequences_need_the_scope_move(caller: Caller) -> None:
-    """A key with all scopes from before `move` keeps its rights."""
-    await caller.create("a")
-    for call in (
-        import_of(base="a"),
-        NewCall("create_sequences", {"sequences": [{"id": "new"}], "confirm_s": 0.1}),
-        NewCall("import_sequence", {"id": "b", "digest": "0" * 64, "confirm_s": 0.1}),
-        NewCall("hand_over", {"id": "a", "state": "leaving"}),
-    ):
-        await caller.refused(call, "forbidden", scope="move")
-        for scope in ("move", "admin"):
-            async with caller.another(scope) as one:
-                assert await one.code(call) != "forbidden", call
 
 
 @keyed()

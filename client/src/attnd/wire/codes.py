@@ -49,7 +49,6 @@ CODES: Final = {
         (500, "not_erased", "Not all of the namespace could be erased"),
         (501, "not_supported", "The service does not do this"),
         (503, "not_ready", "The service is not ready"),
-        (503, "sequence_moving", "The sequence is moving to another engine"),
         (504, "deadline_exceeded", "The deadline passed before the request was done"),
         (507, "out_of_pages", "The pool is out of pages"),
         (507, "out_of_sequences", "The pool is out of sequences"),

@@ -39,8 +39,6 @@ ROUTES: Final[Mapping[str, tuple[int, str, str]]] = {
     "cancel_import": (31, "DELETE", "/v1/sequences/{id}/import"),
     "engines": (32, "GET", "/v1/engines"),
     "snapshot": (33, "GET", "/v1/snapshot"),
-    "claim": (34, "POST", "/v1/sequences/{id}/claim"),
-    "hand_over": (35, "POST", "/v1/sequences/{id}/hand-over"),
     "drain_engine": (36, "POST", "/v1/engines/{name}/drain"),
     "list_namespaces": (37, "GET", "/v1/namespaces"),
     "holds": (38, "GET", "/v1/prefix/holds"),

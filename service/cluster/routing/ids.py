@@ -1,0 +1,285 @@
+"""The map from ids to engines.
+
+An id made by the router ends in the tag of its engine, the first digits of the engine's
+`instance_id`: a restarted engine has another tag. Chosen ids are in the map. The router reads the
+ids of an engine that it meets, and makes all others itself, so the map has every chosen id but
+those that sessions make at an engine's own socket. For an id that is not in the map all engines are
+asked once; the first one that has it serves it.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+import secrets
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+from service.cluster.membership.engine import TAG_DIGITS, Engine, in_time
+from service.cluster.routing.outcomes import Outcome, outcome_of
+from service.cluster.routing.replies import results_of
+from service.doors.kit.problems import ProblemText
+from service.errors import LostSequence, UnknownSequence
+from service.operations.rows import GATHER
+from service.operations.sequences import LIST_SEQUENCES, MAX_LISTED
+from service.operations.status import LIST_NAMESPACES
+from service.tenants import OPEN, SCOPES, Tenant, tenant_of
+
+if TYPE_CHECKING:
+    from service.cluster.membership.members import Members
+
+TAGGED: Final = re.compile(rf".*\.([0-9a-f]{{{TAG_DIGITS}}})")
+IDS_PER_CALL: Final = 1024
+"""Maximum number of ids in one question to all engines."""
+MAX_LOST: Final = 2**18
+"""Number of chosen ids of dead engines that are remembered."""
+MAX_IDS: Final = 2**15
+"""Number of ids in remembered batches."""
+SPARE_IDS: Final = 4096
+"""An engine's ids are read again once the map has this many more than twice its sequences: they
+have expired, or sessions have deleted them."""
+Name = tuple[str, str]
+"""Namespace and id."""
+Places = dict[Engine, list[int]]
+"""The positions of a batch's sequences, by their engine; that of the first sequence comes first."""
+
+
+def new_id(tag: str) -> str:
+    """A unique id: 80 random bits, and the engine's tag."""
+    return f"seq-{base64.b32encode(secrets.token_bytes(10)).decode().lower()}.{tag}"
+
+
+def tag_in(name: str) -> str | None:
+    """The tag that an id ends in. A caller's id may look as if it had one."""
+    found = TAGGED.fullmatch(name)
+    return None if found is None else found.group(1)
+
+
+class Ids:
+    """The map of one router."""
+
+    def __init__(self, members: Members) -> None:
+        self.members = members
+        members.ids = self
+        self.entries: dict[Name, tuple[str, int]] = {}
+        """The engine's tag, and when it was entered."""
+        self.clock = 0
+        """Counts entries."""
+        self.imports: dict[Name, float] = {}
+        """Until when, on `time.monotonic()`, an import of an id may be under way."""
+        self.by_tag: dict[str, set[Name]] = {}
+        self.lost: deque[tuple[Name, str]] = deque()
+        """Ids of dead engines, which stay in the map, the oldest first."""
+        self.making: Counter[Name] = Counter()
+        """Ids that calls are making now: their entries stay."""
+        self.hidden: set[Name] = set()
+        """Ids of calls that make sequences at several engines: other calls do not find them,
+        since they are deleted again where another engine refuses."""
+        self.num_changes = 0
+        """Counts entries that have changed or were removed."""
+        self.batches: dict[tuple[str, tuple[str, ...]], Places] = {}
+        """Places of whole batches, which a step's layers repeat; valid while `changes` is."""
+        self.num_ids = 0
+        """Of the batches."""
+        self.changes = (0, 0)
+
+    # entries
+
+    def home(self, name: str, tenant: Tenant) -> Engine | None:
+        """Where a sequence should be; None where that is not known, or cannot be called."""
+        key = tenant.namespace, name
+        return None if key in self.hidden else self.members.by_tag.get(self.tag(key))
+
+    def tag(self, name: Name) -> str:
+        """The tag of the engine that an id is at, by the map or by the id; empty for none."""
+        found = self.entries.get(name)
+        return (tag_in(name[1]) or "") if found is None else found[0]
+
+    def learn(self, tenant: Tenant, names: Iterable[str], tag: str) -> None:
+        """These sequences are at the engine of a tag."""
+        for name in names:
+            if tag_in(name) != tag:
+                key, before = (tenant.namespace, name), ""
+                if key in self.entries:
+                    before = self.entries[key][0]
+                if before not in ("", tag):
+                    self.remove(key)
+                self.clock += 1
+                self.entries[key] = tag, self.clock
+                self.by_tag.setdefault(tag, set()).add(key)
+
+    def importing(self, tenant: Tenant, name: str, for_s: float) -> None:
+        """An import of this id is under way, for so long without another call for it."""
+        self.imports[tenant.namespace, name] = time.monotonic() + for_s
+
+    def forget(self, tenant: Tenant, names: Iterable[str], since: int) -> None:
+        """These sequences were not there at some time after `since`, a value of `clock`. Keeps
+        those that may have been made afterwards."""
+        now = time.monotonic()
+        for name in names:
+            key = tenant.namespace, name
+            is_old = key in self.entries and self.entries[key][1] <= since
+            if is_old and not self.making[key] and self.imports.get(key, 0.0) < now:
+                self.remove(key)
+
+    def forget_unmade(self, tenant: Tenant, names: Iterable[str]) -> None:
+        """Removes entries of ids that this call has not made, and no other is making."""
+        for name in names:
+            key = tenant.namespace, name
+            if key in self.entries and self.making[key] <= 1:
+                self.remove(key)
+
+    def remove(self, key: Name) -> None:
+        self.num_changes += 1
+        tag, _ = self.entries.pop(key)
+        self.by_tag.get(tag, set()).discard(key)
+        self.imports.pop(key, None)
+
+    def bury(self, tag: str) -> None:
+        """The engine of a tag is dead. Its ids stay in the map for a while: they are lost."""
+        self.lost.extend((key, tag) for key in self.by_tag.pop(tag, ()))
+        while len(self.lost) > MAX_LOST:
+            key, of = self.lost.popleft()
+            if key in self.entries and self.entries[key][0] == of:
+                self.remove(key)
+
+    @contextmanager
+    def being_made(self, tenant: Tenant, names: Sequence[str]) -> Iterator[None]:
+        """A call makes sequences of these ids."""
+        keys = [(tenant.namespace, name) for name in names]
+        self.making.update(keys)
+        try:
+            yield
+        finally:
+            self.making.subtract(keys)
+            for key in keys:
+                if not self.making[key]:
+                    del self.making[key]
+
+    @contextmanager
+    def hiding(self, tenant: Tenant, names: Iterable[str]) -> Iterator[None]:
+        """These sequences do not exist for calls yet."""
+        keys = {(tenant.namespace, name) for name in names}
+        self.hidden |= keys
+        try:
+            yield
+        finally:
+            self.hidden -= keys
+
+    def is_hidden(self, tenant: Tenant, name: str) -> bool:
+        return (tenant.namespace, name) in self.hidden
+
+    def is_made_by_others(self, tenant: Tenant, name: str) -> bool:
+        """Whether other calls make this id as well."""
+        return self.making[tenant.namespace, name] > 1
+
+    # an engine's ids
+
+    async def read(self, engine: Engine) -> None:
+        """Reads the ids of all sequences of an engine, and removes entries of others. Raises
+        ProblemText, NotReady."""
+        gone, since = set(self.by_tag.get(engine.tag, ())), self.clock
+        for tenant in await self.tenants(engine):
+            after: dict[str, str] = {}
+            while True:
+                asked = {"limit": MAX_LISTED, **after}
+                page = (await engine.question(LIST_SEQUENCES, tenant, asked, is_poll=True)).fields
+                engine.heard_s = time.monotonic()
+                names = [one["id"] for one in page["sequences"]]
+                self.learn(tenant, names, engine.tag)
+                gone.difference_update((tenant.namespace, name) for name in names)
+                if page["next"] is None:
+                    break
+                after = {"after": page["next"]}
+        for namespace, name in gone:
+            if self.tag((namespace, name)) == engine.tag:
+                self.forget(tenant_of(namespace, SCOPES), [name], since)
+
+    async def tenants(self, engine: Engine) -> list[Tenant]:
+        """All that may have sequences there."""
+        if not self.members.has_keys:
+            return [OPEN]
+        asked = engine.question(LIST_NAMESPACES, self.members.tenant, {}, is_poll=True)
+        return [tenant_of(name, SCOPES) for name in (await asked).fields["namespaces"]]
+
+    def has_too_many(self, tag: str, num_sequences: int) -> bool:
+        """Whether many entries of an engine must be of sequences that it has no more."""
+        return len(self.by_tag.get(tag, ())) > 2 * num_sequences + SPARE_IDS
+
+    # the engines of calls
+
+    def known_places(self, ids: Sequence[str], tenant: Tenant) -> Places | None:
+        """As `locate`, from memory; None where one of the sequences is not known."""
+        changes = self.members.changes, self.num_changes
+        if self.changes != changes or self.num_ids > MAX_IDS:
+            self.batches.clear()
+            self.changes, self.num_ids = changes, 0
+        batch = tenant.namespace, tuple(ids)
+        places = self.batches.get(batch)
+        if places is None:
+            places = {}
+            for at, name in enumerate(ids):
+                if (home := self.home(name, tenant)) is None:
+                    return None
+                places.setdefault(home, []).append(at)
+            self.batches[batch] = places
+            self.num_ids += len(ids)
+        return places
+
+    async def locate(self, ids: Sequence[str], tenant: Tenant) -> Places:
+        """The engine of each sequence. Raises UnknownSequence, LostSequence, NotReady."""
+        while (places := self.known_places(ids, tenant)) is None:
+            # an engine may leave while the others are asked: then they are asked again
+            unknown = [name for name in dict.fromkeys(ids) if self.home(name, tenant) is None]
+            await self.find(unknown, tenant)
+        return places
+
+    async def find(self, ids: Sequence[str], tenant: Tenant) -> None:
+        """Asks all engines once for sequences that are not in the map. Raises as `locate`."""
+        if hidden := [name for name in ids if self.is_hidden(tenant, name)]:
+            raise UnknownSequence(hidden)
+        acting, missing, since = self.members.acting_for(tenant), list(ids), self.clock
+        changes, errors = self.members.changes, list[BaseException]()
+        for begin in range(0, len(ids), IDS_PER_CALL):
+            some, engines = ids[begin : begin + IDS_PER_CALL], self.members.engines
+            looks = await results_of([known_at(engine, some, acting) for engine in engines])
+            found: dict[str, Engine] = {}
+            for engine, known in zip(engines, looks, strict=True):
+                if isinstance(known, BaseException):
+                    await self.members.wait_for_fate([engine.tag])
+                    errors += [] if self.members.is_dead(engine.tag) else [known]
+                else:
+                    found = dict.fromkeys(known, engine) | found
+            for name, engine in found.items():
+                self.learn(tenant, [name], engine.tag)
+            missing = [name for name in missing if name not in found]
+        if not missing:
+            return
+        if errors:
+            raise errors[0]
+        tags = {name: self.tag((tenant.namespace, name)) for name in missing}
+        await self.members.wait_for_fate(list(tags.values()))
+        self.members.check_known()
+        self.members.check_reachable()
+        if self.members.changes != changes:
+            return
+        self.forget(tenant, [name for name in missing if tags[name] in self.members.by_tag], since)
+        lost = [name for name, tag in tags.items() if tag and tag not in self.members.by_tag]
+        raise LostSequence(lost) if lost else UnknownSequence(missing)
+
+
+async def known_at(engine: Engine, ids: Sequence[str], tenant: Tenant) -> list[str]:
+    """The sequences that an engine has: a gather of no rows reports the unknown ones. Raises
+    ProblemText, NotReady."""
+    fields = {"layer": 0, "sequences": list(ids), "stop": 0}
+    try:
+        await in_time(engine.question(GATHER, tenant, fields), engine)
+    except ProblemText as error:
+        if outcome_of(error) is not Outcome.UNKNOWN:
+            raise
+        unknown = set(error.problem["sequences"])
+        return [name for name in ids if name not in unknown]
+    return list(ids)
