@@ -101,7 +101,8 @@ class Gateway:
 
     async def page(self, name: str, caller: Caller, model: str, version: str) -> dict[str, Any]:
         """The answer of a method that calls no operation; `model` may be empty."""
-        one = models.model_of(model, version) if model or name in models.METHODS else None
+        is_of_one = name in ("ModelMetadata", "ModelConfig", "ModelReady")
+        one = models.model_of(model, version) if model or is_of_one else None
         match name, one:
             case "ServerLive", _:
                 return {"live": True}

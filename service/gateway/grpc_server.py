@@ -114,10 +114,8 @@ def read_request(data: bytes) -> Inference:
 def numbers_of(given: Any) -> bytes | None:
     """The bytes of an input's `contents`; None for a datatype without a field there."""
     kind = re.sub(r"(?<=INT)(8|16|32)$", "", given.datatype).lower()
-    values, dtype = (
-        getattr(given.contents, f"{kind}_contents", None),
-        DTYPES_BY_DATATYPE.get(given.datatype),
-    )
+    values = getattr(given.contents, f"{kind}_contents", None)
+    dtype = DTYPES_BY_DATATYPE.get(given.datatype)
     try:
         return None if values is None or dtype is None else np.array(values, dtype).tobytes()
     except OverflowError:

@@ -24,8 +24,6 @@ SERVER: Final = {
     "version": __version__,
     "extensions": ["binary_tensor_data", "model_configuration", "model_repository", "statistics"],
 }
-METHODS: Final = frozenset({"ModelMetadata", "ModelConfig", "ModelReady"})
-"""Methods about one model."""
 
 
 def datatype_of(dtype: str) -> str:

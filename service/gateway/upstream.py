@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from attnd import errors
 from attnd.calls.call import Call, Reply
@@ -43,19 +43,6 @@ class Caller:
     share: str = ""
     tenant: Tenant = ANONYMOUS
     authorization: str = ""
-
-
-class Upstream(Protocol):
-    """Methods raise the errors of `service.errors`, and ProblemText."""
-
-    async def connect(self, path: str, name: str, secret: str) -> None: ...
-    async def caller(self, authorization: str) -> Caller: ...
-    async def require_admin(self, caller: Caller) -> None: ...
-    async def state(self) -> tuple[str, str]: ...
-    async def call(
-        self, caller: Caller, request: Inference, record: Record, deadline_s: float | None
-    ) -> Reply: ...
-    async def close(self) -> None: ...
 
 
 def as_service_error(error: errors.AttndError) -> Exception:
@@ -215,3 +202,7 @@ class Elsewhere:
 
     async def close(self) -> None:
         await self.transport.aclose()
+
+
+Upstream = OnHost | Elsewhere
+"""Their methods raise the errors of `service.errors`, and ProblemText."""
