@@ -26,7 +26,7 @@ from mutmut.state import state
 from mutmut.stats import status_by_exit_code
 
 HOST = "tests/cuda/host/test_"
-CLUSTER = [f"tests/cluster/{name}" for name in ("placement", "routing", "migration")]
+CLUSTER = [f"tests/cluster/{name}" for name in ("placement", "routing", "membership")]
 PACKAGES = {  # the folder that is mutated; its own tests; other tests; its world
     "core": ("service/core", ["tests/core"], ["tests/engine/handlers"], "engine"),
     "handlers": (
