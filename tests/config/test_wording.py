@@ -248,7 +248,7 @@ def test_a_wrong_file_is_one_line_with_the_key_and_its_rule_or_the_one_that_was_
         ("ATTND_POOL_NUM_PAGES", "3", "did you mean ATTND_POOL__NUM_PAGES?"),
         ("ATTND_BOGUS", "1", "ATTND_BOGUS: unknown"),
         ("ATTND_SERVER__ALLOWED_HOSTS", "a,b", "ATTND_SERVER__ALLOWED_HOSTS = a,b: must be a list"),
-        "ATTND_SERVER__ALLOWED_HOSTS",
+        ("ATTND_SERVER__ALLOWED_HOSTS", "[", "ATTND_SERVER__ALLOWED_HOSTS = [: must be a list in"),
     ],
 )
 def test_a_wrong_environment_is_one_line_with_the_key_or_the_one_that_was_meant(
