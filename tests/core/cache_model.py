@@ -450,7 +450,8 @@ class Driver:
             assert not is_own
             return
         assert is_own
-        self.model.leases[name] = (*self.model.leases[name][:2], ends)
+        of, page, _ = self.model.leases.pop(name)
+        self.model.leases[name] = of, page, ends  # of equal ends the latest given comes last
 
     def do_close(self, namespace: str, before: set[Page]) -> None:
         name, is_own = self.lease(namespace)

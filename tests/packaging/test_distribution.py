@@ -230,7 +230,7 @@ def test_attnd_makes_keys_and_prints_its_version(installed: Installed) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("serv",), "attnd: serv: unknown command, expected serve, key or compile"),
+        (("serv",), "attnd: serv: unknown command, expected serve, gateway, key or compile"),
         (("--pool.num-pages", "64"), "settings follow `attnd serve`"),
     ],
 )

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -133,19 +133,25 @@ def engine_processes() -> list[int]:
 
 
 def processes_of(module: str) -> list[int]:
-    """Processes started by the replicas of this test's cluster."""
-    found = []
+    """Processes started by the replicas of this test's cluster: other tests may run one, too."""
+    parents, commands = {1: 0, 0: 0}, {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            try:
-                command = (entry / "cmdline").read_text()
-                parent = re.findall(r"^PPid:\t(\d+)$", (entry / "status").read_text(), re.M)[0]
-                of = Path(f"/proc/{parent}/cmdline").read_text()
-            except OSError:
-                continue
-            if module in command and of.startswith("ray::"):
-                found.append(int(entry.name))
-    return found
+            with suppress(OSError):
+                status = (entry / "status").read_text()
+                parents[int(entry.name)] = int(re.findall(r"^PPid:\t(\d+)$", status, re.M)[0])
+                commands[int(entry.name)] = (entry / "cmdline").read_text()
+    return [
+        pid
+        for pid, command in commands.items()
+        if module in command and commands.get(parents[pid], "").startswith("ray::")
+        if os.getpid() in ancestors(pid, parents)
+    ]
+
+
+def ancestors(pid: int, parents: dict[int, int]) -> Iterator[int]:
+    while pid := parents.get(pid, 0):
+        yield pid
 
 
 def fill_both(client: httpx.Client, names: list[str]) -> None:
