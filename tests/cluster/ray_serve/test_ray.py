@@ -123,11 +123,6 @@ def statuses(client: httpx.Client, names: list[str]) -> set[int]:
     return {client.get(f"/v1/sequences/{name}").status_code for name in names}
 
 
-def router_process() -> int:
-    (found,) = processes_of("service.cluster")
-    return found
-
-
 def engine_processes() -> list[int]:
     return processes_of("service.engine")
 
@@ -233,13 +228,15 @@ class Written:
 
 @pytest.mark.filterwarnings("ignore")  # what Ray does as it is imported is its own
 def test_engines_of_two_nodes_are_one_service_and_a_node_that_is_lost_is_replaced() -> None:
+    others = set(processes_of("service.cluster"))  # of the other tests' cluster
     with several_nodes() as (address, nodes):
         nodes.send("add")
         with served("--cluster.ingress-resource", "door", RAY_ADDRESS=address) as client:
             names: list[str] = []
             fill_both(client, names)
             there = {one["instance_id"] for one in engines(client)}
-            os.kill(router_process(), signal.SIGKILL)
+            (router,) = set(processes_of("service.cluster")) - others
+            os.kill(router, signal.SIGKILL)
             wait_for(lambda: len(engines(client)) == 2)
             assert {one["instance_id"] for one in engines(client)} == there
             wait_for(lambda: statuses(client, names) == {200})
