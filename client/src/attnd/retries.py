@@ -75,11 +75,6 @@ class CallOptions:
     request_id: str | None = None
     cache_salt: str = ""
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether requests carry neither a deadline nor the caller's request id."""
-        return self.deadline_s is None and self.request_id is None
-
 
 @dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a call
 class Attempt(Generic[T]):

@@ -8,25 +8,23 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial, wraps
+from functools import partial
 from typing import Any, Final, Self, TypeVar
 from urllib.parse import urlsplit
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from attnd.calls import attention
 from attnd.calls.call import Call, Reply
 from attnd.dependents import Dependents
 from attnd.errors import AttndError, NotFound, NotSupported
 from attnd.http.origin import PORTS
 from attnd.meta import Meta
-from attnd.methods import Calls, blocking, documented
+from attnd.methods import Calls
 from attnd.results import Info
-from attnd.retries import Attempt, Retries, driven, execute, options_of, retrying
+from attnd.retries import Attempt, Retries, execute, options_of
 from attnd.road.attempts import HEALTH, health, send_attempt
 from attnd.road.connection import Connection
-from attnd.road.replay import Replays
 from attnd.steps.host import NUMPY, HostArena, numpy_view
 from attnd.steps.lane import Lane
 from attnd.steps.layout import A, Dtypes
@@ -37,36 +35,6 @@ from attnd.wire.codes import CODES, code_of
 T = TypeVar("T")
 
 LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
-REPLAYED: Final = (attention.append, attention.decode, attention.prefill)
-
-
-def replaying(build: Callable[..., Any]) -> Callable[..., Any]:
-    """A method as of `blocking`; a repeated call of those in `REPLAYED` is replayed."""
-    if build not in REPLAYED:
-        return blocking(build)
-
-    @wraps(build)
-    def method(self: Session, /, *args: Any, **kwargs: Any) -> Any:
-        options, road = self._options, self._road
-        key = road.replays.key_of(build, args, kwargs) if options.is_plain else None
-        replay = road.replays.known.get(key) if key is not None else None
-        if replay is not None and replay.connection.is_usable:
-            request_id = os.urandom(16)
-            try:
-                ends = time.monotonic() + options.timeout_s
-                result = replay.send(args, kwargs, request_id, ends)
-            except AttndError as error:
-                failed = Attempt(build(*args, **kwargs), request_id.hex(), options.timeout_s)
-                return driven(retrying(failed, error, options), self._send_attempt)
-            if result is not None:
-                return result
-        call = build(*args, **kwargs)
-        answer = self.send(call)
-        if key is not None:
-            road.replays.remember(key, call, args, kwargs, road.connection)
-        return answer
-
-    return documented(method, build)
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +48,6 @@ class Road:
     connection: Connection | None = None
     closed: bool = False
     stepper: Stepper[Any] | None = None
-    replays: Replays = field(default_factory=Replays)
     lock: threading.Lock = field(default_factory=threading.Lock)
     dependents: Dependents = field(default_factory=Dependents)
 
@@ -98,7 +65,6 @@ class Road:
                     connection.close()
                 connection = self.connect(self.arena_bytes, ends)
                 self.connection = connection
-                self.replays.known.clear()
             return connection
 
     def connect(self, arena_bytes: int, ends: float) -> Connection:
@@ -114,10 +80,9 @@ class Road:
             if self.connection is not None:
                 self.connection.close()
                 self.connection = None
-                self.replays.known.clear()
 
 
-class Session(Calls, make=replaying):
+class Session(Calls):
     """A blocking client over shared memory; threads may share it. Close it, or use it with `with`.
 
     `path` is the engine's socket (`server.socket`), or the URL of a service of the same user on
