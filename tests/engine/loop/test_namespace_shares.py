@@ -9,7 +9,7 @@ import pytest
 
 from service.engine.handlers import prefix, rows, sequences
 from service.engine.loop import job as work
-from service.errors import NotReady
+from service.errors import NotReady, UnknownSequence
 from service.road.caller_end.caller import RoadCaller
 from tests.engine.fake_backend import FakeBackend
 from tests.engine.harness import (
@@ -22,8 +22,8 @@ from tests.engine.harness import (
     fake_engine,
     gather,
     outcome,
-    with_engine,
 )
+from tests.engine.rounds import Rounds
 
 PAGE = FakeBackend().geometry.page_size
 PROMPT = list(range(2 * PAGE))
@@ -119,36 +119,27 @@ async def test_a_long_create_never_passes_the_limit_beside_another(
 def test_many_sequences_are_made_and_deleted_between_the_turns_of_others(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A neighbour's calls are answered all the while."""
+    """A neighbour's calls are answered all the while, each in a round or two."""
     monkeypatch.setattr(work, "TURN_S", 0.0)
-    new: list[dict[str, Any]] = [{"id": f"s{number}"} for number in range(3000)]
+    rounds = Rounds()
+    rounds.ask(creation({"id": "n"}))
+    new: list[dict[str, Any]] = [{"id": f"s{number}"} for number in range(1000)]
     if what == "undo":
         new.append({"parent": "missing"})
-
-    async def scenario(caller: Caller) -> None:
-        await caller.create("n")
-        make = creation(*new)
-        if what == "delete":
-            await caller.submit(make, room=2**22)
-            make = NewCall("delete_sequences", {"prefix": "s"})
-        before = caller.metric("attnd_slices_total")
-        async with caller.another() as neighbour:
-            task = caller.attempt(make, room=2**22)
-            answered = 0
-            while not task.done():
-                await neighbour.submit(gather("n"))
-                answered += 1
-        reply = await task
-        assert code(reply) == ("unknown_sequence" if what == "undo" else "ok")
-        assert caller.metric("attnd_slices_total") - before >= (36 if what == "undo" else 18)
-        assert answered > 3
-        numbers = await caller.pool()
-        assert (numbers["sequences"], numbers["integrity"]) == (
-            3001 if what == "create" else 1,
-            "ok",
-        )
-
-    with_engine(FakeBackend(), scenario)
+    make = rounds.ask(creation(*new))
+    if what == "delete":
+        rounds.finish()
+        make = rounds.ask(NewCall("delete_sequences", {"prefix": "s"}))
+    answered = 0
+    while make not in rounds.answered:
+        neighbours = rounds.ask(gather("n"))
+        rounds.run(2)
+        assert neighbours in rounds.answered and neighbours.error is None
+        answered += 1
+    assert answered >= (30 if what == "undo" else 15), answered
+    assert isinstance(make.error, UnknownSequence) == (what == "undo")
+    assert rounds.store.tree.num_sequences == (1001 if what == "create" else 1)
+    rounds.store.tree.check_integrity()
 
 
 @fake_engine()
