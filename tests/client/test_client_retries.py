@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import attnd
 import numpy as np
@@ -12,11 +11,9 @@ from attnd import Retries
 
 from tests.client.client_stub import (
     QUICK,
-    SEQUENCE,
     Kind,
     Script,
     Scripted,
-    answer,
     ask,
     attended,
     problem,
@@ -29,22 +26,6 @@ REFUSED = attnd.ConnectionFailed("refused")
 K2 = np.zeros((2, 2, 8), np.float32)
 BROKEN = attnd.ReplyLost("reset by peer")
 APPENDED = tensor_answer({"lengths": [6]})
-
-REPEATABLE: list[tuple[str, tuple[Any, ...], dict[str, Any], Scripted]] = [
-    ("get_sequence", ("a",), {}, answer(SEQUENCE)),
-    ("truncate", ("a", 3), {}, answer(SEQUENCE)),
-    ("decode", (0, ["a"], Q), {}, attended()),
-    ("prefill", (0, ["a"], Q, [0, 1]), {}, attended()),
-    ("ragged_prefill", (Q, K, K, [0, 1], [0, 1]), {}, attended()),
-    ("append", (0, ["a"], K, K), {"offsets": [5]}, APPENDED),
-    ("decode", (0, ["a"], Q), {"k": K, "v": K, "offsets": [5]}, attended()),
-]
-UNREPEATABLE: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
-    ("create_sequence", ("a",), {}),
-    ("append", (0, ["a"], K, K), {}),
-    ("decode", (0, ["a"], Q), {"k": K, "v": K}),
-    ("prefill", (0, ["a"], Q, [0, 1]), {"k": K, "v": K}),
-]
 
 
 def test_a_refused_connection_is_tried_again_whatever_the_call(kind: Kind) -> None:
@@ -59,17 +40,6 @@ def test_a_service_that_is_not_there_is_connection_failed_after_all_attempts(kin
         ask(kind, script, "info")
     assert len(script.requests) == 4
     assert caught.value.request_id == script.requests[0].request_id
-
-
-@pytest.mark.parametrize(("name", "args", "kwargs", "reply"), REPEATABLE)
-def test_a_lost_reply_is_asked_for_again_where_twice_does_no_harm(
-    kind: Kind, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], reply: Scripted
-) -> None:
-    script = Script(BROKEN, reply)
-    ask(kind, script, name, *args, **kwargs)
-    first, second = script.requests
-    assert script.content(0) == script.content(1)
-    assert first.request_id == second.request_id
 
 
 def test_a_batch_of_which_a_cluster_has_done_a_part_is_repeated_with_offsets_only(
@@ -129,16 +99,6 @@ def test_an_error_after_a_lost_reply_shows_that_an_earlier_attempt_may_have_been
     assert caught.value.__cause__ is None
 
 
-@pytest.mark.parametrize(("name", "args", "kwargs"), UNREPEATABLE)
-def test_a_lost_reply_is_an_error_where_twice_would_do_harm(
-    kind: Kind, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    script = Script(BROKEN, APPENDED)
-    with pytest.raises(attnd.ReplyLost):
-        ask(kind, script, name, *args, **kwargs)
-    assert len(script.requests) == 1
-
-
 def test_an_append_whose_reply_was_lost_but_landed_gives_its_lengths(kind: Kind) -> None:
     script = Script(BROKEN, problem(409, "length_mismatch", lengths={"b": 9, "a": 6}))
     k = np.zeros((3, 2, 8), np.float32)
@@ -164,13 +124,6 @@ def test_a_decode_whose_append_landed_asks_only_for_the_attention(kind: Kind) ->
     last = script.message()
     assert set(last.tensors) == {"q"}
     assert last.fields == {"layer": 0, "sequences": ["a"], "lse_base": "2", "cascade": "never"}
-
-
-def test_a_delete_whose_reply_was_lost_but_landed_is_done(kind: Kind) -> None:
-    unknown = problem(404, "unknown_sequence", sequences=["a"])
-    assert ask(kind, Script(BROKEN, unknown), "delete_sequence", "a") is None
-    with pytest.raises(attnd.UnknownSequence):
-        ask(kind, Script(unknown), "delete_sequence", "a")
 
 
 @pytest.mark.parametrize(("status", "code"), [(429, "overloaded"), (503, "not_ready")])

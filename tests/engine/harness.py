@@ -16,9 +16,8 @@ from collections.abc import (
     Coroutine,
     Iterator,
     Mapping,
-    Sequence,
 )
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -363,28 +362,6 @@ def running_engine(
     if running.error is not None and (ends is None or not isinstance(running.error, ends)):
         raise running.error
     assert ends is None or running.error is not None, "the engine ended well"
-
-
-def with_engines(
-    backends: Sequence[Any],
-    scenario: Callable[[list[Caller]], Coroutine[Any, Any, T]],
-    slice_ms: float = 20.0,
-) -> T:
-    """Run a scenario with a caller of each of several engines, which end well."""
-    settings = Settings(engine=EngineSettings(slice_ms=slice_ms))
-
-    async def run(engines: list[Running]) -> T:
-        roads = [await RoadCaller.connect(one.path, ARENA_BYTES) for one in engines]
-        try:
-            async with asyncio.timeout(6 * WAIT_S):
-                return await scenario([Caller(*pair) for pair in zip(engines, roads, strict=True)])
-        finally:
-            for road in roads:
-                road.close()
-
-    with ExitStack() as stack:
-        engines = [stack.enter_context(running_engine(one, settings)) for one in backends]
-        return asyncio.run(run(engines))
 
 
 async def until(met: Callable[[], bool]) -> None:

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 
 from examples.serve.admission import Admission
-from tests.harness.waiting import wait_for
 
 LOCAL = ["localhost:80", "127.0.0.1", "[::1]:8000", "chat.localhost", "127.1.2.3:9"]
 
@@ -71,44 +65,6 @@ async def test_requests_beyond_the_limit_are_a_429_until_others_end() -> None:
         may_end.set()
         assert [(await one).status_code for one in first] == [200, 200]
         assert (await client.post("/v1/x")).status_code == 200
-
-
-@contextmanager
-def serving(app: Any, reader_s: int) -> Iterator[int]:
-    from examples.serve.launch import bind
-
-    config = uvicorn.Config(app, "127.0.0.1", 0, log_level="critical")
-    server, listening = uvicorn.Server(config), bind(config, reader_s)
-    thread = threading.Thread(target=server.run, args=([listening],))
-    thread.start()
-    try:
-        wait_for(lambda: server.started, "the server")
-        yield listening.getsockname()[1]
-    finally:
-        server.should_exit = server.force_exit = True
-        thread.join()
-
-
-@pytest.mark.long  # examples.serve.launch imports transformers
-def test_the_system_ends_connections_of_readers_that_have_stopped() -> None:
-    ended = threading.Event()
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http":
-            await send({"type": "http.response.start", "status": 200, "headers": []})
-            reading = asyncio.create_task(receive())
-            await reading  # the request's end
-            gone = asyncio.create_task(receive())
-            while not gone.done():
-                await send({"type": "http.response.body", "body": bytes(2**16), "more_body": True})
-                await asyncio.sleep(0)
-            ended.set()
-
-    with serving(app, 1) as port, socket.socket() as idle:
-        idle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        idle.connect(("127.0.0.1", port))
-        idle.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        wait_for(ended.is_set, "the end of a response that is not read")
 
 
 @pytest.mark.long

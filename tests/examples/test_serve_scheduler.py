@@ -124,51 +124,6 @@ def test_attnd_may_fail_to_start_and_the_scheduler_tries_again(bench: Bench, exp
     assert asked.tokens() == expect(SHARED)
 
 
-def test_an_answer_that_attnd_dies_under_while_it_is_preempted_is_not_lost(
-    bench: Bench, expect: Any
-) -> None:
-    given = [[number + 1, *range(1, 60)] for number in range(8)]
-    asked = [bench.ask(prompt) for prompt in given]
-    bench.runner.faults["delete"] = [ReplyLost("the connection broke")]
-    bench.scheduler.start()
-    assert [one.tokens() for one in asked] == [expect(prompt) for prompt in given]
-    assert bench.scheduler.preemptions > 0
-
-
-def test_a_caller_may_leave_while_attnd_is_away_since_the_end_of_its_answer(
-    bench: Bench, expect: Any
-) -> None:
-    """The last commit of an answer fails; its caller has all of it, and cancels the rest."""
-    commit, connect, away = bench.runner.commit, bench.runner._connect, threading.Event()
-    committed = list[int]()
-
-    def fails_at_the_end(*given: Any) -> int:
-        committed.append(len(given[1]))
-        if len(committed) == 2:
-            raise ReplyLost("lost")
-        return commit(*given)
-
-    def refused() -> TorchSession:
-        if not away.is_set():
-            bench.scheduler.cancel(asked.request)
-            away.set()
-            raise ConnectionFailed("no engine")
-        return connect()
-
-    bench.runner.commit, bench.runner._connect = fails_at_the_end, refused  # type: ignore
-    asked = bench.ask(SHARED)
-    bench.scheduler.start()
-    assert asked.tokens() == expect(SHARED)
-    assert away.wait(60)
-    assert bench.ask(SHARED[:40]).tokens() == expect(SHARED[:40])
-
-
-def test_the_smallest_top_p_leaves_the_most_likely_token(bench: Bench, expect: Any) -> None:
-    asked = bench.ask(SHARED, temperature=1.0, top_p=1e-300)
-    bench.scheduler.start()
-    assert asked.tokens() == expect(SHARED)
-
-
 @pytest.mark.parametrize("work", ["forward", "sample"])
 def test_work_that_always_fails_ends_with_an_error_and_later_work_does_not(
     bench: Bench, expect: Any, monkeypatch: pytest.MonkeyPatch, work: str
@@ -188,16 +143,6 @@ def test_work_that_always_fails_ends_with_an_error_and_later_work_does_not(
     bench.scheduler.start()
     assert asked.over.wait(60)
     assert "a bug" in (asked.error or "")
-    assert bench.ask(SHARED).tokens() == expect(SHARED)
-
-
-def test_a_request_that_does_not_fit_the_pool_alone_gets_an_error(
-    bench: Bench, expect: Any
-) -> None:
-    bench.scheduler.start()
-    asked = bench.ask(SHARED * 6)
-    assert asked.over.wait(60)
-    assert "no pages" in (asked.error or "")
     assert bench.ask(SHARED).tokens() == expect(SHARED)
 
 
@@ -269,16 +214,3 @@ def test_the_scheduler_ends_while_attnd_is_away(bench: Bench) -> None:
     assert away.wait(60)
     bench.scheduler.close()  # an exception of its thread would fail this test
     assert asked.over.is_set() and asked.error == "the server is stopping"
-
-
-def test_requests_end_with_an_error_when_the_server_stops(bench: Bench, port: int) -> None:
-    bench.runner.pause_s = 0.02
-    bench.scheduler.start()
-    asked = bench.ask(SHARED, max_tokens=400)
-    (answer,) = asked.request.answers
-    wait_for(lambda: answer.stored, "the answer to run")
-    sequence = answer.sequence
-    bench.scheduler.close()
-    assert asked.over.is_set() and asked.error == "the server is stopping"
-    with TorchSession(port=port) as session:
-        assert sequence not in [one.id for one in session.list_sequences()]

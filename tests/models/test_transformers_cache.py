@@ -184,18 +184,6 @@ def test_a_forward_without_pages_is_taken_back_and_can_be_repeated(
         assert_same(generated(model, batch, cache), generated(model, batch))
 
 
-def test_a_batch_that_had_no_room_can_be_followed_by_a_smaller_one(session: Session) -> None:
-    model = tiny()
-    with AttndCache(session, model) as cache:
-        with pytest.raises(OutOfPages):
-            generated(model, prompts(60, 60, 60), cache)
-        batch = prompts(60)
-        assert_same(
-            generated(model, batch, cache, max_new_tokens=2),
-            generated(model, batch, max_new_tokens=2),
-        )
-
-
 def test_an_error_of_the_model_in_mid_forward_is_taken_back(either: Session) -> None:
     model, batch = tiny(), prompts(9, 12)
 
@@ -366,16 +354,6 @@ def test_a_forward_in_inference_mode_may_be_followed_by_one_outside(session: Ses
             model(batch.ids, attention_mask=batch.mask, **over(cache))
         cache.reset()
         assert_same(generated(model, batch, cache), generated(model, batch))
-
-
-def test_a_cache_closes_without_an_error_after_the_engines_end(socket: str) -> None:
-    model = tiny()
-    with Session(socket) as session:
-        cache = AttndCache(session, model)
-        session._road.path = "/nowhere"
-        session._road.connected(time.monotonic() + 1).close()
-        session.close()
-        cache.close()
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])

@@ -76,13 +76,6 @@ def test_equal_prompts_share_all_but_their_last_token(session: Session) -> None:
         assert_same(generated(model, batch, cache), wanted)
 
 
-def test_prompts_with_nothing_in_common_are_not_shared(session: Session) -> None:
-    model, batch = tiny(), prompts(20, 30)
-    with AttndCache(session, model) as cache:
-        assert cache.share_prefix(model, batch.ids, batch.mask) == 0
-        assert_same(generated(model, batch, cache), generated(model, batch))
-
-
 @pytest.mark.parametrize("share", [False, True], ids=["each for itself", "prefix shared"])
 def test_beam_search_forks_and_drops_sequences(either: Session, share: bool) -> None:
     model, batch = tiny(), prompts(6, 3, prefix=20)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from attnd.transformers import geometry_of, pool_settings, salt_of
+from attnd.transformers import geometry_of, pool_settings
 from tiny_models import SIZES, tiny
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
@@ -34,16 +33,3 @@ def test_the_scoring_of_a_model_is_what_its_layers_ask_for() -> None:
             geometry.check_layer(other)
     llama = geometry_of(tiny())
     llama.check_layer({"scaling": llama.head_dim**-0.5})
-
-
-def test_models_with_one_salt_are_the_same_model() -> None:
-    model, salt = tiny(), salt_of(tiny())
-    assert salt_of(model) == salt
-    model.set_attn_implementation("eager")
-    assert salt_of(model) == salt
-    with torch.no_grad():
-        model.lm_head.weight[0, 0] += 1
-    assert salt_of(model) != salt
-    model = tiny()
-    model.config.rope_parameters = {**model.config.rope_parameters, "rope_theta": 5.0}
-    assert salt_of(model) != salt != salt_of(tiny().to(torch.bfloat16))

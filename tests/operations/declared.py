@@ -13,6 +13,7 @@ from service.image.writing import in_order, shaped, size
 from service.operations.schema.info import InfoAnswer, LimitsAnswer
 from service.operations.schema.spec import Prepared, preparing
 from service.operations.table import BY_NAME
+from service.tenants import OPEN, Tenant
 
 LAYERS, KV_HEADS, QO_HEADS, HEAD_DIM = 2, 2, 4, 64
 LIMITS: Final = LimitsAnswer(
@@ -43,11 +44,13 @@ INFO: Final = InfoAnswer(
 )
 
 
-def prepared(name: str, fields: Any, tensors: dict[str, Any] | None = None) -> Prepared:
-    """A request with these fields and tensors, by its header."""
+def prepared(
+    name: str, fields: Any, tensors: dict[str, Any] | None = None, tenant: Tenant = OPEN
+) -> Prepared:
+    """A request of `tenant` with these fields and tensors, by its header."""
     shapes = in_order(shaped(tensors or {}))
     head = header("request", json.dumps(fields), shapes)
-    return finish(preparing(BY_NAME[name], head[8:], size(b"", shapes), INFO))
+    return finish(preparing(BY_NAME[name], head[8:], size(b"", shapes), INFO, tenant))
 
 
 def rows(n: int, heads: int = KV_HEADS, dtype: Any = np.float32) -> Any:

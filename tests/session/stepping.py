@@ -110,27 +110,3 @@ def child(source: str, *arguments: str) -> subprocess.Popen[str]:
     """A caller in a process of its own; it prints a line when it has come to its point."""
     head = "import sys\nsys.path[:0] = ['client/src', '.', 'tests']\n"
     return start(head + source, *arguments)
-
-
-KILLED = """
-import os, signal, time
-from attnd.wire.frames import dump_json
-from attnd.road.connection import Connection
-from attnd.road.pending import request_arena, wait_arena
-
-path, count = sys.argv[1], int(sys.argv[2])
-slot = dict(q=4096, k=8192, v=12288, o=16384, lse=20480)
-fields = dict(op="decode", sequences=["a"], layers=[0, 1, 2], flags=0, slots=[slot],
-              num_qo_heads=4, dtype=sys.argv[3])
-for _ in range(count):
-    caller = os.fork()
-    if caller == 0:
-        ends = time.monotonic() + 60
-        connection = Connection(path, 65536, ends, own=False, key="")
-        wait_arena(connection, request_arena(connection, 65536, ends), ends)
-        connection.send_step(dump_json(fields).encode(), 0, ends).opened(ends)
-        os.kill(os.getpid(), signal.SIGKILL)
-    assert os.waitpid(caller, 0)[1] == signal.SIGKILL
-print("done", flush=True)
-"""
-"""Callers that open a step and are killed, one after another, by fork: they load no torch."""
