@@ -15,6 +15,6 @@ def test_any_history_leaves_what_pages_in_a_dict_would_be() -> None:
         assert over.counts[kind] > 20, f"{kind}: {over.counts[kind]} times only"
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_books_are_right_after_every_single_operation(seed: int) -> None:
-    run(1000, seed, check_every=1)
+    run(600, seed, check_every=1)

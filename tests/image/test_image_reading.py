@@ -137,7 +137,7 @@ ENTRY = st.fixed_dictionaries(
 
 
 @given(st.dictionaries(st.text(max_size=3), ENTRY, max_size=4), st.binary(max_size=40))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_any_header_is_read_within_the_bodys_memory_or_refused(
     header: dict[str, Any], data: bytes
 ) -> None:

@@ -261,6 +261,8 @@ def test_large_scores_pick_the_highest_keys(
 
     Many rows on a device may answer NaN beyond 2^27, and nothing else that is wrong.
     """
+    if backend.kind == "cpu" and head_dim == 128:
+        pytest.skip("the CPU computes all head dims in one way")
     pool = Pooled(backend(geometry("fp16", head_dim)), rng, "fp16")
     run, best = pool.add(203), [5, 77, 200]
     of_q, of_k = min(exponent // 2, 14), min(exponent - exponent // 2, 14)

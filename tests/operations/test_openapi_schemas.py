@@ -41,9 +41,9 @@ def references(document: Any) -> set[str]:
     return {piece.partition('"')[0] for piece in pieces}
 
 
-@each_operation
-def test_every_reference_leads_somewhere(operation: Operation) -> None:
-    assert references([operation_object(operation), schemas()]) <= schemas().keys()
+def test_every_reference_leads_somewhere() -> None:
+    known = schemas()
+    assert references([*map(operation_object, OPERATIONS), known]) <= known.keys()
 
 
 @pytest.mark.parametrize("name", TENSORS)

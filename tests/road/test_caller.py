@@ -16,11 +16,12 @@ from scripted_engine_end import ScriptedEnd, config, echo, listen_in
 
 from service.errors import InvalidRequest, NotReady, Overloaded
 from service.road.arena import Pinning
+from service.road.caller_end import caller as caller_module
 from service.road.caller_end.caller import RoadCaller
 from service.road.caller_end.slots import ArenaFull
 from service.road.engine_end.calls import Call, Cancel
 from service.road.engine_end.listening import turn_away
-from service.road.messages import MOST_TENANTS, State
+from service.road.messages import State
 from service.tenants import tenant_of
 
 
@@ -38,11 +39,12 @@ async def test_an_answer_comes_back_in_its_slot(caller: RoadCaller, engine: Scri
 async def test_numbers_of_tenants_are_used_again_when_none_is_left(
     caller: RoadCaller, engine: ScriptedEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sent: list[bytes] = []
+    sent, most = list[bytes](), 9
     monkeypatch.setattr(caller, "send", sent.append)
-    tenants = [tenant_of(f"space-{number}", ["read"]) for number in range(MOST_TENANTS + 2)]
+    monkeypatch.setattr(caller_module, "MOST_TENANTS", most)
+    tenants = [tenant_of(f"space-{number}", ["read"]) for number in range(most + 2)]
     numbers = [caller.number_of(tenant) for tenant in tenants]
-    assert numbers == [*range(1, MOST_TENANTS + 1), 1, 2]
+    assert numbers == [*range(1, most + 1), 1, 2]
     assert [caller.number_of(tenants[number]) for number in (-1, 2, 0)] == [2, 3, 3]
     assert len(sent) == len(tenants) + 1
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import oracle
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
@@ -20,6 +20,7 @@ from kernels.states import (
 )
 
 ROWS, HEADS, DIM = 2, 3, 4
+FEW = settings(max_examples=30, deadline=None)
 finite = st.floats(-4, 4, width=32)
 weights = st.one_of(st.just(-np.inf), st.floats(-80, 80, width=32))
 
@@ -52,16 +53,19 @@ def stacked(members: list[AttentionState]) -> AttentionState:
     )
 
 
+@FEW
 @given(states(), states())
 def test_merging_is_commutative(a, b) -> None:
     assert_alike(merge_state(a, b), merge_state(b, a))
 
 
+@FEW
 @given(states(), states(), states())
 def test_merging_is_associative(a, b, c) -> None:
     assert_alike(merge_state(merge_state(a, b), c), merge_state(a, merge_state(b, c)))
 
 
+@FEW
 @given(states())
 def test_the_empty_state_is_the_identity(a) -> None:
     merged = merge_state(a, empty())
@@ -75,6 +79,7 @@ def test_empty_merged_with_empty_is_empty() -> None:
     assert np.isneginf(merged.lse).all()
 
 
+@FEW
 @given(st.lists(states(), max_size=5))
 def test_many_at_once_equal_two_at_a_time(members) -> None:
     one_by_one = empty()
@@ -84,6 +89,7 @@ def test_many_at_once_equal_two_at_a_time(members) -> None:
     assert_alike(merge_states(all_at_once.o, all_at_once.lse), one_by_one)
 
 
+@FEW
 @given(st.lists(states(), max_size=5), st.data())
 def test_variable_length_lists_equal_each_list_alone(members, data) -> None:
     flat = [(o, lse) for m in members for o, lse in zip(m.o, m.lse, strict=True)]
@@ -97,6 +103,7 @@ def test_variable_length_lists_equal_each_list_alone(members, data) -> None:
         assert_alike(AttentionState(got.o[t : t + 1], got.lse[t : t + 1]), alone)
 
 
+@FEW
 @given(states(), states())
 def test_numpy_equals_the_float64_oracle(a, b) -> None:
     o, lse = oracle.merge([(a.o, a.lse), (b.o, b.lse)])
