@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from service.core.integrity import Sharing
 from service.core.plans.plan import CascadePlan
 from service.core.plans.ragged import token_slots
 from service.core.tree import PrefixTree
@@ -31,17 +30,6 @@ def slots_of(tree: PrefixTree, name: str, layer: int = 0) -> Int32:
     """The token slots of a sequence."""
     lengths, leaves = tree.read([name], layer)
     return token_slots([leaves[0].table], np.zeros_like(lengths), lengths, tree.page_size)
-
-
-def sharing(tree: PrefixTree) -> Sharing:
-    """What the sequences of the default namespace share."""
-    steps = tree.sharing_steps("default")
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            found: Sharing = end.value
-            return found
 
 
 def check_blocks(tree: PrefixTree) -> None:

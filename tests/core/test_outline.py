@@ -130,13 +130,3 @@ def test_of_very_many_sequences_and_nodes_the_longest_are_looked_at(
         start(tree, f"s{number}", pages)
         keep(tree, *range(10 * number, 10 * number + pages))
     assert sorted(outline(tree).totals.tolist()) == [6, 6, 9, 9, 30]
-
-
-def test_an_empty_pool_and_empty_sequences_have_no_rows(tree: PrefixTree) -> None:
-    assert (rows(outline(tree)), outline(tree).namespaces) == ([], [])
-    tree.create([NewSpec("a")])
-    assert rows(outline(tree)) == []
-    start(tree, "b", 2)
-    tree.create([NewSpec("same", "b")])
-    found = rows(outline(tree))
-    assert found == [(-1, 0, 2, 2, 0), (0, 2, 2, 2, REFERENCED)]

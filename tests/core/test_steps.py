@@ -29,22 +29,6 @@ def lengths(pool: TokenPool) -> list[list[int]]:
     return [pool.tree.lengths(["a", "b"], layer).tolist() for layer in pool.layers]
 
 
-def test_every_layer_gets_the_tokens_in_the_same_slots(pool: TokenPool) -> None:
-    extension = pool.tree.extend_layers(LAYERS, ["a", "b"], int32(2, 1))
-    for layer in LAYERS:
-        pool.stored[layer, extension.slots] = [10, 11, 12]
-    assert lengths(pool) == [[5, 5]] * 3
-    for layer in LAYERS:
-        assert pool.read("a", layer) == [1, 2, 3, 10, 11]
-        assert pool.read("b", layer) == [4, 5, 6, 7, 12]
-    pool.tree.check_integrity()
-
-
-def test_layers_that_are_left_out_stay_as_they_are(pool: TokenPool) -> None:
-    pool.tree.extend_layers((0, 2), ["a"], int32(1))
-    assert lengths(pool) == [[4, 4], [3, 4], [4, 4]]
-
-
 def test_undoing_takes_the_latest_back_first(pool: TokenPool) -> None:
     free = pool.tree.allocator.num_free
     first = pool.tree.extend_layers(LAYERS, ["a", "b"], int32(3, 3))

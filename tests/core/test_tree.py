@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from core_pool import TokenPool, int32, sharing, slots_of
+from core_pool import TokenPool, int32
 
 from service.core.errors import (
     IntegrityError,
@@ -14,7 +14,7 @@ from service.core.errors import (
 )
 from service.core.prefix.keys import Prefix
 from service.core.tree import PrefixTree
-from service.core.values import NewSpec, SequenceView
+from service.core.values import NewSpec
 
 
 @pytest.fixture
@@ -38,85 +38,6 @@ def everything(tree: PrefixTree) -> list[object]:
     return [views, [table.kv_indices.tolist() for table in tables], numbers, keys]
 
 
-def test_an_empty_sequence_has_no_pages(pool) -> None:
-    pool.create(NewSpec("a"))
-    table = pool.tree.page_table(["a"], 0)
-    assert table.kv_indptr.tolist() == [0, 0]
-    assert table.kv_indices.tolist() == []
-    assert table.kv_last_page_len.tolist() == [0]
-    assert pool.tree.describe("a") == SequenceView("a", 0, (0, 0), 0, 0, None)
-
-
-@pytest.mark.parametrize(
-    ("count", "pages", "last"), [(1, 1, 1), (3, 1, 3), (4, 1, 4), (5, 2, 1), (8, 2, 4), (9, 3, 1)]
-)
-def test_a_table_has_only_full_pages_before_its_last(pool, count, pages, last) -> None:
-    pool.start("a", range(count))
-    view = SequenceView("a", count, (count, count), pages, last, None)
-    assert pool.tree.describe("a") == view, f"{count} tokens"
-    assert pool.tree.page_table(["a"], 1).kv_last_page_len.tolist() == [last]
-    assert pool.read("a", 1) == pool.read_slots("a", 1) == list(range(count))
-
-
-def test_slots_are_page_times_page_size_plus_offset_in_row_order(pool) -> None:
-    pool.start("a", range(3))
-    pool.start("b", range(4))
-    extension = pool.tree.extend(0, ["b", "a"], int32(2, 3))
-    assert extension.slots.dtype == np.int32
-    assert extension.slots.tolist() == [2 * 4, 2 * 4 + 1, 3, 3 * 4, 3 * 4 + 1]
-    assert extension.lengths.tolist() == [6, 6]
-
-
-def test_a_decode_step_gives_one_slot_per_sequence_with_or_without_new_pages(pool) -> None:
-    for name, count in [("a", 3), ("b", 4), ("c", 0)]:
-        pool.start(name, range(count))
-    for _ in range(9):
-        extension = pool.tree.extend(0, ["a", "b", "c"], int32(1, 1, 1))
-        last = [slots_of(pool.tree, name)[-1] for name in "abc"]
-        assert extension.slots.tolist() == last
-
-
-def test_adding_no_tokens_is_no_change_of_length(pool) -> None:
-    pool.start("a", range(4))
-    extension = pool.tree.extend(0, ["a"], int32(0))
-    assert (extension.slots.tolist(), extension.lengths.tolist()) == ([], [4])
-    assert pool.tree.extend(0, [], int32()).slots.size == 0
-
-
-def test_the_second_layer_uses_the_pages_that_the_first_one_made_room_in(pool) -> None:
-    pool.create(NewSpec("a"))
-    pool.append("a", range(10), layers=[0])
-    assert pool.tree.describe("a") == SequenceView("a", 0, (10, 0), 3, 2, None)
-    pool.append("a", range(100, 106), layers=[1])
-    assert pool.tree.allocator.held().sum() == 3
-    assert pool.pages("a", 1) == pool.pages("a", 0)[:2]
-    assert pool.read("a", 0) == list(range(10))
-    assert pool.read("a", 1) == list(range(100, 106))
-    assert pool.tree.describe("a").length == 6
-
-
-def test_a_layer_behind_gets_its_decode_slot_in_an_earlier_page(pool) -> None:
-    pool.start("a", range(3))
-    pool.append("a", range(3, 12), layers=[0])
-    extension = pool.tree.extend(1, ["a"], int32(1))
-    assert extension.slots.tolist() == [pool.pages("a")[0] * 4 + 3]
-
-
-@pytest.mark.parametrize("length", [0, 1, 3, 4, 5, 8, 9, 10])
-def test_a_fork_at_any_length_reads_like_its_parent_and_owns_its_rest(pool, length) -> None:
-    pool.start("a", range(10))
-    copies = pool.fork("b", "a", length)
-    full, rest = divmod(length, 4)
-    assert len(copies) == (rest > 0), f"a fork at {length}"
-    assert pool.pages("b")[:full] == pool.pages("a")[:full]
-    pool.append("b", [100, 101])
-    pool.append("a", [200])
-    for layer in pool.layers:
-        assert pool.read("b", layer) == [*range(length), 100, 101]
-        assert pool.read("a", layer) == [*range(10), 200]
-    assert pool.tree.describe("b").parent == "a"
-
-
 def test_a_fork_copies_just_the_rows_past_the_last_full_page(pool) -> None:
     pool.start("a", range(10))
     copies = pool.fork("b", "a", 7)
@@ -134,80 +55,6 @@ def test_a_fork_without_a_length_takes_the_least_over_layers(pool) -> None:
     pool.append("b", [90])
     assert pool.read("a", 1) == list(range(12))
     assert pool.read("b", 0) == [0, 1, 2, 3, 4, 90]
-
-
-def test_a_fork_of_an_empty_sequence_is_empty(pool) -> None:
-    pool.create(NewSpec("a"))
-    pool.fork("b", "a")
-    pool.append("b", [1])
-    assert (pool.read("a"), pool.read("b"), pool.tree.links.count) == ([], [1], 0)
-
-
-def test_a_fork_of_a_fork_shares_with_both(pool) -> None:
-    pool.start("a", range(8))
-    pool.fork("b", "a")
-    pool.append("b", range(8, 14))
-    pool.fork("c", "b", 13)
-    pool.append("c", [100])
-    assert pool.tree.links.count == 2
-    assert pool.pages("c")[:3] == pool.pages("b")[:3]
-    assert pool.read("c") == [*range(13), 100]
-    assert pool.tree.allocator.held().sum() == 2 + 2 + 1
-
-
-def test_a_fork_inside_a_shared_node_splits_the_node(pool) -> None:
-    pool.start("a", range(16))
-    pool.fork("b", "a")
-    assert pool.tree.links.count == 1
-    pool.fork("c", "a", 8)
-    assert pool.tree.links.count == 2
-    pool.fork("d", "b", 6)
-    assert pool.tree.links.count == 3
-    assert pool.read("c") == list(range(8))
-    assert pool.read("d") == list(range(6))
-
-
-def test_forks_at_the_same_length_hang_under_one_node(pool) -> None:
-    pool.start("a", range(8))
-    for name in "bcd":
-        pool.fork(name, "a")
-    assert pool.tree.links.count == 1
-    assert pool.tree.allocator.held().sum() == 2
-    assert sharing(pool.tree).ratio == 4.0
-
-
-def test_a_parent_made_in_the_same_call_is_copied_from_the_original_page(pool) -> None:
-    pool.start("a", range(7))
-    copies = pool.create(NewSpec("b", "a"), NewSpec("c", "b", 6), NewSpec("d", "c"), NewSpec("e"))
-    assert copies.src_pages.tolist() == [pool.pages("a")[1]] * 3
-    assert copies.num_rows.tolist() == [3, 2, 2]
-    assert pool.read("b", 1) == list(range(7))
-    assert pool.read("c", 1) == pool.read("d", 1) == list(range(6))
-    assert pool.read("e", 1) == []
-
-
-@pytest.mark.parametrize("length", [0, 1, 4, 6, 8, 9, 10])
-def test_truncate_within_private_pages_releases_the_pages_after_the_cut(pool, length) -> None:
-    pool.start("a", range(11))
-    assert len(pool.truncate("a", length)) == 0
-    assert pool.tree.allocator.held().sum() == -(-length // 4), f"cut at {length}"
-    pool.append("a", [70, 71])
-    assert pool.read("a") == [*range(length), 70, 71]
-
-
-@pytest.mark.parametrize("length", [0, 1, 3, 4, 5, 7, 8, 9, 11])
-def test_truncate_into_a_shared_prefix_leaves_the_others_as_they_were(pool, length) -> None:
-    pool.start("a", range(12))
-    pool.fork("b", "a")
-    pool.fork("c", "a", 10)
-    copies = pool.truncate("a", length)
-    assert len(copies) == (length % 4 > 0), f"cut at {length}"
-    pool.tree.check_integrity()
-    pool.append("a", [70, 71])
-    for layer in pool.layers:
-        assert pool.read("a", layer) == [*range(length), 70, 71]
-        assert pool.read("b", layer) == list(range(12))
-        assert pool.read("c", layer) == list(range(10))
 
 
 def test_truncate_into_a_shared_page_needs_no_free_page_when_it_gives_one_up() -> None:
@@ -232,53 +79,6 @@ def test_truncate_into_a_shared_page_without_any_free_page_changes_nothing() -> 
         pool.truncate("b", 6)
     assert refused.value.args[:3] == (1, 0, 2)
     assert everything(pool.tree) == before
-
-
-def test_truncate_brings_all_layers_to_one_length(pool) -> None:
-    pool.start("a", range(5))
-    pool.append("a", range(5, 12), layers=[0])
-    pool.truncate("a", 5)
-    assert pool.tree.describe("a") == SequenceView("a", 5, (5, 5), 2, 1, None)
-
-
-def test_truncate_at_the_length_itself_changes_nothing(pool) -> None:
-    pool.start("a", range(5))
-    before = everything(pool.tree)
-    assert len(pool.truncate("a", 5)) == 0
-    assert everything(pool.tree) == before
-
-
-def test_children_live_on_when_their_parent_is_freed(pool) -> None:
-    pool.start("a", range(10))
-    pool.fork("b", "a")
-    pool.fork("c", "a", 5)
-    pool.tree.free(["a"])
-    assert pool.read("b", 1) == list(range(10))
-    assert pool.read("c", 1) == list(range(5))
-    assert pool.tree.describe("b").parent == "a"
-    assert pool.tree.allocator.held().sum() == 2 + 1 + 1
-
-
-def test_nodes_with_one_child_left_merge_into_it(pool) -> None:
-    pool.start("a", range(16))
-    for name, length in [("b", 4), ("c", 8), ("d", 12), ("e", 12)]:
-        pool.fork(name, "a", length)
-    assert pool.tree.links.count == 3
-    for name, left in [("c", 2), ("b", 1), ("d", 1), ("e", 0)]:
-        pool.tree.free([name])
-        pool.tree.check_integrity()
-        assert pool.tree.links.count == left, f"after freeing {name}"
-        assert sharing(pool.tree).num_unnamed == left
-        assert pool.read("a") == list(range(16))
-    assert sharing(pool.tree).ratio == 1.0
-
-
-def test_a_family_can_be_freed_in_one_call(pool) -> None:
-    pool.start("a", range(10))
-    pool.create(NewSpec("b", "a"), NewSpec("c", "b", 5), NewSpec("d"))
-    pool.tree.free(["c", "a", "b"])
-    assert pool.tree.allocator.num_free == 32
-    assert [view.id for view in pool.tree.list(None, 10)] == ["d"]
 
 
 def test_out_of_pages_names_the_numbers_and_changes_nothing() -> None:

@@ -76,26 +76,6 @@ def test_empty_states_merge_to_the_empty_state_exactly(backend) -> None:
     assert np.isneginf(got.lse).all()
 
 
-def test_one_state_merges_to_itself(backend, rng) -> None:
-    o, lse = random_states(rng, 6, 4, 64, "fp16")
-    got = backend(GEOMETRY).merge(o, lse, int32(range(7))).result()
-    assert np.array_equal(got.o, o)
-    assert np.allclose(got.lse, lse, atol=1e-5)
-
-
-def test_the_content_of_an_empty_state_is_never_read(backend, rng) -> None:
-    o, lse = random_states(rng, 4, 4, 64, "fp16", empty=0)
-    lse[1], o[1] = -np.inf, np.nan
-    got = backend(GEOMETRY).merge(o, lse, int32([0, 2, 4])).result()
-    keep = [0, 2, 3]
-    check(got, wanted(o[keep], lse[keep], [0, 1, 3]), BARS["fp16"])
-
-
-def test_no_lists_give_no_rows(backend) -> None:
-    o, lse = np.zeros((0, 4, 64), np.float32), np.zeros((0, 4), np.float32)
-    assert backend(GEOMETRY).merge(o, lse, int32([0])).result().o.shape == (0, 4, 64)
-
-
 def test_the_device_and_numpy_merge_alike(backend, rng) -> None:
     o, lse = random_states(rng, 12, 4, 64, "fp32")
     ends = int32([0, 5, 5, 12])

@@ -44,17 +44,6 @@ ATTEMPTS = {
 }
 
 
-def test_a_backend_names_itself_its_device_and_its_pool(backend) -> None:
-    made = backend(GEOMETRY)
-    assert made.name == backend.kind
-    assert made.device
-    assert made.geometry == GEOMETRY
-
-
-def test_the_cpu_backend_refuses_nothing() -> None:
-    assert make_backend("cpu", GEOMETRY).unsupported == ()
-
-
 @pytest.mark.parametrize("attempt", ATTEMPTS)
 def test_a_backend_rejects_exactly_its_unsupported_list(backend, attempt) -> None:
     listed = any(line.startswith(attempt) for line in backend(GEOMETRY).unsupported)

@@ -27,7 +27,6 @@ from kernels.cuda.common.structs import (
     MERGE_PARAMS,
     STORED_KV,
     WIDE_PARAMS,
-    writer,
 )
 from kernels.cuda.device import launch as launch_module
 from kernels.cuda.kv.view import KvView
@@ -218,20 +217,6 @@ def test_a_short_launch_may_start_while_the_call_before_it_ends(
     assert driver.overlapping == overlapping
 
 
-def test_no_launch_starts_early_where_the_device_cannot(
-    attention: AttentionRunner, driver: Driver
-) -> None:
-    driver.overlaps = False
-    launched(attention, driver, [128] * 16)
-    assert driver.overlapping == []
-
-
-def test_a_forced_team_is_what_plans_get(attention: AttentionRunner, driver: Driver) -> None:
-    attention.team = 2
-    (_, _, struct), _ = launched(attention, driver, [32768])
-    assert int(struct["team"]) == 2
-
-
 def test_a_plan_is_found_again_for_any_layer(attention: AttentionRunner) -> None:
     plan, where = decode_plan([40, 50]), config()
     assert attention.find([(0, plan)], where) is None
@@ -241,11 +226,6 @@ def test_a_plan_is_found_again_for_any_layer(attention: AttentionRunner) -> None
     both = attention.make([(0, plan), (1, plan)], where)
     assert attention.find([(0, plan), (1, plan)], where) is both
     assert attention.find([(1, plan), (1, plan)], where) is None
-
-
-def test_only_neighbouring_fields_are_written_together() -> None:
-    with pytest.raises(RuntimeError, match="this is a bug"):
-        writer(ATTEND_PARAMS, "q", "lse")
 
 
 @pytest.mark.parametrize(

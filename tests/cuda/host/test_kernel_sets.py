@@ -7,8 +7,6 @@ from itertools import product
 import numpy as np
 import pytest
 
-from bench.cases.kernel_plans import pool_plan
-from bench.report.provenance import workloads
 from kernels.backend import DType, Level, Numerics, Plan, PoolGeometry, Scoring
 from kernels.cuda.attention.config import AttentionConfig
 from kernels.cuda.attention.kernel_sets import BatchKind, batch_kind, kernel_sets
@@ -71,56 +69,6 @@ def test_a_batch_is_reported_by_its_rows_and_keys(
     assert kind_of(plan_of(rows, keys)) == kind
 
 
-@pytest.mark.parametrize(
-    ("rows", "keys", "kind"),
-    [
-        ([100, 60], [140, 120], "long prefill"),
-        ([512, 1], [1000, 1100], "usual"),
-    ],
-)
-def test_at_head_dim_64_prefills_are_for_three_warpgroups(
-    rows: list[int], keys: list[int], kind: BatchKind
-) -> None:
-    assert kind_of(plan_of(rows, keys), head_dim=64) == kind
-
-
-ROWS = {row["name"]: row for row in workloads()}
-
-
-@pytest.mark.parametrize(
-    ("name", "heads", "head_dim", "kind"),
-    [
-        ("cascade/8x16x(6k+128)", 8, 128, "short units"),
-        ("cascade/16x8x(2k+256)", 8, 64, "short units"),
-        ("cascade/96x(3k+4x1k+192)", 8, 128, "short units"),
-        ("cascade/512x(800+96)", 8, 128, "usual"),
-        ("cascade/64x(8k+512)", 8, 128, "usual"),
-        ("cascade/128x(16k+8x2k+256)", 8, 128, "usual"),
-        ("cascade/16x(2k+128)", 8, 128, "usual"),
-        ("cascade/16x(2k+128)", 32, 128, "usual"),
-        ("cascade/16x(2k+128)", 1, 128, "usual"),
-        ("mixed/48x4k+1x2k-on-8k", 8, 128, "usual"),
-        ("decode/64x8k-mqa", 1, 128, "short units"),
-        ("decode/64x4k", 8, 128, "usual"),
-        ("decode/64x4k", 3, 256, "few rows"),
-        ("decode/16x128", 3, 256, "usual"),
-        ("decode/16x128", 3, 64, "few rows"),
-        ("decode/32x512", 3, 64, "few rows"),
-        ("decode/64x4k", 3, 64, "usual"),
-    ],
-)
-def test_one_kernel_takes_few_rows_and_many_where_that_is_measured_to_be_faster(
-    name: str, heads: int, head_dim: int, kind: BatchKind
-) -> None:
-    """Of as many kv heads; where these are 3, for 30 query heads, groups have 10 rows."""
-    _, plan = pool_plan(ROWS[name])
-    queries = 30 if heads == 3 else ROWS[name]["num_qo_heads"]
-    shape = config_of(head_dim=head_dim).shape
-    shape = shape._replace(num_kv_heads=heads, num_qo_heads=queries)
-    sets = kernel_sets(shape, "sm_90a", MULTIPROCESSORS)
-    assert batch_kind([plan], sets["usual"].planner, sets) == kind
-
-
 @pytest.mark.parametrize("numerics", ["fast", "invariant"])
 def test_a_plan_without_sequences_does_not_count(numerics: Numerics) -> None:
     sets = kernel_sets(
@@ -129,12 +77,6 @@ def test_a_plan_without_sequences_does_not_count(numerics: Numerics) -> None:
     some, planner = plan_of([512], [1000]), sets["usual"].planner
     assert batch_kind([plan_of([], []), some], planner, sets) == batch_kind([some], planner, sets)
     assert batch_kind([plan_of([], [])], planner, sets) in sets
-
-
-def test_several_plans_are_one_batch() -> None:
-    short = plan_of([40], [300])
-    assert kind_of(short, short) == "short prefill"
-    assert kind_of(short, plan_of([1], [300])) == "usual"
 
 
 def test_ragged_keys_anywhere_and_of_any_length_share_their_kernels() -> None:

@@ -13,7 +13,6 @@ import pytest
 from flat_plans import decode_plan, flat_level
 
 from kernels.backend import Plan
-from kernels.cuda.plan.cutting import in_granules
 from kernels.cuda.plan.merges import merge_lists
 from kernels.cuda.plan.planner import make_work
 from kernels.cuda.plan.runs import whole_each
@@ -112,10 +111,6 @@ def test_runs_keep_a_rule_only_where_a_row_needs_it() -> None:
     assert runs[:, RULES].tolist() == [1, 0, 1, 0]
     keep_rules(runs, 50)
     assert runs[:, RULES].tolist() == [3, 2, 1, 2]
-
-
-def test_a_part_of_a_granule_counts_as_one() -> None:
-    assert in_granules(np.array([1, 15, 16, 17, 32]), 16).tolist() == [1, 1, 1, 2, 2]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -76,44 +75,10 @@ def test_runs_taken_ahead_wait_behind_a_long_one(ahead: int, end: float) -> None
     assert last_end([(10.0, 1), (1.0, 4)], [(0.0, 2)], ahead) == end
 
 
-def test_tiles_are_cut_where_the_last_of_them_would_wait_behind_the_longest() -> None:
-    given = queue([(100, 100), (20, 40)])
-    assert many(given, 50) == 1
-    assert many(replace(given, ahead=True), 50) == 2
-
-
-def test_smaller_partial_states_are_worth_more_runs() -> None:
-    given = queue([(40, 70), (39, 70)])
-    assert many(replace(given, partial_seconds=0.0), 20) > many(given, 20)
-
-
-def test_tiles_that_fill_a_round_are_not_cut() -> None:
-    assert many(queue([(32, 128)]), 16) == 1
-
-
-def test_tiles_that_leave_half_the_workers_idle_are_cut_in_two() -> None:
-    assert many(queue([(64, 64)]), 32) == 2
-
-
 def test_one_tile_is_cut_for_all_the_workers_as_far_as_runs_are_worth_it() -> None:
     assert many(queue([(2560, 1)]), 1280) == 130
     assert many(queue([(64, 1)]), 32) == 32
     assert many(queue([(1, 1)]), 0) == 1
-
-
-def test_runs_fill_the_rounds_of_the_workers_that_others_leave() -> None:
-    """64 tiles of 32k keys where 22 of 132 workers are busy for 265 us: five runs of each."""
-    busy = [(0.0, 108), (265e-6, 22)]
-    assert many(queue([(256, 64)], busy), 128) == 5
-
-
-def test_whole_tiles_beside_a_kernel_that_takes_as_long_are_left_whole() -> None:
-    assert many(queue([(256, 64)], [(0.0, 72), (395e-6, 58)]), 128) == 1
-
-
-def test_cutting_costs_less_where_the_rows_are_merged_anyway() -> None:
-    few = [(24, 24), (8, 32)]
-    assert seconds(queue(few, merged=True), 24) > seconds(queue(few), 24)
 
 
 def test_tiles_of_many_sizes_stay_whole_or_make_a_few_rounds() -> None:

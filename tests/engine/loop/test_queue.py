@@ -116,26 +116,6 @@ async def test_an_operation_cancelled_before_its_turn_leaves_no_trace(
     assert caller.metric('attnd_rejected_total{reason="cancelled"}') == 1
 
 
-@fake_engine()
-async def test_an_operation_cancelled_while_the_round_before_it_runs_leaves_no_trace(
-    caller: Caller, backend: FakeBackend
-) -> None:
-    await caller.fill(a=3, empty=0)
-    backend.gate.clear()
-    first = caller.start(decode("a"))
-    await until(lambda: backend.calls[-1] == "attend")
-    # The engine takes these at once, and the word that takes one of them back with them.
-    second = caller.start(decode("a"))
-    doomed = caller.start(append("a", 5, seed=9))
-    third = caller.start(decode("a", sm_scale=2.0))
-    await until(lambda: len(caller.road.pending) == 4)
-    doomed.cancel()
-    await asyncio.sleep(0.01)
-    backend.gate.set()
-    await asyncio.gather(first, second, third)
-    assert await caller.length("a") == 3
-
-
 @fake_engine(late=True)
 async def test_a_running_operation_that_is_cancelled_finishes_without_a_reply(
     caller: Caller, backend: FakeBackend

@@ -22,7 +22,6 @@ from service.engine.loop.job import Cost
 from service.engine.loop.slices import (
     RowSpan,
     cut_attend,
-    cut_ragged,
     even_spans,
     paced_spans,
     ragged_keys,
@@ -204,20 +203,6 @@ def any_ragged(rng: Rng) -> RaggedAttend:
     )
 
 
-def test_pieces_of_ragged_attention_have_the_numbers_of_the_whole(rng: Rng) -> None:
-    backend = make_backend("cpu", GEOMETRY, poison=True)
-    for _ in range(4 * ROUNDS):
-        whole = any_ragged(rng)
-        wanted = backend.attend_ragged(whole).result()
-        out = empty_state(whole.q)
-        spans = random_spans(rng, len(whole.q))
-        for span in spans:
-            piece = cut_ragged(replace(whole, out=out), whole.row_positions, span)
-            assert len(piece.k) <= len(whole.k)
-            backend.attend_ragged(piece).result()
-        same(out, wanted, f"{spans} of {whole.qo_indptr} over {whole.kv_indptr}")
-
-
 def test_the_keys_of_rows_equal_the_oracles(rng: Rng) -> None:
     for _ in range(ROUNDS):
         made = forest(rng)
@@ -258,13 +243,6 @@ def test_spans_cover_every_row_once_in_order_and_share_the_cost(rng: Rng) -> Non
 
 
 # DevicePace.
-
-
-def test_an_estimate_is_bytes_and_flops_at_the_devices_rates() -> None:
-    pace = DevicePace(1e9, 1e12, slice_s=0.02)
-    assert pace.seconds("attend", Cost(1e6, 2e9)) == pytest.approx(1e-3 + 2e-3)
-    assert not pace.is_long("attend", Cost(2e7 - 1))
-    assert pace.is_long("attend", Cost(2e7 + 1))
 
 
 def test_work_is_cut_into_slices_of_about_the_length_asked_for() -> None:
@@ -330,13 +308,6 @@ def test_estimates_approach_measurements_from_any_first_guess(factor: float) -> 
         pace.correct("attend", cost, 0.05 * factor)
     assert pace.seconds("attend", cost) == pytest.approx(0.05 * factor, rel=0.1)
     assert pace.seconds("append", cost) == pytest.approx(0.05), "each kind has its own rate"
-
-
-def test_measurements_that_differ_from_call_to_call_do_not_move_the_cuts(rng: Rng) -> None:
-    pace, cost = DevicePace(1e9, 1e12, slice_s=0.02), Cost(2e8)
-    for off in rng.uniform(0.7, 1.4, 500):
-        pace.correct("attend", Cost(2e7), 0.02 * float(off))
-        assert pace.num_slices("attend", cost) == 10
 
 
 @pytest.mark.parametrize("measured", [Cost(6e7, 1e5), Cost(1e5, 3e8)], ids=["bytes", "flops"])

@@ -638,20 +638,6 @@ def test_a_tier_that_a_request_leaves_out_is_no_miss() -> None:
     run(scenario, HOST)
 
 
-def test_after_an_answer_the_next_call_goes_before_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(all_tiers, "NEXT_S", 60.0)
-
-    async def scenario(caller: Caller) -> None:
-        await fill(caller, PROMPTS[:1])
-        loading = caller.engine.store.loading
-        assert loading is not None and not caller.engine.scheduler.launches.in_flight
-        assert loading.tiers.is_awaited()
-        monkeypatch.setattr(all_tiers, "NEXT_S", 0.0)
-        assert not loading.tiers.is_awaited()
-
-    run(scenario, HOST)
-
-
 @pytest.mark.parametrize(("shared_s", "taken"), [(0.0, [4, 4, 4]), (3600.0, [1, 2, 3])])
 def test_work_for_tiers_comes_in_single_pieces_where_calls_may_come(
     monkeypatch: pytest.MonkeyPatch, shared_s: float, taken: list[int]
