@@ -124,7 +124,7 @@ CASES: Final[dict[str, tuple[str, Wrong]]] = {
 
 
 async def begin(caller: Caller, count: int) -> list[str]:
-    """So many sequences of a page at every layer, and no others."""
+    """`count` sequences of a page at every layer, and no others."""
     await caller.call("delete_sequences", {"prefix": ""})
     await caller.call("clear")
     names = [f"s{number}" for number in range(count)]
