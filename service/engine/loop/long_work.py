@@ -103,28 +103,29 @@ class LongWork:
             self._start_slice(job, result)
 
     def _start_slice(self, job: Job, result: Any) -> None:
-        """Start the next slice of a job, unless it is over, cancelled or out of time."""
-        work = job.work
+        """Start the next slice of a job, unless it is over, cancelled or out of time: its namespace
+        is charged for its last piece, or its undo, too."""
+        work, started = job.work, time.monotonic()
         if not isinstance(work, SlicedWork):
             raise RuntimeError("a long operation without slices: this is a bug")
         if (error := unwanted(job)) is not None and not work.must_finish():
             self._stop(job, work, error)
-            return
-        if job.watch is not None and (changed := self._store.tree.books.changed(job.watch)):
+        elif job.watch is not None and (changed := self._store.tree.books.changed(job.watch)):
             LOG.error("%s changed during %s: this is a bug", changed, job.request.operation.name)
             self._stop(job, work, Internal(CHANGED))
-            return
-        started = time.monotonic()
-        try:
-            piece = work.slices.send(result)
-            self.running = RunningSlice(job, work, piece, piece.start(), started)
-            self._metrics.add(1, "slices")
-        except StopIteration:
-            self._over(job, job.stopped_by)
-        except FATAL:
-            raise
-        except Exception as failure:
-            self._stop(job, work, failure)
+        else:
+            try:
+                piece = work.slices.send(result)
+                self.running = RunningSlice(job, work, piece, piece.start(), started)
+                self._metrics.add(1, "slices")
+                return
+            except StopIteration:
+                self._over(job, job.stopped_by)
+            except FATAL:
+                raise
+            except Exception as failure:
+                self._stop(job, work, failure)
+        self._spend(job, time.monotonic() - started)
 
     def _finish_slice(self, current: RunningSlice) -> None:
         """Account for a finished slice, and keep its result for the operation's next one."""
@@ -139,9 +140,12 @@ class LongWork:
         spent = time.monotonic() - current.started
         self._store.pace.correct(current.slice.kind, current.slice.cost, spent)
         current.job.seconds.kernel += spent
-        self._charge(current.job, spent)
-        self._queue.charge(current.job.request.tenant.namespace, spent)
+        self._spend(current.job, spent)
         self._wait(current.job, result, is_ready=current.slice.kind != WAIT)
+
+    def _spend(self, job: Job, seconds: float) -> None:
+        self._charge(job, seconds)
+        self._queue.charge(job.request.tenant.namespace, seconds)
 
     def _over(self, job: Job, error: Exception | None) -> None:
         self.count -= 1
