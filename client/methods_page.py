@@ -1,4 +1,4 @@
-"""Writes client/METHODS.md, the reference of the client's methods, from their docstrings.
+"""Writes client/METHODS.md, the reference of the client's methods and results, from docstrings.
 
 python client/methods_page.py          writes the page
 python client/methods_page.py --check  exits with 1 when the page is not up to date
@@ -9,12 +9,15 @@ from __future__ import annotations
 import inspect
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
-from attnd import AsyncClient, Client, Session
+from attnd import AsyncClient, Client, Session, errors
 from attnd.methods import Unquoted
+from attnd.wire import answers
+from attnd.wire.answer_table import TEXT
 
 PAGE: Final = Path(__file__).with_name("METHODS.md")
 WIDTH: Final = 100
@@ -48,8 +51,19 @@ INTRODUCTION: Final = """\
 # Methods
 
 `Client` and `Session` have these methods; `AsyncClient` has them awaited. The default `...` is
-the service's. Results are dataclasses of `attnd.results`, which `help()` describes. `make map`
-writes this page from the docstrings.
+the service's. [Results](#results) are frozen dataclasses of `attnd`, and [errors](#errors) its
+exceptions; `help()` describes them too. `make map` writes this page from the docstrings.
+"""
+RESULTS: Final = """\
+## Results
+
+Lists are tuples, and null is None. `meta` has the request id and the seconds per stage.
+"""
+ERRORS: Final = """\
+## Errors
+
+Each has `status`, `code`, `title`, `detail`, `meta` and `problem`, the whole document, and the
+members of its code.
 """
 
 
@@ -57,7 +71,33 @@ def page() -> str:
     parts = [INTRODUCTION]
     for heading, names in GROUPS.items():
         parts += [f"## {heading}\n", *[entry(name) for name in names]]
-    return "\n".join(parts)
+    parts += [RESULTS, *[result(one) for one in results()]]
+    parts += [f"{ERRORS}\n| class | HTTP | members |\n|---|---|---|"]
+    kinds = ((error.__name__, error.kind) for error in errors.ERRORS.values())
+    rows = [f"| `{name}` | {kind.status} | {code(kind.members)} |" for name, kind in kinds]
+    return "\n".join([*parts, *rows, ""])
+
+
+def code(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def results() -> list[type[Any]]:
+    """The results, and the classes of their fields, in the order of the table."""
+    found = [one for one in vars(answers).values() if isinstance(one, type)]
+    return [one for one in found if one.__module__ == answers.__name__]
+
+
+def result(kind: type[Any]) -> str:
+    """A class, and its fields with their types and texts."""
+    text = inspect.getdoc(kind) or ""
+    known = {name: " ".join(one.split()) for name, one in TEXT.findall(text)}
+    parts = [f"### `{kind.__name__}`\n", *paragraphs(TEXT.sub("", text).strip())]
+    for field in fields(kind):
+        about = f": {known[field.name]}" if field.name in known else ""
+        line = f"- `{field.name}: {str(field.type).replace('Listed', 'Int32')}`{about}"
+        parts.append(textwrap.fill(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False))
+    return "\n".join(parts) + "\n"
 
 
 def entry(name: str) -> str:
@@ -69,7 +109,9 @@ def entry(name: str) -> str:
     first = next((i for i, one in enumerate(parameters) if one.kind is one.KEYWORD_ONLY), None)
     if first is not None:
         shown.insert(first, "*")
-    call = textwrap.fill(f"{name}({', '.join(shown)})", WIDTH, subsequent_indent="    ")
+    returned = str(signature.return_annotation).strip("'")
+    call = f"{name}({', '.join(shown)}) -> {returned}"
+    call = textwrap.fill(call, WIDTH, subsequent_indent="    ")
     text = inspect.getdoc(method) or ""
     return "\n".join([f"### `{name}`\n\n```python\n{call}\n```\n", *paragraphs(text)])
 

@@ -1,5 +1,6 @@
-"""The errors that callers get, those of `service/core/errors.py` among them. `attnd.wire.codes` has
-status, code and title of each, and the docstring of `attnd.errors` their members.
+"""The errors that callers get, those of `service/core/errors.py` among them.
+
+`attnd.wire.errors` has the meaning of each, its status, code and title, and its members' names.
 """
 
 from __future__ import annotations
@@ -7,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from attnd.wire.codes import CODES, ErrorCode, code_of
+from attnd.wire.errors import ERRORS, ErrorCode
 from pydantic import BaseModel, ValidationError
 
 from config.wording import first_of, hint, place_of, rule_of
@@ -23,25 +24,19 @@ from service.core.errors import UnknownPage as UnknownPage
 from service.core.errors import UnknownSequence as UnknownSequence
 
 
-class MalformedBody(AttndError):
-    """The body is not valid for its media type: truncated, trailing bytes, a wrong header."""
+class MalformedBody(AttndError): ...
 
 
-class MalformedRequest(AttndError):
-    """The bytes received are not HTTP, or not a frame of the road."""
+class MalformedRequest(AttndError): ...
 
 
-class Unauthorized(AttndError):
-    """The request has no key, or an unknown one."""
+class Unauthorized(AttndError): ...
 
 
-class Forbidden(AttndError):
-    """The key lacks `scope`. If `scope` is empty: the request has another `Host`, or comes from
-    another web page."""
+class Forbidden(AttndError): ...
 
 
-class NoSuchRoute(AttndError):
-    """No route has this path."""
+class NoSuchRoute(AttndError): ...
 
 
 class UnknownImport(CoreError):
@@ -59,8 +54,7 @@ class MethodNotAllowed(AttndError):
         super().__init__(detail, allow=list(allow))
 
 
-class RequestTimeout(AttndError):
-    """The request did not arrive within server.receive_timeout_s."""
+class RequestTimeout(AttndError): ...
 
 
 class SequenceChanged(CoreError):
@@ -110,8 +104,7 @@ class LostSequence(AttndError):
         super().__init__(detail, sequences=list(ids))
 
 
-class BodyTooLarge(AttndError):
-    """The body exceeds server.max_body_bytes, or server.max_json_bytes for JSON."""
+class BodyTooLarge(AttndError): ...
 
 
 class AnswerTooLarge(AttndError):
@@ -122,8 +115,7 @@ class AnswerTooLarge(AttndError):
         super().__init__(detail, size=size, limit=limit)
 
 
-class UnsupportedMediaType(AttndError):
-    """The route accepts none of the request's media types."""
+class UnsupportedMediaType(AttndError): ...
 
 
 def invalid_fields(model: type[BaseModel], error: ValidationError) -> InvalidRequest:
@@ -154,36 +146,28 @@ def unknown_tensor(name: str, known: Sequence[str]) -> InvalidRequest:
     return InvalidRequest(f"tensors.{name}", "given", rule)
 
 
-class Overloaded(AttndError):
-    """A queue or limit is full; retry after `retry_after_s` seconds."""
+class Overloaded(AttndError): ...
 
 
-class HeadersTooLarge(AttndError):
-    """The headers exceed server.max_header_count or server.max_header_bytes."""
+class HeadersTooLarge(AttndError): ...
 
 
-class Internal(AttndError):
-    """A bug in the service."""
+class Internal(AttndError): ...
 
 
-class NotErased(AttndError):
-    """A disk failed before all of a cleared namespace was overwritten; nothing of it is found."""
+class NotErased(AttndError): ...
 
 
-class NotSupported(AttndError):
-    """A feature of a protocol that this service does not support, or has disabled."""
+class NotSupported(AttndError): ...
 
 
-class NotReady(AttndError):
-    """The service is starting or draining, or the device is lost."""
+class NotReady(AttndError): ...
 
 
-class Cancelled(AttndError):
-    """The caller cancelled the operation; it changed nothing."""
+class Cancelled(AttndError): ...
 
 
-class DeadlineExceeded(AttndError):
-    """The deadline passed before the operation was done; it changed nothing."""
+class DeadlineExceeded(AttndError): ...
 
 
 class OutOfSequences(AttndError):
@@ -205,8 +189,9 @@ class OutOfSequences(AttndError):
         super().__init__(f"{detail}delete sequences or raise {setting}", **numbers)
 
 
+BY_NAME: Final = {error.__name__: error.kind for error in ERRORS.values()}
 KINDS: Final[dict[type[AttndError], ErrorCode]] = {
-    error: CODES["not_found" if error is NoSuchRoute else code_of(error.__name__)]
+    error: BY_NAME["NotFound" if error is NoSuchRoute else error.__name__]
     for error in (*AttndError.__subclasses__(), *CoreError.__subclasses__())
     if error is not CoreError
 }

@@ -166,14 +166,6 @@ class CascadeFields(ScoringFields):
             check_indptr(f"{field}.qo_indptr", level.qo_indptr_array, rows, batch, partial=True)
 
 
-class AttentionAnswer(Fields):
-    lse_base: LseBase
-    levels: Count
-    """Number of cascade levels; 1: nothing shared."""
-    cascade: bool
-    """Whether shared KV was read once for all sequences that share it."""
-
-
 operation = partial(Operation, tag="tensors")
 
 DECODE: Final = operation(
@@ -184,7 +176,6 @@ DECODE: Final = operation(
     fields=DecodeFields,
     takes=(query("B"), *pair("B", "to append first", optional=True), sinks()),
     gives=state(),
-    answer=AttentionAnswer,
     scope="read",
     appended_with="k",
     answer_text="The attention state of each row.",
@@ -199,7 +190,6 @@ PREFILL: Final = operation(
     fields=PrefillFields,
     takes=(query(), *pair("n", "to append first", optional=True), *MASKS, sinks()),
     gives=state(),
-    answer=AttentionAnswer,
     scope="read",
     appended_with="k",
     answer_text="The attention state of each row.",
@@ -219,7 +209,6 @@ RAGGED_PREFILL: Final = operation(
     fields=RaggedPrefillFields,
     takes=(*pair("nnz", "of all requests", like="q"), query(), *MASKS, sinks()),
     gives=state(),
-    answer=AttentionAnswer,
     scope="read",
     answer_text="The attention state of each row.",
     example={
@@ -238,7 +227,6 @@ CASCADE: Final = operation(
     fields=CascadeFields,
     takes=(query(), sinks()),
     gives=(*state(), *state(".{i}", optional=True)),
-    answer=AttentionAnswer,
     scope="read",
     answer_text="The merged state of each row; with return_levels also each level's own.",
     example={

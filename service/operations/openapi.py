@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from attnd.wire.errors import ErrorCode
 from pydantic import BaseModel, ConfigDict
 from pydantic.json_schema import models_json_schema
 
 from service.errors import KINDS
 from service.image.json_tensors import FLOATS, integer_range
-from service.operations.schema.fields import Fields
 from service.operations.schema.spec import Operation, Symbols, TensorSpec
 from service.operations.table import OPERATIONS
 
@@ -133,12 +133,19 @@ def errors(operation: Operation) -> dict[str, Schema]:
 def error_response(status: int) -> Schema:
     kinds = [kind for kind in KINDS.values() if kind.status == status]
     return {
-        "description": "; ".join(f"`{kind.code}`: {kind.title}" for kind in kinds),
+        "description": "; ".join(map(about, kinds)),
         "content": {PROBLEM: {"schema": {"$ref": f"{REF}Problem"}}},
     }
 
 
-def content(model: type[Fields], tensors: tuple[TensorSpec, ...], key: str, example: Any) -> Schema:
+def about(kind: ErrorCode) -> str:
+    members = f" ({', '.join(kind.members)})" if kind.members else ""
+    return f"`{kind.code}`: {kind.title}{members}"
+
+
+def content(
+    model: type[BaseModel], tensors: tuple[TensorSpec, ...], key: str, example: Any
+) -> Schema:
     spelled: Schema = {"schema": json_body(model, tensors)}
     if example is not None:
         spelled["example"] = example
@@ -153,7 +160,7 @@ def content(model: type[Fields], tensors: tuple[TensorSpec, ...], key: str, exam
     return {SAFETENSORS: {"schema": binary}, JSON: spelled}
 
 
-def json_body(model: type[Fields], tensors: tuple[TensorSpec, ...]) -> Schema:
+def json_body(model: type[BaseModel], tensors: tuple[TensorSpec, ...]) -> Schema:
     """The fields' schema with `tensors` beside them."""
     schema = model.model_json_schema(ref_template=REF + "{model}")
     schema.pop("$defs", None)

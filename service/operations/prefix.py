@@ -10,7 +10,6 @@ from pydantic import Field
 from service.operations.schema.fields import (
     BatchFields,
     Count,
-    Counts,
     Entries,
     Fields,
     Ids,
@@ -34,7 +33,6 @@ from service.operations.schema.page_names import (
     PromptNames,
     Seconds,
     SoughtPages,
-    TierTokens,
     check_extra,
     check_names_given,
     check_prompt,
@@ -61,33 +59,8 @@ class MatchFields(SoughtPages):
     than the pool are counted and not loaded."""
 
 
-class LeaseAnswer(Fields):
-    id: LeaseId
-    expires_at: float
-    """End of the lease, in seconds since 1970."""
-
-
-class MatchAnswer(Fields):
-    matched_len: Count
-    """Cached tokens, in full pages."""
-    num_pages: Count
-    lease: LeaseAnswer | None
-    """Null without a match, with `lease_s` = 0, or while the engine is draining."""
-    cached: TierTokens | None = None
-    """The matched tokens by the tier that had them, if the service has other tiers than the
-    pool."""
-
-
 class PrefetchFields(SoughtPages):
     pass
-
-
-class PrefetchAnswer(Fields):
-    matched_len: Count
-    """Tokens in the pool now, in full pages."""
-    num_pages: Count
-    cached: TierTokens | None = None
-    """These tokens by the tier that had them, if the service has other tiers than the pool."""
 
 
 class CommitFields(PromptNames):
@@ -104,16 +77,6 @@ class CommitFields(PromptNames):
         check_prompt(self, entries, info)
         check_offset("offset", self.offset, info)
         check_duration(self)
-
-
-class CommitAnswer(Fields):
-    committed_len: Count
-    """Committed tokens of the sequence, up to the end of this request's names."""
-    num_pages: Count
-    last_key: PageKey | None
-    """Key of the last of these pages, as used by pins."""
-    durable: bool | None = None
-    """Whether all these pages are on disk, with `cache.write` = `commit`."""
 
 
 class CommitSequencesFields(BatchFields, PageNames):
@@ -152,18 +115,6 @@ class CommitSequencesFields(BatchFields, PageNames):
         check_duration(self)
 
 
-class CommittedAnswer(Fields):
-    """Numbers for each sequence, in the order of the request."""
-
-    committed_lens: Counts
-    """Committed tokens of each sequence, up to the end of this request's names."""
-    num_pages: Counts
-    last_keys: list[PageKey | None]
-    """Key of the last of each sequence's pages."""
-    durable: bool | None = None
-    """Whether all these pages are on disk, with `cache.write` = `commit`."""
-
-
 class RenewFields(Fields):
     id: LeaseId
     lease_s: Annotated[float, Field(gt=0.0, le=MAX_LEASE_S)] = DEFAULT_LEASE_S
@@ -198,32 +149,9 @@ class UnpinFields(Fields):
     """Salt that it was committed with."""
 
 
-class PagesAnswer(Fields):
-    num_pages: Count
-
-
 class EvictFields(Fields):
     num_pages: Count
     """Maximum number of pages to evict."""
-
-
-class HeldAnswer(Fields):
-    """A lease or hard pin."""
-
-    lease: LeaseId | None
-    """Id of the lease; null for a hard pin."""
-    left_s: float | None
-    """Seconds until the lease ends; null for a hard pin."""
-    page_key: PageKey
-    """Page that is held, with all before it."""
-    cache_salt: CacheSalt
-    num_pages: Count
-    """Number of held pages."""
-
-
-class HoldsAnswer(Fields):
-    holds: list[HeldAnswer]
-    """Hard pins, then leases; at most a thousand."""
 
 
 def check_offset(field: str, offset: int, info: InfoAnswer) -> None:
@@ -243,7 +171,6 @@ MATCH: Final = operation(
     summary="Find the longest cached beginning of a prompt, and lease it",
     fields=MatchFields,
     takes=NAMES,
-    answer=MatchAnswer,
     scope="read",
     example={"token_ids": [11, 12, 13, 14]},
     routing="everywhere",
@@ -256,7 +183,6 @@ PREFETCH: Final = operation(
     "deadline. They are cached then, and can be evicted.",
     fields=PrefetchFields,
     takes=NAMES,
-    answer=PrefetchAnswer,
     scope="read",
     example={"token_ids": [11, 12, 13, 14], "max_load_pages": 64},
     routing="everywhere",
@@ -270,7 +196,6 @@ COMMIT: Final = operation(
     "nothing.",
     fields=CommitFields,
     takes=NAMES,
-    answer=CommitAnswer,
     scope="append",
     example={"token_ids": [11, 12, 13, 14], "priority": 80, "duration_s": 600.0},
 )
@@ -281,7 +206,6 @@ COMMIT_SEQUENCES: Final = operation(
     description="Works like a commit of one sequence, for each of them.",
     fields=CommitSequencesFields,
     takes=NAMES,
-    answer=CommittedAnswer,
     scope="append",
     example={
         "sequences": ["chat-1", "chat-2"],
@@ -294,7 +218,6 @@ RENEW_LEASE: Final = operation(
     name="renew_lease",
     summary="Extend a lease",
     fields=RenewFields,
-    answer=LeaseAnswer,
     scope="read",
     routing="lease",
 )
@@ -314,7 +237,6 @@ PIN: Final = operation(
     summary="Pin a page and all before it, so that they are not evicted",
     description="A soft pin ends after `soft_ttl_s`, a hard pin when it is removed.",
     fields=PinFields,
-    answer=PagesAnswer,
     scope="append",
     answer_text="Number of pinned pages.",
     routing="everywhere",
@@ -334,7 +256,6 @@ HOLDS: Final = operation(
     name="holds",
     summary="List the namespace's hard pins and leases",
     fields=NoFields,
-    answer=HoldsAnswer,
     scope="read",
     routing="everywhere",
 )
@@ -343,7 +264,6 @@ EVICT: Final = operation(
     name="evict",
     summary="Evict cached pages, in order of eviction",
     fields=EvictFields,
-    answer=PagesAnswer,
     scope="append",
     frees=True,
     answer_text="Number of evicted pages.",
@@ -355,7 +275,6 @@ CLEAR: Final = operation(
     summary="Evict all cached pages",
     description="Pages held by sequences, leases or hard pins stay.",
     fields=NoFields,
-    answer=PagesAnswer,
     scope="append",
     frees=True,
     answer_text="Number of evicted pages.",

@@ -97,42 +97,12 @@ class GatherFields(BatchFields):
             refuse("stop", self.stop, f"must not be below start = {self.start}")
 
 
-class AppendAnswer(Fields):
-    lengths: Counts
-    """kv_len after the append, in the request's order."""
-
-
-class GatherAnswer(Fields):
-    kv_indptr: Counts
-    """Sequence b has rows `kv_indptr[b]:kv_indptr[b+1]` of k and v (tokens, not pages)."""
-
-
 class PageTableFields(BatchFields):
     layer: Count = 0
 
     def check(self, entries: Entries, info: InfoAnswer) -> None:
         check_layer(self.layer, info)
         check_ids(self.sequences)
-
-
-class LevelAnswer(Fields):
-    qo_indptr: Counts
-    kv_indptr: Counts
-    kv_indices: Counts
-    kv_last_page_len: Counts
-
-
-class PageTableAnswer(Fields):
-    kv_indptr: Counts
-    """int32 [B+1]: prefix sums of pages."""
-    kv_indices: Counts
-    """Page ids."""
-    kv_last_page_len: Counts
-    """Tokens in each last page: 1..page_size, or 0 for an empty sequence."""
-    levels: list[LevelAnswer]
-    """Cascade levels, over rows in `order`."""
-    order: Counts
-    """Order of the levels' rows: row i is sequence `order[i]` of the request."""
 
 
 operation = partial(Operation, tag="tensors")
@@ -146,7 +116,6 @@ APPEND: Final = operation(
     "`[L, n, Hkv, D]`.",
     fields=AppendFields,
     takes=pair("n", "to append", ragged=("L", "n", "Hkv", "D")),
-    answer=AppendAnswer,
     scope="append",
     answer_text="The lengths after the append.",
     example={"layer": 0, "sequences": ["chat-1"], "tensors": row("k", 1) | row("v", 1)},
@@ -159,7 +128,6 @@ GATHER: Final = operation(
     "with its size: read it in pieces, with `start` and `stop`.",
     fields=GatherFields,
     gives=pair("tokens", "in `dtype`"),
-    answer=GatherAnswer,
     scope="read",
     answer_text="The rows of all sequences, in the request's order.",
     example={"layer": 0, "sequences": ["chat-1"], "dtype": "fp32"},
@@ -170,7 +138,6 @@ PAGE_TABLE: Final = Operation(
     name="page_table",
     summary="CSR page table of sequences, and their cascade levels",
     fields=PageTableFields,
-    answer=PageTableAnswer,
     scope="read",
     routing="together",
 )
@@ -204,10 +171,6 @@ class MergeFields(Fields):
             check_indptr("indptr", indptr, shape[0])
 
 
-class MergeAnswer(Fields):
-    lse_base: LseBase
-
-
 MERGE: Final = operation(
     name="merge",
     summary="Merge attention states over disjoint KV",
@@ -223,7 +186,6 @@ MERGE: Final = operation(
         TensorSpec("o", TENSOR_DTYPES, ("T", "H", "D"), "merged output, in the request's dtype"),
         TensorSpec("lse", ("F32",), ("T", "H"), "merged log-sum-exp"),
     ),
-    answer=MergeAnswer,
     scope="read",
     answer_text="One state per list.",
     example={

@@ -29,7 +29,6 @@ from service.operations.schema.page_names import (
     NAMES,
     Seconds,
     SoughtPages,
-    TierTokens,
     check_extra,
     check_prompt,
     given_names,
@@ -118,10 +117,6 @@ class DeleteFields(Fields):
         check_ids(self.names, "ids")
 
 
-class DeletedAnswer(Fields):
-    num_deleted: Count
-
-
 class TruncateFields(Fields):
     id: SequenceId
     length: Count
@@ -164,44 +159,6 @@ class TruncateSequencesFields(BatchFields):
             check_indptr("keep_indptr", int32(self.keep_indptr), len(self.keep), batch)
 
 
-class SequenceAnswer(Fields):
-    id: SequenceId
-    length: Count
-    """Minimum kv_len over layers."""
-    lengths: Counts
-    """kv_len per layer."""
-    pages: Count
-    last_page_len: Count
-    """Tokens in the last page; 0 for an empty sequence."""
-    parent: SequenceId | None
-    """Id of the sequence it was forked from."""
-    ttl_s: float | None
-    """Idle seconds before deletion; null: never."""
-
-
-class TruncatedAnswer(Fields):
-    sequences: list[SequenceAnswer]
-    """Sequences in the order of the request."""
-
-
-class CreatedSequenceAnswer(SequenceAnswer):
-    cached_len: Count
-    """Tokens found in the prefix cache; the caller appends the rest of the prompt."""
-    cached: TierTokens | None = None
-    """These tokens by the tier that had them, if the service has other tiers than the pool."""
-
-
-class CreatedAnswer(Fields):
-    sequences: list[CreatedSequenceAnswer]
-
-
-class ListAnswer(Fields):
-    sequences: list[SequenceAnswer]
-    """Sequences in order of id."""
-    next: SequenceId | None
-    """Value of `after` for the next page; null at the end."""
-
-
 def check_prefixes(fields: CreateFields, entries: Entries, info: InfoAnswer) -> None:
     """Either the fields name the prefixes, or one tensor names all of them."""
     begun = {at: new.prefix for at, new in enumerate(fields.sequences) if new.prefix is not None}
@@ -241,7 +198,6 @@ CREATE_SEQUENCES: Final = operation(
     summary="Create sequences: empty, forked or from the prefix cache; all or none",
     fields=CreateFields,
     takes=NAMES,
-    answer=CreatedAnswer,
     scope="append",
     status=201,
     answer_text="The sequences, in the order of the request.",
@@ -253,7 +209,6 @@ LIST_SEQUENCES: Final = operation(
     name="list_sequences",
     summary="List sequences by id, a page at a time",
     fields=ListFields,
-    answer=ListAnswer,
     scope="read",
     routing="everywhere",
 )
@@ -262,7 +217,6 @@ GET_SEQUENCE: Final = operation(
     name="get_sequence",
     summary="One sequence",
     fields=SequenceFields,
-    answer=SequenceAnswer,
     scope="read",
 )
 
@@ -279,7 +233,6 @@ DELETE_SEQUENCES: Final = operation(
     name="delete_sequences",
     summary="Delete many sequences, by ids or by a prefix of their ids",
     fields=DeleteFields,
-    answer=DeletedAnswer,
     scope="append",
     frees=True,
     routing="everywhere",
@@ -289,7 +242,6 @@ TRUNCATE: Final = operation(
     name="truncate",
     summary="Truncate a sequence to its first tokens, at every layer",
     fields=TruncateFields,
-    answer=SequenceAnswer,
     scope="append",
     frees=True,
 )
@@ -299,7 +251,6 @@ TRUNCATE_SEQUENCES: Final = operation(
     summary="Truncate many sequences to their first tokens, at every layer; all or none",
     description="With `keep`, chosen tokens after each length are kept as well and move up.",
     fields=TruncateSequencesFields,
-    answer=TruncatedAnswer,
     scope="append",
     frees=True,
     example={"sequences": ["chat-1", "chat-2"], "lengths": [0, 0]},

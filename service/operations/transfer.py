@@ -206,21 +206,6 @@ class ImportFields(Fields):
                 refuse(f"{name}.dtype", DTYPE_NAMES[entries[name].dtype], rule)
 
 
-class ImportAnswer(Fields):
-    id: SequenceId
-    state: Literal["receiving", "done"]
-    next_part: Count
-    """Number of the next part; `num_parts` if all have arrived."""
-    num_parts: Count
-    cached_len: Count
-    """Tokens found in the prefix cache."""
-    digest: Digest | None
-    """Digest of the last part received, or of the header; null if that part was skipped because its
-    pages are cached."""
-    expires_at: float | None
-    """Time at which the import is cancelled, in seconds since 1970; null when it is done."""
-
-
 def check_header(header: Header, info: InfoAnswer) -> None:
     """The header agrees with itself and with the pool, except in layout."""
     same = ["num_layers", "page_size", "num_kv_heads", "head_dim", "dtype"]
@@ -291,7 +276,6 @@ IMPORT: Final = operation(
     routing="imported",
     fields=ImportFields,
     takes=(*NAMES, *STORED),
-    answer=ImportAnswer,
     scope="append",
     example={"part": 0, "digest": "0f" * 32, "tensors": row("k", 1) | row("v", 1)},
 )
@@ -301,7 +285,6 @@ GET_IMPORT: Final = operation(
     summary="Progress of an import",
     routing="imported",
     fields=SequenceFields,
-    answer=ImportAnswer,
     scope="read",
 )
 

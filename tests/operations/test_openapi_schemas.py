@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+from dataclasses import fields
 from typing import Any
 
 import pytest
+from attnd.wire.answer_table import ANSWERS, TEXT
+from attnd.wire.operations import ROUTES
 from declared import INFO
 from pydantic import TypeAdapter
 
@@ -182,3 +186,13 @@ def test_the_examples_are_right_requests(name: str) -> None:
     request = finish(preparing(BY_NAME[name], bytes(parts[0][8:]), room, tiny))
     layout = read_layout(bytes(parts[0][8:]), room)
     assert TypeAdapter(BY_NAME[name].fields).validate_python(layout.fields) == request.fields
+
+
+def test_every_operation_has_its_answer_in_the_table_of_clients() -> None:
+    assert ROUTES.keys() - ANSWERS.keys() == {"export_sequence"}
+    for kind in [one for one in ANSWERS.values() if isinstance(one, type)]:
+        texts = dict(TEXT.findall(inspect.getdoc(kind) or ""))
+        assert texts.keys() <= {one.name for one in fields(kind)}, "texts of fields that are gone"
+        described = schemas().get(kind.__name__, {"properties": {}})["properties"]
+        for name in described.keys() & texts.keys():
+            assert described[name]["description"] == " ".join(texts[name].split())

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from attnd.calls.transfer import *  # noqa: F403
     from attnd.errors import *  # noqa: F403
-    from attnd.meta import *  # noqa: F403
     from attnd.public import *  # noqa: F403
     from attnd.results import *  # noqa: F403
+    from attnd.wire.meta import *  # noqa: F403
 
 __version__ = "0.1.0"
-CLASSES_OF = ("attnd.errors", "attnd.meta", "attnd.results", "attnd.calls.transfer")
+CLASSES_OF = ("attnd.errors", "attnd.wire.meta", "attnd.wire.answers", "attnd.calls.transfer")
 
 
 def __getattr__(name: str) -> Any:

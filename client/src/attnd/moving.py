@@ -12,10 +12,11 @@ from attnd.calls import transfer
 from attnd.calls.arguments import Int
 from attnd.calls.call import Call
 from attnd.calls.prefix import commit
-from attnd.calls.transfer import ExportHeader, ExportPart, ImportState
+from attnd.calls.transfer import ExportHeader, ExportPart
 from attnd.errors import DigestMismatch, KeyMismatch
 from attnd.export_file import ExportFileError, ExportReader, write_header, write_part
 from attnd.retries import Steps, driven
+from attnd.wire.answers import ImportState
 
 if TYPE_CHECKING:
     from attnd.methods import Calls

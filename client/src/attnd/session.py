@@ -19,7 +19,6 @@ from attnd.calls.call import Call, Reply
 from attnd.dependents import Dependents
 from attnd.errors import AttndError, NotFound, NotSupported
 from attnd.http.origin import PORTS
-from attnd.meta import Meta
 from attnd.methods import Calls
 from attnd.results import Info
 from attnd.retries import Attempt, Retries, execute, options_of
@@ -30,7 +29,7 @@ from attnd.steps.lane import Lane
 from attnd.steps.layout import A, Dtypes
 from attnd.steps.slots import Arena
 from attnd.steps.stepper import Stepper, stepping
-from attnd.wire.codes import CODES, code_of
+from attnd.wire.meta import Meta
 
 T = TypeVar("T")
 
@@ -184,8 +183,7 @@ class Session(Calls):
 
 def refusal(error: type[NotFound] | type[NotSupported], detail: str) -> AttndError:
     """An error that the session raises by itself, as the service would."""
-    kind = CODES[code_of(error.__name__)]
-    return error({**asdict(kind), "detail": detail}, Meta())
+    return error({**asdict(error.kind), "detail": detail}, Meta())
 
 
 def stepper_of(

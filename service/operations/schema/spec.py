@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from service.errors import invalid_fields, unknown_tensor
 from service.image.json_text import ITEMS, Pieces
 from service.image.reading import Layout, reading_layout
+from service.operations.schema.answers import answer_of
 from service.operations.schema.fields import NAMING, Entries, Fields, refuse
 from service.operations.schema.info import InfoAnswer
 from service.tenants import OPEN, Scope, Tenant
@@ -84,12 +85,11 @@ class TensorSpec:
 class Operation:
     """One operation of the service, independent of any protocol.
 
-    `attnd.wire.operations` has its number in the road's frames, and HTTP's method and path (of a
-    step: 0 and empty, as it has its own frame). Parameters of the path, and of the query of a
-    method without a body, are fields. A key needs `scope`; with the tensor `appended_with` also
-    `append`. `frees`: it only releases pages, so a full queue accepts it. `answer` None: the reply
-    has no fields. `status` 0: 200, or 204 without fields. `routing` None: `routed` is derived from
-    the fields.
+    `attnd.wire` has its number in the road's frames, HTTP's method and path (of a step: 0 and
+    empty, as it has its own frame), and its answer (None: the reply has no fields). Parameters of
+    the path, and of the query of a method without a body, are fields. A key needs `scope`; with the
+    tensor `appended_with` also `append`. `frees`: it only releases pages, so a full queue accepts
+    it. `status` 0: 200, or 204 without fields. `routing` None: `routed` is derived from the fields.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Operation:
     tag: str
     fields: type[Fields]
     scope: Scope
-    answer: type[Fields] | None = None
+    answer: type[BaseModel] | None = None
     description: str = ""
     takes: tuple[TensorSpec, ...] = ()
     gives: tuple[TensorSpec, ...] = ()
@@ -117,6 +117,7 @@ class Operation:
         object.__setattr__(self, "number", number)
         object.__setattr__(self, "method", method)
         object.__setattr__(self, "path", path)
+        object.__setattr__(self, "answer", self.answer or answer_of(self.name))
         object.__setattr__(self, "routed", self.routing or default_routing(self))
         object.__setattr__(self, "status", self.status or (204 if self.answer is None else 200))
 

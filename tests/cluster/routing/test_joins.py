@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from service.cluster.routing.joins import JOINS, shares
-from service.operations.status import PoolAnswer
-from service.operations.table import OPERATIONS
+from service.operations.table import BY_NAME, OPERATIONS
 
 BY_HAND = {
     *("delete_sequences", "match_prefix", "prefetch", "evict"),
@@ -32,7 +31,8 @@ def test_pools_are_added_and_sharing_is_that_of_all_pages() -> None:
     assert (joined["free"], joined["available"], joined["referenced"]) == (2, 2, 4)
     assert (joined["sharing_ratio"], joined["integrity"]) == (4.0, "a hole")
     assert JOINS["pool"]({}, [pool(0, 1.0)])["sharing_ratio"] == 1.0
-    PoolAnswer.model_validate(joined)
+    model = BY_NAME["pool"].answer
+    assert model is not None and model.model_validate(joined)
 
 
 def listing(*ids: str, following: str | None = None) -> dict[str, Any]:

@@ -19,12 +19,12 @@ from attnd.calls.call import (
     lengths_after,
     mask_tensor,
     no_recovery,
+    reads,
     state_bytes,
     tensor_call,
 )
-from attnd.calls.control import indices
 from attnd.errors import ServiceError
-from attnd.results import AppendResult, AttentionResult, GatherResult, MergeResult
+from attnd.wire.answers import AppendResult, AttentionResult, GatherResult, MergeResult
 from attnd.wire.states import LseBase
 
 Array = NDArray[Any]
@@ -234,14 +234,9 @@ def merge(
     `lse [nnz, H]` merge rows `indptr[t]:indptr[t+1]`. Answers `o [T, H, D]`, `lse [T, H]`.
     `sinks` float32 `[H]` enter each list once: for states that were computed without them.
     """
-
-    def parse(reply: Reply) -> MergeResult:
-        arrays, base = reply.tensors, reply.fields["lse_base"]
-        return MergeResult(arrays["o"], arrays["lse"], base, reply.meta)
-
     fields = {"indptr": whole_numbers(indptr, "indptr"), "lse_base": lse_base}
     arrays = {"o": o, "lse": np.asarray(lse, dtype=np.float32), "sinks": sinks}
-    return tensor_call("merge", fields, arrays, parse, answer_bytes=state_bytes(o, "o"))
+    return tensor_call("merge", fields, arrays, reads("merge"), answer_bytes=state_bytes(o, "o"))
 
 
 def gather(
@@ -258,9 +253,4 @@ def gather(
     """
     ids = sequence_ids(sequences)
     fields = {"layer": layer, "sequences": ids, "start": start, "stop": stop, "dtype": dtype}
-
-    def parse(reply: Reply) -> GatherResult:
-        arrays, indptr = reply.tensors, indices(reply.fields["kv_indptr"])
-        return GatherResult(arrays["k"], arrays["v"], indptr, reply.meta)
-
-    return tensor_call("gather", fields, {}, parse)
+    return tensor_call("gather", fields, {}, reads("gather"))

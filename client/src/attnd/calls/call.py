@@ -7,20 +7,24 @@ An answer that breaks the service's contract is a `ProtocolError`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, is_dataclass
 from functools import cache
 from math import prod
-from typing import Any, Generic, TypeVar
+from types import MappingProxyType
+from typing import Annotated, Any, Final, Generic, TypeVar, get_args, get_origin
 
 import numpy as np
+from numpy.typing import NDArray
 
 from attnd.calls.arguments import Array, check_array, plain_fields
 from attnd.errors import LengthMismatch, ProtocolError, ServiceError
-from attnd.meta import NO_META, Meta
-from attnd.results import AttentionResult
+from attnd.wire.answer_table import ANSWERS, layout_of
+from attnd.wire.answers import AttentionResult
+from attnd.wire.meta import NO_META, Meta
 from attnd.wire.states import AttentionState, LseBase
 
 T = TypeVar("T")
+EMPTY: Final[Mapping[str, Array]] = MappingProxyType({})
 
 
 @dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a call
@@ -83,46 +87,82 @@ def parsed(parse: Callable[[Reply], T], reply: Reply) -> T:
         raise ProtocolError(detail, reply.meta.request_id) from error
 
 
-def result_of(kind: type[T], document: dict[str, Any], meta: Meta = NO_META) -> T:
-    """The dataclass `kind` from a JSON object: lists become tuples, unknown members are ignored.
+def nothing(_: Reply) -> None:
+    """The answer has no fields."""
 
-    A member without a default must be there, else this raises TypeError.
+
+Read = Callable[[Any, Meta], Any]
+
+
+@cache
+def reads(operation: str) -> Callable[[Reply], Any]:
+    """The parser of an operation's answers, by the table: of a class, or of one member."""
+    answer = ANSWERS[operation]
+    if answer is None:
+        return nothing
+    if isinstance(answer, type):
+        return lambda reply: result_of(answer, reply.fields, reply.meta, reply.tensors)
+    ((name, hint),) = answer.items()
+    read = int_of if hint is int else reader_of(hint)
+    return lambda reply: read(reply.fields[name], reply.meta)
+
+
+def result_of(
+    kind: type[T],
+    document: Mapping[str, Any],
+    meta: Meta = NO_META,
+    tensors: Mapping[str, Array] = EMPTY,
+    prefix: str = "",
+) -> T:
+    """The class `kind` of an answer from a JSON object and tensors, whose names have the prefix.
+
+    Lists become tuples, unknown members are ignored. A member without a default must be there,
+    else this raises TypeError; KeyError for a missing tensor.
     """
     hashable: Any = kind
-    names = names_of(hashable)
+    readers, layout = readers_of(hashable), layout_of(hashable)
     values = {
-        name: tuple(value) if type(value) is list else value
-        for name, value in document.items()
-        if name in names
+        name: readers[name](value, meta) for name, value in document.items() if name in readers
     }
-    if "meta" in names:
+    for name in layout.tensors:
+        values[name] = tensors[prefix + name]
+    for name, nested in layout.nested.items():
+        values[name] = result_of(nested, document, meta, tensors, f"{name}_")
+    if layout.has_meta:
         values["meta"] = meta
     return kind(**values)
 
 
 @cache
-def names_of(kind: type[Any]) -> frozenset[str]:
-    """The names of a dataclass's fields."""
-    return frozenset(field.name for field in fields(kind))
+def readers_of(kind: Any) -> dict[str, Read]:
+    return {name: reader_of(hint) for name, hint in layout_of(kind).members.items()}
 
 
-def reads_into(kind: type[T]) -> Callable[[Reply], T]:
-    """A parser of answers that have the fields of the dataclass `kind`."""
-    return lambda reply: result_of(kind, reply.fields, reply.meta)
+def reader_of(hint: Any) -> Read:
+    """How a member of this type is read."""
+    if get_origin(hint) is Annotated:
+        return indices
+    for one in (hint, *get_args(hint)):
+        if is_dataclass(one):
+            kind: Any = one
+            break
+    else:
+        return plain_of
+    if get_origin(hint) is tuple:
+        return lambda value, meta: tuple([result_of(kind, one, meta) for one in value])
+    return lambda value, meta: None if value is None else result_of(kind, value, meta)
 
 
-def reads_many(kind: type[T], name: str) -> Callable[[Reply], tuple[T, ...]]:
-    """A parser of answers whose field `name` lists such dataclasses."""
-    return lambda reply: tuple([result_of(kind, one, reply.meta) for one in reply.fields[name]])
+def plain_of(value: Any, meta: Meta) -> Any:
+    return tuple(value) if type(value) is list else value
 
 
-def reads_number(name: str) -> Callable[[Reply], int]:
-    """A parser of answers with a number in the field `name`."""
-    return lambda reply: int(reply.fields[name])
+def int_of(value: Any, meta: Meta) -> int:
+    return int(value)
 
 
-def nothing(_: Reply) -> None:
-    """The answer has no fields."""
+def indices(value: Any, meta: Meta) -> NDArray[np.int32]:
+    return np.asarray(value, dtype=np.int32)
 
 
 def tensor_call(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Final, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,31 +19,18 @@ from attnd.calls.arguments import (
     whole_number,
     whole_numbers,
 )
-from attnd.calls.call import (
-    Call,
-    Reply,
-    nothing,
-    reads_into,
-    reads_many,
-    reads_number,
-    result_of,
-    settled_by,
-)
+from attnd.calls.call import Call, Reply, nothing, reads, settled_by
 from attnd.calls.prefix import Prefix, indptr_of, prefix_of
 from attnd.errors import UnknownSequence
-from attnd.results import (
+from attnd.wire.answers import (
     EngineInfo,
-    EnginePages,
     Health,
     Info,
-    Int32,
     PageTable,
-    PageTableLevel,
     Pool,
     SequenceInfo,
     SequencePage,
     Snapshot,
-    SnapshotTree,
 )
 
 T = TypeVar("T")
@@ -71,16 +58,13 @@ class NewSequence:
         return {name: plain(value, name) for name, value in given.items() if value is not None}
 
 
-SEQUENCES: Final = reads_many(SequenceInfo, "sequences")
-
-
 def create_sequences(sequences: Sequence[NewSequence]) -> Call[tuple[SequenceInfo, ...]]:
     """Make sequences, empty, forked or from the prefix cache, all or none, in the order given.
 
     Prefixes are named all by token ids or all by page keys. Raises `SequenceExists`,
     `UnknownSequence` (a parent), `OutOfPages`, `InvalidRequest`.
     """
-    return creating(sequences, SEQUENCES)
+    return creating(sequences, reads("create_sequences"))
 
 
 def create_sequence(
@@ -94,7 +78,7 @@ def create_sequence(
     """`create_sequences` of one: empty, `parent` forked at `length` (None: all of it), or beginning
     with the cached part of `prefix` (`cached_len` of the result)."""
     new = NewSequence(id, parent, length, prefix, ttl_s)
-    return creating([new], lambda reply: SEQUENCES(reply)[0])
+    return creating([new], lambda reply: reads("create_sequences")(reply)[0])
 
 
 def creating(sequences: Sequence[NewSequence], parse: Callable[[Reply], T]) -> Call[T]:
@@ -122,22 +106,19 @@ def delete_sequences(ids: Iterable[str] | None = None, *, prefix: str | None = N
     ids = sorted(ids) if isinstance(ids, (set, frozenset)) else ids
     named = None if ids is None else sequence_ids(ids, "ids")
     fields = plain_fields({"prefix": prefix, "ids": named})
-    return Call("delete_sequences", reads_number("num_deleted"), fields=fields)
+    return Call("delete_sequences", reads("delete_sequences"), fields=fields)
 
 
 def sequence_page(after: str | None = None, limit: Int | None = None) -> Call[SequencePage]:
     """Up to `limit` sequences by id, those after `after` (None: from the start)."""
-
-    def parse(reply: Reply) -> SequencePage:
-        return SequencePage(SEQUENCES(reply), reply.fields.get("next"), reply.meta)
-
-    return Call("list_sequences", parse, fields=plain_fields({"after": after, "limit": limit}))
+    fields = plain_fields({"after": after, "limit": limit})
+    return Call("list_sequences", reads("list_sequences"), fields=fields)
 
 
 def get_sequence(sequence: str) -> Call[SequenceInfo]:
     """One sequence; raises `UnknownSequence`."""
     fields = {"id": sequence_id(sequence)}
-    return Call("get_sequence", reads_into(SequenceInfo), fields=fields)
+    return Call("get_sequence", reads("get_sequence"), fields=fields)
 
 
 def delete_sequence(sequence: str) -> Call[None]:
@@ -157,7 +138,7 @@ def truncate(sequence: str, length: Int, *, keep: Indices | None = None) -> Call
     named = sequence_id(sequence, many="truncate_sequences")
     fields = plain_fields({"id": named, "length": whole_number(length, "length"), "keep": kept})
     # Without `keep`, cutting to the same length again changes nothing.
-    return Call("truncate", reads_into(SequenceInfo), repeatable=not kept, fields=fields)
+    return Call("truncate", reads("truncate"), repeatable=not kept, fields=fields)
 
 
 def truncate_sequences(
@@ -175,29 +156,31 @@ def truncate_sequences(
     if any(kept):
         fields["keep"] = [at for one in kept for at in one]
         fields["keep_indptr"] = indptr_of(kept)
-    return Call("truncate_sequences", SEQUENCES, repeatable=not any(kept), fields=fields)
+    return Call(
+        "truncate_sequences", reads("truncate_sequences"), repeatable=not any(kept), fields=fields
+    )
 
 
 def page_table(sequences: Sequence[str], layer: Int = 0) -> Call[PageTable]:
     """The CSR page table at a layer, and the cascade levels; raises `UnknownSequence`."""
     fields = plain_fields({"sequences": sequence_ids(sequences), "layer": layer})
-    return Call("page_table", page_table_of, fields=fields)
+    return Call("page_table", reads("page_table"), fields=fields)
 
 
 def info() -> Call[Info]:
     """Geometry, dtypes, backend, device, limits, version, instance id."""
-    return Call("info", reads_into(Info))
+    return Call("info", reads("info"))
 
 
 def pool() -> Call[Pool]:
     """Page and sequence counts, and the integrity check's verdict."""
-    return Call("pool", reads_into(Pool))
+    return Call("pool", reads("pool"))
 
 
 def engines(*, counts: bool = False) -> Call[tuple[EngineInfo, ...]]:
     """The engines of the service with their pages and pace; with `counts` also their counters."""
     fields = {"counts": True} if counts else {}
-    return Call("engines", reads_many(EngineInfo, "engines"), fields=fields)
+    return Call("engines", reads("engines"), fields=fields)
 
 
 def drain_engine(name: str, *, stop: bool = False) -> Call[int]:
@@ -205,7 +188,7 @@ def drain_engine(name: str, *, stop: bool = False) -> Call[int]:
     `stop` ends the drain. Returns at once with the number of sequences left; `engines` shows the
     progress."""
     fields = {"name": sequence_id(name, "name"), "stop": stop}
-    return Call("drain_engine", reads_number("sequences"), fields=fields)
+    return Call("drain_engine", lambda reply: int(reply.fields["sequences"]), fields=fields)
 
 
 def snapshot() -> Call[Snapshot]:
@@ -214,7 +197,7 @@ def snapshot() -> Call[Snapshot]:
     Needs the scope `admin`. It is at most a fifth of a second old, a very large tree a little
     more.
     """
-    return Call("snapshot", snapshot_of)
+    return Call("snapshot", reads("snapshot"))
 
 
 def live() -> Call[Health]:
@@ -230,38 +213,6 @@ def ready() -> Call[Health]:
 def metrics() -> Call[str]:
     """The metrics in Prometheus' text format."""
     return Call("metrics", lambda reply: reply.text)
-
-
-def indices(values: Any) -> Int32:
-    return np.asarray(values, dtype=np.int32)
-
-
-CSR: Final = ("kv_indptr", "kv_indices", "kv_last_page_len")
-
-
-def page_table_of(reply: Reply) -> PageTable:
-    table = reply.fields
-    levels = tuple(
-        PageTableLevel(**{name: indices(level[name]) for name in ("qo_indptr", *CSR)})
-        for level in table["levels"]
-    )
-    arrays = {name: indices(table[name]) for name in (*CSR, "order")}
-    return PageTable(**arrays, levels=levels, meta=reply.meta)
-
-
-def snapshot_of(reply: Reply) -> Snapshot:
-    apart = {"page_states", "tree", "engines", "meta"}
-    known = {field.name for field in fields(Snapshot)} - apart
-    columns = [field.name for field in fields(SnapshotTree) if field.name != "namespaces"]
-    given, arrays = reply.fields, reply.tensors
-    tree = {name: arrays[f"tree_{name}"] for name in columns}
-    return Snapshot(
-        **{name: given[name] for name in known},
-        page_states=arrays["page_states"],
-        tree=SnapshotTree(tuple(given["namespaces"]), **tree),
-        engines=tuple(result_of(EnginePages, one) for one in given.get("engines", ())),
-        meta=reply.meta,
-    )
 
 
 def health_of(reply: Reply) -> Health:

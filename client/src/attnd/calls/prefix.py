@@ -20,18 +20,9 @@ from attnd.calls.arguments import (
     whole_number,
     whole_numbers,
 )
-from attnd.calls.call import (
-    Call,
-    Reply,
-    nothing,
-    reads_into,
-    reads_many,
-    reads_number,
-    result_of,
-    settled_by,
-)
+from attnd.calls.call import Call, Reply, nothing, reads, settled_by
 from attnd.errors import UnknownLease, UnknownPage
-from attnd.results import CacheEvent, CommitResult, EventPage, Hold, Lease, Namespace, PrefixMatch
+from attnd.wire.answers import CommitResult, EventPage, Hold, Lease, Namespace, PrefixMatch
 
 TokenIds = Indices
 PageKeys = Sequence[str | bytes] | NDArray[np.uint8]
@@ -155,25 +146,18 @@ def key_array(keys: PageKeys) -> NDArray[np.uint8]:
 
 def match_prefix(prefix: Prefix, *, lease_s: float = DEFAULT_LEASE_S) -> Call[PrefixMatch]:
     """The longest cached beginning, held for `lease_s` seconds (0: not held)."""
-
     prefix = prefix_of(prefix)
-
-    def parse(reply: Reply) -> PrefixMatch:
-        fields = reply.fields
-        lease = None if fields["lease"] is None else result_of(Lease, fields["lease"])
-        cached = fields.get("cached")
-        return PrefixMatch(fields["matched_len"], fields["num_pages"], lease, cached, reply.meta)
-
     # Repeatable: a lease whose reply was lost ends by itself.
     fields = {**prefix.sought(), "lease_s": float(lease_s)}
-    return Call("match_prefix", parse, fields=fields, arrays=prefix.arrays())
+    return Call("match_prefix", reads("match_prefix"), fields=fields, arrays=prefix.arrays())
 
 
 def prefetch(prefix: Prefix) -> Call[PrefixMatch]:
     """Load the longest cached beginning into the pool; where it was before. Loads as much as it can
     until shortly before the deadline."""
     prefix = prefix_of(prefix)
-    return Call("prefetch", reads_into(PrefixMatch), fields=prefix.sought(), arrays=prefix.arrays())
+    fields, arrays = prefix.sought(), prefix.arrays()
+    return Call("prefetch", reads("prefetch"), fields=fields, arrays=arrays)
 
 
 def commit(
@@ -199,8 +183,8 @@ def commit(
         "priority": priority,
         "duration_s": duration_s,
     }
-    parse, arrays = reads_into(CommitResult), prefix.arrays()
-    return Call("commit", parse, fields=plain_fields(fields), arrays=arrays)
+    arrays = prefix.arrays()
+    return Call("commit", reads("commit"), fields=plain_fields(fields), arrays=arrays)
 
 
 def commit_sequences(
@@ -248,7 +232,7 @@ def indptr_of(parts: Sequence[Sized]) -> list[int]:
 def renew_lease(lease: str, lease_s: float = DEFAULT_LEASE_S) -> Call[Lease]:
     """Extend a lease to `lease_s` seconds from now; raises `UnknownLease`."""
     fields = {"id": sequence_id(lease, "lease"), "lease_s": float(lease_s)}
-    return Call("renew_lease", reads_into(Lease), fields=fields)
+    return Call("renew_lease", reads("renew_lease"), fields=fields)
 
 
 def release_lease(lease: str) -> Call[None]:
@@ -271,7 +255,7 @@ def pin(
     fields: dict[str, Any] = page_fields(page_key, cache_salt)
     fields |= {"hard": True} if hard else {}
     fields |= {} if soft_ttl_s is None else {"soft_ttl_s": float(soft_ttl_s)}
-    return Call("pin", reads_number("num_pages"), fields=fields)
+    return Call("pin", reads("pin"), fields=fields)
 
 
 def unpin(page_key: str | bytes, *, cache_salt: str = "") -> Call[None]:
@@ -287,24 +271,24 @@ def page_fields(key: str | bytes, cache_salt: str) -> dict[str, Any]:
 
 def holds() -> Call[tuple[Hold, ...]]:
     """The hard pins and leases, at most a thousand."""
-    return Call("holds", reads_many(Hold, "holds"))
+    return Call("holds", reads("holds"))
 
 
 def evict(num_pages_at_most: Int) -> Call[int]:
     """Evict cached pages in the order of eviction; returns their number."""
     fields = {"num_pages": whole_number(num_pages_at_most, "num_pages_at_most")}
-    return Call("evict", reads_number("num_pages"), repeatable=False, fields=fields)
+    return Call("evict", reads("evict"), repeatable=False, fields=fields)
 
 
 def clear() -> Call[int]:
     """Evict all pages that nothing holds; returns their number."""
-    return Call("clear", reads_number("num_pages"))
+    return Call("clear", reads("clear"))
 
 
 def get_namespace(name: str) -> Call[Namespace]:
     """The quota of a namespace, and its pages by state."""
     fields = {"name": sequence_id(name, "name")}
-    return Call("get_namespace", reads_into(Namespace), fields=fields)
+    return Call("get_namespace", reads("get_namespace"), fields=fields)
 
 
 def set_namespace(
@@ -323,19 +307,11 @@ def set_namespace(
         "reserved_pages": whole_number(reserved_pages, "reserved_pages"),
         **plain_fields({"max_host_bytes": max_host_bytes, "max_disk_bytes": max_disk_bytes}),
     }
-    return Call("set_namespace", reads_into(Namespace), fields=fields)
-
-
-EVENTS: Final = reads_many(CacheEvent, "events")
+    return Call("set_namespace", reads("set_namespace"), fields=fields)
 
 
 def event_page(after: Int = FROM_NOW, limit: Int | None = None) -> Call[EventPage]:
     """Changes of cached pages since event `after` (0: all events kept; -1: none, only the number of
     the latest event), at most `limit`."""
     fields = plain_fields({"after": after, "limit": limit})
-
-    def parse(reply: Reply) -> EventPage:
-        events = EVENTS(reply)
-        return EventPage(events, reply.fields["next"], reply.fields["too_old"], reply.meta)
-
-    return Call("events", parse, fields=fields)
+    return Call("events", reads("events"), fields=fields)

@@ -10,10 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnd.calls.arguments import Int, plain_fields, sequence_id, whole_number
-from attnd.calls.call import Call, Reply, Settled, no_recovery, nothing, reads_into, settled_by
+from attnd.calls.call import Call, Reply, Settled, no_recovery, nothing, reads, settled_by
 from attnd.calls.prefix import Prefix
 from attnd.errors import PartMismatch, SequenceExists, ServiceError, UnknownImport
-from attnd.meta import NO_META, Meta
+from attnd.wire.answers import ImportState
+from attnd.wire.meta import NO_META, Meta
 
 Array = NDArray[Any]
 T = TypeVar("T")
@@ -59,24 +60,6 @@ class ExportPart:
     k: Array
     v: Array
     meta: Meta = field(default=NO_META, repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class ImportState:
-    """Progress of an import: `state` is `receiving` or `done`; `cached_len` tokens were cached.
-
-    `digest` is that of the last part received, None where it was skipped. `expires_at` is when the
-    service gives the import up, in seconds since the epoch; None when it is done.
-    """
-
-    id: str
-    state: str
-    next_part: int
-    num_parts: int
-    cached_len: int = 0
-    digest: str | None = None
-    expires_at: float | None = None
-    meta: Meta = field(default=NO_META, compare=False, repr=False)
 
 
 def export_header(sequence: str, *, part_bytes: Int | None = None) -> Call[ExportHeader]:
@@ -160,7 +143,7 @@ def end_import(sequence: str, digest: str) -> Call[ImportState]:
 
 def get_import(sequence: str) -> Call[ImportState]:
     """Progress of an import; raises `UnknownImport`."""
-    return Call("get_import", reads_into(ImportState), fields={"id": sequence_id(sequence)})
+    return Call("get_import", reads("get_import"), fields={"id": sequence_id(sequence)})
 
 
 def cancel_import(sequence: str) -> Call[None]:
@@ -178,7 +161,7 @@ def import_call(
     """Repeatable: a second part or end is refused, which `recover` recognises."""
     fields = {"id": sequence_id(sequence), **fields}
     arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-    parse = reads_into(ImportState)
+    parse = reads("import_sequence")
     return Call("import_sequence", parse, fields=fields, arrays=arrays, recover=recover)
 
 

@@ -12,12 +12,12 @@ from urllib.parse import quote, urlencode
 
 from attnd.calls.call import Call, Reply
 from attnd.errors import ProtocolError, ServiceError, service_error
-from attnd.meta import NO_META, Meta, Timings
 from attnd.retries import Attempt
 from attnd.wire import images, operations
 from attnd.wire.dtypes import Array, Part
 from attnd.wire.frames import dump_json
 from attnd.wire.images import Bytes, request_image
+from attnd.wire.meta import NO_META, Meta, Timings
 
 T = TypeVar("T")
 

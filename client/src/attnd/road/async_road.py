@@ -13,7 +13,6 @@ from typing import Final
 
 from attnd import errors
 from attnd.calls.call import Reply
-from attnd.meta import Meta, Timings
 from attnd.road.areas import Areas, PlacedCall
 from attnd.road.arena import Slot
 from attnd.road.attempts import ANSWER_ROOM, by_stage, id_bytes, read_answer
@@ -21,6 +20,7 @@ from attnd.road.connection import Connection
 from attnd.road.pending import Answer, Pending
 from attnd.wire import images
 from attnd.wire.dtypes import Array
+from attnd.wire.meta import Meta, Timings
 
 LARGE_BYTES: Final = 2**20
 """Longer requests are copied in another thread."""

@@ -9,13 +9,13 @@ import numpy as np
 
 from attnd.calls.call import Call, Reply
 from attnd.errors import ProtocolError, service_error
-from attnd.meta import Meta, Timings
 from attnd.retries import Attempt
 from attnd.road.areas import PlacedCall
 from attnd.road.arena import Arena
 from attnd.road.connection import Connection
 from attnd.road.pending import Answer, problem_of
 from attnd.wire import frames, images
+from attnd.wire.meta import Meta, Timings
 
 ANSWER_ROOM: Final = 16 * 1024
 """Bytes for an answer's header, beside the arrays whose size is known."""

@@ -24,13 +24,13 @@ from attnd.errors import (
     TimedOut,
     service_error,
 )
-from attnd.meta import Meta
 from attnd.retries import remaining
 from attnd.road.areas import Areas, PlacedCall
 from attnd.road.arena import Slot
 from attnd.road.greeting import greet, read_object
 from attnd.road.pending import Answer, Pending, Reply, StepCall
 from attnd.wire import frames as f
+from attnd.wire.meta import Meta
 
 WATCH_S: Final = 0.05
 """How often a waiting thread checks that the reading thread still reads."""

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from attnd.errors import ConnectionFailed, ProtocolError, service_error
-from attnd.meta import Meta
 from attnd.retries import remaining
 from attnd.road.arena import Arena
 from attnd.wire import frames as f
+from attnd.wire.meta import Meta
 
 NAME: Final = "attnd-client"
 CREDENTIALS: Final = struct.Struct("3i")

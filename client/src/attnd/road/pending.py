@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from attnd.errors import ProtocolError, service_error
-from attnd.meta import Meta
 from attnd.road.areas import PlacedCall
 from attnd.wire import frames, images
+from attnd.wire.meta import Meta
 
 if TYPE_CHECKING:
     from attnd.road.connection import Connection

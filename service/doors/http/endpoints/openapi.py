@@ -111,7 +111,7 @@ def page_object(name: str, summary: str, content: Schema) -> Schema:
 
 def event_stream() -> Schema:
     """The stream of events, which ends with the service."""
-    text: Schema = {"type": "string", "description": "server-sent events: `data` is an EventAnswer"}
+    text: Schema = {"type": "string", "description": "server-sent events: `data` is a CacheEvent"}
     name = "stream_events"
     found = page_object(name, "Stream the cache's events", {"text/event-stream": {"schema": text}})
     number: Schema = {"type": "integer", "minimum": FROM_NOW, "maximum": 2**53 - 1}
