@@ -27,8 +27,9 @@ MAIN: Final = "main"
 MAX_YOUNG_DEATHS: Final = 5
 """After this many failed startups in a row, the service stops."""
 
-GRACE_S: Final = 5.0
-"""Time after server.drain_timeout_s before processes are killed."""
+GRACE_S: Final = 20.0
+"""Time after server.drain_timeout_s before processes are killed: the engine writes down what only
+the pool has, for 10 s at most."""
 
 RETRY_S: Final = 1.0
 """Between attempts to start a process that the system refuses."""

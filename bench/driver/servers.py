@@ -22,7 +22,7 @@ from typing import Final
 from bench.report.provenance import ROOT
 
 START_TIMEOUT_S: Final = 120.0
-STOP_TIMEOUT_S: Final = 40.0
+STOP_TIMEOUT_S: Final = 55.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,9 +86,8 @@ class Worker:
             ticket.end()
         return count > 0
 
-    def close(self, timeout_s: float) -> bool:
-        """Finish all tasks; whether that was done in time."""
-        ends = time.monotonic() + timeout_s
+    def close(self, ends: float) -> bool:
+        """Finish all tasks; whether that was done until `ends`, by `time.monotonic()`."""
         for _ in self._threads:
             self._waiting.put(None)
         for ticket in self._tickets:

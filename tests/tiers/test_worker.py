@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -36,7 +37,7 @@ def test_ends_keep_the_order_of_tasks_that_finish_in_any() -> None:
     assert (ended, worker.count) == ([0, 1, 2], 3)
     for gate in gates:
         gate.set()
-    assert worker.close(30.0)
+    assert worker.close(time.monotonic() + 30.0)
     worker.take_done()
     assert ended == list(range(6))
 
@@ -50,7 +51,7 @@ def test_a_fatal_failure_is_raised_in_the_owners_thread_and_others_are_logged(
     worker = Worker("w", 4, lambda: None, fatal=KeyError)
     worker.add(partial(fails, ValueError("other")))
     worker.add(partial(fails, KeyError("fatal")))
-    assert worker.close(30.0)
+    assert worker.close(time.monotonic() + 30.0)
     with pytest.raises(KeyError, match="fatal"):
         worker.take_done()
     assert "this is a bug" in caplog.text
@@ -84,6 +85,6 @@ def test_a_worker_that_is_closed_finishes_tasks_that_are_polled() -> None:
     ended: list[str] = []
     worker = Worker("w", 2, lambda: None)
     worker.add(lambda: partial(ended.append, "polled"), lambda: False)
-    assert worker.close(30.0)
+    assert worker.close(time.monotonic() + 30.0)
     assert worker.take_done()
     assert ended == ["polled"]

@@ -52,6 +52,8 @@ class PrefixCache:
         self._links = links
         self._budget = budget
         self.ends: Timers[Lease] = Timers()
+        self.num_pins = 0
+        """Hard pins of all namespaces."""
         self.named = links.named
 
     def match(self, namespace: str, prefix: Prefix) -> Match:
@@ -183,6 +185,7 @@ class PrefixCache:
             keep_path(self._links, node, keep)
         elif (root, key) not in root.namespace.pins:
             root.namespace.pins[root, key] = node
+            self.num_pins += 1
             self.named.count_own(node, 1)
             self.named.pin(node, 1)
         return node.end
@@ -193,6 +196,7 @@ class PrefixCache:
         root, ends = named(node).root, named(node).keep.soft_ends
         pinned = root.namespace.pins.pop((root, key), None)
         if pinned is not None:
+            self.num_pins -= 1
             self.named.count_own(pinned, -1)
             self.named.pin(pinned, -1)
         elif ends == -FOREVER:

@@ -78,7 +78,7 @@ def begin(store: Store, request: Request, header: Header) -> Fields:
         raise ImportExists(fields.id)
     if under_way is None:
         store.refuse_new()
-        store.limits.refuse_sequences(tree, request.tenant.namespace, 1)
+        store.refuse_sequences(request.tenant.namespace, 1)
         under_way = take_pages(store, request, header, digest)
         store.imports.add(under_way)
     touch(store, under_way)

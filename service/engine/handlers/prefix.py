@@ -56,12 +56,12 @@ def match_prefix(store: Store, request: Request, _: Seconds) -> Work:
     cache, size = store.tree.cache, store.geometry.page_size
     leases = bool(fields.lease_s) and not store.is_draining
     if leases:
-        store.limits.refuse_lease(store.tree, namespace)
+        store.refuse_hold(namespace)
 
     def finish(origin: Origin | None) -> Counts:
         lease = None
         if leases:
-            store.limits.refuse_lease(store.tree, namespace)
+            store.refuse_hold(namespace)
             lease_id = f"lease-{secrets.token_hex(10)}"
             room = store.lease_room(namespace)
             num_pages = cache.lease(namespace, prefix, lease_id, fields.lease_s, room)
@@ -189,7 +189,7 @@ def pin(store: Store, request: Request, _: Seconds) -> Answer:
     if fields.hard:
         refuse_holding(store, *last)
         if cache.pinned(*last) is None:
-            store.limits.refuse_lease(store.tree, namespace)
+            store.refuse_hold(namespace)
         if loading is not None:
             loading.pins.refuse(*last)
     answer = {"num_pages": cache.pin(*last, fields.soft_ttl_s)}

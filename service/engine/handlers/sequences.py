@@ -46,7 +46,7 @@ def create_sequences(store: Store, request: Request, _: Seconds) -> Work:
     new, tenant = request.fields.sequences, request.tenant
     if any(one.parent is None for one in new):
         store.refuse_new()
-    store.limits.refuse_sequences(store.tree, tenant.namespace, len(new))
+    store.refuse_sequences(tenant.namespace, len(new))
     fresh = fresh_ids(tenant, sum(one.id is None for one in new))
     names = iter(fresh)
     ids = [next(names) if one.id is None else one.id for one in new]
@@ -109,7 +109,7 @@ class SequenceBatch:
         store, tenant = self._store, self._request.tenant
         specs = [self._spec(index) for index in range(first, last)]
         ids = [spec.id for spec in specs]
-        store.limits.refuse_sequences(store.tree, tenant.namespace, len(specs))
+        store.refuse_sequences(tenant.namespace, len(specs))
         store.imports.refuse_taken(ids)
         refuse_uneven_parents(store, specs)
         create(store, specs)

@@ -24,10 +24,9 @@ from service.engine.loop.scheduler import NOTED_S, Scheduler
 from service.engine.loop.session_lanes import SessionLanes
 from service.engine.loop.stats import MOST_REPLIES, QUIET_S, Stats
 from service.engine.selftest import calibrate, self_test
-from service.engine.store.ledger import Ledger
 from service.engine.store.pace import first_pace
 from service.engine.store.setup import make_info
-from service.engine.store.store import FATAL, Limits, Store
+from service.engine.store.store import FATAL, Store
 from service.engine.tiers.setup import open_tiers
 from service.errors import AttndError, NotReady, Overloaded, kind_of
 from service.keys import keys_of, read_again
@@ -88,8 +87,7 @@ class Engine:
             backend, pace, self.info, tiers.high_watermark, tiers.events_history, server.live
         )
         share = 1.0 if settings.auth.keys_file is None else settings.engine.namespace_share
-        self.store.limits = Limits(settings.engine.max_sequences, settings.engine.max_leases, share)
-        self.store.ledger = Ledger(share)
+        self.store.limit(settings.engine.max_sequences, settings.engine.max_leases, share)
         self.store.counts = metrics.own
         self_test(self.store)
         if backend.name == "cpu":  # processors differ more than devices do

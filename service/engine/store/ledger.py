@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
@@ -20,18 +20,20 @@ class Kind:
     """Things that calls leave behind.
 
     `name`: their plural, for messages. `most`: maximum of all namespaces together. `remedy`: how a
-    caller gets rid of some.
+    caller gets rid of some. `count` reads the number of a namespace, or of all (None), where the
+    ledger does not count itself.
     """
 
     name: str
     most: int
     remedy: str
+    count: Callable[[str | None], int] | None = None
 
 
 class Ledger:
     """Counts the things of each kind that a namespace's calls have left behind.
 
-    A namespace can have its `share` of a kind's maximum, as of leases and sequences.
+    A namespace can have its `share` of a kind's maximum.
     """
 
     def __init__(self, share: float = 1.0) -> None:
@@ -39,7 +41,12 @@ class Ledger:
         self._counts: Counter[tuple[str, str]] = Counter()
         self._totals: Counter[str] = Counter()
 
-    def count(self, kind: Kind, namespace: str) -> int:
+    def count(self, kind: Kind, namespace: str | None) -> int:
+        """How many a namespace has left behind, or all have (None)."""
+        if kind.count is not None:
+            return kind.count(namespace)
+        if namespace is None:
+            return self._totals[kind.name]
         return self._counts[kind.name, namespace]
 
     def add(self, kind: Kind, namespace: str, number: int = 1) -> None:
@@ -53,7 +60,7 @@ class Ledger:
         """How many more a namespace can leave behind; at most an equal part `among` several."""
         left = min(
             self.part(kind, among) - self.count(kind, namespace),
-            kind.most - self._totals[kind.name],
+            kind.most - self.count(kind, None),
         )
         return max(0, left)
 
@@ -64,16 +71,19 @@ class Ledger:
     def refuse(self, kind: Kind, namespace: str, number: int = 1) -> None:
         """Raises Overloaded where a namespace cannot leave `number` more behind."""
         if number > self.room(kind, namespace):
-            held = self.count(kind, namespace)
-            limit = f"with {number} more exceed its share of {kind.most}"
-            reason = f"{held} {kind.name} of this namespace {limit}: {kind.remedy}"
-            raise Overloaded(reason, retry_after_s=RETRY_S)
+            own, held = self.count(kind, namespace), self.count(kind, None)
+            whose = f"{own} {kind.name} of this namespace with {number} more exceed its share"
+            if number <= self.part(kind) - own:
+                whose = f"{held} {kind.name} of all namespaces with {number} more exceed the limit"
+            raise Overloaded(f"{whose} of {kind.most}: {kind.remedy}", retry_after_s=RETRY_S)
 
 
 class Backlog(Generic[T]):
     """Work that calls leave behind: the newest item of each name only, in fair turns.
 
-    The items that wait are counted in a ledger; callers ask `refuse` before they change anything.
+    A name is one thing's, whoever leaves work for it: an item of the same name takes the place of
+    the one that waits, and counts for the namespace that left that one. The items that wait are
+    counted in a ledger; callers ask `refuse` before they change anything.
     """
 
     def __init__(self, ledger: Ledger, kind: Kind) -> None:

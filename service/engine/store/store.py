@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kernels.backend import Backend, DeviceLost, Int32, Pending, Tensor
@@ -22,44 +21,8 @@ from service.engine.store.ledger import RETRY_S, Kind, Ledger
 from service.engine.store.pace import DevicePace
 from service.engine.store.plan_cache import PlanCache
 from service.engine.store.snapshot import Snapshots
-from service.errors import NotReady, OutOfSequences, Overloaded
+from service.errors import NotReady, OutOfSequences
 from service.operations.schema.info import InfoAnswer
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits for all namespaces together, and the `share` that one may have."""
-
-    sequences: int
-    leases: int
-    share: float = 1.0
-
-    def part(self, most: int) -> int:
-        """One namespace's share of `most`: at least one."""
-        return max(1, int(most * self.share))
-
-    def refuse_sequences(self, tree: PrefixTree, namespace: str, count: int) -> None:
-        """Raises OutOfSequences where `count` more exceed a limit; unfinished imports count."""
-        free = self.sequences - tree.num_sequences
-        if count > free:
-            raise OutOfSequences(count, max(free, 0), self.sequences)
-        most = self.part(self.sequences)
-        held = tree.budget.look(namespace)
-        if count > most - held.num_sequences:
-            free = max(0, most - held.num_sequences)
-            raise OutOfSequences(count, free, most, share_retry_s=RETRY_S)
-
-    def refuse_lease(self, tree: PrefixTree, namespace: str) -> None:
-        """Raises Overloaded where one more lease, or hard pin, exceeds a limit."""
-        most, held = self.part(self.leases), tree.budget.look(namespace)
-        if held.num_leases + len(held.pins) >= most:
-            reason = f"this namespace holds {most} leases and pins, its share of engine.max_leases"
-            remedy = "release some or let them end, or raise engine.namespace_share"
-            raise Overloaded(f"{reason}: {remedy}", retry_after_s=RETRY_S)
-        if tree.cache.num_leases >= self.leases:
-            remedy = "wait for some to end, or raise engine.max_leases"
-            raise Overloaded(f"{self.leases} leases are held: {remedy}", retry_after_s=RETRY_S)
-
 
 DRAINING: Final = "engine is draining and accepts no new sequences"
 EXPIRY_S: Final = 2e-3
@@ -103,10 +66,9 @@ class Store:
         self.pace = pace
         self.num_qo_heads = geometry.num_kv_heads
         """Query heads of the latest queries."""
-        self.limits = Limits(info.limits.max_sequences, info.limits.max_sequences)
-        self.ledger = Ledger()
-        self._leased = Kind("pages held by leases", geometry.num_pages, "release leases")
         self.tree = PrefixTree(geometry.num_pages, geometry.page_size, geometry.num_layers)
+        self._leased = Kind("pages held by leases", geometry.num_pages, "release leases")
+        self.limit(info.limits.max_sequences, info.limits.max_sequences)
         self.plans = PlanCache(self.tree, backend.split_keys)
         self.history = EventHistory(geometry.page_size, events_history)
         if self.history.is_kept:
@@ -127,6 +89,41 @@ class Store:
         self.snapshots = Snapshots(self) if live else None
         self._watermark = int(high_watermark * geometry.num_pages)
         self._least_free = geometry.num_pages - self._watermark
+
+    def limit(self, sequences: int, leases: int, share: float = 1.0) -> None:
+        """Set the limits of all namespaces together, and the share that one may have."""
+        self.ledger = Ledger(share)
+        remedy = "release some, let them end, or raise engine.max_leases or engine.namespace_share"
+        self._holds = Kind("leases and pins", leases, remedy, self._num_holds)
+        self._sequences = Kind("sequences", sequences, "delete some", self._num_sequences)
+
+    def _num_sequences(self, namespace: str | None) -> int:
+        """Sequences of a namespace, or of all (None), unfinished imports among them."""
+        tree = self.tree
+        return (
+            tree.num_sequences if namespace is None else tree.budget.look(namespace).num_sequences
+        )
+
+    def _num_holds(self, namespace: str | None) -> int:
+        """Leases and hard pins of a namespace, or of all (None)."""
+        cache = self.tree.cache
+        if namespace is None:
+            return cache.num_leases + cache.num_pins
+        own = self.tree.budget.look(namespace)
+        return own.num_leases + len(own.pins)
+
+    def refuse_sequences(self, namespace: str, number: int) -> None:
+        """Raises OutOfSequences where `number` more exceed a limit."""
+        kind, ledger = self._sequences, self.ledger
+        free, most = kind.most - ledger.count(kind, None), ledger.part(kind)
+        if number > free:
+            raise OutOfSequences(number, max(0, free), kind.most)
+        if number > (free := most - ledger.count(kind, namespace)):
+            raise OutOfSequences(number, max(0, free), most, share_retry_s=RETRY_S)
+
+    def refuse_hold(self, namespace: str) -> None:
+        """Raises Overloaded where one more lease, or hard pin, exceeds a limit."""
+        self.ledger.refuse(self._holds, namespace)
 
     def refuse_new(self) -> None:
         """Raises NotReady while the engine is draining."""

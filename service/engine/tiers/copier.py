@@ -19,7 +19,7 @@ import numpy as np
 
 from kernels.backend import DeviceLost, EndOfCopies, PagePlaces
 from service.core.prefix.nodes import Node, named
-from service.engine.tiers.disk import CLOSE_S, TASKS
+from service.engine.tiers.disk import TASKS
 from service.engine.tiers.page_records import TAG
 from service.tiers.shelf import Entry
 from service.tiers.worker import Worker
@@ -123,11 +123,11 @@ class Copier:
             has_started |= victim is not None and self.copy_next(victim.order.upcoming())
         return has_started
 
-    def close(self, writes_pool: bool) -> None:
+    def close(self, writes_pool: bool, ends: float) -> None:
         """Finish copies under way, with `writes_pool` also copy pages that only the pool has."""
         if writes_pool:
-            self._write_all(time.monotonic() + CLOSE_S)
-        self._copier.close(CLOSE_S)
+            self._write_all(ends)
+        self._copier.close(ends)
         with suppress(DeviceLost):
             self._copier.take_done()
 

@@ -34,8 +34,8 @@ WRITES: Final = 2
 """... for the disk's: what waits for these has no turns any more."""
 NOTES_AT_ONCE: Final = 256
 """Notes that one transaction writes: some milliseconds."""
-CLOSE_S: Final = 10.0
-"""Longest wait for a worker at the engine's end."""
+LAST_S: Final = 2.0
+"""Time for notes at the engine's end, beyond the time for pages."""
 LOOK_S: Final = 1.0
 """Time between two looks at whether the directory is still there, where nothing is written."""
 REPORTED_AT_ONCE: Final = 1024
@@ -134,18 +134,18 @@ class Disk:
         waiting[0].done.append(done)
         self._wake()
 
-    def close(self) -> None:
-        """Finish what is under way, records first, unless the writer hangs."""
+    def close(self, ends: float) -> None:
+        """Finish what is under way, records first, until `LAST_S` after `ends`."""
         while self._records:
             self._write_batch(0)
         while self._notes:
             self._write_batch()
-        is_idle = self._writer.close(CLOSE_S)
+        is_idle = self._writer.close(ends + LAST_S)
         self._writer.take_done()
         if is_idle and (store := self.store or self._failed) is not None:
             store.close()
         elif not is_idle:
-            LOG.error("the disk did not take all that was to be written within %g s", CLOSE_S)
+            LOG.error("the disk did not take all that was to be written in time")
 
     # The engine's round.
 
@@ -192,7 +192,7 @@ class Disk:
         """Queue a record of host memory, unless the disk has it, or there is none."""
         if self.store is not None and self.find(entry.key) is None:
             entry.holds += 1
-            self._records.put(entry.namespace, entry.key, (entry, label))
+            self._records.put(entry.namespace, (entry.namespace, entry.key), (entry, label))
 
     def write_down(self) -> None:
         """Start a write, of what came together while the last one ran, or a piece of a clear."""

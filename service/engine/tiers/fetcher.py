@@ -64,9 +64,9 @@ class Fetcher:
         """Take the ends of batches, up to `most` of each tier; whether there were any."""
         return max(worker.take_done(most) for worker in self._workers.values())
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, ends: float) -> None:
         for worker in self._workers.values():
-            worker.close(timeout_s)
+            worker.close(ends)
 
     def begin(self, load: Load, batch: slice) -> None:
         """Begin to write a batch of records, all of one tier, to their pages."""

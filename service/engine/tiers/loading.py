@@ -22,7 +22,6 @@ from service.core.prefix.keys import Prefix
 from service.core.values import NewSpec
 from service.engine.loop.job import WAIT, Counts, Slice, Slices, empty_slice, in_slices
 from service.engine.tiers.copier import IN_POOL
-from service.engine.tiers.disk import CLOSE_S
 from service.engine.tiers.fetcher import Fetcher
 from service.engine.tiers.loads import (
     Found,
@@ -44,6 +43,8 @@ HIDDEN: Final = "~~"
 """First characters of the names of hidden sequences; no caller's begin so."""
 BATCHES: Final = 2
 """Batches of one load for each of the fetcher's threads: others have their turns between them."""
+CLOSE_S: Final = 10.0
+"""Longest time for writing pages at the engine's end."""
 EVICTED_AT_ONCE: Final = 1024
 MAX_DELAY_S: Final = 7.5e-4
 """Beside answers that others wait for, time between two pieces of the engine's work for tiers."""
@@ -112,11 +113,12 @@ class Loading:
 
     def close(self, writes_pool: bool) -> None:
         """End all loads, finish copies under way, with `writes_pool` also copy pages that only the
-        pool has, and stop the threads."""
+        pool has, and stop the threads; within `CLOSE_S`."""
+        ends = time.monotonic() + CLOSE_S
         for load in self._loads:
             load.is_over = True
-        self.fetcher.close(CLOSE_S)
-        self.tiers.close(writes_pool)
+        self.fetcher.close(ends)
+        self.tiers.close(writes_pool, ends)
 
     def clear(self, namespace: str) -> Slices:
         """Delete all of a namespace from the lower tiers; ends when nothing of it is left there,

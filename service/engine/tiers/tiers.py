@@ -123,10 +123,11 @@ class Tiers:
         self.disk.look()
         return self.copier.start() or has_worked
 
-    def close(self, writes_pool: bool) -> None:
-        """Finish copies under way, with `writes_pool` also copy pages that only the pool has."""
-        self.copier.close(writes_pool)
-        self.disk.close()
+    def close(self, writes_pool: bool, ends: float) -> None:
+        """Finish copies under way, with `writes_pool` also copy pages that only the pool has, until
+        `ends`, by `time.monotonic()`."""
+        self.copier.close(writes_pool, ends)
+        self.disk.close(ends)
 
     # What happens in the tree.
 

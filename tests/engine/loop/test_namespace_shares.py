@@ -29,7 +29,7 @@ PAGE = FakeBackend().geometry.page_size
 PROMPT = list(range(2 * PAGE))
 
 shared = fake_engine(
-    keys={name: (name, ["read", "append"]) for name in ("ours", "theirs")},
+    keys={name: (name, ["read", "append"]) for name in ("ours", "theirs", "third")},
     key="ours",
     max_sequences=8,
     max_leases=8,
@@ -53,24 +53,55 @@ async def test_a_namespace_has_at_most_its_share_of_sequences(ours: Caller, thei
     assert "retry_after_s" not in full.problem
 
 
+async def lease(caller: Caller) -> Any:
+    return await outcome(caller.call("match_prefix", {"token_ids": PROMPT, "lease_s": 60.0}))
+
+
+async def cache_prompt(caller: Caller) -> str:
+    """Cache `PROMPT`; the key of its last page."""
+    await caller.create("a")
+    for layer in range(2):
+        await caller.submit(append("a", len(PROMPT), layer=layer))
+    reply = await caller.call("commit", {"id": "a", "token_ids": PROMPT})
+    key: str = reply.fields["last_key"]
+    return key
+
+
 @shared
 async def test_a_namespace_has_at_most_its_share_of_leases(ours: Caller, theirs: Caller) -> None:
-    async def lease(caller: Caller) -> Any:
-        fields = {"token_ids": PROMPT, "lease_s": 60.0}
-        return await outcome(caller.call("match_prefix", fields))
-
     for caller in (ours, theirs):
-        await caller.create("a")
-        await caller.submit(append("a", len(PROMPT)))
-        await caller.submit(append("a", len(PROMPT), layer=1))
-        await caller.call("commit", {"id": "a", "token_ids": PROMPT})
+        await cache_prompt(caller)
     held = [(await lease(ours)).fields["lease"]["id"] for _ in range(4)]
     reply = await lease(ours)
     assert code(reply) == "overloaded" and reply.problem["retry_after_s"] > 0
-    assert "its share of engine.max_leases" in str(reply)
+    assert "engine.max_leases" in str(reply)
     assert (await lease(theirs)).fields["lease"] is not None
     await ours.call("release_lease", {"id": held[0]})
     assert (await lease(ours)).fields["lease"] is not None
+
+
+@shared
+async def test_hard_pins_count_in_the_leases_of_all_namespaces(
+    ours: Caller, theirs: Caller, third: Caller
+) -> None:
+    for caller in (ours, theirs):
+        await caller.call("pin", {"page_key": await cache_prompt(caller), "hard": True})
+        for _ in range(3):
+            assert (await lease(caller)).fields["lease"] is not None
+    key = await cache_prompt(third)
+    for reply in (
+        await lease(third),
+        await outcome(third.call("pin", {"page_key": key, "hard": True})),
+    ):
+        assert code(reply) == "overloaded" and "8 leases and pins of all namespaces" in str(reply)
+    await theirs.call("unpin", {"page_key": (await pinned(theirs))})
+    assert (await lease(third)).fields["lease"] is not None
+
+
+async def pinned(caller: Caller) -> str:
+    holds = (await caller.call("holds", {})).fields["holds"]
+    (key,) = (one["page_key"] for one in holds if one["lease"] is None)
+    return str(key)
 
 
 @shared

@@ -16,8 +16,12 @@ from typing import Any, Final
 
 import pytest
 
+from service.engine.loop.engine import LAST_ANSWERS_S
+from service.engine.loop.long_work import LAST_WAIT_S
+from service.engine.loop.scheduler import ABORT_S
 from service.engine.store.ledger import Kind
-from service.engine.tiers import copier, disk, pins
+from service.engine.tiers import disk, loading, pins
+from service.supervisor import GRACE_S
 from service.tiers import record_store
 from service.tiers.index import Index
 from service.tiers.record_store import RecordStore
@@ -209,7 +213,7 @@ def test_a_clear_leaves_turns_to_others_and_serves_all_who_wait_for_it(
 def test_pages_are_written_before_notes_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copier, "CLOSE_S", 0.1)
+    monkeypatch.setattr(loading, "CLOSE_S", 0.1)
     put, written = RecordStore.put, list[str]()
 
     def noted(store: RecordStore, records: Any, notes: Any = None) -> list[bool]:
@@ -235,8 +239,7 @@ def test_a_stop_after_many_pins_loses_no_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transactions: Transactions
 ) -> None:
     """Notes went first, each in a transaction of its own."""
-    for module in (copier, disk):
-        monkeypatch.setattr(module, "CLOSE_S", 1.0)
+    monkeypatch.setattr(loading, "CLOSE_S", 1.0)
     transactions.sleep_s = 0.02
 
     async def scenario(caller: Caller) -> None:
@@ -249,6 +252,12 @@ def test_a_stop_after_many_pins_loses_no_page(
 
     run(scenario, on_disk(tmp_path))
     assert run(found, on_disk(tmp_path)) == [4 * PAGE] * 2
+
+
+def test_a_drain_that_takes_all_its_time_leaves_the_time_to_write() -> None:
+    assert disk.LAST_S + loading.CLOSE_S >= 10.0
+    ends = LAST_ANSWERS_S + ABORT_S + LAST_WAIT_S + loading.CLOSE_S + disk.LAST_S
+    assert ends < GRACE_S, "the supervisor kills the engine while it writes"
 
 
 def test_a_note_that_the_disk_does_not_take_turns_it_off(

@@ -610,7 +610,7 @@ def test_pages_are_not_copied_for_ever() -> None:
         tiers.advance()
         time.sleep(1e-3)
     assert 0 < sum(begun) <= GEOMETRY.num_pages
-    tiers.close(writes_pool=False)
+    tiers.close(writes_pool=False, ends=time.monotonic() + 10.0)
     backend.close()
 
 
