@@ -81,7 +81,7 @@ class Ledger:
 class Backlog(Generic[T]):
     """Work that calls leave behind: the newest item of each name only, in fair turns.
 
-    A name is one thing's, whoever leaves work for it: an item of the same name takes the place of
+    A name is one thing's, for all namespaces: an item of the same name takes the place of
     the one that waits, and counts for the namespace that left that one. The items that wait are
     counted in a ledger; callers ask `refuse` before they change anything.
     """
