@@ -53,7 +53,7 @@ PAIRS = [wide.pair_variant(variant) for variant in PLAIN]
 @pytest.mark.long
 @pytest.mark.parametrize(
     "variant",
-    chosen([*PLAIN, *OTHERS, *TOKENS, *filter(None, [*SHORT, *LONG, *PAIRS])]),
+    chosen([*PLAIN, *OTHERS, *TOKENS, *filter(None, [*SHORT, *LONG, *PAIRS])], 12),
     ids=lambda variant: str(variant.spec),
 )
 def test_every_specialisation_compiles_without_spills_or_serialised_products(
@@ -78,7 +78,7 @@ CAPPED = [wide.variant(d, "fp16", 16, has_soft_cap=True) for d in HEAD_DIMS]
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "variant", chosen([*PLAIN[1::2], *STORED, *CAPPED]), ids=lambda variant: str(variant.spec)
+    "variant", chosen([*PLAIN[1::2], *STORED, *CAPPED], 10), ids=lambda variant: str(variant.spec)
 )
 def test_variants_of_invariant_numerics_spill_nothing_and_serialise_no_products(
     variant: wide.WideVariant,

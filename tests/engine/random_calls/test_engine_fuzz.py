@@ -1,4 +1,4 @@
-"""A hundred thousand hostile calls to a live engine: no bug, no page lost, no number moved."""
+"""Hostile calls by the ten thousand to a live engine: no bug, no page lost, no number moved."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CASES = int(os.environ.get("FUZZ_CASES", "25000"))
 pytestmark = pytest.mark.long
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(2))
 def test_an_engine_survives_what_callers_do(part: int) -> None:
     reply = run(CASES, secrets.randbits(40))
     assert reply["cases"] >= CASES, reply
