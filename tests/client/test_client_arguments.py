@@ -266,17 +266,6 @@ def test_an_append_for_many_layers_names_them(kind: Kind) -> None:
         assert script.fields() == {"layers": [0, 1, 5], "sequences": ["a", "b"]}
 
 
-def test_a_cut_that_keeps_tokens_is_not_sent_twice(kind: Kind) -> None:
-    for args, kwargs in ((("a", 3), {"keep": [5]}), (("a", 3), {})):
-        script = Script(attnd.ReplyLost("reset by peer"), answer(SEQUENCE))
-        if kwargs:
-            with pytest.raises(attnd.ReplyLost):
-                ask(kind, script, "truncate", *args, **kwargs)
-        else:
-            ask(kind, script, "truncate", *args)
-        assert len(script.requests) == (1 if kwargs else 2)
-
-
 def test_a_deadline_shorter_than_the_service_takes_passes_here(kind: Kind) -> None:
     script = Script(answer(SEQUENCE))
     ask(kind, script, "get_sequence", "a", deadline=0.0005)

@@ -23,7 +23,6 @@ from examples.local_service import serve_tcp
 from examples.serve.runner import Runner
 from examples.serve.scheduler import Scheduler
 from tests.examples.tiny_decoders import SIZES, NoText, ask, greedy, llama
-from tests.harness.waiting import wait_for
 
 pytestmark = pytest.mark.long
 
@@ -100,31 +99,6 @@ def test_adapters_and_changed_weights_find_no_kv_of_the_model_as_it_was() -> Non
         for change, tokens in zip(changes, expected[2:], strict=True):
             schedulers[1].change(change).result(60)
             check(schedulers[1], tokens)
-
-
-def test_answers_under_way_continue_by_the_changed_model() -> None:
-    model, prompt = with_lora(3), list(range(1, 70))
-    settings = pool_settings(model) | {"pool.num-pages": 60, "server.port": free_port()}
-    with serve_tcp(settings):
-        port = int(str(settings["server.port"]))
-        runner = Runner(model, lambda: TorchSession(port=port), 4, 4 + 64, salt="mine")
-        scheduler = Scheduler(runner, NoText(), set())
-        scheduler.start()
-        try:
-            asked = ask(scheduler, prompt, 400)
-            wait_for(lambda: asked.request.answers[0].generated > 8, "some tokens")
-            before: list[int] = []
-
-            def change() -> None:
-                before[:] = asked.request.answers[0].tokens
-                train(model)
-
-            scheduler.change(change, salt="mine-trained").result(60)
-            found, answer = asked.tokens(), before[len(prompt) :]
-            model.set_attn_implementation("eager")
-            assert found == answer + greedy(model, before, 400 - len(answer))
-        finally:
-            scheduler.close()
 
 
 def qwen2() -> Any:
