@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -16,14 +16,8 @@ from service.cluster.membership.members import Members
 from service.cluster.placement.inflight_prompts import InflightPrompt, Wait
 from service.cluster.placement.placer import Placer
 from service.cluster.placement.prefixes import prefix_of
-from service.cluster.routing.ids import Ids, known_at, new_id
-from service.cluster.routing.outcomes import (
-    NEXT_ENGINE,
-    Outcome,
-    outcome_of,
-    retried,
-    unknown_ids,
-)
+from service.cluster.routing.ids import new_id
+from service.cluster.routing.outcomes import NEXT_ENGINE, outcome_of, unknown_ids
 from service.cluster.routing.replies import longest, reply, results_of
 from service.cluster.routing.sequence_calls import SequenceCalls
 from service.core.prefix.keys import Prefix
@@ -35,7 +29,6 @@ from service.errors import (
     LostSequence,
     SequenceExists,
 )
-from service.image.json_text import Pieces
 from service.operations.schema.spec import Prepared
 from service.operations.sequences import DELETE_SEQUENCES
 from service.road.caller_end.caller import AnswerLost
@@ -45,6 +38,9 @@ MAX_NEW: Final = 1000
 PIECE_S: Final = 0.005
 """Seconds of placing in one pass of the loop."""
 Fields = dict[str, Any]
+Groups = dict[Engine, list[int]]
+"""The positions of the sequences that each engine is asked to make."""
+Errors = dict[Engine, Exception]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,263 +74,178 @@ def new_sequences(call: Call, prepared: Prepared, page_size: int) -> list[New]:
     return found
 
 
-class Claims:
-    """The chosen ids of one call in the map: an id that has an engine is sent there, which knows
-    whether it is taken; any other is entered before it is made, so that equal ones go there too."""
-
-    def __init__(self, ids: Ids, call: Call, chosen: Sequence[str]) -> None:
-        self.ids, self.call, self.chosen = ids, call, chosen
-        self.own: set[str] = set()
-        """Those that this call has entered."""
-
-    def engine(self, name: str | None) -> Engine | None:
-        """The engine that may have an id already. Raises NotReady where that is not known, or
-        cannot be called now."""
-        if name is None:
-            return None
-        members, tag = self.ids.members, self.ids.tag((self.call.tenant.namespace, name))
-        if (home := members.by_tag.get(tag)) is None:
-            members.check_reachable([tag] if tag else ())
-            members.check_known()
-        return home
-
-    def enter(self, name: str | None, engine: Engine) -> None:
-        if name is None:
-            return
-        if self.ids.tag((self.call.tenant.namespace, name)) != engine.tag:
-            self.ids.learn(self.call.tenant, [name], engine.tag)
-            self.own.add(name)
-
-    async def is_taken(self, names: Sequence[str], engine: Engine) -> bool:
-        """Whether an engine has one of these ids, or another call is making one."""
-        tenant = self.call.tenant
-        there = await known_at(engine, names, self.ids.members.acting_for(tenant))
-        return bool(there) or any(self.ids.is_made_by_others(tenant, name) for name in names)
-
-    def withdraw(self, names: Iterable[str]) -> None:
-        """These were not made: removes those that this call has entered, and no other makes."""
-        tenant, mine = self.call.tenant, self.own.intersection(names)
-        self.ids.forget_unmade(tenant, mine)
-        self.own -= {name for name in mine if not self.ids.is_made_by_others(tenant, name)}
-
-
 class Creation:
-    """The attempts of one `create_sequences`: forks are made where their parents are, chosen ids
-    where the map has them, others where the placer says. An engine that fails is excluded from the
-    next attempt."""
+    """One `create_sequences`: forks are made where their parents are, chosen ids where the map has
+    them, others where the placer says. An engine that fails is excluded from then on."""
 
     def __init__(
         self, placer: Placer, calls: SequenceCalls, call: Call, prepared: Prepared
     ) -> None:
         self.placer, self.members, self.ids = placer, placer.members, calls.ids
         self.prompts = calls.prompts
-        self.call = call
+        self.call, self.tenant = call, call.tenant
         self.new = new_sequences(call, prepared, self.members.info.page_size)
         self.index = {one.id: at for at, one in enumerate(self.new) if one.id is not None}
-        self.claims = Claims(self.ids, call, list(self.index))
-        self.parents: dict[str, Engine] | None = None
-        """Engines of the parents that exist already; None: to be looked for."""
+        self.parents: dict[str, Engine] = {}
+        """Engines of the parents that exist already."""
         self.excluded: set[str] = set()
-        self.homes: list[Engine] = []
-        self.errors: dict[str, Exception] = {}
-        """Of the latest attempt, by the tag of the engine."""
 
     async def run(self) -> RawReply:
-        with self.ids.being_made(self.call.tenant, self.claims.chosen):
-            try:
-                made = await retried(self)
-                for one, home in zip(self.new, self.homes, strict=True):
-                    if one.id is not None:  # newer than what calls see that began before
-                        self.ids.learn(self.call.tenant, [one.id], home.tag)
-                return made
-            except BaseException as error:
-                self.withdraw(error)
-                raise
+        names = [one.parent for one in self.new if one.parent and one.parent not in self.index]
+        await self.find(list(dict.fromkeys(names)))
+        async with self.ids.making(self.tenant, self.index):
+            while True:
+                homes, waits = await self.place()
+                await self.prompts.wait(self.call, waits)
+                groups: Groups = {}
+                for at, home in enumerate(homes):
+                    groups.setdefault(home, []).append(at)
+                errors: Errors = {}
+                try:
+                    made = await self.make(groups, errors)
+                except BaseException:  # cancelled: the engines may make them
+                    self.learn(groups)
+                    raise
+                if made is not None:
+                    self.learn(groups)
+                    return made
+                self.learn({home: groups[home] for home in errors if is_unclear(errors[home])})
+                await self.recover(groups, errors)
 
-    def withdraw(self, error: BaseException) -> None:
-        """Removes the entries of ids that were not made. An engine whose reply was lost may have
-        made its own."""
-        unsure = {tag for tag, one in self.errors.items() if isinstance(one, AnswerLost)}
-        is_cut_short = not isinstance(error, ProblemText | AttndError)
-        taken = error.problem.get("sequences", ()) if isinstance(error, ProblemText) else ()
-        homes = dict(zip((one.id for one in self.new), self.homes, strict=False))
-        self.claims.withdraw(
-            name
-            for name, home in homes.items()
-            if name is not None
-            and not is_cut_short
-            and home.tag not in unsure
-            and name not in taken
-        )
+    async def find(self, parents: Sequence[str]) -> None:
+        """Finds the engines of parents that exist already."""
+        places = await self.ids.locate(parents, self.tenant)
+        self.parents |= {parents[at]: home for home, some in places.items() for at in some}
 
-    async def attempt(self) -> RawReply:
-        """Places and makes all. Raises what engines raise; then none is made."""
-        self.errors = {}
-        if self.parents is None:
-            names = [one.parent for one in self.new if one.parent and one.parent not in self.index]
-            places = await self.ids.locate(names, self.call.tenant)
-            self.parents = {names[at]: home for home, some in places.items() for at in some}
-            await self.refuse_taken_elsewhere()
-        waits = await self.placer.long_work.do(self.place(), self.call.tenant.namespace)
-        for one, home in zip(self.new, self.homes, strict=True):
-            self.claims.enter(one.id, home)
-        await self.prompts.wait(self.call, waits)
-        return await self.make()
+    def learn(self, groups: Groups) -> None:
+        """These engines have the chosen ids of their groups, or may have them."""
+        for home, some in groups.items():
+            self.ids.learn(self.tenant, self.chosen(some), home.tag)
 
-    async def refuse_taken_elsewhere(self) -> None:
-        """Raises SequenceExists for a fork's id that another engine has than its parent's."""
-        for one in self.new:
-            parent = (self.parents or {}).get(one.parent or "")
-            home = None if parent is None else self.claims.engine(one.id)
-            if one.id is not None and home is not None and home is not parent:
-                if await self.claims.is_taken([one.id], home):
-                    raise SequenceExists([one.id])
-                self.ids.forget_unmade(self.call.tenant, [one.id])
+    def chosen(self, some: Sequence[int]) -> list[str]:
+        return [name for at in some if (name := self.new[at].id) is not None]
 
-    def place(self) -> Pieces[list[Wait]]:
-        """In pieces: sets the engine of each, and returns the prompts to wait for."""
-        self.homes, waits, began = [], [], time.monotonic()
-        parents = self.parents or {}
+    async def place(self) -> tuple[list[Engine], list[Wait]]:
+        """The engine of each, and the prompts to wait for. Raises SequenceExists for a fork's id
+        that another engine has than its parent's; NotReady."""
+        homes: list[Engine] = []
+        waits, began = list[Wait](), time.monotonic()
         for one in self.new:
             if time.monotonic() - began > PIECE_S:
-                yield
+                await asyncio.sleep(0)
                 began = time.monotonic()
-            if one.parent in parents:
-                self.claims.engine(one.id)
-                self.homes.append(parents[one.parent])
+            home = None if one.id is None else self.ids.home_of_new(one.id, self.tenant)
+            if one.parent in self.parents:
+                parent = self.parents[one.parent]
+                if one.id is not None and home is not None and home is not parent:
+                    taken = await self.ids.taken(home, [one.id], self.tenant)
+                    if taken:
+                        raise SequenceExists(taken)
+                homes.append(parent)
             elif one.parent is not None:  # made by this call; the engine rejects a later one
                 at = self.index[one.parent]
-                is_later = at >= len(self.homes)
-                home = self.claims.engine(one.parent) if is_later else self.homes[at]
-                self.homes.append(home or self.members.least_busy())
-            elif (home := self.claims.engine(one.id)) is not None and home.tag not in self.excluded:
-                self.homes.append(home)
+                is_later = at >= len(homes)
+                known = self.ids.home(one.parent, self.tenant) if is_later else homes[at]
+                homes.append(known or self.members.least_busy())
+            elif home is not None and home.tag not in self.excluded:
+                homes.append(home)
             else:
-                placed = yield from self.placer.place_sequence(
-                    self.call.tenant.namespace, one.prefix, self.excluded, one.prompt
+                placed = await self.placer.place_sequence(
+                    self.tenant.namespace, one.prefix, self.excluded, one.prompt
                 )
-                self.homes.append(placed.engine)
+                homes.append(placed.engine)
                 waits += [placed.wait] if placed.wait is not None else []
-        return waits
+        return homes, waits
 
-    async def make(self) -> RawReply:
-        """Makes each at its engine. After an error deletes the others and raises the first one."""
-        groups: dict[Engine, list[int]] = {}
-        for at, home in enumerate(self.homes):
-            groups.setdefault(home, []).append(at)
-        if len(groups) == 1:
-            return await self.make_on(self.homes[0])
-        with self.ids.hiding(self.call.tenant, self.claims.own):
-            return await self.make_apart(groups)
-
-    async def make_apart(self, groups: Mapping[Engine, Sequence[int]]) -> RawReply:
-        asking = []
-        for home, some in groups.items():
-            fields, arrays = request_for(home, [self.new[at] for at in some])
-            asking.append(home.ask(self.call, fields, arrays))
-        results = await results_of(asking)
+    async def make(self, groups: Groups, errors: Errors) -> RawReply | None:
+        """Makes each at its engine; the reply of one engine is forwarded. Returns None after
+        `errors`, when the others are deleted again."""
         views: list[Fields] = [{}] * len(self.new)
-        for (home, some), one in zip(groups.items(), results, strict=True):
-            if isinstance(one, EngineReply):
-                for at, view in zip(some, one.fields["sequences"], strict=True):
-                    views[at] = view
-            elif isinstance(one, Exception):
-                self.errors[home.tag] = one
-            else:
-                raise one
-        if self.errors:
-            await asyncio.shield(self.undo(groups, views))
-            raise next(iter(self.errors.values()))
-        self.begin_prompts([view["id"] for view in views])
-        stages = longest(one.stages for one in results if isinstance(one, EngineReply))
-        return reply(self.members.arena, self.call, {"sequences": views}, stages=stages)
-
-    async def make_on(self, engine: Engine) -> RawReply:
-        """As `make`, all on one engine, whose reply is forwarded."""
-        fields, arrays = request_for(engine, self.new)
-        try:
-            made = await engine.send(self.call, fields, arrays)
-        except (ProblemText, AttndError) as error:
-            self.errors[engine.tag] = error
-            raise
-        self.begin_prompts([one["id"] for one in fields["sequences"]])
+        requests = {
+            home: request_for(home, [self.new[at] for at in some]) for home, some in groups.items()
+        }
+        if len(groups) == 1:
+            ((home, (fields, arrays)),) = requests.items()
+            views = fields["sequences"]
+            try:
+                made = await home.send(self.call, fields, arrays)
+            except (ProblemText, AttndError) as error:
+                errors[home] = error
+                return None
+        else:
+            asking = [home.ask(self.call, *request) for home, request in requests.items()]
+            results = await results_of(asking)
+            for (home, some), result in zip(groups.items(), results, strict=True):
+                if isinstance(result, EngineReply):
+                    for at, view in zip(some, result.fields["sequences"], strict=True):
+                        views[at] = view
+                elif isinstance(result, Exception):
+                    errors[home] = result
+                else:
+                    raise result
+            if errors:
+                await asyncio.shield(self.undo(groups, views))
+                return None
+            stages = longest(one.stages for one in results if isinstance(one, EngineReply))
+            made = reply(self.members.arena, self.call, {"sequences": views}, stages=stages)
+        for one, view in zip(self.new, views, strict=True):
+            if one.prefix is not None:
+                self.prompts.begin(self.tenant.namespace, view["id"], one.prompt)
         return made
 
-    async def undo(self, groups: Mapping[Engine, Sequence[int]], views: Sequence[Fields]) -> None:
+    async def undo(self, groups: Groups, views: Sequence[Fields]) -> None:
         """Deletes the sequences of a call that has failed at another engine. Raises
         DeadlineExceeded where an engine does not confirm that, and may have them still."""
-        tenant = self.members.acting_for(self.call.tenant)
+        tenant = self.members.acting_for(self.tenant)
         for home, some in groups.items():
             if names := [views[at]["id"] for at in some if views[at]]:
                 asked = DELETE_SEQUENCES, tenant, {"ids": names}
                 (done,) = await results_of([home.question(*asked, is_poll=True)])
                 if isinstance(done, Exception):
+                    self.learn({home: some})
                     await refuse_unless_dead(self.members, home.tag, done)
 
-    def begin_prompts(self, made: Sequence[str]) -> None:
-        """Remembers whose prompts are computed from now on."""
-        for one, name in zip(self.new, made, strict=True):
-            if one.prefix is not None:
-                self.prompts.begin(self.call.tenant.namespace, name, one.prompt)
-
-    # where an attempt has failed
-
-    async def recover(self, outcome: Outcome, error: Exception) -> None:
-        """Locates parents again that were not where they were believed to be; else excludes the
-        engines that failed, where others can do their work. Raises `error` where none can."""
-        parents = self.parents or {}
-        if not self.errors:
-            raise error
-        unknown = {name for one in self.errors.values() for name in unknown_ids(one)}
-        if gone := sorted(unknown & parents.keys()):
-            await self.ids.find(gone, self.call.tenant)
-            self.parents = None
+    async def recover(self, groups: Groups, errors: Errors) -> None:
+        """Finds parents again that were not where they were believed to be; else excludes the
+        engines that failed, where others can do their work. Raises the error where none can."""
+        unknown = {name for one in errors.values() for name in unknown_ids(one)}
+        if gone := sorted(unknown & self.parents.keys()):
+            await self.ids.find(gone, self.tenant)
+            await self.find(gone)
             return
-        for tag, why in self.errors.items():
-            if isinstance(why, AnswerLost) and self.names_at(tag):
-                await refuse_unless_dead(self.members, tag, why)
-        failed = self.errors.keys()
-        self.excluded |= failed
-        is_bound = bool({home.tag for home in parents.values()} & failed)
-        may_retry = all(outcome_of(one) in NEXT_ENGINE for one in self.errors.values())
+        error = next(iter(errors.values()))
+        for home, why in errors.items():
+            if is_unclear(why) and self.chosen(groups[home]):
+                await refuse_unless_dead(self.members, home.tag, why)
+        self.excluded |= {home.tag for home in errors}
+        is_bound = any(home in errors for home in self.parents.values())
+        may_retry = all(outcome_of(one) in NEXT_ENGINE for one in errors.values())
         if is_bound or not may_retry or not self.placer.candidates(self.excluded):
-            await self.check_parents()
+            await self.check_parents(errors)
             raise error
-        await self.free_ids(error)
-
-    async def free_ids(self, error: Exception) -> None:
-        """Lets the chosen ids of engines that failed be made elsewhere. Raises `error` where such
-        an engine has one, or may."""
-        for tag in self.errors:
-            if not (names := self.names_at(tag)):
-                continue
-            others = [name for name in names if name not in self.claims.own]
-            engine = self.members.by_tag.get(tag)
-            if others and (engine is None or await self.claims.is_taken(others, engine)):
-                raise error
-            self.ids.forget_unmade(self.call.tenant, others)
-            self.claims.withdraw(names)
-            if self.claims.own.intersection(names):  # others make them there
+        for home in errors:  # an id that an engine has is not made elsewhere
+            known = [n for n in self.chosen(groups[home]) if self.ids.home(n, self.tenant) is home]
+            if known and await self.ids.taken(home, known, self.tenant):
                 raise error
 
-    def names_at(self, tag: str) -> list[str]:
-        """The chosen ids that an engine was asked to make."""
-        some = zip(self.new, self.homes, strict=True)
-        return [one.id for one, home in some if one.id is not None and home.tag == tag]
-
-    async def check_parents(self) -> None:
+    async def check_parents(self, errors: Errors) -> None:
         """Raises LostSequence for parents that were lost with their engine, NotReady while that may
         come back."""
         by_tag = self.members.by_tag
         lost = {
-            one.parent: home.tag
-            for one, home in zip(self.new, self.homes, strict=True)
-            if one.parent and home.tag in self.errors and home.tag not in by_tag
+            name: home.tag
+            for name, home in self.parents.items()
+            if home in errors and home.tag not in by_tag
         }
         await self.members.wait_for_fate(set(lost.values()))
         self.members.check_reachable(set(lost.values()))
         if lost:
             raise LostSequence(list(lost))
+
+
+def is_unclear(error: Exception) -> bool:
+    """Whether the engine may have done its part."""
+    return isinstance(error, AnswerLost)
 
 
 async def refuse_unless_dead(members: Members, tag: str, error: Exception) -> None:

@@ -3,86 +3,82 @@
 from __future__ import annotations
 
 from service.cluster.membership.engine import Call, Engine, EngineReply, RawReply
-from service.cluster.placement.creation import Claims, refuse_unless_dead
+from service.cluster.placement.creation import is_unclear, refuse_unless_dead
 from service.cluster.placement.placer import Placer
 from service.cluster.placement.prefixes import prefix_of
-from service.cluster.routing.outcomes import NEXT_ENGINE, Outcome, retried
+from service.cluster.routing.ids import Ids
+from service.cluster.routing.outcomes import NEXT_ENGINE, Outcome, outcome_of
 from service.cluster.routing.replies import results_of
-from service.cluster.routing.sequence_calls import SequenceCalls
+from service.doors.kit.problems import ProblemText
+from service.errors import AttndError
 from service.operations.schema.page_names import PromptNames
 from service.operations.schema.spec import Prepared
 from service.operations.transfer import GET_IMPORT, IMPORT, MAX_IDLE_S
-from service.road.caller_end.caller import AnswerLost
 
 
-class ImportCall:
-    """The attempts of one call for an import; an engine that fails to begin it is excluded."""
+async def call_for_import(placer: Placer, ids: Ids, call: Call, prepared: Prepared) -> RawReply:
+    """The reply to a call for an import, which its first call begins."""
+    name, tenant = prepared.fields.id, call.tenant
+    if getattr(prepared.fields, "header", None) is not None:
+        async with ids.making(tenant, [name]):
+            return await begin_import(placer, ids, call, prepared)
+    engine = await engine_of_import(ids, call, name)
+    if engine is None:
+        return await ids.members.least_busy().call(call)  # replies unknown_import
+    if call.operation is IMPORT:
+        ids.importing(tenant, name, MAX_IDLE_S)
+    return await engine.call(call)
 
-    def __init__(
-        self, placer: Placer, calls: SequenceCalls, call: Call, prepared: Prepared
-    ) -> None:
-        self.placer, self.members, self.ids = placer, placer.members, calls.ids
-        self.call = call
-        self.fields = prepared.fields
-        self.arrays = call.arrays(prepared.layout)
-        self.claims = Claims(self.ids, call, [self.fields.id])
-        self.excluded: set[str] = set()
-        self.tried: Engine | None = None
-        """By the latest attempt."""
 
-    async def run(self) -> RawReply:
-        with self.ids.being_made(self.call.tenant, self.claims.chosen):
-            return await retried(self)
+async def begin_import(placer: Placer, ids: Ids, call: Call, prepared: Prepared) -> RawReply:
+    """Begins an import, or continues the one that an engine has. One without room for it has
+    neither the import nor a sequence of its id: then the next one is tried."""
+    name, tenant = prepared.fields.id, call.tenant
+    known, excluded = await engine_of_import(ids, call, name), set[str]()
+    while True:
+        engine = known or await placed(placer, call, prepared, excluded)
+        is_unsure = True  # a call that is cancelled may have begun it
+        try:
+            answered = await engine.call(call)
+        except (ProblemText, AttndError) as error:
+            is_unsure, outcome = is_unclear(error), outcome_of(error)
+            if is_unsure:
+                await refuse_unless_dead(ids.members, engine.tag, error)
+            excluded.add(engine.tag)
+            may_retry = outcome is Outcome.FULL or (known is None and outcome in NEXT_ENGINE)
+            if not may_retry or not placer.candidates(excluded):
+                raise
+            known = None
+        else:
+            return answered
+        finally:
+            if is_unsure:
+                ids.learn(tenant, [name], engine.tag)
+                ids.importing(tenant, name, MAX_IDLE_S)
 
-    async def attempt(self) -> RawReply:
-        """Continues the import at its engine, or begins it at another."""
-        engine = await self.engine_of_import() if not self.excluded else None
-        if engine is None and getattr(self.fields, "header", None) is None:
-            return await self.members.least_busy().call(self.call)  # replies unknown_import
-        if engine is None:
-            engine = await self.placed()
-        self.claims.enter(self.fields.id, engine)
-        self.tried = engine
-        if self.call.operation is IMPORT:
-            self.ids.importing(self.call.tenant, self.fields.id, MAX_IDLE_S)
-        return await engine.call(self.call)
 
-    async def engine_of_import(self) -> Engine | None:
-        """The engine that has the id by the map, else the one that has the import when all are
-        asked, after a restart of the router. Raises NotReady."""
-        name, tenant = self.fields.id, self.call.tenant
-        if (home := self.claims.engine(name)) is not None:
-            return home
-        self.members.check_all_respond()
-        engines = self.members.engines
-        asking = [one.question(GET_IMPORT, tenant, {"id": name}) for one in engines]
-        for engine, answer in zip(engines, await results_of(asking), strict=True):
-            if isinstance(answer, EngineReply):
-                self.ids.learn(tenant, [name], engine.tag)
-                return engine
-        return None
+async def engine_of_import(ids: Ids, call: Call, name: str) -> Engine | None:
+    """The engine that has the id by the map, else the one that has the import when all are asked,
+    after a restart of the router. Raises NotReady."""
+    if (home := ids.home_of_new(name, call.tenant)) is not None:
+        return home
+    ids.members.check_all_respond()
+    engines = ids.members.engines
+    asking = [one.question(GET_IMPORT, call.tenant, {"id": name}) for one in engines]
+    for engine, answer in zip(engines, await results_of(asking), strict=True):
+        if isinstance(answer, EngineReply):
+            ids.learn(call.tenant, [name], engine.tag)
+            return engine
+    return None
 
-    async def placed(self) -> Engine:
-        header = self.fields.header
-        names = PromptNames(cache_salt=header.cache_salt, extra=header.extra)
-        rows = self.arrays if self.fields.share else {}
-        prefix = prefix_of(names, rows, header.page_size) if rows else None
-        namespace, needed = self.call.tenant.namespace, max(header.num_pages, 1)
-        placing = self.placer.place(namespace, prefix, needed, self.excluded)
-        return (await self.placer.long_work.do(placing, namespace)).engine
 
-    async def recover(self, outcome: Outcome, error: Exception) -> None:
-        """Raises `error` unless another engine may begin the import: one that has no room for it
-        has neither the import nor a sequence of its id."""
-        if self.tried is not None and isinstance(error, AnswerLost):
-            await refuse_unless_dead(self.members, self.tried.tag, error)
-        tried, is_own = self.tried, self.fields.id in self.claims.own
-        begins = tried is not None and getattr(self.fields, "header", None) is not None
-        is_sure = outcome is Outcome.FULL or is_own
-        if tried is None or not (begins and is_sure and outcome in NEXT_ENGINE):
-            raise error
-        self.excluded.add(tried.tag)
-        self.ids.forget_unmade(self.call.tenant, self.claims.chosen)
-        others = self.ids.is_made_by_others(self.call.tenant, self.fields.id)
-        if others or not self.placer.candidates(self.excluded):
-            raise error
+async def placed(placer: Placer, call: Call, prepared: Prepared, excluded: set[str]) -> Engine:
+    """The engine to begin an import at. Raises NotReady."""
+    fields = prepared.fields
+    header = fields.header
+    names = PromptNames(cache_salt=header.cache_salt, extra=header.extra)
+    rows = call.arrays(prepared.layout) if fields.share else {}
+    prefix = prefix_of(names, rows, header.page_size) if rows else None
+    needed = max(header.num_pages, 1)
+    namespace = call.tenant.namespace
+    return (await placer.place(namespace, prefix, needed, excluded)).engine

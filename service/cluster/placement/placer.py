@@ -16,8 +16,6 @@ from service.cluster.placement.cost import choose
 from service.cluster.placement.inflight_prompts import InflightPrompt, Wait
 from service.cluster.placement.prefixes import Prefixes, chained_keys
 from service.core.prefix.keys import Prefix
-from service.doors.kit.pieces import OneByOne
-from service.image.json_text import Pieces
 
 WORTH_WAITING: Final = 2.0
 """A prompt waits for pages that another prompt brings this many times as long as its engine needs
@@ -36,25 +34,23 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Placer:
-    """The placement of one router. Tags in `excluded` are not chosen. Long prompts are matched in
-    pieces of `long_work`."""
+    """The placement of one router. Tags in `excluded` are not chosen."""
 
     members: Members
-    long_work: OneByOne
 
     def candidates(self, excluded: Collection[str]) -> dict[str, Engine]:
         """Engines that take new sequences, by tag."""
         return {tag: one for tag, one in self.members.open_engines.items() if tag not in excluded}
 
-    def place(
+    async def place(
         self,
         namespace: str,
         prefix: Prefix | None,
         needed: int,
         excluded: Collection[str],
         prompt: InflightPrompt | None = None,
-    ) -> Pieces[Placement]:
-        """In pieces: the engine for `needed` pages, of which the first have the prefix's keys; it
+    ) -> Placement:
+        """The engine for `needed` pages, of which the first have the prefix's keys; it
         expects them from now on. Raises NotReady."""
         known: Prefixes | None = None
         matched, loaded = dict[str, int](), Counter[str]()
@@ -62,7 +58,7 @@ class Placer:
         if prefix is not None:
             known = self.members.prefixes_of(namespace)
             chain, keys = tee(chained_keys(prefix, namespace, self.members.info.page_size))
-            matched, loaded = yield from known.matched(chain, time.monotonic())
+            matched, loaded = await known.matched(chain, time.monotonic())
         among = self.candidates(excluded)
         if not among:
             return Placement(self.members.least_busy())
@@ -79,17 +75,17 @@ class Placer:
         among[tag].promised += max(needed - there + min(loaded[tag], there), 1)
         return Placement(among[tag], there, wait)
 
-    def place_sequence(
+    async def place_sequence(
         self,
         namespace: str,
         prefix: Prefix | None,
         excluded: Collection[str],
         prompt: InflightPrompt,
-    ) -> Pieces[Placement]:
-        """In pieces: the engine for a sequence without a parent. Raises NotReady."""
+    ) -> Placement:
+        """The engine for a sequence without a parent. Raises NotReady."""
         needed = 1
         if prefix is not None:
             needed = max(prefix.num_pages(self.members.info.page_size), 1)
-        placed = yield from self.place(namespace, prefix, needed, excluded, prompt)
+        placed = await self.place(namespace, prefix, needed, excluded, prompt)
         placed.engine.add_work(placed.matched, needed)
         return placed

@@ -17,7 +17,6 @@ from service.cluster.placement.inflight_prompts import InflightPrompt
 from service.cluster.routing.replies import run_in_background
 from service.core.prefix.keys import Prefix, as_keys, extra_by_page, root_key
 from service.core.prefix.named_pages import POOL
-from service.image.json_text import Pieces
 from service.operations.schema.page_names import keys_of
 
 MAX_LOGGED: Final = 16_384
@@ -29,8 +28,8 @@ come together, before the first is committed and its events arrive."""
 EXPECTED_PAGES: Final = 512
 """Maximum number of expected pages per prompt, from the first unknown one: keys take time."""
 MAX_EXPECTED: Final = 2**16
-KEYS_PER_PIECE: Final = 1024
-"""Keys that are computed and looked up in one piece of a match: 3 ms."""
+KEYS_PER_PIECE: Final = 256
+"""Keys that are computed and looked up, or freed, in one pass of the loop: 1 ms."""
 Event = dict[str, Any]
 Expected = tuple[str, float, InflightPrompt | None]
 """The tag of a page's future engine, until when it is expected, and the prompt that brings it."""
@@ -86,20 +85,17 @@ class Prefixes:
         lost = {medium: by_tag.pop(tag, set()) for medium, by_tag in self.pages.items()}
         found = [key for key, (of, *_) in self.expected.items() if of == tag and key in lost[POOL]]
         self.expected_no_more(tag, found)
-        freeing = self.free(lost, namespace)
-        for _ in freeing:
-            run_in_background(rest_of(freeing))
-            break
+        if any(lost.values()):
+            run_in_background(self.free(lost, namespace))
 
-    def free(self, lost: Mapping[str, set[str]], namespace: str) -> Pieces[None]:
-        """In pieces: frees pages that an engine has lost, by medium, and logs those of its pool."""
+    async def free(self, lost: Mapping[str, set[str]], namespace: str) -> None:
+        """Frees pages that an engine has lost, by medium, and logs those of its pool."""
         for medium, pages in lost.items():
             while pages:
                 some = [pages.pop() for _ in range(min(len(pages), KEYS_PER_PIECE))]
                 if medium == POOL:
                     self.log_removed(some, namespace)
-                if pages:
-                    yield
+                await asyncio.sleep(0)
 
     def log_removed(self, removed: Sequence[str], namespace: str, is_new: bool = True) -> None:
         """Logs those of the pages that an engine has lost which no other has in its pool."""
@@ -130,10 +126,10 @@ class Prefixes:
             if key in self.expected and self.expected[key][0] == tag:
                 del self.expected[key]
 
-    def matched(
+    async def matched(
         self, keys: Iterable[bytes], now: float = 0.0
-    ) -> Pieces[tuple[dict[str, int], Counter[str]]]:
-        """In pieces: the number of a chain's first pages that each engine has in any tier, or is
+    ) -> tuple[dict[str, int], Counter[str]]:
+        """The number of a chain's first pages that each engine has in any tier, or is
         expected to have, and how many of them are not in its pool. Reads no more keys than some
         engine has."""
         found: dict[str, int] = {}
@@ -153,7 +149,7 @@ class Prefixes:
             if tags is not pool:
                 loaded.update(left - pool)
             if count % KEYS_PER_PIECE == 0:
-                yield
+                await asyncio.sleep(0)
         return found, loaded
 
     def awaited(self, tag: str, keys: Sequence[bytes]) -> tuple[int, InflightPrompt | None]:
@@ -176,12 +172,6 @@ class Prefixes:
         there = {tag for tag in (pools if among is None else among) if key in pools.get(tag, ())}
         tag, until, _ = self.expected.get(key, NOT_EXPECTED)
         return there | {tag} if until > now else there
-
-
-async def rest_of(pieces: Pieces[None]) -> None:
-    """The rest of some work, one piece in a pass of the loop."""
-    for _ in pieces:
-        await asyncio.sleep(0)
 
 
 class EventLog:

@@ -216,24 +216,30 @@ class Broadcast:
     async def delete(self, call: Call, prepared: Prepared) -> RawReply:
         """Deletes sequences by ids, each at its engine, or at all where that is not known; or by a
         prefix at all. Other engines have deleted theirs where one refuses or does not reply."""
-        fields, engines, tenant = prepared.fields, self.members.engines, call.tenant
-        since = self.ids.clock
+        fields, tenant = prepared.fields, call.tenant
+        since, total = self.ids.clock, 0
         request = fields.model_dump(exclude_unset=True)
-        wanted: dict[Engine, Fields] = {}
         if fields.prefix is not None:
             self.members.check_all_respond()
-            wanted = dict.fromkeys(engines, request)
-        for name in fields.names:
-            if self.ids.is_hidden(tenant, name):
-                continue
-            home = self.ids.home(name, tenant)
-            for engine in engines if home is None else [home]:
-                wanted.setdefault(engine, request | {"ids": []})["ids"].append(name)
-        asking = [engine.ask(call, part) for engine, part in wanted.items()]
-        replies = whole(await results_of(asking))
-        total = sum(one.fields["num_deleted"] for one in replies)
-        if fields.prefix is None and total != len(fields.names):
+        while True:  # again where an engine has come meanwhile, which may have some
+            changes, engines = self.members.changes, self.members.engines
+            wanted: dict[Engine, Fields] = {}
+            if fields.prefix is not None:
+                wanted = dict.fromkeys(engines, request)
+            for name in fields.names:
+                if self.ids.is_only_made(name, tenant):
+                    continue
+                home = self.ids.home(name, tenant)
+                for engine in engines if home is None else [home]:
+                    wanted.setdefault(engine, request | {"ids": []})["ids"].append(name)
+            asking = [engine.ask(call, part) for engine, part in wanted.items()]
+            replies = whole(await results_of(asking))
+            total += sum(one.fields["num_deleted"] for one in replies)
+            if fields.prefix is not None or total >= len(fields.names):
+                break
             self.members.check_all_respond()
+            if changes == self.members.changes:
+                break
         self.ids.forget(tenant, fields.names, since)
         self.prompts.end(tenant.namespace, fields.names)
         return self.reply(call, {"num_deleted": total})

@@ -9,17 +9,18 @@ asked once; the first one that has it serves it.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import re
 import secrets
 import time
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
 from service.cluster.membership.engine import TAG_DIGITS, Engine, in_time
-from service.cluster.routing.outcomes import Outcome, outcome_of
+from service.cluster.routing.outcomes import unknown_ids
 from service.cluster.routing.replies import results_of
 from service.doors.kit.problems import ProblemText
 from service.errors import LostSequence, UnknownSequence
@@ -36,8 +37,6 @@ IDS_PER_CALL: Final = 1024
 """Maximum number of ids in one question to all engines."""
 MAX_LOST: Final = 2**18
 """Number of chosen ids of dead engines that are remembered."""
-MAX_IDS: Final = 2**15
-"""Number of ids in remembered batches."""
 SPARE_IDS: Final = 4096
 """An engine's ids are read again once the map has this many more than twice its sequences: they
 have expired, or sessions have deleted them."""
@@ -68,30 +67,19 @@ class Ids:
         """The engine's tag, and when it was entered."""
         self.clock = 0
         """Counts entries."""
+        self.by_tag: dict[str, set[Name]] = {}
         self.imports: dict[Name, float] = {}
         """Until when, on `time.monotonic()`, an import of an id may be under way."""
-        self.by_tag: dict[str, set[Name]] = {}
         self.lost: deque[tuple[Name, str]] = deque()
         """Ids of dead engines, which stay in the map, the oldest first."""
-        self.making: Counter[Name] = Counter()
-        """Ids that calls are making now: their entries stay."""
-        self.hidden: set[Name] = set()
-        """Ids of calls that make sequences at several engines: other calls do not find them,
-        since they are deleted again where another engine refuses."""
-        self.num_changes = 0
-        """Counts entries that have changed or were removed."""
-        self.batches: dict[tuple[str, tuple[str, ...]], Places] = {}
-        """Places of whole batches, which a step's layers repeat; valid while `changes` is."""
-        self.num_ids = 0
-        """Of the batches."""
-        self.changes = (0, 0)
+        self.held: dict[Name, asyncio.Event] = {}
+        """Ids that a call is making now, and the end of that call."""
 
     # entries
 
     def home(self, name: str, tenant: Tenant) -> Engine | None:
         """Where a sequence should be; None where that is not known, or cannot be called."""
-        key = tenant.namespace, name
-        return None if key in self.hidden else self.members.by_tag.get(self.tag(key))
+        return self.members.by_tag.get(self.tag((tenant.namespace, name)))
 
     def tag(self, name: Name) -> str:
         """The tag of the engine that an id is at, by the map or by the id; empty for none."""
@@ -102,10 +90,8 @@ class Ids:
         """These sequences are at the engine of a tag."""
         for name in names:
             if tag_in(name) != tag:
-                key, before = (tenant.namespace, name), ""
-                if key in self.entries:
-                    before = self.entries[key][0]
-                if before not in ("", tag):
+                key = tenant.namespace, name
+                if self.tag(key) not in ("", tag):
                     self.remove(key)
                 self.clock += 1
                 self.entries[key] = tag, self.clock
@@ -122,19 +108,11 @@ class Ids:
         for name in names:
             key = tenant.namespace, name
             is_old = key in self.entries and self.entries[key][1] <= since
-            if is_old and not self.making[key] and self.imports.get(key, 0.0) < now:
-                self.remove(key)
-
-    def forget_unmade(self, tenant: Tenant, names: Iterable[str]) -> None:
-        """Removes entries of ids that this call has not made, and no other is making."""
-        for name in names:
-            key = tenant.namespace, name
-            if key in self.entries and self.making[key] <= 1:
+            if is_old and self.imports.get(key, 0.0) < now:
                 self.remove(key)
 
     def remove(self, key: Name) -> None:
-        self.num_changes += 1
-        tag, _ = self.entries.pop(key)
+        tag, _ = self.entries.pop(key, ("", 0))
         self.by_tag.get(tag, set()).discard(key)
         self.imports.pop(key, None)
 
@@ -146,35 +124,47 @@ class Ids:
             if key in self.entries and self.entries[key][0] == of:
                 self.remove(key)
 
-    @contextmanager
-    def being_made(self, tenant: Tenant, names: Sequence[str]) -> Iterator[None]:
-        """A call makes sequences of these ids."""
+    # new ids
+
+    @asynccontextmanager
+    async def making(self, tenant: Tenant, names: Iterable[str]) -> AsyncIterator[None]:
+        """A call makes sequences of these ids: other calls that make one of them wait for it. Where
+        the map does not have an id, it is unknown to all calls until then."""
         keys = [(tenant.namespace, name) for name in names]
-        self.making.update(keys)
+        while others := [self.held[key] for key in keys if key in self.held]:
+            await others[0].wait()
+        ended = asyncio.Event()
+        self.held |= dict.fromkeys(keys, ended)
         try:
             yield
         finally:
-            self.making.subtract(keys)
             for key in keys:
-                if not self.making[key]:
-                    del self.making[key]
+                del self.held[key]
+            ended.set()
 
-    @contextmanager
-    def hiding(self, tenant: Tenant, names: Iterable[str]) -> Iterator[None]:
-        """These sequences do not exist for calls yet."""
-        keys = {(tenant.namespace, name) for name in names}
-        self.hidden |= keys
-        try:
-            yield
-        finally:
-            self.hidden -= keys
+    def is_only_made(self, name: str, tenant: Tenant) -> bool:
+        """Whether a call makes this id, which the map does not have."""
+        key = tenant.namespace, name
+        return key in self.held and key not in self.entries
 
-    def is_hidden(self, tenant: Tenant, name: str) -> bool:
-        return (tenant.namespace, name) in self.hidden
+    def home_of_new(self, name: str, tenant: Tenant) -> Engine | None:
+        """The engine that a new sequence of an id is sent to: the one of the map, which knows
+        whether it has the id still. Raises NotReady where that is not known, or cannot be called
+        now."""
+        home = self.home(name, tenant)
+        if home is None:
+            tag = self.tag((tenant.namespace, name))
+            self.members.check_reachable([tag] if tag else ())
+            self.members.check_known()
+        return home
 
-    def is_made_by_others(self, tenant: Tenant, name: str) -> bool:
-        """Whether other calls make this id as well."""
-        return self.making[tenant.namespace, name] > 1
+    async def taken(self, engine: Engine, names: Sequence[str], tenant: Tenant) -> list[str]:
+        """Those of some ids that an engine has; forgets the others. Raises ProblemText,
+        NotReady."""
+        since = self.clock
+        there = await known_at(engine, names, self.members.acting_for(tenant))
+        self.forget(tenant, set(names).difference(there), since)
+        return there
 
     # an engine's ids
 
@@ -213,20 +203,11 @@ class Ids:
 
     def known_places(self, ids: Sequence[str], tenant: Tenant) -> Places | None:
         """As `locate`, from memory; None where one of the sequences is not known."""
-        changes = self.members.changes, self.num_changes
-        if self.changes != changes or self.num_ids > MAX_IDS:
-            self.batches.clear()
-            self.changes, self.num_ids = changes, 0
-        batch = tenant.namespace, tuple(ids)
-        places = self.batches.get(batch)
-        if places is None:
-            places = {}
-            for at, name in enumerate(ids):
-                if (home := self.home(name, tenant)) is None:
-                    return None
-                places.setdefault(home, []).append(at)
-            self.batches[batch] = places
-            self.num_ids += len(ids)
+        places: Places = {}
+        for at, name in enumerate(ids):
+            if (home := self.home(name, tenant)) is None:
+                return None
+            places.setdefault(home, []).append(at)
         return places
 
     async def locate(self, ids: Sequence[str], tenant: Tenant) -> Places:
@@ -239,8 +220,8 @@ class Ids:
 
     async def find(self, ids: Sequence[str], tenant: Tenant) -> None:
         """Asks all engines once for sequences that are not in the map. Raises as `locate`."""
-        if hidden := [name for name in ids if self.is_hidden(tenant, name)]:
-            raise UnknownSequence(hidden)
+        if made := [name for name in ids if self.is_only_made(name, tenant)]:
+            raise UnknownSequence(made)
         acting, missing, since = self.members.acting_for(tenant), list(ids), self.clock
         changes, errors = self.members.changes, list[BaseException]()
         for begin in range(0, len(ids), IDS_PER_CALL):
@@ -254,8 +235,9 @@ class Ids:
                 else:
                     found = dict.fromkeys(known, engine) | found
             for name, engine in found.items():
-                self.learn(tenant, [name], engine.tag)
-            missing = [name for name in missing if name not in found]
+                if not self.is_only_made(name, tenant):  # since the engines were asked
+                    self.learn(tenant, [name], engine.tag)
+                    missing.remove(name)
         if not missing:
             return
         if errors:
@@ -278,8 +260,7 @@ async def known_at(engine: Engine, ids: Sequence[str], tenant: Tenant) -> list[s
     try:
         await in_time(engine.question(GATHER, tenant, fields), engine)
     except ProblemText as error:
-        if outcome_of(error) is not Outcome.UNKNOWN:
+        if not (unknown := set(unknown_ids(error))):
             raise
-        unknown = set(error.problem["sequences"])
         return [name for name in ids if name not in unknown]
     return list(ids)

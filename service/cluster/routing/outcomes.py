@@ -1,4 +1,4 @@
-"""Every outcome of routing a request to an engine, what happens then, and the one retry loop.
+"""Every outcome of routing a request to an engine, and what happens then.
 
 Outcome  the engine's reply         sequences that exist                new sequences, imports
 OK       2xx                        return it                           return it
@@ -13,28 +13,24 @@ REFUSED  any other error, and any   raise it                            raise it
          part took effect
 
 A sequence that no engine has is a 404, or a 410 where its engine is dead: see `Ids.find`. Each
-engine is tried once for FULL and LOST. Engines report errors in one way: they raise.
+engine is tried once for FULL and LOST. Engines report errors in one way: they raise. The retry
+loops are `SequenceCalls.at_home`, `Creation.run` and `begin_import`.
 """
 
 from __future__ import annotations
 
 from enum import Enum, auto
-from typing import Final, Protocol, TypeVar
+from typing import Final
 
 from service.doors.kit.problems import ProblemText
-from service.errors import AttndError, NotReady, Overloaded
+from service.errors import NotReady, Overloaded
 
 FULL_STATUSES: Final = frozenset({429, 503, 507})
-MAX_TRIES: Final = 64
-"""Attempts of a call, more than engines: ids may go between two looks."""
-T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
 
 class Outcome(Enum):
-    """How an attempt to reach an engine has ended; OK is a reply, the others are errors."""
+    """How an attempt to reach an engine has failed."""
 
-    OK = auto()
     UNKNOWN = auto()
     FULL = auto()
     LOST = auto()
@@ -63,25 +59,3 @@ def unknown_ids(error: BaseException) -> list[str]:
     if isinstance(error, ProblemText) and outcome_of(error) is Outcome.UNKNOWN:
         return list(error.problem["sequences"])
     return []
-
-
-class Attempts(Protocol[T_co]):
-    """A call on its way: how it is attempted, and prepared to be attempted again."""
-
-    async def attempt(self) -> T_co:
-        """Raises ProblemText, AttndError."""
-
-    async def recover(self, outcome: Outcome, error: Exception) -> None:
-        """Prepares the next attempt. Raises `error`, or a better one, where there must be none."""
-
-
-async def retried(attempts: Attempts[T]) -> T:
-    """The reply of the first attempt that succeeds. Raises as the table above says."""
-    for left in reversed(range(MAX_TRIES)):
-        try:
-            return await attempts.attempt()
-        except (ProblemText, AttndError) as error:
-            if not left:
-                raise
-            await attempts.recover(outcome_of(error), error)
-    raise RuntimeError("the last attempt returns or raises: this is a bug")

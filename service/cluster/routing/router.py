@@ -13,27 +13,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Final
 
 from config.server import ServerSettings
 from service.cluster.membership.engine import Call, RawReply
 from service.cluster.membership.members import Members
 from service.cluster.placement.creation import Creation
-from service.cluster.placement.imports import ImportCall
+from service.cluster.placement.imports import call_for_import
 from service.cluster.placement.inflight_prompts import InflightPrompts
 from service.cluster.placement.placer import Placer
 from service.cluster.routing.broadcast import Broadcast
-from service.cluster.routing.fast_path import ID_FIELD
 from service.cluster.routing.ids import Ids
 from service.cluster.routing.replies import reply, with_room
-from service.cluster.routing.sequence_calls import SequenceCalls
+from service.cluster.routing.sequence_calls import ID_FIELD, SequenceCalls
 from service.doors.kit.arena import DoorArena
 from service.doors.kit.link import GRACE_S
-from service.doors.kit.pieces import OneByOne
 from service.doors.kit.problems import ProblemText
 from service.errors import DeadlineExceeded, InvalidRequest, NotReady
-from service.image.json_text import finish, is_short, weight_of
+from service.image.json_text import finish
 from service.image.reading import LENGTH_BYTES, split
 from service.metrics import Metrics
 from service.operations.schema.spec import Operation, Prepared, Routing, preparing
@@ -41,10 +39,11 @@ from service.operations.status import ENGINE_NAME, UNKNOWN_ENGINE
 from service.road.caller_end.slots import Slot
 from service.tenants import Tenant
 
-MAX_REMEMBERED_BYTES: Final = 16 * 2**10
-REMEMBERED_WEIGHT: Final = 64 * 2**10
-"""Limits for a header whose checked form is remembered: its size, and the memory of that form."""
-MOST_REMEMBERED: Final = 512
+MAX_REMEMBERED_BYTES: Final = 4 * 2**10
+MAX_OBJECTS: Final = 8
+"""Limits for a header whose checked form is remembered: short objects take far more memory than
+their text."""
+MAX_REMEMBERED: Final = 512
 
 
 class Router:
@@ -62,19 +61,14 @@ class Router:
         self.members = Members(limits, has_keys, self.arena, metrics)
         self.ids = Ids(self.members)
         self.prompts = InflightPrompts()
-        self.long_work = OneByOne()
-        self.placer = Placer(self.members, self.long_work)
+        self.placer = Placer(self.members)
         self.sequences = SequenceCalls(self.members, self.ids, self.prompts, self.prepared)
         self.broadcast = Broadcast(self.members, self.ids, self.prompts)
-        self.remembered = lru_cache(maxsize=MOST_REMEMBERED)(self.read)
+        self.remembered = lru_cache(MAX_REMEMBERED)(self.read)
         self.routes: dict[Routing, Callable[[Call, Prepared], Awaitable[RawReply]]] = {
             "together": self.sequences.together,
-            "placed": lambda call, prepared: Creation(
-                self.placer, self.sequences, call, prepared
-            ).run(),
-            "imported": lambda call, prepared: ImportCall(
-                self.placer, self.sequences, call, prepared
-            ).run(),
+            "placed": self.create,
+            "imported": partial(call_for_import, self.placer, self.ids),
             "everywhere": self.broadcast.call,
             "anywhere": self.anywhere,
             "engine": self.drain,
@@ -158,26 +152,24 @@ class Router:
         try:
             if call.operation.routed in ID_FIELD:
                 return await self.sequences.call(call, header)
-            prepared = await self.prepared(call, header)
+            prepared = self.prepared(call, header)
             return await self.routes[call.operation.routed](call, prepared)
         except ProblemText as error:
             raise with_room(error, self.members.engines) from None
 
-    async def prepared(self, call: Call, header: bytes) -> Prepared:
-        """The request, checked as its engine will check it; a long one in pieces, between which the
-        loop runs other calls. Raises MalformedBody, InvalidRequest, NotReady."""
+    def prepared(self, call: Call, header: bytes) -> Prepared:
+        """The request, checked as its engine will check it. Raises MalformedBody, InvalidRequest,
+        NotReady."""
         room = len(call.image) - len(header) - LENGTH_BYTES
-        if len(header) <= MAX_REMEMBERED_BYTES and is_short(header):
-            is_light = weight_of(header) <= REMEMBERED_WEIGHT
-            read = self.remembered if is_light else self.read
-            return read(call.operation, header, room)
-        preparation = preparing(call.operation, header, room, self.members.info)
-        found = await self.long_work.do(preparation, call.tenant.namespace)
-        self.sequences.fast_path.learn(call, header, found)
-        return found
+        is_light = len(header) <= MAX_REMEMBERED_BYTES and header.count(b"{") <= MAX_OBJECTS
+        read = self.remembered if is_light else self.read
+        return read(call.operation, header, room)
 
     def read(self, operation: Operation, header: bytes, room: int) -> Prepared:
         return finish(preparing(operation, header, room, self.members.info))
+
+    async def create(self, call: Call, prepared: Prepared) -> RawReply:
+        return await Creation(self.placer, self.sequences, call, prepared).run()
 
     async def anywhere(self, call: Call, _: Prepared) -> RawReply:
         """The reply of any engine, tried one after another where sessions end."""

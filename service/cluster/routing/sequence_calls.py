@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from attnd.wire.dtypes import Array
@@ -14,27 +16,29 @@ from service.cluster.membership.engine import Call, Engine, EngineReply, RawRepl
 from service.cluster.membership.members import Members
 from service.cluster.placement.inflight_prompts import InflightPrompts
 from service.cluster.routing.batch_split import Piece, has_mask, join, row_sums, split_batch
-from service.cluster.routing.fast_path import FastPath, ids_of
-from service.cluster.routing.ids import Ids
-from service.cluster.routing.outcomes import Outcome, retried, unknown_ids
+from service.cluster.routing.ids import Ids, Places
+from service.cluster.routing.outcomes import Outcome, outcome_of, unknown_ids
 from service.cluster.routing.replies import gather_all, longest, reply, results_of, with_full_engine
 from service.doors.kit.problems import ProblemText, document_of
-from service.errors import (
-    DeadlineExceeded,
-    InvalidRequest,
-    LostSequence,
-    NotReady,
-)
+from service.errors import AttndError, DeadlineExceeded, InvalidRequest, LostSequence, NotReady
 from service.image.json_text import dump_json
-from service.image.reading import split
+from service.image.reading import MAX_VALUES, split
 from service.operations.schema.fields import Int32
-from service.operations.schema.spec import Prepared
+from service.operations.schema.spec import Operation, Prepared
 from service.operations.sequences import GET_SEQUENCE
 from service.road.caller_end.caller import AnswerLost
 
 Arrays = dict[str, Array]
 Fields = dict[str, Any]
+T = TypeVar("T")
 COMMITS: Final = frozenset({"commit", "commit_sequences"})
+ID_FIELD: Final = {"sequence": "id", "sequences": "sequences"}
+"""The field with the ids, by the operation's routing."""
+MAX_TRIES: Final = 64
+"""Attempts of a call, more than engines: ids may go between two looks."""
+MAX_REMEMBERED_BYTES: Final = 16 * 2**10
+MAX_REMEMBERED: Final = 512
+"""Headers whose ids are remembered, as decodes repeat them, and the size of one."""
 
 
 class SequenceCalls:
@@ -45,39 +49,150 @@ class SequenceCalls:
         members: Members,
         ids: Ids,
         prompts: InflightPrompts,
-        prepare: Callable[[Call, bytes], Awaitable[Prepared]],
+        prepare: Callable[[Call, bytes], Prepared],
     ) -> None:
         """`prepare` checks a request that cannot be forwarded unread."""
         self.members = members
         self.ids = ids
         self.prompts = prompts
         self.prepare = prepare
-        self.fast_path = FastPath()
+        self.remembered = lru_cache(MAX_REMEMBERED)(ids_in)
 
     async def call(self, call: Call, header: bytes) -> RawReply:
-        """The reply to a call for the sequences that its header names."""
-        return await retried(Forwarded(self, call, self.fast_path.ids(call, header), header))
+        """The reply to a call for the sequences that its header names. A request is checked before
+        engines are asked for its sequences; the engine checks it where they are known."""
+        is_short = len(header) <= MAX_REMEMBERED_BYTES
+        ids = (self.remembered if is_short else ids_in)(call.operation, header)
+        if not ids or self.ids.known_places(ids, call.tenant) is None:
+            ids = ids_of(call.operation, self.prepare(call, header))
+
+        async def apart(places: Places) -> RawReply:
+            """Sends each engine its part."""
+            prepared = self.prepare(call, header)
+            arrays = call.arrays(prepared.layout)
+            changes = call.operation.scope == "append" or call.operation.appended_with in arrays
+            fields = prepared.fields.model_dump(exclude_unset=True)
+            whole = await self.ask_each(call, ids, places, fields, arrays, changes=changes)
+            self.succeeded(call, ids, 0)
+            return reply(self.members.arena, call, whole.fields, whole.arrays, whole.stages)
+
+        return await self.at_home(call, ids, lambda home: self.forward(call, ids, home), apart)
 
     async def together(self, call: Call, prepared: Prepared) -> RawReply:
         """The reply of the one engine that all the sequences are on. Raises InvalidRequest."""
         levels = getattr(prepared.fields, "levels", None)
-        ids = prepared.fields.ids if levels is None else [i for one in levels for i in one.ids]
-        return await retried(Forwarded(self, call, tuple(dict.fromkeys(ids)), None))
+        named = prepared.fields.ids if levels is None else [i for one in levels for i in one.ids]
+        ids = tuple(dict.fromkeys(named))
+
+        async def apart(places: Places) -> RawReply:
+            _, (other, *_), *_ = places.values()
+            rule = f"is on another engine than {ids[0]}: fork both from one sequence"
+            raise InvalidRequest("sequences", ids[other], rule)
+
+        return await self.at_home(call, ids, lambda home: self.forward(call, ids, home), apart)
 
     async def ask(
         self, call: Call, ids: Sequence[str], fields: Fields, arrays: Arrays, *, changes: bool
     ) -> EngineReply:
         """The joined reply to other fields and tensors for these sequences. `changes`: an error
         lists the sequences that were changed all the same."""
-        return await retried(Piecewise(self, call, ids, fields, arrays, changes))
+        return await self.at_home(
+            call,
+            ids,
+            lambda home: home.ask(call, fields, arrays),
+            lambda places: self.ask_each(call, ids, places, fields, arrays, changes=changes),
+        )
+
+    async def at_home(
+        self,
+        call: Call,
+        ids: Sequence[str],
+        send: Callable[[Engine], Awaitable[T]],
+        apart: Callable[[Places], Awaitable[T]],
+    ) -> T:
+        """What `send` returns for the engine of all these sequences, or `apart` for several."""
+        for left in reversed(range(MAX_TRIES)):
+            places = await self.ids.locate(ids, call.tenant)
+            if len(places) > 1:
+                return await apart(places)
+            (home,) = places
+            try:
+                return await send(home)
+            except (ProblemText, AttndError) as error:
+                if not left:
+                    raise
+                await self.recover(call, ids, home, error)
+        raise RuntimeError("the last attempt returns or raises: this is a bug")
+
+    async def forward(self, call: Call, ids: Sequence[str], home: Engine) -> RawReply:
+        """The reply of an engine to the call as it is."""
+        since = self.ids.clock
+        prompts = self.prompts.computed_by(call.operation, call.tenant.namespace, ids)
+        try:
+            answered, slot = await home.call(call)
+        finally:
+            for one in prompts:
+                one.num_calls -= 1
+        self.succeeded(call, ids, since)
+        return answered, slot
+
+    async def ask_each(
+        self,
+        call: Call,
+        ids: Sequence[str],
+        places: Places,
+        fields: Fields,
+        arrays: Arrays,
+        *,
+        changes: bool,
+    ) -> EngineReply:
+        """Sends each engine its piece, all at once, and joins the replies. Each piece is retried by
+        itself, since others may have taken effect."""
+        kv_lens = None
+        if has_mask(arrays):
+            kv_lens = await self.masked_lengths(call, ids, fields, appends="k" in arrays)
+        pieces = split_batch(fields, arrays, list(places.values()), kv_lens)
+        parts = [[ids[at] for at in piece.positions] for piece in pieces]
+
+        def ask(part: Sequence[str], piece: Piece) -> Awaitable[EngineReply]:
+            return self.ask(call, part, piece.fields, piece.arrays, changes=changes)
+
+        results = await results_of([ask(*both) for both in zip(parts, pieces, strict=True)])
+        whole = [one for one in results if isinstance(one, EngineReply)]
+        if len(whole) < len(results):
+            both = zip(parts, results, strict=True)
+            done = [name for part, one in both if isinstance(one, EngineReply) for name in part]
+            errors = [one for one in results if isinstance(one, BaseException)]
+            raise joint_error(errors, done if changes else [])
+        joined, tensors = join(pieces, [(one.fields, one.arrays) for one in whole])
+        return EngineReply(joined, tensors, longest(one.stages for one in whole))
+
+    async def masked_lengths(
+        self, call: Call, ids: Sequence[str], fields: Fields, *, appends: bool
+    ) -> Int32:
+        """The tokens of each sequence that a prefill's mask covers: those at the layer, and those
+        that the call appends. The engines check them."""
+        tenant = self.members.acting_for(call.tenant)
+        look = replace(call, operation=GET_SEQUENCE, tenant=tenant)
+        asking = [self.ask(look, [one], {"id": one}, {}, changes=False) for one in ids]
+        layer = fields["layer"]
+        lengths = [view.fields["lengths"][layer] for view in await gather_all(asking)]
+        appended = np.diff(row_sums(fields, len(ids))) if appends else 0
+        return np.array(lengths, np.int32) + appended
+
+    def succeeded(self, call: Call, ids: Sequence[str], since: int) -> None:
+        """Forgets sequences that were deleted after `since`; ends waits for committed prompts."""
+        name = call.operation.name
+        if name == "delete_sequence":
+            self.ids.forget(call.tenant, ids, since)
+        if name == "delete_sequence" or name in COMMITS:
+            self.prompts.end(call.tenant.namespace, ids)
 
     # where an attempt has failed
 
-    async def recover(
-        self, call: Call, ids: Sequence[str], home: Engine, outcome: Outcome, error: Exception
-    ) -> None:
+    async def recover(self, call: Call, ids: Sequence[str], home: Engine, error: Exception) -> None:
         """Finds the sequences that `home` does not have; raises for all other outcomes."""
-        match outcome, error:
+        match outcome_of(error), error:
             case Outcome.UNKNOWN, _:
                 await self.ids.find(unknown_ids(error), call.tenant)
             case Outcome.LOST, _:
@@ -108,132 +223,26 @@ class SequenceCalls:
             return DeadlineExceeded(text)
         return error
 
-    def succeeded(self, call: Call, ids: Sequence[str], since: int) -> None:
-        """Forgets sequences that were deleted after `since`; ends waits for committed prompts."""
-        name = call.operation.name
-        if name == "delete_sequence":
-            self.ids.forget(call.tenant, ids, since)
-        if name == "delete_sequence" or name in COMMITS:
-            self.prompts.end(call.tenant.namespace, ids)
+
+def ids_of(operation: Operation, prepared: Prepared) -> tuple[str, ...]:
+    """The sequences that a checked request names."""
+    given = getattr(prepared.fields, ID_FIELD[operation.routed], ())
+    return (given,) if isinstance(given, str) else tuple(given or ())
 
 
-@dataclass(slots=True)
-class Forwarded:
-    """A call sent as it is, where one engine has all its sequences."""
-
-    calls: SequenceCalls
-    call: Call
-    ids: Sequence[str]
-    """Empty: they are not known before the header is checked."""
-    header: bytes | None
-    """None: the request was checked, and the sequences must be on one engine."""
-    home: Engine | None = None
-
-    async def attempt(self) -> RawReply:
-        self.home = None
-        known, tenant = self.calls.ids, self.call.tenant
-        places = known.known_places(self.ids, tenant) if self.ids else None
-        if places is None:  # a request is checked before engines are asked for its sequences
-            if self.header is not None:
-                prepared = await self.calls.prepare(self.call, self.header)
-                self.ids = ids_of(self.call.operation, prepared)
-            places = await known.locate(self.ids, tenant)
-        if len(places) > 1:
-            _, (other, *_), *_ = places.values()
-            return await self.scatter(self.ids[other])
-        (self.home,) = places
-        return await self.forward(self.home)
-
-    async def forward(self, home: Engine) -> RawReply:
-        call, calls = self.call, self.calls
-        since = calls.ids.clock
-        prompts = calls.prompts.computed_by(call.operation, call.tenant.namespace, self.ids)
-        try:
-            answered, slot = await home.call(call)
-        finally:
-            for one in prompts:
-                one.num_calls -= 1
-        calls.succeeded(call, self.ids, since)
-        return answered, slot
-
-    async def scatter(self, other: str) -> RawReply:
-        """Sends each engine its part. `other` is not on the engine of the first sequence."""
-        call, calls = self.call, self.calls
-        if self.header is None:
-            rule = f"is on another engine than {self.ids[0]}: fork both from one sequence"
-            raise InvalidRequest("sequences", other, rule)
-        prepared = await calls.prepare(call, self.header)
-        arrays = call.arrays(prepared.layout)
-        changes = call.operation.scope == "append" or call.operation.appended_with in arrays
-        fields = prepared.fields.model_dump(exclude_unset=True)
-        whole = await calls.ask(call, self.ids, fields, arrays, changes=changes)
-        calls.succeeded(call, self.ids, 0)
-        return reply(calls.members.arena, call, whole.fields, whole.arrays, whole.stages)
-
-    async def recover(self, outcome: Outcome, error: Exception) -> None:
-        if self.home is None:  # `locate` or a piece has failed
-            raise error
-        await self.calls.recover(self.call, self.ids, self.home, outcome, error)
-
-
-@dataclass(slots=True)
-class Piecewise:
-    """Fields and tensors for sequences of any number of engines. Each piece is retried by itself,
-    since others may have taken effect."""
-
-    calls: SequenceCalls
-    call: Call
-    ids: Sequence[str]
-    fields: Fields
-    arrays: Arrays
-    changes: bool
-    home: Engine | None = None
-
-    async def attempt(self) -> EngineReply:
-        self.home = None
-        places = await self.calls.ids.locate(self.ids, self.call.tenant)
-        if len(places) > 1:
-            return await self.scatter(list(places.values()))
-        (self.home,) = places
-        return await self.home.ask(self.call, self.fields, self.arrays)
-
-    async def scatter(self, groups: Sequence[Sequence[int]]) -> EngineReply:
-        """Sends each engine its piece, all at once, and joins the replies."""
-        has = has_mask(self.arrays)
-        kv_lens = await self.masked_lengths() if has else None
-        pieces = split_batch(self.fields, self.arrays, groups, kv_lens)
-        parts = [[self.ids[at] for at in piece.positions] for piece in pieces]
-        asking = [self.ask(part, piece) for part, piece in zip(parts, pieces, strict=True)]
-        results = await results_of(asking)
-        whole = [one for one in results if isinstance(one, EngineReply)]
-        if len(whole) < len(results):
-            both = zip(parts, results, strict=True)
-            done = [name for part, one in both if isinstance(one, EngineReply) for name in part]
-            errors = [one for one in results if isinstance(one, BaseException)]
-            raise joint_error(errors, done if self.changes else [])
-        fields, joined = join(pieces, [(one.fields, one.arrays) for one in whole])
-        return EngineReply(fields, joined, longest(one.stages for one in whole))
-
-    async def ask(self, ids: Sequence[str], piece: Piece) -> EngineReply:
-        changes = self.changes
-        return await self.calls.ask(self.call, ids, piece.fields, piece.arrays, changes=changes)
-
-    async def masked_lengths(self) -> Int32:
-        """The tokens of each sequence that a prefill's mask covers: those at the layer, and those
-        that the call appends. The engines check them."""
-        tenant = self.calls.members.acting_for(self.call.tenant)
-        look = replace(self.call, operation=GET_SEQUENCE, tenant=tenant)
-        asking = [self.calls.ask(look, [one], {"id": one}, {}, changes=False) for one in self.ids]
-        layer = self.fields["layer"]
-        lengths = [view.fields["lengths"][layer] for view in await gather_all(asking)]
-        appends = "k" in self.arrays
-        appended = np.diff(row_sums(self.fields, len(self.ids))) if appends else 0
-        return np.array(lengths, np.int32) + appended
-
-    async def recover(self, outcome: Outcome, error: Exception) -> None:
-        if self.home is None:
-            raise error
-        await self.calls.recover(self.call, self.ids, self.home, outcome, error)
+def ids_in(operation: Operation, header: bytes) -> tuple[str, ...]:
+    """The sequences that a header names; none where it is malformed."""
+    if header.count(b",") > MAX_VALUES:
+        return ()
+    try:
+        request = json.loads(json.loads(header)["__metadata__"]["request"])
+        given = request[ID_FIELD[operation.routed]]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ()
+    ids = (given,) if isinstance(given, str) else given
+    if not isinstance(ids, list | tuple) or not all(isinstance(name, str) for name in ids):
+        return ()
+    return tuple(ids)
 
 
 def may_change(call: Call) -> bool:

@@ -151,3 +151,19 @@ async def test_a_lease_is_unknown_only_if_no_engine_is_away(name: str) -> None:
             status, code, _ = await cluster.error(name, fields)
             assert (status, code) == ((503, "not_ready") if is_away else (404, "unknown_lease"))
             cluster.router.members.mark_dead(cluster.router.members.by_name["b"])
+
+
+async def test_an_unknown_id_is_deleted_at_an_engine_that_comes_while_others_are_asked() -> None:
+    async with fake_cluster("ab") as cluster:
+        cluster.links["b"].ids.add("mine")
+        engine = cluster.engine_of("b")
+        cluster.lose("b", is_dead=False)
+        assert (await cluster.call("delete_sequences", {"ids": ["mine"]})).status == 503
+
+        async def comes() -> None:
+            members = cluster.router.members
+            members.by_name["b"].engine = members.by_tag[engine.tag] = engine
+            members.changes += 1
+
+        cluster.links["a"].do_next("delete_sequences", comes)
+        assert await cluster.fields("delete_sequences", {"ids": ["mine"]}) == {"num_deleted": 1}

@@ -9,23 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.cluster.routing.fast_path import MAX_BYTES, MAX_HEADER_BYTES, FastPath, ids_in
-from service.cluster.routing.ids import MAX_IDS, Ids
-from service.operations.schema.fields import MAX_SEQUENCES
+from service.cluster.routing.ids import Ids
+from service.cluster.routing.sequence_calls import MAX_REMEMBERED, MAX_REMEMBERED_BYTES, ids_in
 from service.operations.table import BY_NAME
+from service.tenants import OPEN
 from tests.cluster.fake_engines import fake_cluster
 from tests.cluster.harness import rows
 
 HERE, THERE = "00000000", "11111111"
 TENANT: Any = SimpleNamespace(namespace="")
+DECODE = BY_NAME["decode"]
 
 
 def header(**fields: Any) -> bytes:
     return json.dumps({"__metadata__": {"request": json.dumps(fields)}}).encode()
-
-
-def call(name: str = "decode") -> Any:
-    return SimpleNamespace(operation=BY_NAME[name])
 
 
 @pytest.fixture
@@ -35,9 +32,8 @@ def entries() -> Ids:
 
 
 def test_the_ids_of_a_call_are_read_from_its_header() -> None:
-    fast_path, ids = FastPath(), ("a", "b")
-    assert fast_path.ids(call(), header(layer=0, sequences=ids)) == ids
-    assert fast_path.ids(call("get_sequence"), header(id="c")) == ("c",)
+    assert ids_in(DECODE, header(layer=0, sequences=["a", "b"])) == ("a", "b")
+    assert ids_in(BY_NAME["get_sequence"], header(id="c")) == ("c",)
 
 
 def test_sequences_of_one_engine_are_known_to_be_there(entries: Ids) -> None:
@@ -56,7 +52,6 @@ def test_a_batch_is_not_known_where_one_of_its_sequences_is_not(
     entries: Ids, ids: list[str]
 ) -> None:
     assert entries.known_places(ids, TENANT) is None
-    assert not entries.batches
 
 
 @pytest.mark.parametrize(
@@ -80,17 +75,10 @@ def test_a_batch_is_not_known_where_one_of_its_sequences_is_not(
     ],
 )
 def test_calls_with_a_malformed_header_are_parsed(bad: bytes) -> None:
-    fast_path = FastPath()
-    assert ids_in(BY_NAME["decode"], bad) == fast_path.ids(call(), bad) == ()
-    assert not fast_path.known
+    assert ids_in(DECODE, bad) == ()
 
 
-def test_other_operations_are_parsed() -> None:
-    for name in ("cascade", "create_sequences", "pool", "merge"):
-        assert FastPath().ids(call(name), header(sequences=["a"])) == ()
-
-
-def test_places_are_forgotten_when_an_engine_leaves_or_the_map_changes(entries: Ids) -> None:
+def test_places_are_those_of_the_namespace_and_of_now(entries: Ids) -> None:
     members: Any = entries.members
     entries.learn(TENANT, ["mine"], HERE)
     assert entries.known_places(["mine"], TENANT) == {"here": [0]}
@@ -99,60 +87,23 @@ def test_places_are_forgotten_when_an_engine_leaves_or_the_map_changes(entries: 
     entries.learn(TENANT, ["mine"], THERE)
     assert entries.known_places(["mine"], TENANT) == {"there": [0]}
     del members.by_tag[THERE]
-    members.changes += 1
     assert entries.known_places(["mine"], TENANT) is None
 
 
-def test_the_memory_of_headers_is_bounded() -> None:
-    fast_path = FastPath()
-    for number in range(40):
-        ids = ("a", f"{number}{'x' * (MAX_BYTES // 32)}")
-        assert fast_path.ids(call(), header(sequences=ids)) == ids
-        assert sum(len(text) for _, text in fast_path.known) <= MAX_BYTES
-    assert fast_path.known
-
-
-def test_the_memory_of_places_is_bounded(entries: Ids) -> None:
-    for number in range(100):
-        ids = [f"{number}-{at}.{HERE}" for at in range(MAX_IDS // 32)]
-        assert entries.known_places(ids, TENANT) == {"here": list(range(len(ids)))}
-        assert sum(len(names) for _, names in entries.batches) <= MAX_IDS + len(ids)
-
-
-def test_a_header_that_is_too_long_is_not_remembered() -> None:
-    prepared: Any = SimpleNamespace(fields=SimpleNamespace(sequences=("a",)))
-    fast_path, text = FastPath(), b" " * (MAX_HEADER_BYTES + 1)
-    fast_path.learn(call(), text, prepared)
-    assert not fast_path.known and fast_path.ids(call(), text) == ()
-
-
-def test_a_header_that_was_read_in_pieces_is_remembered() -> None:
-    fast_path, ids, text = FastPath(), ("a",), b"too long to be read here"
-    prepared: Any = SimpleNamespace(fields=SimpleNamespace(sequences=ids))
-    fast_path.learn(call(), text, prepared)
-    assert fast_path.ids(call(), text) == ids
-
-
-async def test_a_long_call_is_forwarded_unread_once_its_sequences_are_known(
-    rng: np.random.Generator,
-) -> None:
-    ids = [f"s{number}" for number in range(MAX_SEQUENCES)]
-    fields, k = {"layer": 0, "sequences": ids, "offsets": [0] * len(ids)}, rows(rng, len(ids))
+async def test_headers_are_remembered_within_bounds(rng: np.random.Generator) -> None:
+    k = rows(rng, 1)
     async with fake_cluster("a") as cluster:
-        link, found = cluster.links["a"], cluster.router.sequences.fast_path.known
+        link, remembered = cluster.links["a"], cluster.router.sequences.remembered
+        for number in range(MAX_REMEMBERED + 2):
+            link.ids.add(f"s{number}")
+            cluster.router.ids.learn(OPEN, [f"s{number}"], 8 * "a")
+            fields = {"layer": 0, "sequences": [f"s{number}"]}
+            for _ in range(2):
+                await cluster.ok("append", fields, k=k, v=k)
+        info = remembered.cache_info()
+        assert (info.hits, info.currsize) == (MAX_REMEMBERED + 2, MAX_REMEMBERED)
+        ids = [f"s{number}-{100 * 'x'}" for number in range(MAX_REMEMBERED_BYTES // 100)]
         link.ids.update(ids)
-        for _ in range(2):
-            link.served.clear()
-            await cluster.ok("append", fields, k=k, v=k)
-            assert list(found.values()) == [tuple(ids)]
-        assert len(link.served) == 1
-
-
-def test_a_call_that_is_learned_again_takes_no_more_memory() -> None:
-    fast_path, ids = FastPath(), ["a", "b"]
-    prepared: Any = SimpleNamespace(fields=SimpleNamespace(sequences=ids))
-    for _ in range(2):
-        fast_path.learn(call(), header(layer=0, sequences=ids), prepared)
-        taken = fast_path.num_bytes
-    fast_path.learn(call(), header(layer=0, sequences=ids), prepared)
-    assert fast_path.num_bytes == taken < MAX_HEADER_BYTES
+        k = rows(rng, len(ids))
+        await cluster.ok("append", {"layer": 0, "sequences": ids}, k=k, v=k)
+        assert remembered.cache_info().misses == info.misses, "it is too long"

@@ -42,15 +42,9 @@ def test_the_map_takes_precedence_over_the_id_and_namespaces_are_apart() -> None
     assert [ids.home(one, RED) for one in (name, "chat")] == ["here", None]
 
 
-def test_an_id_that_a_call_makes_is_not_forgotten() -> None:
+def test_an_id_that_may_have_been_made_since_is_not_forgotten() -> None:
     ids = empty_map()
     ids.learn(RED, ["chat"], HERE)
-    with ids.being_made(RED, ["chat"]):
-        ids.forget(RED, ["chat"], ids.clock)
-        assert ids.home("chat", RED) == "here" and not ids.is_made_by_others(RED, "chat")
-        with ids.being_made(RED, ["chat"]):
-            ids.forget_unmade(RED, ["chat"])
-            assert ids.home("chat", RED) == "here" and ids.is_made_by_others(RED, "chat")
     since = ids.clock
     ids.learn(RED, ["chat"], HERE)
     ids.forget(RED, ["chat"], since)
@@ -60,7 +54,7 @@ def test_an_id_that_a_call_makes_is_not_forgotten() -> None:
     assert ids.home("chat", RED) == "here", "an import of it is under way"
     ids.imports.clear()
     ids.forget(RED, ["chat"], ids.clock)
-    assert ids.home("chat", RED) is None and not ids.making
+    assert ids.home("chat", RED) is None
 
 
 def test_a_bounded_number_of_ids_of_dead_engines_is_remembered(monkeypatch: Any) -> None:
