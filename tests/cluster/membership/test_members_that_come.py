@@ -31,6 +31,16 @@ async def test_a_door_that_is_ready_stays_ready_while_an_engine_that_joins_start
         assert members.state == ("ready", "ready")
 
 
+@pytest.mark.parametrize("is_draining", [False, True])
+async def test_engines_that_end_with_the_router_are_not_reported_as_lost(
+    is_draining: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with fake_cluster("ab") as cluster:
+        cluster.router.draining = "the service stops" if is_draining else ""
+        cluster.lose("a", is_dead=True)
+    assert ("a is lost" in caplog.text) != is_draining
+
+
 async def test_an_engine_that_replies_to_each_question_of_a_long_poll_is_not_silent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryFile
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +33,6 @@ POOL = (
     *("--pool.head-dim", "4"),
     *("--pool.num-pages", "64"),
     *("--pool.dtype", "fp32"),
-    *("--log.level", "warning"),
 )
 
 pytestmark = [
@@ -49,18 +49,33 @@ def free_port() -> int:
 
 @contextmanager
 def served(*given: str, **environment: str) -> Iterator[httpx.Client]:
-    """A cluster of two engines, as soon as both are there."""
+    """A cluster of two engines, as soon as both are there. Its log is plain, and has no noise of
+    Ray's at a normal stop."""
     port = free_port()
     command = [sys.executable, "-m", "service", "--cluster", "--cluster.engines", "2"]
     command += ["--server.port", str(port), *POOL, *given]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
-    with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True) as process:
+    with (
+        TemporaryFile("w+") as log,
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            start_new_session=True,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        ) as process,
+    ):
         try:
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as made:
                 wait_for(lambda: len(engines(made)) == 2)
                 yield made
             process.send_signal(signal.SIGTERM)
             assert process.wait(WAIT_S) == 0
+            log.seek(0)
+            text = log.read()
+            assert text.count(": sessions at /") >= 2, text
+            assert "\x1b[" not in text and "infinite retries" not in text, text
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
