@@ -171,6 +171,10 @@ class OipSettings(Section):
     """Maximum size of a request of the gateway, which holds it in memory before copying it to the
     arena. Raise it for prefills of more tokens."""
 
+    client_cert: Annotated[str | None, Field(min_length=1)] = None
+    """PEM file with a certificate and its key, which the gateway shows to a cluster, or a service
+    elsewhere, that has `server.tls_client_ca`."""
+
     @property
     def is_on(self) -> bool:
         """Whether there is a gateway."""

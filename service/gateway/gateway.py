@@ -17,7 +17,7 @@ from service.doors.kit.ledger import CLIENT_CLOSED, Ledger, Record
 from service.doors.kit.problems import document_of
 from service.doors.kit.process import DRAINING
 from service.errors import AnswerTooLarge, Overloaded
-from service.gateway import models
+from service.gateway.models import MODELS, SERVER, VERSION, model_of
 from service.gateway.requests import Inference
 from service.gateway.upstream import Caller, Upstream
 
@@ -41,12 +41,9 @@ class Gateway:
     """Requests of both protocols, on one event loop."""
 
     def __init__(self, settings: Settings, upstream: Upstream, ledger: Ledger) -> None:
-        self.settings = settings
-        self.upstream = upstream
-        self.ledger = ledger
+        self.settings, self.upstream, self.ledger = settings, upstream, ledger
         self.calls: Counter[str] = Counter()
         """Calls under way, by their caller's share."""
-        self.tallies = {name: models.Tally() for name in models.MODELS}
         self.draining = asyncio.Event()
 
     @asynccontextmanager
@@ -80,16 +77,13 @@ class Gateway:
         finally:
             record.seconds = time.perf_counter() - record.started
             self.ledger.add(record)
-            if (tally := self.tallies.get(record.op)) is not None:
-                tally.add(record.code == "ok", record.seconds)
         raise Refused(problem)  # outside of the handler, so that the error's frames are freed
 
     async def infer(
         self, record: Record, caller: Caller, request: Inference, deadline_s: float | None
     ) -> Reply:
         """The service's reply, by the earlier one of the request's and the client's deadline."""
-        record.op = request.model.name
-        record.tenant = caller.tenant
+        record.op, record.tenant = request.model.name, caller.tenant
         if request.timeout_s is not None:
             deadline_s = min(request.timeout_s, deadline_s or request.timeout_s)
         reply = await self.upstream.call(caller, request, record, deadline_s)
@@ -99,25 +93,23 @@ class Gateway:
         record.stages = [reply.meta.timings.get(stage, 0.0) for stage in TIMED]
         return reply
 
-    async def page(self, name: str, caller: Caller, model: str, version: str) -> dict[str, Any]:
-        """The answer of a method that calls no operation; `model` may be empty."""
-        is_of_one = name in ("ModelMetadata", "ModelConfig", "ModelReady")
-        one = models.model_of(model, version) if model or is_of_one else None
-        match name, one:
-            case "ServerLive", _:
-                return {"live": True}
-            case "ServerMetadata", _:
-                return models.SERVER
-            case "ModelMetadata", models.Model():
-                return models.metadata(one)
-            case "ModelConfig", models.Model():
-                return {"config": models.config(one)}
-            case "ModelStatistics", _:
-                await self.upstream.require_admin(caller)
-                asked = models.MODELS.values() if one is None else [one]
-                return {"model_stats": [self.tallies[each.name].statistics(each) for each in asked]}
-        state = ("draining", DRAINING) if self.draining.is_set() else await self.upstream.state()
+    async def page(self, name: str, model: str, version: str) -> dict[str, Any]:
+        """The answer of a method that calls no operation; `model` is empty where it names none."""
+        if name == "ServerLive":
+            return {"live": True}
+        if name == "ServerMetadata":
+            return SERVER
+        if name == "ModelMetadata":
+            return model_of(model, version).metadata()
+        if name == "ModelConfig":
+            return {"config": model_of(model, version).config()}
+        named = {"name": model_of(model, version).name} if name == "ModelReady" else {}
+        state, why = await self.upstream.state()
+        if self.draining.is_set():
+            state, why = "draining", DRAINING
         if name == "RepositoryIndex":
-            return {"models": models.index(*state)}
-        named = {} if one is None else {"name": one.name}
-        return {"ready": state[0] == "ready", "reason": state[1], **named}
+            how = {"state": "READY", "reason": ""}
+            if state != "ready":
+                how = {"state": "UNAVAILABLE", "reason": why}
+            return {"models": [{"name": one, "version": VERSION, **how} for one in MODELS]}
+        return {"ready": state == "ready", "reason": why, **named}

@@ -37,8 +37,8 @@ for file in FileDescriptorSet.FromString(DESCRIPTORS).file:
     POOL.Add(file)
 SERVICE: Final = POOL.FindServiceByName("inference.GRPCInferenceService")
 MAX_PROBLEM: Final = 4096
-"""Characters of a problem document in metadata; clients have limits on it."""
 MAX_TEXT: Final = 2048
+"""Characters of a problem document in metadata, and of a message: clients have limits on them."""
 MORE_CALLS: Final = 64
 """Calls of a connection beyond `oip.max_calls`, for health checks and refusals."""
 PING_MS: Final = 5000
@@ -125,10 +125,9 @@ def numbers_of(given: Any) -> bytes | None:
 
 def parameters_in(made: Any) -> dict[str, Any]:
     """The parameters of a request, an input or an output."""
-    chosen = {
-        name: (one, one.WhichOneof("parameter_choice")) for name, one in made.parameters.items()
-    }
-    return {name: getattr(one, kind) if kind else None for name, (one, kind) in chosen.items()}
+    kinds = {name: one.WhichOneof("parameter_choice") for name, one in made.parameters.items()}
+    given = made.parameters
+    return {name: getattr(given[name], kind) if kind else None for name, kind in kinds.items()}
 
 
 def write_reply(response: Any, request: Inference, reply: Reply) -> None:
@@ -176,7 +175,7 @@ class GrpcService:
         """Write the response, or those of a stream, in the place that the key has."""
         name, made = method.name, message(method.output_type.name)
         if name in OPEN_METHODS:
-            page = await self.gateway.page(name, Caller(), "", "")
+            page = await self.gateway.page(name, "", "")
             await context.write(ParseDict(page, made(), ignore_unknown_fields=True))
             return
         keys = [value for key, value in context.invocation_metadata() if key == "authorization"]
@@ -196,7 +195,7 @@ class GrpcService:
             else:
                 asked = read_message(method.input_type.name, data)
                 model, version = (getattr(asked, one, "") for one in ("name", "version"))
-                page = await self.gateway.page(name, caller, model, version)
+                page = await self.gateway.page(name, model, version)
                 await context.write(ParseDict(page, made(), ignore_unknown_fields=True))
 
     async def stream_one(self, record: Record, caller: Caller, context: Any, data: bytes) -> Any:

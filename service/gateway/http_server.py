@@ -31,22 +31,23 @@ from service.image.json_text import dump_json
 
 MAX_JSON_BYTES: Final = 2**20
 LENGTH: Final = "Inference-Header-Content-Length"
-PATHS: Final = {
-    "/v2": "ServerMetadata",
-    "/v2/health/live": "ServerLive",
-    "/v2/health/ready": "ServerReady",
-    "/v2/models/stats": "ModelStatistics",
-    "/v2/repository/index": "RepositoryIndex",
+ROUTE: Final = re.compile(
+    "/v2(|/health/live|/health/ready|/repository/index)"
+    "|/v2/models/([^/]+)(?:/versions/([^/]+))?(|/infer|/ready|/config)"
+)
+METHODS: Final = {
+    "": "ServerMetadata",
+    "/health/live": "ServerLive",
+    "/health/ready": "ServerReady",
+    "/repository/index": "RepositoryIndex",
 }
-MODEL: Final = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?(/[a-z]+)?")
-ENDS: Final = {
+MODEL_METHODS: Final = {
     "": "ModelMetadata",
     "/infer": "ModelInfer",
     "/ready": "ModelReady",
     "/config": "ModelConfig",
-    "/stats": "ModelStatistics",
 }
-"""Methods by the end of a model's path."""
+"""Methods by the end of the service's paths, and of a model's."""
 WHOLE: Final = {"ModelConfig": "config", "RepositoryIndex": "models"}
 """Members that are the whole page over HTTP."""
 Answer = tuple[bytes, dict[str, str]]
@@ -77,17 +78,17 @@ class Application:
     async def answer(self, record: Record, request: Request, send: Any) -> None:
         """Respond to a request, in the place that its key has until its client has read."""
         path, headers = record.path, request.headers
-        match = MODEL.fullmatch(path)
-        model, version, end = match.groups("") if match is not None else ("", "", "?")
-        if (name := PATHS.get(path) or ENDS.get(end)) is None:
+        if (match := ROUTE.fullmatch(path)) is None:
             raise NoSuchRoute(f"{path}: the protocol has no such path")
+        end, model, version, model_end = match.groups("")
+        name = MODEL_METHODS[model_end] if model else METHODS[end]
         allow = ("POST",) if name in ("ModelInfer", "RepositoryIndex") else ("GET", "HEAD")
         if request.method not in allow:
             raise MethodNotAllowed(f"{request.method} {path}: use {' or '.join(allow)}", allow)
         if query := request.url.query:
             raise InvalidRequest("query", query, "this route takes no parameters")
         if name in OPEN_METHODS:
-            body, more = await self.page(name, Caller(), "", "")
+            body, more = await self.page(name, "", "")
             return await send_whole(send, 200, body, more | dict(record.trailing))
         given = dict(request.scope["headers"])
         if refusal := self.host_rule.refusal(given.get(b"host"), given.get(b"origin")):
@@ -96,15 +97,14 @@ class Application:
             if name == "ModelInfer":
                 body, more = await self.infer(record, request, caller, model_of(model, version))
             else:
-                body, more = await self.page(name, caller, "" if path in PATHS else model, version)
+                body, more = await self.page(name, model, version)
             await send_whole(send, 200, body, more | dict(record.trailing))
 
-    async def page(self, name: str, caller: Caller, model: str, version: str) -> Answer:
-        page = await self.gateway.page(name, caller, model, version)
+    async def page(self, name: str, model: str, version: str) -> Answer:
+        page = await self.gateway.page(name, model, version)
         if page.get("ready") is False:
             raise NotReady(page["reason"])
-        whole = page[WHOLE[name]] if name in WHOLE else page
-        return dump_json(whole).encode(), {"content-type": JSON}
+        return dump_json(page.get(WHOLE.get(name, ""), page)).encode(), {"content-type": JSON}
 
     async def infer(self, record: Record, request: Request, caller: Caller, model: Model) -> Answer:
         headers, settings = request.headers, self.gateway.settings
@@ -115,29 +115,24 @@ class Application:
         deadline_s = None if deadline is None else deadline_us_of(deadline.encode()) * 1e-6
         limit, seconds = settings.oip.max_message_bytes, settings.server.receive_timeout_s
         body = memoryview(await read_whole(request, limit, seconds))
-        size = json_bytes(headers.get(LENGTH), len(body))
+        given, size = headers.get(LENGTH), len(body)
+        if given is not None:
+            if not (given.isdecimal() and len(given) < 16 and int(given) <= size):
+                rule = f"must be a count of at most the body's {size} bytes"
+                raise InvalidRequest(LENGTH, given, rule)
+            size = int(given)
+        if size > MAX_JSON_BYTES:
+            rule = f"at most {MAX_JSON_BYTES}: send tensors as binary data"
+            raise InvalidRequest("JSON", f"{size} bytes", rule)
         read = read_json(model, bytes(body[:size]), body[size:])
         work = self.gateway.infer(record, caller, read, deadline_s)
         return answer_of(read, await unless_gone(request, work))
 
 
-def json_bytes(given: str | None, length: int) -> int:
-    """The length of a body's JSON. Raises InvalidRequest."""
-    if given is not None and not (given.isdecimal() and len(given) < 16 and int(given) <= length):
-        raise InvalidRequest(LENGTH, given, f"must be a count of at most the body's {length} bytes")
-    size = length if given is None else int(given)
-    if size > MAX_JSON_BYTES:
-        rule = f"at most {MAX_JSON_BYTES}: send tensors as binary data"
-        raise InvalidRequest("JSON", f"{size} bytes", rule)
-    return size
-
-
 def answer_of(request: Inference, reply: Reply) -> Answer:
     head: dict[str, Any] = {"model_name": request.model.name, "model_version": VERSION}
-    if request.id:
-        head["id"] = request.id
-    if parameters := parameters_of(reply.fields):
-        head["parameters"] = parameters
+    head |= {"id": request.id} if request.id else {}
+    head |= {"parameters": given} if (given := parameters_of(reply.fields)) else {}
     outputs, data = [], []
     for output, array, is_binary in request.outputs_of(reply.tensors):
         if is_binary:

@@ -100,9 +100,8 @@ class Inference:
                 rule = "this request has no such output: see the model's parameters"
                 raise InvalidRequest("outputs", name, rule)
             datatype = datatype_of(DTYPE_NAMES[array.dtype])
-            found.append(
-                ({"name": name, "datatype": datatype, "shape": array.shape}, array, is_binary)
-            )
+            about = {"name": name, "datatype": datatype, "shape": array.shape}
+            found.append((about, array, is_binary))
         self.check_spelled(sum(array.size for _, array, is_binary in found if not is_binary))
         return found
 
@@ -139,30 +138,28 @@ def read_json(model: Model, text: bytes, data: memoryview) -> Inference:
 
 
 def read_body(model: Model, body: Body) -> Inference:
-    """The call of a request. Raises MalformedBody, InvalidRequest, NotSupported."""
+    """The call of a request; the service checks its fields and tensors. Raises MalformedBody,
+    InvalidRequest, NotSupported."""
     if body.model_name not in (None, model.name):
         rule = f"the path names {model.name}: leave it out"
         raise InvalidRequest("model_name", body.model_name, rule)
-    for one in (*body.inputs, *body.outputs):
-        if one.parameters.shared_memory_region is not None:
-            raise NotSupported(NO_REGIONS)
+    if any(one.parameters.shared_memory_region is not None for one in body.inputs + body.outputs):
+        raise NotSupported(NO_REGIONS)
     parameters = validate(CallParameters, body.parameters)
     given = parameters.model_extra or {}
-    if (
-        count := sum(one.count(",") for one in given.values() if isinstance(one, str))
-    ) > MAX_VALUES:
+    count = sum(one.count(",") for one in given.values() if isinstance(one, str))
+    if count > MAX_VALUES:
         rule = f"must be at most {MAX_VALUES} values together"
         raise InvalidRequest("parameters", f"{count} values", rule)
     fields = {name: read_field(model, name, value) for name, value in given.items()}
     arrays: dict[str, Array] = {}
     for one in body.inputs:
-        array = read_input(model, one)
         if one.name in fields or one.name in arrays:
             raise InvalidRequest(one.name, "given", "is given twice")
-        if one.name in model.list_fields:
-            fields[one.name] = array.tolist()
-        else:
-            arrays[one.name] = array
+        array = read_input(model, one)
+        (fields if one.name in model.lists else arrays)[one.name] = (
+            array.tolist() if one.name in model.lists else array
+        )
     outputs: dict[str, bool] = {}
     for output in body.outputs:
         if output.name in outputs:
@@ -172,15 +169,9 @@ def read_body(model: Model, body: Body) -> Inference:
             raise InvalidRequest("outputs", output.name, rule)
         is_binary = output.parameters.binary_data
         outputs[output.name] = parameters.binary_data_output if is_binary is None else is_binary
-    read = Inference(
-        model,
-        fields,
-        arrays,
-        body.id.encode("utf-8", "replace").decode(),
-        outputs,
-        parameters.binary_data_output,
-        parameters.timeout * 1e-6 or None,
-    )
+    binary, timeout_s = parameters.binary_data_output, parameters.timeout * 1e-6 or None
+    name = body.id.encode("utf-8", "replace").decode()
+    read = Inference(model, fields, arrays, name, outputs, binary, timeout_s)
     if "q" in arrays:  # before anything changes
         levels = fields.get("levels") if fields.get("return_levels") else None
         read.check_spelled(arrays["q"].size * (1 + len(levels or ())))
@@ -189,35 +180,34 @@ def read_body(model: Model, body: Body) -> Inference:
 
 def is_named(name: str, declared: str) -> bool:
     """Whether an output has its declared name, which may have a number."""
-    return (
-        re.fullmatch(re.escape(declared).replace(re.escape(NUMBERED), "[0-9]+"), name) is not None
-    )
+    pattern = re.escape(declared).replace(re.escape(NUMBERED), "[0-9]+")
+    return re.fullmatch(pattern, name) is not None
 
 
 def read_field(model: Model, name: str, value: Any) -> Any:
     """A request parameter as a field: a string is JSON, unless the field is a string."""
-    if name not in model.fields:
-        raise unknown_name(name, value, f"model {model.name}", "parameter", tuple(model.fields))
-    if isinstance(value, str) and name not in model.text_fields:
-        value = load_json(value.encode("utf-8", "surrogatepass"), f"parameter {name}")
-    is_list = isinstance(value, list) and name in model.list_fields
-    if is_list and any(type(one) is not int for one in value):
-        raise InvalidRequest(name, value, "must be a list of integers")
+    known = tuple(model.operation.fields.model_fields)
+    if name not in known:
+        raise unknown_name(name, value, f"model {model.name}", "parameter", known)
+    if isinstance(value, str) and name not in model.texts:
+        return load_json(value.encode("utf-8", "surrogatepass"), f"parameter {name}")
     return value
 
 
 def read_input(model: Model, given: Input) -> Array:
     """An input's array. Raises InvalidRequest."""
     name, shape, data = given.name, given.shape, given.data
-    allowed = model.inputs.get(name)
-    if allowed is None:
-        owner = f"model {model.name}"
-        raise unknown_name(f"inputs.{name}", "given", owner, "input", tuple(model.inputs))
-    if given.datatype not in allowed:
-        raise InvalidRequest(f"{name}.datatype", given.datatype, f"must be {' or '.join(allowed)}")
+    specs = {spec.name: spec.dtypes for spec in model.operation.takes}
+    allowed = specs.get(name, ("I32",) if name in model.lists else ())
+    if not allowed:
+        known = (*specs, *model.lists)
+        raise unknown_name(f"inputs.{name}", "given", f"model {model.name}", "input", known)
+    if given.datatype not in (datatypes := [datatype_of(one) for one in allowed]):
+        rule = f"must be {' or '.join(datatypes)}"
+        raise InvalidRequest(f"{name}.datatype", given.datatype, rule)
     if is_huge(shape):
         raise InvalidRequest(f"{name}.shape", shape, "is too large")
-    if name in model.list_fields and (len(shape) != 1 or shape[0] > MAX_VALUES):
+    if name in model.lists and (len(shape) != 1 or shape[0] > MAX_VALUES):
         rule = f"must be flat: one dimension, of at most {MAX_VALUES} numbers"
         raise InvalidRequest(f"{name}.shape", shape, rule)
     dtype = DTYPES_BY_DATATYPE[given.datatype]

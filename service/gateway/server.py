@@ -7,6 +7,8 @@ import logging
 from socket import socket
 from typing import Final
 
+from attnd.http.origin import origin_of
+
 from service.addresses import listen_tcp
 from service.doors.kit.asgi import AsgiServer
 from service.doors.kit.ledger import Ledger, make_tracing
@@ -26,13 +28,10 @@ class Server:
     """Serves until it is drained. `failed` says why it could not serve."""
 
     def __init__(self, setup: Setup, url: str = "") -> None:
-        """`url`: of the service to which calls go; empty: to the engine of this host's.
-
-        Raises KeysError, TlsError, TracingError.
-        """
-        self.setup = setup
-        self.url = url
-        self.settings = settings = setup.settings
+        """`url`: of the service to which calls go, maybe `unix:PATH`; empty: to this host's engine.
+        Raises KeysError, TlsError, TracingError."""
+        self.setup, self.url, self.settings = setup, url, setup.settings
+        settings = setup.settings
         self.keys = None if url else make_authenticator(settings.auth, setup.read_file)
         self.tls = make_tls(settings.server, setup.read_file)
         self.credentials = None if self.tls is None else GrpcCredentials(settings.server, self.tls)
@@ -54,7 +53,7 @@ class Server:
             self.gateway = Gateway(self.settings, upstream, ledger)
             await self.serve_both(self.gateway, upstream)
             await upstream.close()
-        except (CannotListen, RuntimeError, ValueError) as error:
+        except (CannotListen, RuntimeError, ValueError, OSError) as error:
             self.failed = str(error)
         finally:
             ledger.settle()
@@ -62,11 +61,17 @@ class Server:
                 await self.tracing.close()
 
     def make_upstream(self) -> Upstream:
-        """Raises ValueError for a URL that is none."""
-        deadline_s = self.settings.server.deadline_s
-        if self.url:
-            return Elsewhere(self.url, deadline_s, is_own=bool(self.setup.secret))
-        return OnHost(deadline_s, self.keys)
+        """Raises ValueError for a URL that is none, and OSError for an unusable certificate."""
+        deadline_s, cert = self.settings.server.deadline_s, self.settings.oip.client_cert
+        if not self.url:
+            return OnHost(deadline_s, self.keys)
+        is_own = bool(self.setup.secret)  # at whose address no other can listen: it needs no check
+        if is_own and cert is None and self.settings.server.tls_client_ca is not None:
+            rule = "the service asks it for a certificate (server.tls_client_ca): set"
+            raise ValueError(f"oip.client_cert = None: {rule} a PEM file with certificate and key")
+        uds = self.url.removeprefix("unix:") if self.url.startswith("unix:") else None
+        base = "http://localhost" if uds else self.url
+        return Elsewhere(origin_of(base, uds, verify=not is_own, cert=cert), deadline_s)
 
     async def serve_both(self, gateway: Gateway, upstream: Upstream) -> None:
         """Serve until the drain has ended. Raises CannotListen, RuntimeError."""

@@ -11,7 +11,7 @@ from attnd import errors
 from attnd.calls.call import Call, Reply
 from attnd.http.async_transport import LoopTransport
 from attnd.http.messages import reply_of, request_of
-from attnd.http.origin import KEY, origin_of
+from attnd.http.origin import KEY, Origin
 from attnd.retries import Attempt
 from attnd.road.async_road import AsyncRoad
 
@@ -30,7 +30,7 @@ GRACE_S: Final = 5.0
 STALE_S: Final = 5.0
 """An engine reports its state every second; one silent for this long is not ready."""
 KNOWN_S: Final = 5.0
-"""How long a service's key, and its readiness, are known before it is asked again."""
+"""How long a service's key is known before it is asked again."""
 MAX_KNOWN: Final = 4096
 MAX_CHECKS: Final = 8
 """Unknown keys about which a service is asked at once."""
@@ -61,8 +61,7 @@ class OnHost:
     """The engine of the gateway's own service, as a door on a session."""
 
     def __init__(self, deadline_s: float, authenticator: Authenticator | None) -> None:
-        self.deadline_s = deadline_s
-        self.authenticator = authenticator
+        self.deadline_s, self.authenticator = deadline_s, authenticator
         self.road: AsyncRoad | None = None
 
     async def connect(self, path: str, name: str, secret: str) -> None:
@@ -80,9 +79,6 @@ class OnHost:
         tenant = self.authenticator.tenant_of(authorization.encode("latin-1", "replace"))
         return Caller(tenant.namespace, tenant)
 
-    async def require_admin(self, caller: Caller) -> None:
-        caller.tenant.require("admin", "statistics")
-
     async def state(self) -> tuple[str, str]:
         if self.road is None:
             return "starting", "the service is starting: its engine has not replied yet"
@@ -97,10 +93,9 @@ class OnHost:
     async def call(
         self, caller: Caller, request: Inference, record: Record, deadline_s: float | None
     ) -> Reply:
-        road = self.road
+        road, tenant = self.road, caller.tenant
         if road is None or road.connection.broken or road.connection.state != "ready":
             raise NotReady((await self.state())[1])
-        tenant = caller.tenant
         try:
             return await road.call(
                 request.model.name,
@@ -122,18 +117,11 @@ class OnHost:
 class Elsewhere:
     """A service by its URL: each call goes there with its caller's key."""
 
-    def __init__(self, url: str, deadline_s: float, *, is_own: bool) -> None:
-        """`url` may be `unix:PATH`. `is_own`: the service of the gateway's own supervisor, at whose
-        address no other can listen, so that its certificate needs no check."""
-        uds = url.removeprefix("unix:") if url.startswith("unix:") else None
-        base = "http://localhost" if uds else url
-        self.transport = LoopTransport(origin_of(base, uds, verify=not is_own))
-        self.deadline_s = deadline_s
+    def __init__(self, origin: Origin, deadline_s: float) -> None:
+        self.transport, self.deadline_s = LoopTransport(origin), deadline_s
         self.known: dict[str, float] = {}
         """Until when a key needs no check, by the monotonic clock."""
         self.checks = asyncio.Semaphore(MAX_CHECKS)
-        self.seen = "starting", "the service has not replied yet"
-        self.seen_until = 0.0
 
     async def connect(self, path: str, name: str, secret: str) -> None:
         """Nothing: connections are made when they are needed."""
@@ -145,17 +133,14 @@ class Elsewhere:
         request_id = record.request_id.decode("ascii")
         try:
             made = request_of(Attempt(call, request_id, seconds, deadline_s))
-            if authorization:
-                made.headers["authorization"] = authorization
-            if record.traceparent:
-                made.headers["traceparent"] = record.traceparent.decode("ascii")
+            more = {"authorization": authorization, "traceparent": record.traceparent.decode()}
+            made.headers |= {name: value for name, value in more.items() if value}
             return reply_of(await self.transport.send(made), request_id, call)
         except errors.AttndError as error:
             raise as_service_error(error) from error
         except (TypeError, UnicodeEncodeError):  # a field of the path, which is text there
-            raise InvalidRequest(
-                "id", call.fields.get("id"), "must be a string of Unicode"
-            ) from None
+            rule = "must be a string of Unicode"
+            raise InvalidRequest("id", call.fields.get("id"), rule) from None
 
     async def caller(self, authorization: str) -> Caller:
         """Asks the service about a key that it was not asked about lately."""
@@ -174,24 +159,17 @@ class Elsewhere:
             self.known[authorization] = now + KNOWN_S
         return Caller(authorization, OPEN, authorization)
 
-    async def check(self, authorization: str, operation: str) -> Reply:
+    async def check(self, authorization: str, operation: str) -> None:
         """Raises the service's error unless this key may call the operation."""
         call = Call(operation, parse=lambda reply: reply)
-        return await self.send(authorization, call, Record.begin("-", "-", "-", {}.get), GRACE_S)
-
-    async def require_admin(self, caller: Caller) -> None:
-        await self.check(caller.authorization, "metrics")
+        await self.send(authorization, call, Record.begin("-", "-", "-", {}.get), GRACE_S)
 
     async def state(self) -> tuple[str, str]:
-        now = time.monotonic()
-        if self.seen_until < now:
-            self.seen_until = now + 1.0
-            try:
-                await self.check("", "ready")
-                self.seen = "ready", ""
-            except (ProblemText, NotReady, DeadlineExceeded) as error:
-                self.seen = "unready", str(error)
-        return self.seen
+        try:
+            await self.check("", "ready")
+        except (ProblemText, NotReady, DeadlineExceeded) as error:
+            return "unready", str(error)
+        return "ready", ""
 
     async def call(
         self, caller: Caller, request: Inference, record: Record, deadline_s: float | None

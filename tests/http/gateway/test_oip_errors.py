@@ -276,10 +276,7 @@ def test_an_answer_too_long_for_json_is_refused_before_anything_changes(
     over_http.infer("prefill", {"q": q, "k": k, "v": k}, **fields)
 
 
-def test_models_are_reported_and_counted(triton: Triton, v2: httpx.Client) -> None:
-    triton.infer("pool")
-    reply = v2.get("/v2/models/pool/stats").json()["model_stats"][0]
-    assert reply["inference_count"] >= 1 and reply["inference_stats"]["success"]["ns"] > 0
+def test_models_are_reported(triton: Triton, v2: httpx.Client) -> None:
     models = v2.post("/v2/repository/index", json={"ready": True}).json()
     assert {one["state"] for one in models} == {"READY"}
     for one in models:
@@ -293,8 +290,6 @@ def test_models_are_reported_and_counted(triton: Triton, v2: httpx.Client) -> No
         name = by_client["name"] if isinstance(by_client, dict) else by_client.name
         assert name == one["name"]
         triton.client.get_model_config(one["name"])
-    triton.client.get_inference_statistics()
-    triton.client.get_inference_statistics("pool")
     assert triton.client.is_server_live() and triton.client.is_server_ready()
 
 

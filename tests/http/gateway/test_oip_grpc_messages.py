@@ -94,15 +94,6 @@ def test_parameters_have_a_limit_of_values_together() -> None:
     assert len(read_request(given.SerializeToString()).fields["qo_indptr"]) == MAX_VALUES // 2 + 2
 
 
-@pytest.mark.parametrize("value", [["1"], [True], [1.5], [None], [[1]], ['"}},{"x":1']])
-def test_offsets_are_integers(value: Any) -> None:
-    parameters = {"layer": 0, "sequences": ["a"], "offsets": value}
-    with pytest.raises(InvalidRequest, match="must be a list of integers"):
-        read_json(
-            MODELS["append"], json.dumps({"parameters": parameters}).encode(), memoryview(b"")
-        )
-
-
 def test_json_has_a_bound_of_values() -> None:
     data = [0] * (MAX_VALUES + 2)
     one = {"name": "o", "datatype": "FP32", "shape": [len(data)], "data": data}

@@ -12,11 +12,16 @@ import tritonclient.grpc
 import trustme
 from http_messages import check_problem
 from http_secrets import KEYS, Files, bearer, keys_file, write_files, write_keys
-from http_service import serving
+from http_service import SECRET, serving
 from triton_callers import Gateway, Triton, gateway_of
 from tritonclient.utils import InferenceServerException
 
-RED, BLUE, READER, OPERATOR = map(bearer, KEYS)
+from config.settings import load_settings
+from service.doors.kit.process import Setup
+from service.gateway.server import Server
+from service.metrics import Metrics
+
+RED, BLUE, READER, _ = map(bearer, KEYS)
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +71,6 @@ def test_without_a_key_or_its_scope_nothing_is_answered_but_health(made: Triton)
     made.client.get_model_metadata("pool", headers=READER)
     reply = refusal(made, "create_sequences", READER, sequences=[{}])
     assert reply.startswith(("403 forbidden", "PERMISSION_DENIED forbidden")), reply
-    with pytest.raises(InferenceServerException, match=r"forbidden"):
-        made.client.get_inference_statistics("pool", headers=RED)
-    made.client.get_inference_statistics("pool", headers=OPERATOR)
 
 
 def test_a_body_of_the_protocol_is_refused_in_its_way_without_a_key(guarded: Gateway) -> None:
@@ -124,6 +126,38 @@ def test_grpc_has_https_certificates_and_asks_for_the_clients(tmp_path: Path) ->
         mixed = Files(renewed.ca, files.cert, files.key, files.client)
         with secured(door, mixed) as client:
             assert client.is_server_live()
+
+
+def test_a_service_elsewhere_is_shown_the_gateways_certificate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = write_files(tmp_path, trustme.CA())
+    monkeypatch.setenv("SSL_CERT_FILE", files.ca)
+    with serving(*files.served, "--server.tls-client-ca", files.ca) as service:
+        for shown, is_ready in (((), False), (("--oip.client-cert", files.client), True)):
+            with (
+                gateway_of(service, *shown, url=service.url) as door,
+                secured(door, files) as client,
+            ):
+                assert client.is_server_ready() is is_ready
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ((), "oip.client_cert = None: the service asks it for a certificate"),
+        (("--oip.client-cert", "nothing.pem"), "nothing.pem"),
+    ],
+)
+def test_a_gateway_of_a_cluster_that_asks_for_certificates_has_one(
+    tmp_path: Path, more: tuple[str, ...], words: str
+) -> None:
+    files = write_files(tmp_path, trustme.CA())
+    given = (*files.served, "--server.tls-client-ca", files.ca, "--oip.http-port", "1", *more)
+    setup = Setup(load_settings(given), Metrics("oip-0"), "", "oip-0", SECRET)
+    server = Server(setup, "https://127.0.0.1:1")
+    server.run()
+    assert words in server.failed
 
 
 def test_clear_text_is_not_answered_where_there_is_tls(tmp_path: Path) -> None:

@@ -43,8 +43,6 @@ def test_the_gateway_is_started_again_and_ends_with_the_others() -> None:
         with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{port}") as client:
             assert client.infer("pool", []).get_response().parameters["sequences"].int64_param == 0
             running.find('"op": "pool", "method": "ModelInfer"')
-            reply = client.get_inference_statistics("pool").model_stats[0]
-            assert reply.inference_count == 1
         assert running.stop() == 0
         assert not [line for line in running.lines if "Traceback" in line]
 
