@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,11 +28,16 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def is_open(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) == 0
+
+
 @pytest.fixture(scope="module")
 def engine_socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("service") / "engine.sock"
     with running([*SERVICE, "--server.socket", str(path), "--server.port", "0"]) as service:
-        wait_for(path.exists, "the engine's socket")
+        wait_for(lambda: is_open(path), "the engine's socket")
         yield path
         assert service.stop() == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -127,11 +128,13 @@ async def test_a_lease_holds_matched_pages_until_it_ends_or_is_released(caller: 
 
 
 @cpu_engine()
-async def test_a_lease_of_a_scheduler_that_died_ends_by_itself(caller: Caller) -> None:
+async def test_a_lease_of_a_scheduler_that_died_ends_by_itself(
+    caller: Caller, later: Callable[[float], None]
+) -> None:
     await keep(caller, "a", PROMPT)
-    await caller.call("match_prefix", {"token_ids": PROMPT, "lease_s": 0.05})
+    await caller.call("match_prefix", {"token_ids": PROMPT, "lease_s": 60.0})
     assert (await caller.pool())["cached"] == 0
-    await asyncio.sleep(0.1)
+    later(61.0)
     assert (await caller.pool())["cached"] == 4
 
 
@@ -169,12 +172,14 @@ async def test_pages_go_ahead_of_need_above_the_watermark(caller: Caller) -> Non
 
 
 @cpu_engine()
-async def test_an_idle_sequence_is_deleted_when_its_time_is_over(caller: Caller) -> None:
-    new = [{"id": "short", "ttl_s": 0.5}, {"id": "used", "ttl_s": 0.5}, {"id": "for-good"}]
+async def test_an_idle_sequence_is_deleted_when_its_time_is_over(
+    caller: Caller, later: Callable[[float], None]
+) -> None:
+    new = [{"id": "short", "ttl_s": 60.0}, {"id": "used", "ttl_s": 60.0}, {"id": "for-good"}]
     reply = await caller.submit(creation(*new))
-    assert [one["ttl_s"] for one in reply.fields["sequences"]] == [0.5, 0.5, None]
-    for _ in range(30):
-        await asyncio.sleep(0.025)
+    assert [one["ttl_s"] for one in reply.fields["sequences"]] == [60.0, 60.0, None]
+    for _ in range(2):
+        later(40.0)
         await caller.call("get_sequence", {"id": "used"})
     result = await caller.call("list_sequences")
     assert [one["id"] for one in result.fields["sequences"]] == ["for-good", "used"]

@@ -6,7 +6,7 @@ import asyncio
 import random
 import secrets
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -150,18 +150,19 @@ def create_of(name: str) -> NewCall:
 
 @cpu_engine()
 async def test_an_import_that_is_given_up_or_left_alone_leaves_nothing(
-    caller: Caller, given: Exported
+    caller: Caller, given: Exported, later: Callable[[float], None]
 ) -> None:
     await caller.submit(given.begin("b"))
     await caller.submit(given.part("b", 0))
     await caller.call("cancel_import", {"id": "b"})
     assert (await caller.pool())["referenced"] == 0
-    await caller.submit(given.begin("b", idle_s=0.05))
+    await caller.submit(given.begin("b", idle_s=60.0))
     for number in range(2):
         await caller.submit(given.part("b", number))
-    async with asyncio.timeout(10):
+    later(61.0)
+    async with asyncio.timeout(60):
         while (await caller.pool())["imports"]:
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.001)
     reply = await caller.pool()
     assert (reply["referenced"], reply["integrity"]) == (0, "ok")
     for call in (given.part("b", 2), given.end("b"), NewCall("get_import", {"id": "b"})):

@@ -22,6 +22,7 @@ from tests.engine.harness import (
     fake_engine,
     gather,
     outcome,
+    until,
 )
 from tests.engine.rounds import Rounds
 
@@ -111,8 +112,9 @@ async def test_a_namespace_has_at_most_its_share_of_sessions(ours: Caller, their
     with pytest.raises(NotReady, match=r"its share of server\.max_sessions"):
         await RoadCaller.connect(path, ARENA_BYTES, key="ours")
     assert (await theirs.pool())["sequences"] == 0
+    count = len(ours.engine.callers.sessions)
     more.pop().close()
-    await asyncio.sleep(0.1)
+    await until(lambda: len(ours.engine.callers.sessions) < count)
     more.append(await RoadCaller.connect(path, ARENA_BYTES, key="ours"))
     for road in more:
         road.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -181,16 +182,18 @@ async def test_work_ends_when_its_sequence_has_changed(
 
 
 @cpu_engine()
-async def test_an_imported_sequence_expires_when_its_own_time_is_over(caller: Caller) -> None:
-    new = [{"id": "a", "ttl_s": 0.6}]
+async def test_an_imported_sequence_expires_when_its_own_time_is_over(
+    caller: Caller, later: Callable[[float], None]
+) -> None:
+    new = [{"id": "a", "ttl_s": 60.0}]
     await ok(caller, "create_sequences", sequences=new)
     await grow(caller, "a", (9,) * LAYERS, CPU_GEOMETRY)
     given = await export(caller, "a")
-    await bring(caller, given, "c", idle_s=0.3)
-    await asyncio.sleep(0.4)
+    await bring(caller, given, "c", idle_s=30.0)
+    later(40.0)
     view = await ok(caller, "get_sequence", id="c")
-    assert view["ttl_s"] == 0.6, "the time of the import itself is over, not its own"
-    await asyncio.sleep(0.8)
+    assert view["ttl_s"] == 60.0, "the time of the import itself is over, not its own"
+    later(61.0)
     for name in "ac":
         reply = await outcome(caller.call("get_sequence", {"id": name}))
         assert code(reply) == "unknown_sequence", name
@@ -206,10 +209,8 @@ async def test_an_import_ends_by_itself(
     await grow(caller, "a", (9,) * LAYERS, CPU_GEOMETRY)
     given = await export(caller, "a")
     await caller.submit(given.begin("c", idle_s=0.05))
-    assert (await caller.pool())["imports"] == 1
     store = caller.engine.store
-    await asyncio.sleep(0.3)  # no calls: the engine wakes up by itself
-    assert "~c" not in store.tree.books
+    await until(lambda: "~c" not in store.tree.books)  # no calls: the engine wakes up by itself
     assert (await caller.pool())["imports"] == 0
     await ok(caller, "get_sequence", id="a")
 
