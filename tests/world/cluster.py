@@ -22,9 +22,11 @@ from service.cluster.membership import members
 from service.doors.http.protocol.connection import Connection
 from service.doors.kit import problems
 from service.engine.store.imports import HIDDEN
-from service.tenants import OPEN, SCOPES, tenant_of
+from service.tenants import OPEN, SCOPES, Tenant, tenant_of
+from tests.harness.router import blocks_of
 from tests.world.calls import SPACES, Answer, Op, Outcome, Rows, Step, call, check
 from tests.world.doors import DOOR, SECRET, DoorProcess, SimPoll, attach, call_with
+from tests.world.followers import Follower
 from tests.world.history import Effect, History
 from tests.world.network import NEVER, READ, Replaced, SimSocket
 from tests.world.programs import Program
@@ -46,7 +48,7 @@ class ClusterCaller(Program):
 
     def __init__(self, world: ClusterWorld, number: int) -> None:
         super().__init__(world, number)
-        self.tenant = tenant_of(self.space.name, SCOPES) if world.has_keys else OPEN
+        self.tenant = world.tenant(self.space.name)
         self.client: AsyncClient | None = None
         self.imports: dict[str, Effect] = {}  # imports under way, by the ids that they make
 
@@ -181,6 +183,7 @@ class ClusterWorld(Simulation):
         self.rows = Rows(self.geometry)
         names = SPACES if self.has_keys else ("default",)
         self.spaces = [History(name, self.clock) for name in names]
+        self.followers = [self.follower(name) for name in names]
         self.doors: dict[str, DoorProcess] = {}
         self.is_settled = False
         self.abandoned: set[str] = set()  # their rows are not known, since an answer was lost
@@ -189,6 +192,24 @@ class ClusterWorld(Simulation):
 
     def begin(self) -> None:
         self.engines |= {name: EngineProcess(self, SECRET) for name in self.names}
+
+    def tenant(self, namespace: str) -> Tenant:
+        return tenant_of(namespace, SCOPES) if self.has_keys else OPEN
+
+    def follower(self, name: str) -> Follower:
+        """Follows the router's events; two calls of it after a restart can reach two routers."""
+
+        async def ask(after: int) -> Any:
+            door, fields = self.doors[ROUTER], {"after": after, "limit": 5}
+            if door.is_dead:
+                return None
+            task = door.start("events", fields, {}, self.tenant(name))
+            await asyncio.wait([task])
+            is_over = door.is_dead or task.cancelled()
+            code, page, _ = ("lost", {}, {}) if is_over else task.result()
+            return page if code == "ok" else None
+
+        return Follower(name, self.plan.seed, ask)
 
     async def dial(self, path: str) -> SimSocket:
         door = DOOR.get()
@@ -246,7 +267,7 @@ class ClusterWorld(Simulation):
         engine, after = self.engines[name], order.choice((0.01, 0.3, 1.0, 4.0))
         if engine.is_over:
             return
-        if self.fault("engine dies", 0.004):
+        if self.fault("engine dies", 0.008):
             engine.kill()
             self.loop.call_later(after, self.restart, name)
         elif not self.doors[ROUTER].is_dead and self.fault("router dies", 0.015):
@@ -289,6 +310,7 @@ class ClusterWorld(Simulation):
         while len(self.doors[ROUTER].router.members.engines) < len(self.names):
             await asyncio.sleep(0.01)
         callers = [ClusterCaller(self, number) for number in range(self.plan.callers)]
+        following = [self.loop.create_task(one.run()) for one in self.followers]
         await asyncio.gather(*(one.run() for one in callers))
         self.end_faults()
         for name in self.names:
@@ -304,6 +326,10 @@ class ClusterWorld(Simulation):
             for name in sorted(caller.space.every_name()):
                 if await caller.send(call("get_sequence", id=name)) is not None:
                     await caller.gather_all(name)
+        for follower in self.followers:
+            follower.is_over = True
+        await asyncio.gather(*following)
+        await self.check_followers()
         for history in self.spaces:
             self.check_places(history)
         for caller in callers:
@@ -311,11 +337,19 @@ class ClusterWorld(Simulation):
             found = await caller.send(call("holds"))
             check(found is not None and not found[0]["holds"], "leases or pins are left", found)
             await caller.send(call("clear"))
+        await self.check_followers()
         for door in self.doors.values():
             door.router.close()  # also its polls
         await asyncio.sleep(2.0)
         for process in self.engines.values():
             process.check_empty()
+
+    async def check_followers(self) -> None:
+        """Each knows the blocks that any engine has."""
+        await asyncio.sleep(2 * IDLE_POLL_S)
+        for one in self.followers:
+            every = [blocks_of(process.engine.store, one.name) for process in self.engines.values()]
+            await one.read_all({"GPU": set().union(*(blocks["GPU"] for blocks in every))})
 
     def check_places(self, history: History) -> None:
         """Each sequence is at one engine, none at two."""

@@ -21,6 +21,7 @@ from kernels.errors import NoMemory
 from kernels.pending import StageSeconds
 from tests.engine.fake_backend import FakeBackend, written
 from tests.world.network import NEVER, Clock, Fault
+from tests.world.tiers import SimCopies
 
 FREED: Final = np.nan  # what freed pages hold: attention to one shows at once
 LONGEST_S: Final = 0.05
@@ -76,6 +77,7 @@ class WorldDevice(FakeBackend):
         self.is_armed = self.is_lost = False
         self.num_launched = 0
         self._free_at = 0.0
+        self.page_copies = SimCopies(self)
 
     def check(self) -> None:
         if self.is_lost:

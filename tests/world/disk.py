@@ -6,7 +6,6 @@ What is read is what was kept, or a miss; what was durable survives. SQLite's ow
 from __future__ import annotations
 
 import errno
-import os
 import random
 import shutil
 import tempfile
@@ -15,59 +14,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from service.tiers.files import Files
 from service.tiers.record_store import RecordStore
 from service.tiers.records import InvalidRecord, NewRecord, RecordLayout
 from service.tiers.shelf import Entry
 from tests.world.calls import SPACES, check
-from tests.world.network import Fault
 from tests.world.simulation import Plan, Result, Run
+from tests.world.tiers import MEMORY, SimFiles
 
 LAYOUT: Final = RecordLayout(8, 200, b"model and shape.")
-MEMORY: Final = "/dev/shm" if os.path.isdir("/dev/shm") else None
 NUM_KEYS: Final = 24
 RARE: Final = ("restart", "kill", "power loss")
 OPERATIONS: Final = (*("put", "get") * 9, *("drop", "clear", "limit") * 3, *RARE)
-
-
-class SimFiles(Files):
-    """Real files below a cache that is lost with the power."""
-
-    def __init__(self, order: random.Random, fault: Fault) -> None:
-        self.order, self.fault = order, fault
-        self.unsynced: list[tuple[int, int, bytes]] = []  # descriptor, offset and old bytes
-
-    def read(self, fd: int, into: memoryview, offset: int) -> int:
-        size = len(into)
-        if self.fault("disk reads short", 0.05):
-            size = self.order.randint(1, size)
-        if self.fault("disk fails to read", 0.01):
-            raise OSError(errno.EIO, "a fault of the disk")
-        count = super().read(fd, into[:size], offset)
-        if count and self.fault("disk flips a bit", 0.02):
-            into[self.order.randrange(count)] ^= 1 << self.order.randrange(8)
-        return count
-
-    def write(self, fd: int, data: memoryview, offset: int) -> int:
-        if self.fault("disk is full", 0.02):
-            raise OSError(errno.ENOSPC, "the disk is full")
-        if self.fault("disk writes short", 0.05):
-            data = data[: self.order.randint(1, len(data))]
-        self.unsynced.append((fd, offset, os.pread(fd, len(data), offset)))
-        return super().write(fd, data, offset)
-
-    def sync(self, fd: int) -> None:
-        if self.fault("disk fails to sync", 0.01):
-            raise OSError(errno.EIO, "a fault of the disk")
-        if not self.fault("disk lies about a sync", 0.01):
-            self.unsynced = []
-
-    def lose_power(self) -> None:
-        """Writes since the last sync are lost, or torn, in any order."""
-        for fd, offset, old in reversed(self.unsynced):
-            kept = self.order.choice((0, len(old), self.order.randint(0, len(old))))
-            os.pwrite(fd, old[kept:], offset + kept)
-        self.unsynced = []
 
 
 class DiskWorld(Run):

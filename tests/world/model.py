@@ -13,11 +13,14 @@ from typing import Any, Final
 
 from config.settings import ServerSettings
 from kernels.backend import PoolGeometry
+from service.engine.store.store import Store
 from tests.world.calls import SPACES, Op, Rows, Sequences, Step, check
 from tests.world.network import NEVER, Clock
+from tests.world.tiers import LOSSES, TierPlan
 
 FAULT_OF: Final = {  # faults that explain an error
     "cancelled": {"connection breaks"},
+    "not_erased": LOSSES,
     "internal": {"kernel fails", "launch fails"},
     "overloaded": {"no memory"},
     "invalid_request": {"unsupported"},
@@ -50,18 +53,26 @@ class Namespace:
 
     def __init__(self, name: str, clock: Clock) -> None:
         self.name, self.clock = name, clock
+        self.forget()
         self.clear()
 
+    def forget(self) -> None:
+        """Nothing is on disk."""
+        self.keys: dict[str, list[int]] = {}  # rows up to the page of each key
+        self.pins: set[str] = set()  # keys of hard pins
+        self.earlier_pins: set[str] = set()  # of engines before, as far as they may be loaded yet,
+        self.sure_pins: set[str] = set()  # and those that must be
+        self.durable: list[list[int]] = []  # rows of pages that are on disk
+        self.max_pages: int | None = None
+        self.reserved = 0
+        self.quotas: set[tuple[int | None, int]] = {(None, 0)}  # since the engine's start
+
     def clear(self) -> None:
-        """The engine has died with all of it."""
+        """The engine has died with all that was not on disk."""
         self.held: Sequences = {}
         self.lives: dict[str, Life] = {}
         self.leases: dict[str, tuple[list[int], float, float]] = {}
         """Rows that each lease holds, until when it certainly does, and until when it may."""
-        self.keys: dict[str, list[int]] = {}  # rows up to the page of each key
-        self.pins: set[str] = set()  # keys of hard pins
-        self.max_pages: int | None = None
-        self.reserved = 0
         self.most_used = 0  # when `max_pages` was set
         self.imports: dict[str, int] = {}  # pages of unfinished ones
 
@@ -84,17 +95,65 @@ class Namespace:
 class Model:
     """One engine's state. `apply` takes the answers in the engine's order."""
 
-    def __init__(self, geometry: PoolGeometry, clock: Clock, faults: list[str]) -> None:
-        self.geometry, self.clock, self.faults = geometry, clock, faults
+    def __init__(
+        self, geometry: PoolGeometry, clock: Clock, faults: list[str], tiers: TierPlan
+    ) -> None:
+        self.geometry, self.clock, self.faults, self.tiers = geometry, clock, faults, tiers
         self.rows = Rows(geometry)
         self.spaces = {name: Namespace(name, clock) for name in SPACES}
-        self.clear()
-
-    def clear(self) -> None:
-        for space in self.spaces.values():
-            space.clear()
         self.outstanding: set[Op] = set()
+        self.store: Store | None = None
+
+    def begin(self, store: Store) -> None:
+        """A new engine has a store with the quotas that the one before had, or had before."""
+        for name, space in self.spaces.items():
+            held = store.tree.budget.look(name)
+            quota = held.max_pages, held.reserved_pages
+            check(quota in space.quotas, "a quota that was not set:", name, quota, space.quotas)
+            space.max_pages, space.reserved = quota
+            space.quotas = {quota, (None, 0)}
+        self.store = store
         self.is_draining = False  # whether it takes no more calls, also as its device is lost
+
+    def clear(self, is_graceful: bool) -> None:
+        """The engine has ended, or died."""
+        tiers = self.tiers
+        is_sure = is_graceful and tiers.is_honest
+        for space in self.spaces.values():
+            calls = [op for op in self.outstanding if op.space is space]
+            if not tiers.has_disk:
+                space.forget()
+            elif is_sure and not calls:
+                space.quotas = {(space.max_pages, space.reserved)}
+            space.quotas |= {quota_of(op) for op in calls if op.name == "set_namespace"}
+            pinning = {op.fields["page_key"] for op in calls if op.name in ("pin", "unpin")}
+            keeps = is_sure and tiers.is_roomy
+            space.sure_pins = (space.pins | space.sure_pins) - pinning if keeps else set()
+            space.earlier_pins |= space.pins | pinning
+            space.pins = set()
+            space.clear()
+        self.outstanding = set()
+        self.store = None
+
+    @property
+    def is_restoring(self) -> bool:
+        """Whether pins of earlier engines may not be loaded yet."""
+        loading = None if self.store is None else self.store.loading
+        return loading is not None and loading._restoring is not None
+
+    def look_at_pins(self) -> None:
+        """Pins of earlier engines are loaded, or given up."""
+        if self.store is None or self.is_restoring:
+            return
+        for name, space in self.spaces.items():
+            if not space.earlier_pins:
+                continue
+            found = {key.hex() for _, key in self.store.tree.budget.look(name).pins}
+            calls = (op for op in self.outstanding if op.space is space and op.name == "unpin")
+            lost = space.sure_pins - found - {op.fields["page_key"] for op in calls}
+            check(not lost, "hard pins are lost:", lost)
+            space.pins |= found & space.earlier_pins
+            space.earlier_pins, space.sure_pins = set(), set()
 
     def apply(self, op: Op, code: str, fields: dict[str, Any], tensors: Any) -> None:
         """The engine answered `op` with `code` ("ok": with these fields and tensors)."""
@@ -188,7 +247,7 @@ class Model:
         for name, space in self.spaces.items():
             held = [max(one.rows, key=len) for one in space.held.values()]
             held += [rows for rows, *_ in space.leases.values()]
-            held += [space.keys[key] for key in space.pins]
+            held += [space.keys[key] for key in space.pins | space.earlier_pins]
             used[name] += sum(map(self._pages, held)) + sum(space.imports.values())
         if own.max_pages is not None and used[own.name] > own.max_pages:
             return True
@@ -200,6 +259,8 @@ class Model:
         """Pages that a call may take for some time, at most."""
         if op.rows:
             return sum(self._pages(rows) + 1 for rows in op.rows)
+        if self.tiers.has_any and op.name in ("match_prefix", "create_sequences") and op.plan:
+            return self._pages(op.plan)
         every = [one.rows for space in self.spaces.values() for one in space.held.values()]
         longest = max((self._pages(rows) for some in every for rows in some), default=0) + 2
         is_one = op.name in ("truncate", "import_sequence", "commit")
@@ -226,7 +287,12 @@ class Model:
                 check(cached % self.geometry.page_size == 0, "cached_len", cached)
                 check(cached >= least, "held pages were not found:", cached, least)
             case "match_prefix":
-                least = self._least_cached(space, op.plan)
+                least, size = self._least_cached(space, op.plan), self.geometry.page_size
+                if self.tiers.has_any and op.fields["lease_s"]:
+                    least = 0  # a lease holds a part of the pool at most
+                elif self.tiers.is_honest and self.tiers.is_roomy:
+                    every = [sum(map(eq, rows, op.plan)) for rows in space.durable]
+                    least = max([least, *every]) // size * size
                 check(fields["matched_len"] >= least, "held pages were not matched", fields, least)
             case "list_sequences":
                 found, certain = {one["id"] for one in fields["sequences"]}, space.certain()
@@ -244,12 +310,14 @@ class Model:
                 check(certain <= found, "a lease is missing:", certain - found)
                 check(opening or found <= may, "leases that are over:", found - may)
                 pins = {one["page_key"] for one in fields["holds"] if one["lease"] is None}
-                check(pins == space.pins, "hard pins", pins, space.pins)
+                extra = pins - space.pins - space.earlier_pins
+                check(space.pins <= pins and not extra, "hard pins", pins, space.pins)
             case "set_namespace" | "get_namespace":
                 if op.name == "set_namespace":
                     space.most_used = fields["used"]
                     space.max_pages = op.fields["max_pages"]
                     space.reserved = op.fields["reserved_pages"]
+                    space.quotas.add(quota_of(op))
                     self.faults.append("quota changes")
                 quota = fields["max_pages"], fields["reserved_pages"]
                 check(quota == (space.max_pages, space.reserved), "quota", fields, space.max_pages)
@@ -287,7 +355,10 @@ class Model:
                 check(fields["num_pages"] == self._pages(space.keys[key]), "pinned", fields)
                 space.pins |= {key} if op.fields["hard"] else set()
             case "unpin":
-                space.pins.discard(op.fields["page_key"])
+                for pins in (space.pins, space.earlier_pins, space.sure_pins):
+                    pins.discard(op.fields["page_key"])
+            case "clear" | "evict":
+                space.durable = []
 
     def _commit(self, space: Namespace, op: Op, fields: Any) -> None:
         rows, life = space.held[op.ids[0]].rows, space.lives[op.ids[0]]
@@ -298,6 +369,13 @@ class Model:
         most = min(len(names), *map(len, rows)) // size * size
         check(count <= most, "committed_len", fields, most)
         life.committed = max(life.committed, count)
+        if fields.get("durable"):
+            space.durable.append(names[:count])
         if fields["last_key"] is not None:
             old = space.keys.setdefault(fields["last_key"], names[:count])
             check(old == names[:count], "one key for two contents:", fields["last_key"])
+
+
+def quota_of(op: Op) -> tuple[int | None, int]:
+    """The quota that a call sets."""
+    return op.fields["max_pages"], op.fields["reserved_pages"]

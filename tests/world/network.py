@@ -266,6 +266,12 @@ class SimSelector(selectors._BaseSelectorImpl):  # type: ignore[misc]
         super().__init__()
         self._network, self._order, self._wait = network, order, wait
         self.known: float | None = None  # when a socket is ready; None: something has changed
+        self.is_woken = False
+        self.workers: list[Any] = []  # of the engine that waits here, instead of threads
+
+    def wake(self) -> None:
+        """In place of a byte in the engine's pipe."""
+        self.is_woken = True
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
         key = super().register(fileobj, events, data)
@@ -280,6 +286,8 @@ class SimSelector(selectors._BaseSelectorImpl):  # type: ignore[misc]
 
     def ready_at(self) -> float:
         """When one of its sockets is ready, as things are now."""
+        if self.is_woken:
+            return 0.0
         if self.known is None:
             by_fd, keys = self._network.by_fd, self._fd_to_key.items()
             found = (by_fd[fd].ready_at(key.events) for fd, key in keys if fd in by_fd)
@@ -288,6 +296,7 @@ class SimSelector(selectors._BaseSelectorImpl):  # type: ignore[misc]
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         self._wait(timeout)
+        self.is_woken = False
         found, now, by_fd = [], self._network.clock.now, self._network.by_fd
         if self.ready_at() > now:
             return []

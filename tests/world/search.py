@@ -30,7 +30,7 @@ PROGRESS_S: Final = 10.0
 SHRINK_RUNS: Final = 80
 KIND_CHARS: Final = 24  # errors that begin with the same text are taken for the same
 KINDS: Final = {
-    "deaths": "caller dies, door dies, engine dies, device lost",
+    "deaths": "caller dies, door dies, engine dies, device lost, power is lost",
     "stalls": "engine stalls, engine stalls long",
     "network": "partial send, short read, frames lost, connection breaks, caller stops reading",
     "device": "kernel fails, launch fails, no memory, unsupported",

@@ -28,6 +28,7 @@ from tests.world.calls import NUM_LAYERS, SPACES, Wrong, check
 from tests.world.device import WorldDevice
 from tests.world.history import Unclear
 from tests.world.network import NEVER, Clock, Listener, Network, Replaced, SimSelector, virtual
+from tests.world.tiers import TierPlan
 
 LONGEST_S: Final = 3000.0  # the clock, which begins at 1000 s, at the end of the longest run
 
@@ -113,6 +114,7 @@ class EngineProcess:
         self.world, self.keys = world, world.keys
         self.due = self.stalled_until = 0.0
         self.is_over = False
+        self.how = "end"  # in which it is over: "kill" or "power loss" otherwise
         self.device = WorldDevice(world.geometry, world.clock, world.order, world.device_fault)
         self.selector = SimSelector(world.network, world.order)
         self.listener: Any = Listener(world.network)
@@ -135,8 +137,11 @@ class EngineProcess:
         the device are left out: they would take most of the time."""
         world, before = self.world, self._state()
         try:
+            for worker in self.selector.workers:
+                worker.advance(world.clock.now)
             self.engine.round()
             world.result.rounds += 1
+            world.after_round()
             ends = self.engine.is_drained()
             check(not (ends and self.engine.jobs), "a drain ended before calls that were accepted")
         except FATAL as error:
@@ -163,11 +168,14 @@ class EngineProcess:
             return NEVER
         if self.stalled_until > self.world.clock.now:
             return self.stalled_until
-        return min(self.due, self.selector.ready_at())
+        dues = (worker.next_due() for worker in self.selector.workers)
+        return min(self.due, self.selector.ready_at(), *dues)
 
-    def kill(self) -> None:
-        """kill -9: nothing is sent any more."""
+    def kill(self, how: str = "kill") -> None:
+        """kill -9, or a loss of power: nothing is sent any more."""
+        self.how = how
         self._over()
+        self.world.tiers.end(self.engine, how)
         for session in list[Any](self.engine.callers.sessions):
             session.sock.kill()
             session.live.clear()
@@ -190,6 +198,7 @@ class EngineProcess:
             "work": self.engine.scheduler.is_busy,
         }
         check(not any(left.values()), "something is left:", left)
+        check(not store.ledger._counts, "left behind:", store.ledger._counts)
 
 
 class Simulation(Run):
@@ -198,7 +207,11 @@ class Simulation(Run):
 
     server = ServerSettings(live=False)
     has_keys = True
+    has_tiers = False
     device_fault = Run.fault
+
+    def after_round(self) -> None:
+        """An engine has had a round of its loop."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
@@ -212,6 +225,8 @@ class Simulation(Run):
         engine = EngineSettings(slice_ms=order.choice((1e-5, 0.001, 0.05, 20.0)))
         watermark, history = order.choice((0.5, 0.9, 1.0)), order.choice((1, 64))
         cache = CacheSettings(high_watermark=watermark, events_history=history)
+        self.tiers = TierPlan(self)
+        cache = self.tiers.settings(cache)
         auth = AuthSettings(keys_file="keys" if self.has_keys else None)
         self.settings = Settings(server=self.server, engine=engine, cache=cache, auth=auth)
         self.selector = SimSelector(self.network, order, self.wait)
@@ -223,6 +238,7 @@ class Simulation(Run):
         return [
             (caller_end, "connected", self.dial),
             (Session, "__hash__", lambda session: session.sock.pair),  # sets keep their order
+            *self.tiers.patches(),
         ]
 
     def end_faults(self) -> None:
@@ -280,6 +296,7 @@ class Simulation(Run):
                 with suppress(Exception):  # here, not when it is collected, in another run
                     task.get_coro().close()
             self.loop.close()
+            self.tiers.folder.cleanup()
             gc.collect()  # what a run leaves behind must not act in the next one
             gc.enable()
             random.setstate(state)

@@ -124,20 +124,23 @@ class EventReader:
 class World(Simulation):
     """One run."""
 
+    has_tiers = True
+
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
-        self.model = Model(self.geometry, self.clock, self.faults)
+        self.model = Model(self.geometry, self.clock, self.faults, self.tiers)
         self.rows, self.spaces = self.model.rows, list(self.model.spaces.values())
         self.calls: dict[tuple[int, int], Op] = {}
         self.routers = [EventReader(self, space.name) for space in self.spaces]
 
     def begin(self) -> None:
         self.engine = self.engines["engine"] = EngineProcess(self)
+        self.model.begin(self.engine.engine.store)
         for router in self.routers:
             router.follower.watch(self.engine.engine.store)
 
     def ended(self, engine: EngineProcess) -> None:
-        self.model.clear()
+        self.model.clear(is_graceful=engine.how == "end" and not engine.device.is_lost)
 
     async def dial(self, path: str) -> SimSocket:
         return self.engine.listener.dial()
@@ -155,6 +158,9 @@ class World(Simulation):
 
         return [*super().patches(), (Session, "answer", answered), (Session, "fail", failed)]
 
+    def after_round(self) -> None:
+        self.model.look_at_pins()
+
     def wait(self, timeout: float | None) -> None:
         if self.engine.is_over:
             self.begin()
@@ -170,6 +176,8 @@ class World(Simulation):
             return
         elif self.fault("engine dies", 0.002):
             process.kill()
+        elif self.tiers.has_disk and self.fault("power is lost", 0.002):
+            process.kill("power loss")
         elif self.fault("engine drains", 0.002):
             self.model.is_draining = True
             process.engine.drain()
@@ -207,8 +215,9 @@ class World(Simulation):
         await asyncio.gather(*(one.run() for one in callers))
         self.end_faults()
         await asyncio.sleep(6.0)
-        for task in following:
-            task.cancel()
+        for router in self.routers:
+            router.follower.is_over = True
+        await asyncio.gather(*following)
         for caller in callers[:2]:
             for name in list(caller.space.held):
                 await caller.gather_all(name)
@@ -216,9 +225,9 @@ class World(Simulation):
             for key in list(caller.space.pins):
                 await caller.send(call("unpin", page_key=key))
             await caller.send(call("evict", num_pages=self.geometry.num_pages))
+        await asyncio.sleep(1.0)
         for router in self.routers:
-            while not await router.follower.read():
-                pass
+            await router.follower.read_all()
             router.road.close()
         roads = [one.road for one in callers if one.road is not None and not one.road.lost]
         live = {road.sock.pair for road in roads}

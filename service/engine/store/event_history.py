@@ -132,18 +132,22 @@ class EventHistory:
 
     def read(self, namespace: str, after: int, limit: int) -> Generator[None, None, Page]:
         """Up to `limit` events after a number, the number to continue after, and whether some were
-        dropped; in small steps where events are made first."""
+        dropped; in small steps where events are made first. No events: there are no more."""
         past = self._pasts.get(namespace) or self._begun(namespace)
         if after < 0:
             return [], past.newest, False
         start = after if after and past.oldest <= after <= past.newest else past.oldest
         if start != after and not past.has_base:
             self._restate(namespace, past)
-        too_old = start != (after or self._begin)
         page: list[dict[str, Any]] = []
         size = 0
-        # as long as not too much changes meanwhile
-        while len(page) < limit and start + len(page) >= past.oldest:
+        while len(page) < limit:
+            if start + len(page) < past.oldest:  # too much has changed meanwhile
+                if page:
+                    break
+                start = past.oldest
+                if not past.has_base:
+                    self._restate(namespace, past)
             at = start + len(page) - past.oldest
             if at < len(past.events):
                 event, _, when = past.events[at]
@@ -158,10 +162,12 @@ class EventHistory:
                 made = next(restating, END)
                 if isinstance(made, Stored):
                     past.add(made, 0, self.most_pages)
+                    if not page:  # it is taken before it can be dropped
+                        continue
                 elif made is END:
                     past.restating = None
                 yield
-        return page, start + len(page), too_old
+        return page, start + len(page), start != (after or self._begin)
 
     def _restate(self, namespace: str, past: Past) -> None:
         """Report all pages again, after what is kept now."""

@@ -137,3 +137,21 @@ def test_without_a_history_there_are_no_events() -> None:
 async def test_events_are_refused_where_there_is_no_history(caller: Caller) -> None:
     call = NewCall("events", {"after": 0})
     await caller.refused(call, "invalid_request", field="cache.events_history")
+
+
+def test_a_page_without_events_means_that_the_reader_knows_all_pages() -> None:
+    """Also where all that is kept is dropped while the first of them is being made."""
+    kept = history(stored(1, 3), most=2)
+    kept.inventories.append(lambda namespace: iter([None, None, stored(7, 1, namespace)]))
+    reading = kept.read("a", 0, 9)
+    next(reading)
+    kept.hear(stored(5, 2))
+    kept.hear(stored(10, 2))
+    page: Page | None = None
+    while page is None:
+        try:
+            next(reading)
+        except StopIteration as end:
+            page = end.value
+    known = [key for one in page[0] for key in one["page_keys"]]
+    assert page[2] and known == [key.hex() for key in (keys(10, 1), keys(11, 1), keys(7, 1))]
