@@ -1,6 +1,6 @@
 """The world of a disk: the record store of the tiers on files that tear, flip, fill and lie.
 
-What is read is what was kept, or a miss; what was durable survives. SQLite's own files are real.
+What is read is what was kept, or a miss; what was durable survives. SQLite's files are among these.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import random
 import shutil
 import tempfile
 from collections import Counter
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final
+from unittest.mock import patch
 
 from service.tiers.record_store import RecordStore
 from service.tiers.records import InvalidRecord, NewRecord, RecordLayout
@@ -45,7 +46,10 @@ class DiskWorld(Run):
         return "disk lies about a sync" not in self.faults
 
     def run(self) -> Result:
-        with tempfile.TemporaryDirectory(prefix="attnd-disk-", dir=MEMORY) as folder:
+        with ExitStack() as stack:
+            for replaced in self.files.patches():
+                stack.enter_context(patch.object(*replaced))
+            folder = stack.enter_context(tempfile.TemporaryDirectory("attnd-disk", dir=MEMORY))
             self.open(Path(folder) / "0")
             try:
                 for number in range(self.plan.statements * self.plan.callers):
@@ -60,8 +64,8 @@ class DiskWorld(Run):
         return self.result
 
     def open(self, path: Path) -> None:
-        self.path, self.files.unsynced = path, []
-        self.store = RecordStore(path, self.room, LAYOUT, self.files, self.forget)
+        self.path, self.files.unsynced = path, {}
+        self.store = self.files.open_store(path, self.room, LAYOUT, evicted=self.forget)
 
     def forget(self, entry: Entry) -> None:
         self.kept.pop(entry.key, None)

@@ -6,15 +6,18 @@ import errno
 import os
 import random
 import shutil
+import sqlite3
 import tempfile
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from copy import copy
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
+import apsw
 import numpy as np
 
 from config.sections import CacheSettings
@@ -23,8 +26,9 @@ from kernels.digests import host_digests
 from service.engine.loop.engine import Engine
 from service.engine.tiers import copier, disk, fetcher, setup
 from service.engine.tiers.page_records import layout_of
+from service.tiers import index
 from service.tiers.files import Files
-from service.tiers.record_store import RecordStore
+from service.tiers.record_store import RecordStore, StoreUnavailable
 from service.tiers.worker import Ticket, Worker, raising
 from tests.world.network import NEVER, Fault, Replaced
 
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
     from tests.world.device import WorldDevice
     from tests.world.simulation import Simulation
 
+Write = tuple[int, bytes, int]  # where, the bytes there before, and the file's size before
 ROOMY: Final = 1000  # records: no run has as many pages
 LATE_S: Final = (0.0, 1e-5, 1e-4, 1e-3, 0.02)
 MEMORY: Final = "/dev/shm" if os.path.isdir("/dev/shm") else None
@@ -43,43 +48,158 @@ FAULTS: Final = 0.03  # of the shares of faults in the world of a disk: one turn
 
 
 class SimFiles(Files):
-    """Real files below a cache that is lost with the power."""
+    """Real files below a cache that is lost with the power; SQLite's as well."""
 
     def __init__(self, order: random.Random, fault: Fault) -> None:
         self.order, self.fault = order, fault
-        self.unsynced: list[tuple[int, int, bytes]] = []  # descriptor, offset and old bytes
+        self.unsynced: dict[str, list[Write]] = {}  # by file, since its last sync
+        self.vfs = IndexFiles(self)
+
+    def patches(self) -> list[Replaced]:
+        connecting = SimpleNamespace(**vars(sqlite3) | {"connect": partial(Connection, self)})
+        return [(index, "sqlite3", connecting)]
+
+    def open_store(self, *given: Any, **named: Any) -> RecordStore:
+        """A store, of a process that is started again until the disk lets it."""
+        while True:
+            with suppress(StoreUnavailable):
+                return RecordStore(*given, files=self, **named)
 
     def read(self, fd: int, into: memoryview, offset: int) -> int:
         size = len(into)
         if self.fault("disk reads short", 0.05):
             size = self.order.randint(1, size)
-        if self.fault("disk fails to read", 0.01):
-            raise OSError(errno.EIO, "a fault of the disk")
+        self.check_read()
         count = super().read(fd, into[:size], offset)
         if count and self.fault("disk flips a bit", 0.02):
             into[self.order.randrange(count)] ^= 1 << self.order.randrange(8)
         return count
 
+    def check_read(self) -> None:
+        if self.fault("disk fails to read", 0.01):
+            raise OSError(errno.EIO, "a fault of the disk")
+
     def write(self, fd: int, data: memoryview, offset: int) -> int:
-        if self.fault("disk is full", 0.02):
-            raise OSError(errno.ENOSPC, "the disk is full")
+        self.check_room()
         if self.fault("disk writes short", 0.05):
             data = data[: self.order.randint(1, len(data))]
-        self.unsynced.append((fd, offset, os.pread(fd, len(data), offset)))
+        self.note(fd_path(fd), offset, len(data))
         return super().write(fd, data, offset)
 
+    def check_room(self) -> None:
+        if self.fault("disk is full", 0.02):
+            raise OSError(errno.ENOSPC, "the disk is full")
+
     def sync(self, fd: int) -> None:
+        self.synced(fd_path(fd))
+
+    def synced(self, path: str) -> None:
         if self.fault("disk fails to sync", 0.01):
             raise OSError(errno.EIO, "a fault of the disk")
         if not self.fault("disk lies about a sync", 0.01):
-            self.unsynced = []
+            self.unsynced.pop(path, None)
+
+    def note(self, path: str, offset: int, length: int) -> None:
+        """Remember what is there before a write, or before the file is cut at `offset`."""
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            old = os.pread(file.fileno(), length, offset)
+        self.unsynced.setdefault(path, []).append((offset, old, size))
 
     def lose_power(self) -> None:
-        """Writes since the last sync are lost, or torn, in any order."""
-        for fd, offset, old in reversed(self.unsynced):
-            kept = self.order.choice((0, len(old), self.order.randint(0, len(old))))
-            os.pwrite(fd, old[kept:], offset + kept)
-        self.unsynced = []
+        """Writes since the last syncs are lost, or torn, in any order."""
+        for path, writes in self.unsynced.items():
+            if not os.path.exists(path):
+                continue
+            with open(path, "r+b") as file:
+                for offset, old, size in reversed(writes):
+                    kept = self.order.choice((0, len(old), self.order.randint(0, len(old))))
+                    os.pwrite(file.fileno(), old[kept:], offset + kept)
+                    if not kept:
+                        file.truncate(size)
+        self.unsynced = {}
+
+
+def fd_path(fd: int) -> str:
+    return os.readlink(f"/proc/self/fd/{fd}")
+
+
+class IndexFiles(apsw.VFS):  # type: ignore[misc]
+    """SQLite's layer of files. It has no shared memory: connections lock their file for good."""
+
+    def __init__(self, files: SimFiles) -> None:
+        self.files, self.name = files, f"world-{id(self)}"
+        super().__init__(self.name, "")
+
+    def xOpen(self, name: Any, flags: list[int]) -> IndexFile:
+        return IndexFile(self.files, name, flags)
+
+
+class IndexFile(apsw.VFSFile):  # type: ignore[misc]
+    def __init__(self, files: SimFiles, name: Any, flags: list[int]) -> None:
+        self.files = files
+        self.path = name.filename() if isinstance(name, apsw.URIFilename) else name
+        super().__init__("", name, flags)
+
+    def xRead(self, amount: int, offset: int) -> bytes:
+        self._do(self.files.check_read)
+        return bytes(super().xRead(amount, offset))
+
+    def xWrite(self, data: bytes, offset: int) -> None:
+        self._do(self.files.check_room)
+        self.files.note(self.path, offset, len(data))
+        super().xWrite(data, offset)
+
+    def xTruncate(self, size: int) -> None:
+        self.files.note(self.path, size, 2**30)
+        super().xTruncate(size)
+
+    def xSync(self, flags: int) -> None:
+        self._do(partial(self.files.synced, self.path))
+        super().xSync(flags)
+
+    @staticmethod
+    def _do(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except OSError as error:
+            is_full = error.errno == errno.ENOSPC
+            raise (apsw.FullError if is_full else apsw.IOError)(str(error)) from None
+
+
+class Connection:
+    """`sqlite3.Connection`, as far as the index uses it, over these files."""
+
+    def __init__(self, files: SimFiles, path: Path, **_: Any) -> None:
+        self.text_factory: Any = None
+        self._db = self._do(lambda: apsw.Connection(str(path), vfs=files.vfs.name))
+        self.executescript("pragma locking_mode = exclusive")
+
+    def execute(self, sql: str, values: Any = ()) -> Rows:
+        return Rows(self._do(lambda: list(self._db.execute(sql, values))))
+
+    executescript = execute
+
+    def executemany(self, sql: str, rows: Any) -> None:
+        self._do(lambda: self._db.executemany(sql, list(rows)))
+
+    def close(self) -> None:
+        self._do(lambda: self._db.close(True))
+
+    @staticmethod
+    def _do(work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except apsw.Error as error:
+            found = sqlite3.OperationalError(str(error))
+            of_files = {apsw.FullError: sqlite3.SQLITE_FULL, apsw.IOError: sqlite3.SQLITE_IOERR}
+            found.sqlite_errorcode = of_files.get(type(error)) or error.result
+            raise found from error
+
+
+class Rows(list[Any]):
+    def fetchall(self) -> list[Any]:
+        return self
 
 
 class SimWorker(Worker):
@@ -227,11 +347,12 @@ class TierPlan:
         return cache.model_copy(update=new)
 
     def patches(self) -> list[Replaced]:
-        worker, store = partial(SimWorker, self.world), partial(RecordStore, files=self.files)
+        worker = partial(SimWorker, self.world)
         machine = SimpleNamespace(disk_usage=lambda _: SimpleNamespace(free=2**40))
         return [
             *((module, "Worker", worker) for module in (copier, disk, fetcher)),
-            (setup, "RecordStore", store),
+            (setup, "RecordStore", self.files.open_store),
+            *self.files.patches(),
             (setup, "shutil", machine),
             (setup, "free_bytes", lambda _: 2**40),
             (Engine, "_wake", lambda engine: engine._selector.wake()),
@@ -251,7 +372,7 @@ class TierPlan:
         store.close()
         shutil.rmtree(self.path)
         there.rename(self.path)
-        self.files.unsynced = []
+        self.files.unsynced = {}
 
     @staticmethod
     def _store_of(loading: Any) -> RecordStore | None:
