@@ -197,7 +197,6 @@ def append_and_decode(client: httpx.Client) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "arguments",
     [
-        (),
         ("--cluster.engines", "2"),
         ("--cache.zmq-endpoint", "ipc://events.sock"),
         pytest.param(
@@ -205,7 +204,7 @@ def append_and_decode(client: httpx.Client) -> dict[str, Any]:
             marks=pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed"),
         ),
     ],
-    ids=["one engine", "a cluster", "with ZeroMQ", "on Ray"],
+    ids=["a cluster", "one engine with ZeroMQ", "on Ray"],
 )
 def test_attnd_serves_in_a_folder_of_modules_with_the_same_names(
     installed: Installed, arguments: tuple[str, ...]
