@@ -120,9 +120,6 @@ class ServerSettings(Section):
     max_header_bytes: Annotated[int, Field(ge=1024)] = 64 * 2**10
     """Maximum size of a request's line and headers; larger ones get 431."""
 
-    max_header_count: Annotated[int, Field(ge=8)] = 100
-    """Maximum number of a request's headers; more get 431."""
-
     tls_cert: Annotated[str | None, Field(min_length=1)] = None
     """PEM file with the server's certificate and its chain. SIGHUP reloads certificate and key."""
 

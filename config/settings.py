@@ -81,6 +81,7 @@ REMOVED: Final = {
     "cluster.secret_file": "each start makes a secret of its own: leave it out",
     "cluster.lost_after_s": "an engine is dead when its process ends or Ray says so: leave it out",
     "cluster.ingresses": "a cluster has one router: run two clusters for twice the throughput",
+    "server.max_header_count": "server.max_header_bytes limits headers: leave it out",
 }
 """Settings of earlier versions, and what to do instead."""
 

@@ -153,7 +153,7 @@ def error_of(argv: list[str]) -> str:
         (["--server.max-sessions", "0"], "server.max_sessions = 0"),
         (["--server.max-connections", "0"], "server.max_connections = 0"),
         (["--server.max-header-bytes", "10"], "server.max_header_bytes = 10"),
-        (["--server.max-header-count", "0"], "server.max_header_count = 0"),
+        (["--server.max-header-bytes", "0"], "server.max_header_bytes = 0"),
         (["--server.idle-timeout-s", "0"], "server.idle_timeout_s = 0"),
         (["--server.receive-timeout-s", "nan"], "server.receive_timeout_s = nan"),
         (["--server.max-inflight-bytes", "1048576"], "server.max_inflight_bytes = 1048576"),

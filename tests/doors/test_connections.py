@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 import struct
 import time
@@ -23,24 +22,10 @@ from scripted import (
     wait_for,
 )
 
-from config.settings import ServerSettings
-from service.doors.http.protocol.intake import Intake
-from service.keys import line_of
+from service.doors.http.endpoints.operation import MAX_JSON_BYTES
 
 BODY = decode_body()
 GOOD = request("/v1/decode", BODY)
-
-
-def test_bytes_that_come_just_after_a_response_follow_those_that_came_ahead_of_it() -> None:
-    heads: list[bytes] = []
-    intake = Intake(ServerSettings(), lambda head, _id, _body: heads.append(head.target.raw_path))
-    second = b"GET /second HTTP/1.1\r\nhost: localhost\r\n\r\n"
-    first = b"GET /first HTTP/1.1\r\nhost: localhost\r\n\r\n" + second[:9]
-    intake.read(first, 0, len(first))
-    intake.body = None  # the response is sent
-    intake.read(second, 9, len(second))  # before the loop resumes
-    intake.resume()
-    assert heads == [b"/first", b"/second"]
 
 
 # malformed requests
@@ -55,14 +40,12 @@ def test_bytes_that_come_just_after_a_response_follow_those_that_came_ahead_of_i
         b"GET /\xff HTTP/1.1\r\nhost: localhost\r\n\r\n",
         b"GET / HTTP/1.1\r\nhost: localhost\r\nno colon\r\n\r\n",
         b"GET / HTTP/1.1\r\nhost: localhost\r\na: b\r\n folded\r\n\r\n",
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
         b"GET / HTTP/3.0\r\n\r\n",
         b"CONNECT other:443 HTTP/1.1\r\nhost: localhost\r\n\r\n",
         b"POST /v1/decode HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
         b"POST /v1/decode HTTP/1.1\r\nhost: localhost\r\ncontent-length: -1\r\n\r\n",
         b"POST /v1/decode HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1e3\r\n\r\n",
         b"POST /v1/decode HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999999999999\r\n\r\n",
-        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: " + b"0" * 5000 + b"2\r\n\r\n{}",
         b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\ntransfer-encoding: chunked\r\n\r\n",
         b"POST /v1/decode HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: gzip\r\n\r\n",
     ],
@@ -96,60 +79,21 @@ def test_requests_sent_ahead_are_answered_in_their_order(door: Running) -> None:
     assert [heard.image for heard in door.engine.heard[:4]] == bodies
 
 
-@pytest.mark.parametrize("broken", [b"\0broken", b"GET / HTTP/9.9", b"POST /v1/merge"])
-def test_a_broken_request_behind_a_good_one_harms_only_itself(
-    door: Running, caplog: pytest.LogCaptureFixture, broken: bytes
-) -> None:
-    before = door.counted("internal", "decode")
-    first, second = replies(door.say(GOOD + broken + b"\r\n\r\n"))
-    assert (first.status, second.status) == (200, 400)
-    assert second.problem["code"] == "malformed_request"
-    assert second.headers["connection"] == "close"
-    assert door.counted("internal", "decode") == before
-    assert not [one for one in caplog.records if one.levelno >= logging.ERROR], caplog.text
-
-
-def test_transfer_codings_beside_chunked_are_refused(door: Running) -> None:
-    headers = {"content_length": "", "transfer_encoding": "gzip, chunked"}
-    reply = only(door.say(request("/v1/decode", b"0\r\n\r\n", **headers)))
+def test_chunks_that_are_none_end_the_connection(door: Running) -> None:
+    headers = {"content_length": "", "transfer_encoding": "chunked"}
+    reply = only(door.say(request("/v1/decode", b"zz\r\n", **headers)))
     assert (reply.status, reply.problem["code"]) == (400, "malformed_request")
 
 
-@pytest.mark.parametrize(
-    ("chunks", "code"),
-    [
-        (b"zz\r\n", "malformed_body"),
-        (b"-1\r\n", "malformed_body"),
-        (b"1\r\nab\r\n0\r\n\r\n", "malformed_body"),
-        (b"3\nabc\r\n", "malformed_body"),
-        (b"1" * 16 + b"\r\n", "malformed_body"),
-        (b"1;" + b"x" * 2000 + b"\r\n", "malformed_body"),
-        (b"1;a\rb\r\nx\r\n0\r\n\r\n", "malformed_body"),
-        (b"fffffffffffff\r\nabc", "body_too_large"),
-        (b"0\r\n" + b"a: b\r\n" * 20_000 + b"\r\n", "headers_too_large"),
-    ],
-)
-def test_chunks_that_break_a_rule_are_refused(door: Running, chunks: bytes, code: str) -> None:
-    headers = {"content_length": "", "transfer_encoding": "chunked"}
-    reply = only(door.say(request("/v1/decode", chunks, **headers)))
-    assert reply.problem["code"] == code
-    assert reply.headers["connection"] == "close"
-
-
-@pytest.mark.parametrize("upgrade", ["h2c", "websocket", "TLS/1.0"])
-@pytest.mark.parametrize("chunked", [False, True])
-def test_an_upgrade_is_ignored_and_the_body_read(
-    door: Running, upgrade: str, chunked: bool
-) -> None:
-    asks = {"connection": "Upgrade, HTTP2-Settings", "upgrade": upgrade, "http2_settings": "AAMA"}
-    if chunked:
-        body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
-        first = request("/v1/decode", body, **asks, content_length="", transfer_encoding="chunked")
-    else:
-        first = request("/v1/decode", BODY, **asks)
-    found = replies(door.say(first + request("/v1/decode", BODY, connection="close")))
-    assert [reply.status for reply in found] == [200, 200]
-    assert [heard.image for heard in door.engine.heard] == [BODY, BODY]
+def test_an_upgrade_is_ignored_or_refused_with_a_body(door: Running) -> None:
+    asks = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2_settings": "AAMA"}
+    with door.connect() as peer:
+        for _ in range(2):
+            peer.sendall(request("/v1/pool", method="GET", content_length="", **asks))
+            assert peer.recv(2**16).startswith(b"HTTP/1.1 200")
+    for length in ("10", "100000"):
+        reply = only(door.say(request("/v1/decode", **{**asks, "content_length": length})))
+        assert reply.status == 400 and "Upgrade" in reply.problem["detail"]
 
 
 def test_a_client_of_http_1_0_is_answered_and_closed(door: Running) -> None:
@@ -166,12 +110,10 @@ def tight(tmp_path_factory: pytest.TempPathFactory) -> object:
     """A door with small limits and short timeouts."""
     limits = {
         "max-header-bytes": "2048",
-        "max-header-count": "8",
         "max-connections": "4",
         "idle-timeout-s": "0.6",
         "receive-timeout-s": "0.6",
         "max-body-bytes": "1048576",
-        "max-json-bytes": "4096",
     }
     given = [text for name, value in limits.items() for text in (f"--server.{name}", value)]
     with serving(tmp_path_factory.mktemp("tight"), *given) as running:
@@ -195,11 +137,6 @@ def quiet(tight: Running) -> Running:
         ),
         (b"GET /" + b"x" * 4000, "server.max_header_bytes"),
         (b"GET / HTTP/1.1\r\nhost: localhost\r\na: " + b"x" * 4000, "server.max_header_bytes"),
-        (b"\r\n" * 4000, "server.max_header_bytes"),
-        (
-            b"GET / HTTP/1.1\r\nhost: localhost\r\n" + b"a: b\r\n" * 9 + b"\r\n",
-            "server.max_header_count",
-        ),
     ],
 )
 def test_a_head_beyond_the_limits_is_refused(quiet: Running, data: bytes, named: str) -> None:
@@ -209,11 +146,7 @@ def test_a_head_beyond_the_limits_is_refused(quiet: Running, data: bytes, named:
 
 
 def test_a_head_as_large_as_the_limits_is_read(quiet: Running) -> None:
-    start = (
-        b"GET /health/live HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
-        + b"a: b\r\n" * 5
-        + b"c: "
-    )
+    start = b"GET /health/live HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n" + b"c: "
     data = start + b"x" * (2048 - len(start) - 4) + b"\r\n\r\n"
     assert only(quiet.say(data)).status == 200
 
@@ -227,7 +160,6 @@ def test_a_body_declared_too_large_is_refused_before_it_is_sent(quiet: Running) 
         reply = only(receive_all(peer))
     assert (reply.status, reply.problem["code"]) == (413, "body_too_large")
     assert (reply.problem["size"], reply.problem["limit"]) == (1_000_000_000, 2**20)
-    assert reply.headers["connection"] == "close"
 
 
 def test_a_client_that_sends_a_whole_refused_body_still_gets_to_read_why(quiet: Running) -> None:
@@ -251,52 +183,38 @@ def test_a_body_on_a_get_is_passed_over(quiet: Running) -> None:
 
 def test_json_has_a_limit_of_its_own(quiet: Running) -> None:
     with quiet.client() as client:
-        text = b'{"sequences": [' + b" " * 4096 + b"{}]}"
+        text = b'{"sequences": [' + b" " * 600_000 + b"{}]}"
         headers = {"content-type": "application/json"}
         problem = client.post("/v1/sequences", content=text, headers=headers).json()
-        assert (problem["code"], problem["limit"]) == ("body_too_large", 4096)
+        assert (problem["code"], problem["limit"]) == ("body_too_large", MAX_JSON_BYTES)
 
 
-ODD = {"inference_header_content_length": "1", "connection": "close"}
-
-
-def test_no_request_but_an_inference_has_bytes_before_its_body(quiet: Running) -> None:
-    """They would be those of another client's request, in the same slot before."""
-    other = decode_body(2)
-    assert only(quiet.say(request("/v1/decode", other, connection="close"))).status == 200
-    reply = only(quiet.say(request("/v1/decode", BODY, **ODD)))
-    assert (reply.status, reply.body[-32:]) == (200, BODY[-32:])
-    spelled = ODD | {"content_type": "application/json"}
-    quiet.engine.heard.clear()
-    quiet.say(request("/v1/prefix/match", b'{"token_ids": [7]}', **spelled))
-    assert [heard.fields for heard in quiet.engine.heard] == [{"token_ids": [7]}]
-
-
-@pytest.mark.parametrize("expect", ["100-continue", "100-Continue \t"])
+@pytest.mark.parametrize("rows", [1, 20_000])
 def test_a_client_that_waits_for_100_continue_gets_it_when_its_head_is_right(
-    quiet: Running, expect: str
+    quiet: Running, rows: int
 ) -> None:
+    body = decode_body(rows)
     with quiet.connect() as peer:
-        peer.sendall(request("/v1/decode", expect=expect, content_length=str(len(BODY))))
+        peer.sendall(request("/v1/decode", expect="100-Continue", content_length=str(len(body))))
         assert peer.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
-        peer.sendall(BODY + request("/v1/pool", method="GET", connection="close"))
+        peer.sendall(body + request("/v1/pool", method="GET", connection="close"))
         assert [reply.status for reply in replies(receive_all(peer))] == [200, 200]
 
 
 def test_a_client_that_waits_for_100_continue_is_refused_instead(quiet: Running) -> None:
     data = request("/v1/nothing", expect="100-continue", content_length="100")
-    answer = quiet.say(data)
-    assert answer.startswith(b"HTTP/1.1 404"), "no interim answer"
-    assert only(answer).headers["connection"] == "close"
+    assert quiet.say(data).startswith(b"HTTP/1.1 404"), "no interim answer"
 
 
 # limits on time
 
 
-def test_an_unfinished_head_times_out_with_408(quiet: Running) -> None:
+@pytest.mark.parametrize("begun", [b"", GOOD[:40]], ids=["silent", "half a head"])
+def test_a_connection_without_a_request_ends_when_it_is_silent(
+    quiet: Running, begun: bytes
+) -> None:
     began = time.monotonic()
-    reply = only(quiet.say(GOOD[:40]))
-    assert (reply.status, reply.problem["code"]) == (408, "request_timeout")
+    assert quiet.say(begun) == b""
     assert 0.3 < time.monotonic() - began < 5
 
 
@@ -309,14 +227,18 @@ def test_an_unfinished_body_times_out_with_408_and_is_counted(quiet: Running) ->
     assert quiet.engine.heard == []
 
 
-def test_a_request_that_drips_is_no_excuse(quiet: Running) -> None:
+@pytest.mark.parametrize("length", [500, 200_000])
+def test_a_body_that_drips_is_no_excuse(quiet: Running, length: int) -> None:
     with quiet.connect() as peer:
+        peer.sendall(request("/v1/decode", b"x", content_length=str(length)))
         began = time.monotonic()
-        with pytest.raises(OSError):
-            while time.monotonic() < began + 10:
-                peer.sendall(b"x")
-                time.sleep(0.05)
-        assert time.monotonic() - began < 8
+        peer.settimeout(0.05)
+        data = b""
+        while not data and time.monotonic() < began + 10:
+            with suppress(TimeoutError):
+                data = peer.recv(2**16)
+            peer.sendall(b"x")
+    assert data.startswith(b"HTTP/1.1 408") and time.monotonic() - began < 8
 
 
 def test_an_idle_connection_is_closed_without_a_word(quiet: Running) -> None:
@@ -352,7 +274,7 @@ def test_a_connection_beyond_the_limit_gets_429_if_none_is_idle(quiet: Running) 
     try:
         for peer in peers:
             peer.sendall(GOOD)
-        wait_for(lambda: quiet.door.active == 4, "all to wait for their answers")
+        wait_for(lambda: len(quiet.door.active) == 4, "all to wait for their answers")
         reply = only(quiet.say(b""))
         assert (reply.status, reply.problem["code"]) == (429, "overloaded")
         assert reply.headers["retry-after"] == "1"
@@ -382,30 +304,10 @@ def is_open(peer: socket.socket) -> bool:
         return False
 
 
-def test_a_client_of_http_1_0_gets_no_interim_response(door: Running) -> None:
-    with door.connect() as peer:
-        head = request("/v1/decode", expect="100-continue", content_length=str(len(BODY)))
-        peer.sendall(head.replace(b"HTTP/1.1", b"HTTP/1.0", 1))
-        time.sleep(0.1)
-        peer.sendall(BODY)
-        assert receive_all(peer).startswith(b"HTTP/1.1 200")
-
-
-def test_connections_that_never_had_a_valid_key_give_place_whatever_they_do(tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text(line_of("secret", "a", ["read"]))
-    unread = request("/live/live.js", method="GET", content_length="") * 800
-    with serving(tmp_path, *FEW, "--auth.keys-file", str(keys)) as running, ExitStack() as stack:
-        for _ in range(4):
-            peer = stack.enter_context(running.connect())
-            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)  # the system keeps little
-            peer.sendall(unread)
-        held = running.door.connections
-        wait_for(lambda: len(held) == 4 and all(one.intake.ahead for one in held), "all to wait")
-        assert is_open(stack.enter_context(running.connect()))
-
-
-BEGUN = {"silent": b"", "slow head": b"GET / HTTP/1.1\r\nx: y", "no request": b"X\r\n\r\n"}
+BEGUN = {
+    "silent": b"",
+    "slow head": b"GET / HTTP/1.1\r\nx: y",
+}
 
 
 @pytest.mark.parametrize("begun", BEGUN.values(), ids=BEGUN)
@@ -416,7 +318,6 @@ def test_connections_without_a_request_give_place_to_new_ones(tmp_path: Path, be
         for _ in range(20):
             stack.enter_context(running.connect()).sendall(begun)
         assert is_open(stack.enter_context(running.connect()))
-        assert is_open(served), "a connection with a request stays"
         assert len(running.door.connections) <= 4
 
 
@@ -447,62 +348,6 @@ def test_a_client_that_leaves_takes_its_call_back(door: Running, resets: bool) -
     wait_for(lambda: door.counted("client_gone", "decode") == before + 1, "the count")
 
 
-@pytest.mark.parametrize("length", [len(GOOD), len(GOOD) - 1], ids=["whole", "part"])
-def test_a_client_that_leaves_before_its_request_begins_leaves_nothing(
-    door: Running, length: int
-) -> None:
-    def send_and_leave() -> None:
-        connection.intake.read(GOOD, 0, length)
-        connection.transport.abort()
-        connection.connection_lost(None)  # as TLS reports both in one pass
-
-    before = door.counted("client_gone", "unknown")
-    with door.connect() as peer:
-        assert is_open(peer)
-        (connection,) = door.door.connections
-        door.on_loop(send_and_leave)
-        wait_for(lambda: not door.door.connections, "the end of the connection")
-        wait_for(lambda: not door.door.active, "the end of the request")
-    wait_for(lambda: door.counted("client_gone", "unknown") == before + 1, "the count")
-
-
-def test_bytes_that_came_ahead_of_the_end_are_dropped(
-    door: Running, caplog: pytest.LogCaptureFixture
-) -> None:
-    with door.connect() as peer:
-        assert is_open(peer)
-        (connection,) = door.door.connections
-        connection.intake.ahead = b"no request\r\n\r\n"
-        door.on_loop(connection.transport.abort)
-        wait_for(lambda: not door.door.connections, "the end of the connection")
-        door.on_loop(connection.resume)  # as a response before the end has scheduled it
-        with door.connect() as other:
-            assert is_open(other)
-    assert not [one for one in caplog.records if one.name == "asyncio"]
-
-
-@pytest.mark.parametrize("wait_s", [0.0, 0.4])
-def test_a_client_that_closes_only_its_own_side_gets_its_answer(
-    door: Running, wait_s: float
-) -> None:
-    door.engine.close_gate()
-    with door.connect() as peer:
-        peer.sendall(GOOD)
-        peer.shutdown(socket.SHUT_WR)
-        wait_for(lambda: door.engine.waiting, "the call")
-        time.sleep(wait_s)
-        door.engine.open_gate()
-        reply = only(receive_all(peer))
-    assert (reply.status, reply.headers["connection"]) == (200, "close")
-    assert door.engine.cancelled == []
-
-
-def test_all_that_was_sent_before_a_side_was_closed_is_answered(door: Running) -> None:
-    found = replies(door.say(GOOD * 3, then_close=True))
-    assert [reply.status for reply in found] == [200, 200, 200]
-    assert replies(door.say(GOOD + GOOD[:50], then_close=True))[0].status == 200
-
-
 def test_a_client_that_hangs_up_in_the_middle_of_its_body_leaves_nothing(door: Running) -> None:
     before = door.counted("client_gone", "decode")
     free = door.door.link.arena.slots.free()
@@ -525,20 +370,3 @@ def test_it_serves_a_unix_socket(tmp_path: Path) -> None:
             peer.sendall(GOOD)
             wait_for(lambda: running.engine.waiting, "the call")
         wait_for(lambda: running.engine.cancelled, "the call to be taken back")
-
-
-def test_a_client_that_reads_slowly_and_steadily_gets_its_whole_answer(tmp_path: Path) -> None:
-    """Bytes that the system takes count, though the door's own buffer does not move for long."""
-    limits = ("--server.idle-timeout-s", "0.6")
-    body = decode_body(rows=100_000)
-    with serving(tmp_path, *limits) as running, socket.socket() as peer:
-        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        peer.connect(("127.0.0.1", running.port))
-        peer.sendall(request("/v1/decode", body, connection="close"))
-        got, began = 0, time.monotonic()
-        while time.monotonic() < began + 4:
-            got += len(peer.recv(256))
-            time.sleep(0.02)
-        while piece := peer.recv(2**20):
-            got += len(piece)
-        assert got > len(body)

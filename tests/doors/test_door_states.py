@@ -153,15 +153,13 @@ def test_a_drain_finishes_accepted_requests_and_refuses_halves_and_others(runnin
         open_one.sendall(LIVE)
         assert statuses(open_one, 1) == [200]
         wait_for(lambda: running.engine.waiting, "the call")
-        wait_for(lambda: running.door.active == 2, "the half body")
-        wait_for(
-            lambda: any(one.intake.parser for one in running.door.connections), "the half head"
-        )
+        wait_for(lambda: len(running.door.active) == 2, "the half body")
+        wait_for(lambda: any(one.head_bytes for one in running.door.connections), "half a head")
         running.drain()
-        for peer in parts:
-            (reply,) = replies(receive_all(peer))
-            assert (reply.status, reply.problem["code"]) == (503, "not_ready")
-            assert reply.headers["connection"] == "close"
+        half_head, half_body = parts
+        (reply,) = replies(receive_all(half_body))
+        assert (reply.status, reply.problem["code"]) == (503, "not_ready")
+        assert reply.headers["connection"] == "close"
         with pytest.raises(OSError):
             running.connect().close()
         open_one.sendall(READY)
@@ -172,6 +170,7 @@ def test_a_drain_finishes_accepted_requests_and_refuses_halves_and_others(runnin
         running.engine.open_gate()
         (reply,) = replies(receive_all(admitted))
         assert (reply.status, reply.headers["connection"]) == (200, "close")
+        assert half_head.recv(1) == b"", "it was no request yet"
         running.thread.join(5)
         assert not running.thread.is_alive()
 

@@ -11,8 +11,9 @@ import pytest
 from images import write_image
 from scripted import Heard, Running, serving, wait_for
 
-from service.doors.http.protocol.connection import Connection
-from service.doors.kit.pieces import AT_ONCE, Turns, Waiters
+from service.doors.http import door as door_module
+from service.doors.http.endpoints import events as events_module
+from service.doors.kit.turns import AT_ONCE, Turns, Waiters
 
 LISTENERS = 100
 
@@ -45,16 +46,15 @@ def test_an_event_reaches_many_listeners_over_several_passes_of_the_loop(
 ) -> None:
     events, number = Events(), 0
     passes: list[int] = []
-    send = Connection.send
+    written = events_module.written
 
-    def noted(self: Connection, head: bytes, parts: Any) -> None:
-        if not head:
-            passes.append(number)
-        send(self, head, parts)
+    def noted(page: Any) -> Any:
+        passes.append(number)
+        return written(page)
 
     with serving(tmp_path, script=events) as door:
         peers = [listen(door) for _ in range(LISTENERS)]
-        monkeypatch.setattr(Connection, "send", noted)
+        monkeypatch.setattr(events_module, "written", noted)
         loop = door.server.loop
         assert loop is not None
 
@@ -111,16 +111,16 @@ def test_requests_of_many_connections_begin_over_several_passes_of_the_loop(
 ) -> None:
     number = 0
     passes: list[int] = []
-    start = Connection.start
+    run = door_module.run
 
-    def noted(self: Connection, exchange: Any) -> None:
+    async def noted(*given: Any) -> None:
         passes.append(number)
-        start(self, exchange)
+        await run(*given)
 
     with serving(tmp_path) as door:
         peers = [door.connect() for _ in range(LISTENERS)]
         wait_for(lambda: len(door.door.connections) == LISTENERS, "the connections")
-        monkeypatch.setattr(Connection, "start", noted)
+        monkeypatch.setattr(door_module, "run", noted)
         loop = door.server.loop
         assert loop is not None
 
@@ -149,9 +149,9 @@ def test_a_listener_that_reads_nothing_is_disconnected_though_it_sends(tmp_path:
     with serving(tmp_path, "--server.idle-timeout-s", "0.5", script=events) as door:
         peer = listen(door)
         (connection,) = door.door.connections
-        while not connection.intake.is_held:
+        while not connection.flow.write_paused:
             events.newest += 1
-            wait_for(lambda: connection.intake.is_held or events.newest == sent(door), "an event")
+            wait_for(lambda: connection.flow.write_paused or events.newest == sent(door), "it")
         peer.sendall(b"x")
         wait_for(lambda: not door.door.connections, "the end of the connection")
         peer.close()

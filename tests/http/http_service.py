@@ -162,7 +162,7 @@ class Service:
     def drain(self) -> None:
         """As the supervisor does: the doors first, so that they take nothing new."""
         for server, _ in self.doors:
-            if server.loop is not None and server.started and not server.ended.is_set():
+            if server.loop is not None and server.started and not server.should_exit:
                 server.loop.call_soon_threadsafe(server.drain)
         self.engine.drain()
 

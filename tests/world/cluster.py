@@ -19,7 +19,6 @@ from attnd.http import async_transport
 
 from config.settings import ServerSettings
 from service.cluster.membership import members
-from service.doors.http.protocol.connection import Connection
 from service.doors.kit import problems
 from service.engine.store.imports import HIDDEN
 from service.tenants import OPEN, SCOPES, Tenant, tenant_of
@@ -230,7 +229,6 @@ class ClusterWorld(Simulation):
             (members.LOG, "exception", self.logged),
             (problems.LOG, "error", self.logged),
             (async_transport, "select", poll),
-            (Connection, "__hash__", lambda one: hash(one.peer)),
         ]
 
     def logged(self, *_: Any, exc_info: Any = None, **__: Any) -> None:

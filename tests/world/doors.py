@@ -17,8 +17,9 @@ from attnd.errors import ReplyLost, ServiceError
 
 from service.cluster.membership.roster import RosterEntry
 from service.cluster.routing.router import Router
+from service.doors.http.connection import Connection
 from service.doors.http.door import Door
-from service.doors.http.protocol.connection import Connection
+from service.doors.kit.asgi import AsgiServer
 from service.doors.kit.hosts import HostRule
 from service.doors.kit.problems import ProblemText, document_of
 from service.errors import AttndError
@@ -66,6 +67,7 @@ class DoorProcess:
             authenticator = make_authenticator(world.settings.auth, lambda _: world.keys)
             rule = HostRule(world.settings)
             self.http = Door(server, Metrics(), authenticator, None, Router, rule)
+            self.server = AsgiServer(Application(self.http), server, None, Connection)
         self.router: Any = self.http.link if self.http else Router(server, world.has_keys)
         known = self.router.members
         known.door, known.secret = self.name, SECRET
@@ -111,9 +113,20 @@ class DoorProcess:
             raise ConnectionRefusedError(111, "this door is dead")
         here, there = self.world.network.pair()
         self.sockets.append(there)
-        connection, loop = self.context.run(Connection, self.http), self.world.loop
+        config, state, loop = self.server.config, self.server.server_state, self.world.loop
+        connection = self.context.run(Connection, config, state, {}, loop)
         loop.create_task(attach(loop, there, connection), context=self.context)
         return here
+
+
+class Application:
+    """What a server calls for each request."""
+
+    def __init__(self, door: Door) -> None:
+        self.door = door
+
+    async def __call__(self, *given: Any) -> None:
+        await self.door.serve(*given)
 
 
 async def attach(loop: Any, sock: SimSocket, protocol: Any) -> Any:

@@ -1,49 +1,45 @@
-"""State shared by all connections of an HTTP door: the link to the engine, limits, the drain; and
-the FastAPI application, one router made from the table of operations."""
+"""The HTTP door: the link to the engine, its limits, the drain; and the FastAPI application, one
+router made from the table of operations."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
-from collections.abc import Coroutine
 from email.utils import formatdate
 from functools import cache
-from socket import socket
-from typing import Any, Final
+from typing import Final
 
 from fastapi import FastAPI
 
 from config.sections import Settings
 from config.server import ServerSettings
 from service import __version__
+from service.doors.http.bodies import Body, BodyShares
+from service.doors.http.connection import Connection, ReadBudget
 from service.doors.http.endpoints.events import PATH as EVENTS_PATH
 from service.doors.http.endpoints.events import EventStream
 from service.doors.http.endpoints.openapi import DESCRIPTION, document
 from service.doors.http.endpoints.operation import OperationEndpoint
 from service.doors.http.endpoints.pages import Pages
-from service.doors.http.endpoints.responses import Respond, route
+from service.doors.http.endpoints.responses import Header, Respond, finish, route, run
+from service.doors.http.exchange import EXCHANGE, Exchange, Receive, Scope, Send
 from service.doors.http.live.page import live_routes
-from service.doors.http.long_json import LongJson
-from service.doors.http.protocol.admission import BusyConnections
-from service.doors.http.protocol.bodies import BodyShares
-from service.doors.http.protocol.connection import Connection
-from service.doors.http.protocol.intake import ReadBudget
 from service.doors.kit.hosts import HostRule
-from service.doors.kit.ledger import Ledger, Tracing
+from service.doors.kit.ledger import CLIENT_CLOSED, Ledger, Tracing
 from service.doors.kit.link import QUIET_S, Link
-from service.doors.kit.pieces import OneByOne, Turns
 from service.doors.kit.process import descriptors
+from service.doors.kit.turns import Turns
 from service.doors.kit.upstream import MakeUpstream, trim
-from service.errors import AttndError, NotReady, Overloaded
+from service.errors import AttndError, NotReady, Overloaded, RequestTimeout
 from service.keys import Authenticator
 from service.metrics import Metrics
 from service.operations.schema.spec import Operation
 from service.operations.table import OPERATIONS
+from service.tenants import ANONYMOUS
 
 LOG: Final = logging.getLogger("attnd.http")
-READ_BYTES: Final = 64 * 2**10
-"""The buffer into which all connections receive heads and short bodies."""
 SWEEP_S: Final = 0.5
 COMPLAIN_EVERY_S: Final = 10.0
 
@@ -67,25 +63,19 @@ class Door:
         self.metrics = metrics
         self.loop = asyncio.get_running_loop()
         self.ledger = Ledger(metrics, tracing)
-        self.link = link = make_upstream(limits, authenticator is not None, metrics)
-        self.take, self.give_back = link.arena.take, link.arena.give_back
-        self.drained = asyncio.Event()
-        self.long_json = LongJson(self)
-        self.long_work = OneByOne()
+        self.link = make_upstream(limits, authenticator is not None, metrics)
         self.turns = Turns()
-        self.buffer = bytearray(READ_BYTES)
-        self.connections: set[Connection] = set()
-        self.handshakes: dict[asyncio.Task[None], None] = {}
-        """TLS handshakes under way, the oldest first."""
+        self.connections: dict[Connection, None] = {}
         self.shares = BodyShares(limits.max_inflight_bytes)
         self.read_budget = ReadBudget(self.loop)
         soft, spare = descriptors()
         self.max_connections = min(limits.max_connections, soft - spare)
-        self.busy = BusyConnections(max(1, self.max_connections // 2))
-        self.max_lingering = spare // 2
-        self.active = 0
+        self.busy: Counter[str] = Counter()
+        """Requests under way of each namespace."""
+        self.active: dict[Exchange, None] = {}
         """Requests without a response."""
-        self.date = b""
+        self.receiving: dict[Exchange, None] = {}
+        """Requests whose bodies are not whole, the oldest first."""
         self.last_complaint = 0.0
         self.last_work = self.loop.time()
         self.is_trimmed = True
@@ -97,79 +87,113 @@ class Door:
         """Why no more requests are accepted; empty while they are."""
         return self.link.draining
 
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request, as ASGI calls an application."""
+        exchange: Exchange = scope.pop(EXCHANGE, None) or self.begin(scope)
+        exchange.receive, exchange.send = receive, send
+        exchange.task = asyncio.current_task()
+        if exchange.connection is not None:
+            exchange.connection.exchange = exchange
+        self.active[exchange] = None
+        self.busy[exchange.caller] += 1
+        try:
+            if not self.turns.take():
+                await self.turns.wait(exchange.caller)
+            await run(self, exchange, scope)
+        except asyncio.CancelledError:  # before its turn
+            if not exchange.status:
+                finish(self, exchange, CLIENT_CLOSED, "client_gone")
+        finally:
+            del self.active[exchange]
+            self.busy[exchange.caller] -= 1
+            if not self.busy[exchange.caller]:
+                del self.busy[exchange.caller]
+
+    def begin(self, scope: Scope) -> Exchange:
+        """Read a request's head: its tenant, or its refusal."""
+        exchange = Exchange(scope)
+        if self.authenticator is None:
+            exchange.caller = exchange.address
+        else:
+            self.authenticate(self.authenticator, exchange)
+        if exchange.host not in self.host_rule.accepted or exchange.origin is not None:
+            foreign = self.host_rule.refusal(exchange.host, exchange.origin)
+            exchange.refusal = foreign or exchange.refusal
+        return exchange
+
+    def authenticate(self, authenticator: Authenticator, exchange: Exchange) -> None:
+        """Set the request's tenant, or its refusal."""
+        try:
+            exchange.tenant = authenticator.tenant_of(exchange.authorization)
+            exchange.caller = exchange.tenant.namespace
+            if self.busy[exchange.caller] >= max(1, self.max_connections // 2):
+                raise Overloaded(
+                    f"this namespace has {self.busy[exchange.caller]} requests under way, the "
+                    "limit is half of server.max_connections: wait for responses, or end streams",
+                    retry_after_s=1.0,
+                )
+        except AttndError as error:
+            exchange.tenant = ANONYMOUS
+            exchange.refuse(error)
+
+    def book(self, exchange: Exchange) -> Body | None:
+        """The room of a large body of declared length; None where it will not be received, or is
+        longer than any operation accepts."""
+        size, limit = exchange.content_length or 0, self.limits.max_body_bytes
+        if exchange.refusal is not None or size > limit:
+            return None
+        try:
+            if self.draining:
+                raise NotReady(self.draining)
+            return Body(self, exchange.caller, size, limit)
+        except AttndError as error:
+            exchange.refuse(error)
+            return None
+
     # connections
 
-    def admit(self, connection: Connection) -> bool:
-        """Add a connection; returns whether it may stay."""
-        self.connections.add(connection)
-        if self.draining:
-            return False
-        return len(self.connections) <= self.max_connections or self.make_room(connection)
-
-    def make_room(self, newest: Connection) -> bool:
-        """Close a connection for a new one; returns whether there was one.
-
-        Connections without a valid request go first, whatever they do; then idle connections of the
-        host with the most, then the longest idle.
-        """
-        idle = [one for one in self.connections if one.may_give_place and one is not newest]
-        if not idle:
-            return False
-        counts = Counter(one.address for one in self.connections)
-        chosen = min(idle, key=lambda one: (one.is_known, -counts[one.address], one.since))
-        self.connections.discard(chosen)
-        chosen.give_place()
-        self.complain("idle connections are closed for new ones")
-        return True
-
-    def too_many(self) -> AttndError:
-        """The error for a connection that may not stay."""
+    def admit(self, connection: Connection) -> AttndError | None:
+        """Add a connection, in the place of an idle one if there are too many: of the host with the
+        most, the longest idle. Returns the error for one that may not stay."""
+        self.connections[connection] = None
         if self.draining:
             return NotReady(self.draining)
-        self.complain("new connections are refused")
-        return Overloaded(self.full, retry_after_s=1.0)
-
-    @property
-    def full(self) -> str:
-        return (
+        if len(self.connections) <= self.max_connections:
+            return None
+        full = (
             f"{self.max_connections} connections are open: close some, or raise "
             "server.max_connections and the limit of open files"
         )
+        idle = [one for one in self.connections if one.idle_until and one is not connection]
+        if idle:
+            counts = Counter(one.address for one in self.connections)
+            chosen = min(idle, key=lambda one: (-counts[one.address], one.idle_until))
+            del self.connections[chosen]
+            chosen.transport.abort()
+        if self.loop.time() > self.last_complaint + COMPLAIN_EVERY_S:
+            self.last_complaint = self.loop.time()
+            what = "idle connections are closed for new ones" if idle else "new ones are refused"
+            LOG.warning("%s: %s", what, full)
+        return None if idle else Overloaded(full, retry_after_s=1.0)
 
-    def complain(self, what: str) -> None:
-        """Log that connections are short, not too often."""
-        now = self.loop.time()
-        if now > self.last_complaint + COMPLAIN_EVERY_S:
-            self.last_complaint = now
-            LOG.warning("%s: %s", what, self.full)
-
-    def begin_handshake(self, client: socket, work: Coroutine[Any, Any, None]) -> None:
-        """Begin and count a handshake; cancels the oldest one if there are too many of both
-        kinds."""
-
-        def end(task: asyncio.Task[None]) -> None:
-            self.handshakes.pop(task, None)
-            if task.cancelled():
-                client.close()
-
-        task = self.loop.create_task(work)
-        self.handshakes[task] = None
-        task.add_done_callback(end)
-        if len(self.connections) + len(self.handshakes) > self.max_connections + self.max_lingering:
-            oldest = next(iter(self.handshakes))
-            del self.handshakes[oldest]
-            oldest.cancel()
-
-    def may_linger(self, connection: Connection) -> bool:
-        """Whether a closing connection may wait for its client without taking another's place."""
-        return len(self.connections) < self.max_connections + self.max_lingering
+    @property
+    def date(self) -> tuple[Header, ...]:
+        return ((b"date", formatdate(usegmt=True).encode()),)
 
     def sweep(self) -> None:
-        """Check deadlines, the date, and unused memory, twice a second."""
+        """Check the deadlines of bodies, and unused memory, twice a second."""
+        seconds = self.limits.receive_timeout_s
+        late = time.perf_counter() - seconds
+        for exchange in list(self.receiving):
+            if exchange.started > late:
+                break
+            exchange.fail(
+                RequestTimeout(
+                    f"the request was not received within {seconds:g} s: send it faster, or raise "
+                    "server.receive_timeout_s"
+                )
+            )
         now = self.loop.time()
-        self.date = formatdate(usegmt=True).encode()
-        for connection in list(self.connections):
-            connection.check(now)
         if self.active:
             self.last_work, self.is_trimmed = now, False
         elif not self.is_trimmed and now > self.last_work + QUIET_S:
@@ -180,31 +204,14 @@ class Door:
     # the end
 
     def drain(self, reason: str) -> None:
-        """Accept no more requests; `drained` is set when the accepted ones have responses."""
+        """Accept no more requests, and none that have not been received to their end."""
         self.link.draining = reason
-        if not self.active:
-            self.drained.set()
-        for connection in list(self.connections):
-            connection.drain()
+        for exchange in list(self.receiving):
+            exchange.fail(NotReady(reason))
 
-    def give_up(self, error: AttndError) -> None:
-        for connection in list(self.connections):
-            connection.give_up(error)
-
-    async def close(self, seconds: float) -> None:
-        """Close connections once their responses are sent, or after `seconds`; then the link."""
+    def close(self) -> None:
         self.sweeping.cancel()
-        ends = self.loop.time() + seconds
-        for handshake in self.handshakes:
-            handshake.cancel()
-        for connection in list(self.connections):
-            connection.transport.close()
-        while self.connections and self.loop.time() < ends:
-            await asyncio.sleep(0.01)
-        for connection in list(self.connections):
-            connection.transport.abort()
         self.ledger.settle()
-        self.long_json.close()
         self.link.close()
 
 

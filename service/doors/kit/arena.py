@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
-from attnd.wire.dtypes import Part
+import numpy as np
+from attnd.wire.dtypes import Array, Part
 
 from config.server import ServerSettings
 from service.errors import AttndError, Overloaded
@@ -46,10 +47,20 @@ class AnswerShares:
     def count(self, namespace: str, slot: Slot) -> None:
         """Count a slot until nothing refers to its bytes any more."""
         if slot.size > MAX_BYTES:
-            self.settle()
-            self.by_namespace[namespace] = self.by_namespace.get(namespace, 0) + slot.size
-            freed = (namespace, slot.size)
-            weakref.finalize(slot.array, self.returned.append, freed).atexit = False
+            self.count_array(namespace, slot.array, slot.size)
+
+    def counted(self, namespace: str, text: bytes) -> Part:
+        """A reply's text, which counts like a slot."""
+        if len(text) <= MAX_BYTES:
+            return text
+        array = np.frombuffer(text, np.uint8)
+        self.count_array(namespace, array, len(text))
+        return array.data
+
+    def count_array(self, namespace: str, array: Array, size: int) -> None:
+        self.settle()
+        self.by_namespace[namespace] = self.by_namespace.get(namespace, 0) + size
+        weakref.finalize(array, self.returned.append, (namespace, size)).atexit = False
 
     def settle(self) -> None:
         """Subtract the slots freed since the last call."""

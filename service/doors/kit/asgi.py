@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import uvicorn
 from starlette.requests import ClientDisconnect, Request
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from config.server import ServerSettings
 from service.doors.kit.process import descriptors
@@ -23,18 +24,26 @@ T = TypeVar("T")
 class AsgiServer(uvicorn.Server):
     """uvicorn on sockets that listen already; its process handles the signals."""
 
-    def __init__(self, application: Any, limits: ServerSettings, tls: Tls | None) -> None:
+    def __init__(
+        self,
+        application: Any,
+        limits: ServerSettings,
+        tls: Tls | None,
+        protocol: type[HttpToolsProtocol] | None = None,
+    ) -> None:
+        """`protocol` limits its connections itself, and the application its drain."""
         most, spare = descriptors()
         config = uvicorn.Config(
             application,
-            http="httptools",
+            http=protocol or "httptools",
             ws="none",
             lifespan="off",
             log_config=None,
             log_level="critical",
             access_log=False,
             server_header=False,
-            limit_concurrency=min(limits.max_connections, most - spare),
+            proxy_headers=False,
+            limit_concurrency=None if protocol else min(limits.max_connections, most - spare),
             timeout_keep_alive=max(1, round(limits.idle_timeout_s)),
             timeout_graceful_shutdown=max(1, round(limits.drain_timeout_s)),
         )

@@ -45,9 +45,11 @@ class Request(Protocol):
     started: float
     seconds: float
     stages: Sequence[float]
-    peer: str
     tenant: Tenant
     traceparent: bytes
+
+    @property
+    def peer(self) -> str: ...
 
 
 @dataclass(slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""Errors as problem documents, from this door, its worker for long JSON, or the engine."""
+"""Errors as problem documents, from this door or the engine."""
 
 from __future__ import annotations
 

@@ -70,7 +70,8 @@ class Setup:
 class Server(Protocol):
     """A door's server. `failed` says why it could not serve."""
 
-    failed: str
+    @property
+    def failed(self) -> str: ...
 
     def run(self) -> None:
         """Serve until drained."""

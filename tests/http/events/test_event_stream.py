@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,7 +84,7 @@ def test_many_listeners_share_one_poll_that_ends_with_them(
             "listeners of earlier tests to leave",
         )
     wait_for(lambda: not feeds, "the poll's end")
-    wait_for(lambda: service.door.active == 0, "the streams' end")
+    wait_for(lambda: not service.door.active, "the streams' end")
 
 
 def test_events_lost_from_the_history_are_reported_first() -> None:
@@ -131,23 +130,6 @@ def test_an_idle_stream_is_kept_alive_and_ends_with_the_drain(
             running.drain()
             assert set(lines) <= {": still here", ""}
         wait_for(lambda: running.is_over, "the end of the drain")
-
-
-def test_http_10_and_a_client_that_closes_its_side_get_a_stream_too(service: Service) -> None:
-    for version in ("1.0", "1.1"):
-        with service.connect() as sock, service.client() as client:
-            head = f"GET /v1/events HTTP/{version}\r\nhost: localhost\r\n\r\n"
-            sock.sendall(head.encode())
-            sock.shutdown(socket.SHUT_WR)
-            got = b""
-            while b"still here" not in got:
-                got += sock.recv(4096)
-            clear(client)
-            while b"event: cleared" not in got:
-                got += sock.recv(4096)
-            reply, _, body = got.partition(b"\r\n\r\n")
-            assert b"connection: close" in reply and b"content-length" not in reply
-            assert body.startswith(b": still here\n\nid: ")
 
 
 @pytest.mark.parametrize(

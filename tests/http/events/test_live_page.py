@@ -127,7 +127,7 @@ def test_all_who_look_share_one_feed_that_ends_with_them(
         feed = feed_of(service)
         wait_for(lambda: feed.viewers == 2, "viewers of earlier tests to leave")
     wait_for(lambda: feed_of(service) is None, "the feed's end")
-    wait_for(lambda: service.door.active == 0, "the streams' end")
+    wait_for(lambda: not service.door.active, "the streams' end")
 
 
 def test_an_engine_that_is_busy_is_said_to_be_and_not_waited_for() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import random
 import re
-import socket
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import cycle, islice
@@ -170,7 +169,6 @@ def statuses(service: Service, data: bytes) -> list[int]:
     """The statuses of all final replies to these bytes."""
     with service.connect() as peer:
         peer.sendall(data)
-        peer.shutdown(socket.SHUT_WR)
         reply = b""
         while piece := peer.recv(65536):
             reply += piece

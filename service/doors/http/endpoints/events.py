@@ -11,11 +11,15 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qsl
 
 from service.doors.http.endpoints.operation import number
-from service.doors.http.endpoints.responses import KEEP_ALIVE, respond_stream
-from service.doors.http.protocol.admission import is_still_valid
-from service.doors.http.protocol.exchange import Exchange
-from service.doors.kit.pieces import Waiters
+from service.doors.http.endpoints.responses import (
+    KEEP_ALIVE,
+    Write,
+    is_still_valid,
+    respond_stream,
+)
+from service.doors.http.exchange import Exchange
 from service.doors.kit.problems import ProblemText
+from service.doors.kit.turns import Waiters
 from service.doors.kit.upstream import events_after
 from service.errors import AttndError, NotReady
 from service.image.json_text import dump_json
@@ -25,7 +29,6 @@ from service.tenants import Tenant
 
 if TYPE_CHECKING:
     from service.doors.http.door import Door
-    from service.doors.http.protocol.connection import Connection
 
 PATH: Final = "/v1/events"
 POLL_S: Final = 0.05
@@ -109,11 +112,9 @@ class EventStream:
         last = last_event(exchange)
         self.door.link.ready()
         page = await page_after(self.door, exchange.tenant, last)
-        await respond_stream(
-            self.door, exchange, lambda connection: self.stream(connection, exchange, page)
-        )
+        await respond_stream(self.door, exchange, lambda write: self.stream(write, exchange, page))
 
-    async def stream(self, connection: Connection, exchange: Exchange, page: Page) -> None:
+    async def stream(self, write: Write, exchange: Exchange, page: Page) -> None:
         """Write page after page until the service ends, or the key is revoked."""
         tenant = exchange.tenant
         feed = self.feeds.get(tenant)
@@ -123,10 +124,9 @@ class EventStream:
         try:
             while not feed.is_over and is_still_valid(self.door.authenticator, exchange):
                 if page.events or page.too_old:
-                    connection.send(b"", written(page))
+                    await write(b"".join(written(page)))
                 elif feed.newest <= page.next and not await feed.news.wait(KEEP_ALIVE_S):
-                    connection.send(b"", [KEEP_ALIVE])
-                await connection.wait_until_read()
+                    await write(KEEP_ALIVE)
                 page = await feed.after(page.next)
         finally:
             feed.listeners -= 1
@@ -145,9 +145,8 @@ def last_event(exchange: Exchange) -> int:
     if unknown := given.keys() - {"after"}:
         refuse(min(unknown), given[min(unknown)], "this route has no such parameter")
     text, name = given.get("after", str(FROM_NOW)), "after"
-    for key, value in exchange.head.raw_headers if exchange.head else ():
-        if key == b"last-event-id" and value:
-            text, name = value.decode("latin-1"), "Last-Event-ID"
+    if exchange.last_event_id:
+        text, name = exchange.last_event_id.decode("latin-1"), "Last-Event-ID"
     last = number(text)
     if isinstance(last, str) or not FROM_NOW <= last < 2**53:
         refuse(name, text, "must be the number of an event, or 0 for all that are kept")

@@ -15,7 +15,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from service.doors.http.endpoints.responses import respond, route
-from service.doors.http.protocol.exchange import Exchange
+from service.doors.http.exchange import Exchange
 from service.doors.kit.headers import JSON
 from service.doors.kit.ledger import OTHERS_S
 from service.errors import InvalidRequest, NoSuchRoute
@@ -167,8 +167,8 @@ def page_route(
             query = exchange.query.decode("latin-1")
             raise InvalidRequest("query", query, "this route takes no parameters")
         response = await page(exchange, params)
-        lines = [b"%b: %b\r\n" % one for one in response.raw_headers if one[0] != b"content-length"]
-        respond(door, exchange, response.status_code, b"".join(lines), [bytes(response.body)])
+        headers = tuple(one for one in response.raw_headers if one[0] != b"content-length")
+        await respond(door, exchange, response.status_code, headers, bytes(response.body))
 
     return route(path, {method: run}, needs_no_key=needs_no_key)
 

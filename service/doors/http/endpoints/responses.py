@@ -1,4 +1,4 @@
-"""Runs a request's endpoint, and takes its response or error to the connection and the ledger.
+"""Runs a request's endpoint, and takes its response or error to the client and the ledger.
 
 Errors are application/problem+json documents, with the headers that belong to them.
 """
@@ -7,96 +7,88 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
 from attnd.wire.dtypes import Part
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
-from service.doors.http.protocol.exchange import CONTENT_TYPES, Exchange
-from service.doors.kit.headers import PROBLEM
+from service.doors.http.exchange import EXCHANGE, Exchange, Receive, Scope, Send
+from service.doors.kit.headers import JSON, PROBLEM, SAFETENSORS, server_timing
 from service.doors.kit.ledger import CLIENT_CLOSED
 from service.doors.kit.problems import ProblemText, document_of, problem_headers
-from service.errors import AttndError, Internal, MethodNotAllowed, NoSuchRoute
+from service.errors import (
+    AttndError,
+    Internal,
+    MalformedRequest,
+    MethodNotAllowed,
+    NoSuchRoute,
+    NotReady,
+)
 from service.image.json_text import dump_json
-from service.road.caller_end.slots import Slot
+from service.keys import Authenticator
 
 if TYPE_CHECKING:
     from service.doors.http.door import Door
-    from service.doors.http.protocol.connection import Connection
 
-
-def problem_response(error: BaseException, exchange: Exchange) -> tuple[int, str, bytes, bytes]:
-    """Status, code, document, and header lines for an error."""
-    if isinstance(error, HTTPException) and error.status_code == 405:
-        allow = sorted((error.headers or {}).get("Allow", "").split(", "))
-        text = f"{exchange.method} {exchange.path}: use {' or '.join(allow)}"
-        error = MethodNotAllowed(text, allow=allow)
-    elif isinstance(error, HTTPException):
-        error = NoSuchRoute(f"{exchange.path}: see /docs")
-    document = document_of(error, exchange.request_id)
-    more = "".join(f"{name}: {text}\r\n" for name, text in problem_headers(document).items())
-    return (
-        document["status"],
-        document["code"],
-        dump_json(document).encode(),
-        CONTENT_TYPES[PROBLEM] + more.encode(),
-    )
-
-
-Scope = MutableMapping[str, Any]
-EXCHANGE: Final = "attnd.exchange"
-"""The key of a scope's `Exchange`."""
+Header = tuple[bytes, bytes]
+CONTENT_TYPES: Final = {name: (b"content-type", name.encode()) for name in (SAFETENSORS, JSON)}
+"""The header for each media type."""
+CLOSE: Final = (b"connection", b"close")
+CUT_OFF: Final = "the drain ended while the engine ran the operation; it may have been applied"
 KEEP_ALIVE: Final = b": still here\n\n"
 """A comment: may come between the events of a stream."""
 EVENT_HEADERS: Final = (
-    b"content-type: text/event-stream\r\n"
-    b"cache-control: no-store, no-transform\r\n"
-    b"x-accel-buffering: no\r\n"
+    (b"content-type", b"text/event-stream"),
+    (b"cache-control", b"no-store, no-transform"),
+    (b"x-accel-buffering", b"no"),
 )
 """Proxies pass each event on at once: they neither buffer nor compress."""
+NO_BODY: Final = frozenset({204, 304})
 NO_PARAMS: Final[dict[str, str]] = {}
+Respond = Callable[[Exchange, Mapping[str, Any]], Awaitable[None]]
+"""Responds to a request, with the path's parameters."""
+Write = Callable[[bytes], Awaitable[None]]
+"""Sends a part of a stream, once the client has read most of it."""
 
 
-async def run(door: Door, exchange: Exchange) -> None:
+async def run(door: Door, exchange: Exchange, scope: Scope) -> None:
     """One request, from its head to its entry in the ledger."""
-    exchange.is_running = True
-    if door.link.draining:
-        exchange.keep_alive = False
     try:
-        if exchange.is_disconnected:
-            raise asyncio.CancelledError
         endpoint = door.endpoints.get((exchange.method, exchange.path))
         if endpoint is not None and exchange.refusal is None:
             await endpoint(exchange, NO_PARAMS)
         else:
-            await run_application(door, exchange)
+            await run_application(door, exchange, scope)
     except asyncio.CancelledError:
-        if not exchange.is_disconnected:
-            raise
-        finish(door, exchange, CLIENT_CLOSED, "client_gone")
+        if exchange.is_disconnected or not door.draining:
+            finish(door, exchange, CLIENT_CLOSED, "client_gone")
+        else:
+            await respond_problem(door, exchange, NotReady(CUT_OFF))
     except Exception as error:
-        respond_problem(door, exchange, error)
-    finally:
-        door.active -= 1
-        if door.link.draining and not door.active:
-            door.drained.set()
+        await respond_problem(door, exchange, error)
 
 
-async def run_application(door: Door, exchange: Exchange) -> None:
-    """Have the application's router find the endpoint, which responds to the exchange.
+async def run_application(door: Door, exchange: Exchange, scope: Scope) -> None:
+    """Have the application's router find the endpoint.
 
     Skips FastAPI's middleware for exceptions, dependencies and telemetry, which nothing here uses
     and which costs three times as much as the router.
     """
-    request = {"type": "http", "method": exchange.method, "path": exchange.path}
-    scope: Scope = {**request, "app": door.app, EXCHANGE: exchange}
-    if exchange.refusal is None:
-        await door.app.router(scope, unused, unused)
-    else:
-        await run_without_key(door, exchange, exchange.refusal, scope)
+    if not exchange.path.isprintable():
+        text = f"the path {exchange.path[:100]!r} has a control character: remove it"
+        raise MalformedRequest(text)
+    scope["app"], scope[EXCHANGE] = door.app, exchange
+    try:
+        if exchange.refusal is None:
+            await door.app.router(scope, exchange.receive, exchange.send)
+        else:
+            await run_without_key(door, exchange, exchange.refusal, scope)
+    finally:
+        del scope[EXCHANGE]  # the exchange refers to the scope
     if not exchange.is_answered:
         raise Internal(f"{exchange.method} {exchange.path} has no response: this is a bug")
 
@@ -111,13 +103,9 @@ async def run_without_key(
             if not getattr(child["endpoint"], "needs_no_key", False):
                 break
             scope.update(child)
-            await route.handle(scope, unused, unused)
+            await route.handle(scope, exchange.receive, exchange.send)
             return
-    respond_problem(door, exchange, refusal)
-
-
-Respond = Callable[[Exchange, Mapping[str, Any]], Awaitable[None]]
-"""Responds to a request, with the path's parameters."""
+    await respond_problem(door, exchange, refusal)
 
 
 class Endpoint:
@@ -127,7 +115,7 @@ class Endpoint:
         self.by_method = by_method
         self.needs_no_key = needs_no_key
 
-    async def __call__(self, scope: Scope, *_: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.by_method[scope["method"]](scope[EXCHANGE], scope["path_params"])
 
 
@@ -138,84 +126,130 @@ def route(path: str, by_method: Mapping[str, Respond], *, needs_no_key: bool = F
     return Route(path, Endpoint(by_method, needs_no_key=needs_no_key), methods=[*by_method])
 
 
-async def unused(*_: Any) -> Any:
-    """ASGI's receive and send."""
-    raise RuntimeError("endpoints respond to the exchange: this is a bug")
-
-
-def respond(
+async def respond(
     door: Door,
     exchange: Exchange,
     status: int,
-    headers: bytes,
-    parts: Sequence[Part],
+    headers: tuple[Header, ...],
+    body: Part,
     code: str = "ok",
 ) -> None:
-    """Send the whole response; `headers` are whole lines. Large parts are sent without a copy, and
-    must not change."""
-    connection, body = exchange.connection, exchange.body
-    if exchange.is_answered or connection is None or body is None:
-        raise Internal(f"{exchange.method} {exchange.path} has two responses: this is a bug")
-    exchange.is_answered = True
-    if not body.complete or connection.half_closed is not None:
-        connection.prepare_to_close(exchange)
-    head = exchange.response_head(status, sum(map(len, parts)), door.date, headers)
-    connection.send(head, parts if exchange.method != "HEAD" else ())
+    """Send the whole response. A body in the arena is sent without a copy, and must not change."""
+    begin_response(exchange)
+    if status not in NO_BODY:
+        headers = (*headers, (b"content-length", b"%d" % len(body)))
+    await exchange.send(response_start(door, exchange, status, headers))
+    await exchange.send({"type": "http.response.body", "body": body})
     finish(door, exchange, status, code)
 
 
-async def respond_stream(
-    door: Door, exchange: Exchange, write: Callable[[Connection], Awaitable[None]]
-) -> None:
-    """Send a stream of events, which ends with its connection, in every version of HTTP. `write`
-    sends them; a client that reconnects gets its error."""
-    connection = exchange.connection
-    if exchange.is_answered or connection is None:
+def begin_response(exchange: Exchange) -> None:
+    if exchange.is_answered:
         raise Internal(f"{exchange.method} {exchange.path} has two responses: this is a bug")
     exchange.is_answered = True
-    exchange.keep_alive = False
-    exchange.filler = KEEP_ALIVE
-    connection.send(exchange.response_head(200, None, door.date, EVENT_HEADERS), ())
+
+
+def response_start(
+    door: Door, exchange: Exchange, status: int, headers: tuple[Header, ...]
+) -> dict[str, Any]:
+    """ASGI's message with the headers of every response after `headers`."""
+    every = [
+        *headers,
+        (b"x-request-id", exchange.request_id),
+        (b"server-timing", server_timing(exchange.stages)),
+    ]
+    if exchange.traceparent:
+        every.append((b"traceparent", exchange.traceparent))
+    if door.draining:
+        every.append(CLOSE)
+    return {"type": "http.response.start", "status": status, "headers": every}
+
+
+async def respond_stream(
+    door: Door, exchange: Exchange, stream: Callable[[Write], Awaitable[None]]
+) -> None:
+    """Send a stream of events. `stream` writes them; a client that reconnects gets its error."""
+    begin_response(exchange)
+    exchange.watch()
+    await exchange.send(response_start(door, exchange, 200, EVENT_HEADERS))
+
+    async def write(events: bytes) -> None:
+        await exchange.send({"type": "http.response.body", "body": events, "more_body": True})
+
     if exchange.method == "GET":
         with suppress(AttndError, ProblemText):
-            await write(connection)
+            await stream(write)
+    await exchange.send({"type": "http.response.body", "body": b""})
     finish(door, exchange, 200, "ok")
 
 
-def respond_problem(door: Door, exchange: Exchange, error: BaseException) -> None:
+def is_still_valid(authenticator: Authenticator | None, exchange: Exchange) -> bool:
+    """Whether the key of a long response is still valid for the same tenant. Raises
+    Unauthorized."""
+    if authenticator is None:
+        return True
+    return authenticator.tenant_of(exchange.authorization) is exchange.tenant
+
+
+async def respond_problem(door: Door, exchange: Exchange, error: BaseException) -> None:
     """Send an error, unless the response has been sent; then it is only logged."""
-    status, code, document, headers = problem_response(error, exchange)
+    document, headers = problem_of(error, exchange)
     if not exchange.is_answered:
-        respond(door, exchange, status, headers, [document], code)
+        body = dump_json(document).encode()
+        await respond(door, exchange, document["status"], headers, body, document["code"])
+    elif not exchange.status:
+        finish(door, exchange, document["status"], document["code"])
+
+
+def problem_of(
+    error: BaseException, exchange: Exchange
+) -> tuple[dict[str, Any], tuple[Header, ...]]:
+    """Document and headers of an error."""
+    if isinstance(error, HTTPException) and error.status_code == 405:
+        allow = sorted((error.headers or {}).get("Allow", "").split(", "))
+        text = f"{exchange.method} {exchange.path}: use {' or '.join(allow)}"
+        error = MethodNotAllowed(text, allow=allow)
+    elif isinstance(error, HTTPException):
+        error = NoSuchRoute(f"{exchange.path}: see /docs")
+    document = document_of(error, exchange.request_id)
+    more = problem_headers(document).items()
+    content_type = (b"content-type", PROBLEM.encode())
+    return document, (content_type, *((name.encode(), text.encode()) for name, text in more))
+
+
+def problem_bytes(door: Door, error: AttndError, client: tuple[str, int] | None) -> bytes:
+    """The whole response to bytes that are no request; the connection closes after it."""
+    nothing: Scope = {"method": "-", "path": "-", "query_string": b"", "headers": ()}
+    exchange = Exchange({**nothing, "client": client})
+    document, headers = problem_of(error, exchange)
+    status, body = document["status"], dump_json(document).encode()
+    closing = (*(() if door.draining else (CLOSE,)), (b"content-length", b"%d" % len(body)))
+    lines = response_start(door, exchange, status, (*door.date, *headers, *closing))["headers"]
+    finish(door, exchange, status, document["code"])
+    head = b"".join(b"%b: %b\r\n" % line for line in lines)
+    return b"HTTP/1.1 %d %b\r\n%b\r\n%b" % (
+        status,
+        HTTPStatus(status).phrase.encode(),
+        head,
+        body,
+    )
 
 
 def finish(door: Door, exchange: Exchange, status: int, code: str) -> None:
     """Stop the clock, free memory, and record the request: the response is sent, or the client has
     left."""
-    connection, body = exchange.connection, exchange.body
     exchange.seconds = time.perf_counter() - exchange.started
     exchange.status, exchange.code = status, code
-    exchange.body = exchange.head = exchange.connection = None
-    if body is not None:
-        body.release()
+    exchange.is_answered = True
+    if exchange.connection is not None:
+        exchange.connection.exchange = None
+        exchange.connection = None
+    if exchange.watching is not None:
+        exchange.watching.cancel()
+    if exchange.slot is not None:
+        door.link.arena.give_back(exchange.slot)
+        exchange.slot = None
+    if exchange.body is not None:
+        exchange.body.release()
+        exchange.body = None
     door.ledger.add(exchange)
-    if connection is not None:
-        connection.answered(exchange, is_whole=body is None or body.complete)
-
-
-async def read_body(door: Door, exchange: Exchange, limit: int) -> tuple[Slot | None, int]:
-    """The slot with the whole body, None for an empty one, and the body's length.
-
-    Raises BodyTooLarge, for a declared length before the body is read; MalformedBody,
-    RequestTimeout, Overloaded, NotReady.
-    """
-    body, connection = exchange.body, exchange.connection
-    if body is None or connection is None:
-        raise Internal("a body was read after the response: this is a bug")
-    body.check(limit)
-    while not body.complete:
-        if body.wanted:
-            body.place(door.link.arena.slot(body.wanted))
-        connection.welcome_body(exchange, body)
-        await body.change()
-    return body.slot, body.received

@@ -18,12 +18,17 @@ from starlette.routing import BaseRoute
 
 from service.doors.http.endpoints.events import KEEP_ALIVE_S
 from service.doors.http.endpoints.pages import page_route
-from service.doors.http.endpoints.responses import KEEP_ALIVE, respond_stream, route
+from service.doors.http.endpoints.responses import (
+    KEEP_ALIVE,
+    Write,
+    is_still_valid,
+    respond_stream,
+    route,
+)
+from service.doors.http.exchange import Exchange
 from service.doors.http.live.samples import COLUMNS, Samples
-from service.doors.http.protocol.admission import is_still_valid
-from service.doors.http.protocol.exchange import Exchange
-from service.doors.kit.pieces import Waiters
 from service.doors.kit.problems import ProblemText
+from service.doors.kit.turns import Waiters
 from service.doors.kit.upstream import call_engine
 from service.errors import AttndError, InvalidRequest, NoSuchRoute, NotReady
 from service.image.json_text import dump_json
@@ -32,7 +37,6 @@ from service.tenants import OPEN, Tenant, tenant_of
 
 if TYPE_CHECKING:
     from service.doors.http.door import Door
-    from service.doors.http.protocol.connection import Connection
 
 PERIOD_S: Final = 0.25
 LOAD: Final = ("inflight", "waiting", "sessions")
@@ -213,11 +217,9 @@ class LiveStream:
         if not self.needs_no_key:
             exchange.tenant.require("admin", LIVE_STREAM)
         self.door.link.ready()
-        await respond_stream(
-            self.door, exchange, lambda connection: self.show(connection, exchange)
-        )
+        await respond_stream(self.door, exchange, lambda write: self.show(write, exchange))
 
-    async def show(self, connection: Connection, exchange: Exchange) -> None:
+    async def show(self, write: Write, exchange: Exchange) -> None:
         """Send news until the service ends, or the key is revoked. A slow reader gets the newest
         state only."""
         feed = self.feed
@@ -229,8 +231,7 @@ class LiveStream:
             while not feed.is_over and (
                 self.needs_no_key or is_still_valid(self.door.authenticator, exchange)
             ):
-                connection.send(b"", feed.after(had) or [KEEP_ALIVE])
-                await connection.wait_until_read()
+                await write(b"".join(feed.after(had)) or KEEP_ALIVE)
                 await feed.news.wait(KEEP_ALIVE_S)
         finally:
             feed.viewers -= 1

@@ -1,1 +1,0 @@
-"""One HTTP/1.1 connection: heads, bodies, limits, authentication."""
