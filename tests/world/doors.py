@@ -125,8 +125,8 @@ class Application:
     def __init__(self, door: Door) -> None:
         self.door = door
 
-    async def __call__(self, *given: Any) -> None:
-        await self.door.serve(*given)
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self.door.serve(scope, receive, send)
 
 
 async def attach(loop: Any, sock: SimSocket, protocol: Any) -> Any:

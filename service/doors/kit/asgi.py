@@ -36,6 +36,7 @@ class AsgiServer(uvicorn.Server):
         config = uvicorn.Config(
             application,
             http=protocol or "httptools",
+            interface="asgi3",
             ws="none",
             lifespan="off",
             log_config=None,
