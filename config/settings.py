@@ -132,8 +132,12 @@ ENVIRONMENT: Final = {
     "torch": {"OMP_WAIT_POLICY": "passive"},
     # The core does not write to standard error.
     "grpc": {"GRPC_VERBOSITY": "NONE"},
-    # No usage reports, and no changes to the visible GPUs of actors without GPUs.
-    "ray": {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"},
+    # No usage reports, no changes to the visible GPUs of actors without GPUs, no colours.
+    "ray": {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_COLOR_PREFIX": "0",
+    },
     # Each stream has its own hardware queue and kernels load at start, so that a stream that waits
     # for its caller blocks no other.
     "cuda": {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"},

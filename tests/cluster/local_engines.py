@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import subprocess
@@ -15,8 +14,9 @@ from typing import Final
 
 from config.sections import Settings
 from service.addresses import listen_tcp
-from service.cluster.membership.processes import EngineProcess
+from service.cluster.membership.processes import ENGINE, Processes
 from service.cluster.membership.roster import RosterEntry, write_roster
+from service.processes.handover import Child
 from service.road.engine_end.listening import listen
 
 HOST: Final = "127.0.0.1"
@@ -28,11 +28,10 @@ class LocalEngines:
 
     settings: Settings
     folder: Path
-    lifeline: int
     over_tcp: bool = False
     """Connect over TCP, as to engines of other hosts."""
     secret: str = field(default_factory=lambda: secrets.token_hex(32))
-    engines: dict[str, EngineProcess] = field(default_factory=dict)
+    engines: dict[str, Processes] = field(default_factory=dict)
     entries: list[RosterEntry] = field(default_factory=list)
 
     @property
@@ -42,7 +41,7 @@ class LocalEngines:
     @property
     def processes(self) -> dict[str, subprocess.Popen[bytes]]:
         """Their present processes."""
-        return {name: engine.running for name, engine in self.engines.items()}
+        return {name: engine.first for name, engine in self.engines.items()}
 
     def add(self) -> None:
         """One more engine."""
@@ -53,21 +52,23 @@ class LocalEngines:
             more = list(listen_tcp(HOST, 0, False))
             address = f"tcp:{HOST}:{more[0].getsockname()[1]}"
         settings = self.settings.with_own_disk_path(name)  # as engines of different hosts
-        engine = EngineProcess(name, settings, own, more, self.lifeline, self.secret)
-        self.engines[name] = engine
+        child = Child(name, ENGINE, (own.sock, *more))
+        self.engines[name] = Processes(settings, [child], str(own.path), "", self.secret)
         self.entries.append(RosterEntry(name, address))
         write_roster(self.roster, self.entries)
 
     def kill(self, name: str) -> None:
-        self.engines[name].kill()
+        self.processes[name].kill()
+        self.processes[name].wait()
 
     def start(self, name: str) -> None:
         """After its process has ended."""
-        self.engines[name].restart()
+        self.engines[name].check()
 
     def close(self) -> None:
-        for engine in self.engines.values():
-            engine.close()
+        for name, engine in self.engines.items():
+            self.kill(name)
+            engine.end()
 
 
 @contextmanager
@@ -77,10 +78,7 @@ def local_engines(
     """`count` engines with these settings, which are killed at the end."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="attnd-cluster-"))
-        reading, writing = os.pipe()
-        stack.callback(os.close, reading)
-        stack.callback(os.close, writing)
-        engines = LocalEngines(settings, Path(folder), reading, over_tcp)
+        engines = LocalEngines(settings, Path(folder), over_tcp)
         stack.callback(engines.close)
         for _ in range(count):
             engines.add()

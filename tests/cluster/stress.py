@@ -27,7 +27,7 @@ import httpx
 from config.sections import Settings
 from config.settings import load_settings
 from service.addresses import bind_addresses
-from service.cluster.membership.processes import RouterProcess
+from service.cluster.membership.processes import Processes, router_children
 from tests.cluster.local_engines import LocalEngines, local_engines
 
 PAGES: Final = 8192
@@ -214,7 +214,7 @@ class Service:
     """A router as a process over engines of this host."""
 
     engines: LocalEngines
-    router: RouterProcess
+    router: Processes
     url: str
 
 
@@ -225,7 +225,8 @@ def served(count: int, *, over_tcp: bool = False) -> Iterator[Service]:
         addresses = bind_addresses(given.server, num_engines=0)
         addresses.roster.unlink(missing_ok=True)
         addresses.roster.symlink_to(engines.roster)
-        router = RouterProcess(given, addresses, engines.secret, engines.lifeline)
+        children = router_children(given, addresses)
+        router = Processes(given, children, str(addresses.roster), addresses.url, engines.secret)
         try:
             yield Service(engines, router, addresses.url)
         finally:
@@ -289,7 +290,7 @@ async def kills(service: Service, seed: int, ends: float, count: Counter[str]) -
     rng = random.Random(seed)
     while time.monotonic() < ends:
         await asyncio.sleep(rng.uniform(0.5, 2.0))
-        process = service.router.running
+        process = service.router.first
         os.kill(process.pid, signal.SIGKILL)
         await asyncio.to_thread(process.wait)
         service.router.check()

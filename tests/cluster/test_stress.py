@@ -33,8 +33,8 @@ def test_a_router_that_starts_is_ready_once_it_has_met_all_engines() -> None:
             stopped = service.engines.processes["engine-1"]
             stopped.send_signal(signal.SIGSTOP)
             try:
-                service.router.running.kill()
-                service.router.running.wait()
+                service.router.first.kill()
+                service.router.first.wait()
                 service.router.check()
                 await until_status(client, "/v1/engines", 200)
                 reply = await client.get("/health/ready")

@@ -83,6 +83,8 @@ class Members:
         self.tenant = tenant_of("cluster", SCOPES) if has_keys else OPEN
         """The tenant of the router's own questions."""
         self.door = self.secret = ""
+        self.draining = ""
+        """Why the router accepts no more requests; empty while it does."""
         self.watching: asyncio.Task[None] | None = None
         self.met = asyncio.Event()
         self.death = asyncio.Event()
@@ -258,7 +260,7 @@ class Members:
     def disconnect(self, member: Member, why: str) -> None:
         """Ends the session. The engine is dead only when its process has exited."""
         engine, member.engine = member.engine, None
-        if why not in (member.why, REMOVED):
+        if why not in (member.why, REMOVED) and not self.draining:  # they end with the router
             LOG.warning("%s is lost: %s", member.name, why)
         member.why = why
         if engine is None:

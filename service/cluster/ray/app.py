@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import ray
 from ray import serve
-from ray._private.ray_logging import global_worker_stdstream_dispatcher
+from ray._private import worker
 from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 from ray.serve.deployment import Application
@@ -134,17 +134,11 @@ def serve_cluster(settings: Settings) -> int:
             handle.end.remote().result()
             time.sleep(3 * REPORT_S)  # until all engines have heard of it
         serve.delete(APP)
-        ignore_ray()
+        worker._worker_logs_enabled = False  # Ray reports the deaths of actors as it stops
         serve.shutdown()  # type: ignore[no-untyped-call]
     finally:
         ray.shutdown()
     return 0
-
-
-def ignore_ray() -> None:
-    """Hides the output of Ray's processes, which report the deaths of actors as the cluster
-    stops."""
-    global_worker_stdstream_dispatcher.remove_handler("ray_print_logs")
 
 
 def start_ray(settings: Settings) -> None:

@@ -5,12 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import shutil
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -23,16 +20,17 @@ from config.server import ServerSettings
 from config.settings import Settings
 from service.addresses import engine_path, engine_paths, listen_tcp
 from service.cluster.membership.engine import Engine, EngineReply
-from service.cluster.membership.processes import EngineProcess
+from service.cluster.membership.processes import ENGINE, Processes
 from service.cluster.placement.cost import Load
 from service.cluster.ray.router_replica import REPORT_S, Place
 from service.doors.kit.arena import DoorArena
 from service.doors.kit.link import Link
 from service.errors import NotReady
+from service.logs import set_up_logs
 from service.operations.schema.spec import Operation
 from service.operations.status import DRAIN_ENGINE, ENGINE_NAME, ENGINES
+from service.processes.handover import Child
 from service.road.engine_end.listening import CannotListen, Listening, listen
-from service.supervisor import YOUNG_S, Deaths
 from service.tenants import OPEN, SCOPES, tenant_of
 
 LOG: Final = logging.getLogger("attnd.cluster")
@@ -46,8 +44,6 @@ NO_ROUTER_S: Final = 30.0
 """An engine that is leaving, and has not reached a router for so long, ends."""
 NO_FIELDS: Final[Mapping[str, Any]] = MappingProxyType({})
 MAX_ON_A_HOST: Final = 64
-MAX_DEATHS: Final = 3
-"""Deaths of a young process in a row after which Serve restarts the replica."""
 
 
 def first_free(server: ServerSettings) -> Listening:
@@ -61,59 +57,39 @@ def first_free(server: ServerSettings) -> Listening:
     return listen(paths[-1], private=private, mode=int(server.socket_mode, 8))
 
 
-def fresh_folder(socket: Path) -> Path:
-    """The engine's own folder, beside its socket, without the files of a killed actor."""
-    folder = socket.with_suffix(".engine")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(mode=0o700)
-    return folder
-
-
 class EngineReplica:
     """The actor that supervises one engine's process."""
 
     def __init__(self, settings: Settings, secret: str) -> None:
+        set_up_logs(settings.log, "replica")
         self.settings = settings
-        self.context = serve.get_replica_context()
-        self.name = self.context.replica_tag
+        self.name = serve.get_replica_context().replica_tag
         self.secret = secret
-        listening = first_free(settings.server)
-        self.path = str(listening.path)
-        self.folder = fresh_folder(listening.path)
-        self.lifeline, self.held = os.pipe()
+        self.listening = first_free(settings.server)
         host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         entry = listen_tcp(host, 0, False)
         self.address = f"tcp:{host}:{entry[0].getsockname()[1]}"
+        path = self.listening.path
         # by its socket: the host's next engine with this one finds the records
-        own = settings.with_own_disk_path(listening.path.stem)
-        self.process = EngineProcess("engine-0", own, listening, entry, self.lifeline, secret)
-        LOG.info("%s: sessions on this host connect to %s", self.name, self.path)
+        own = settings.with_own_disk_path(path.stem)
+        child = Child("engine-0", ENGINE, (self.listening.sock, *entry))
+        self.processes = Processes(own, [child], str(path), "", secret)
+        LOG.info("%s: sessions at %s", self.name, path)
         self.arena = DoorArena(settings.server)
         self.tenant = tenant_of("cluster", SCOPES) if settings.auth.keys_file else OPEN
         self.engine: Engine | None = None
         self.connecting = asyncio.Lock()
         self.has_replied = self.is_leaving = self.is_over = False
         self.reported_s = time.monotonic()
-        self.deaths = Deaths()
-        self.meeting = asyncio.get_running_loop().create_task(self.meet())
         self.watching = asyncio.get_running_loop().create_task(self.watch())
 
-    async def meet(self) -> None:
-        """Waits for the engine's first reply. It is reported only then: while a listed engine does
-        not reply, the router answers 503 for ids that it finds nowhere."""
-        while await self.num_left() is None:
-            await asyncio.sleep(REPORT_S)
-        self.has_replied = True
-
     async def watch(self) -> None:
-        """Restarts the process when it ends, and reports it to the router."""
-        started = time.monotonic()
+        """Restarts the process when it ends, and reports the engine to the router from its first
+        reply on: while a listed engine does not reply, the router answers 503 for ids that it finds
+        nowhere."""
         while True:
-            if self.process.running.poll() is not None:
-                self.engine = None
-                await asyncio.sleep(self.deaths.add(time.monotonic() - started))
-                self.process.restart()
-                started = time.monotonic()
+            self.processes.check()
+            self.has_replied = self.has_replied or await self.num_left() is not None
             if self.has_replied:
                 await self.report()
             await asyncio.sleep(REPORT_S)
@@ -123,7 +99,7 @@ class EngineReplica:
         here = ray.get_runtime_context()
         actor = here.get_actor_name() or "", here.namespace
         node, leaves = here.get_node_id(), self.is_leaving
-        place = Place(self.name, actor, node, self.path, self.address, leaves)
+        place = Place(self.name, actor, node, str(self.listening.path), self.address, leaves)
         with suppress(*NO_ROUTER):
             async with asyncio.timeout(REPLY_S):
                 handle = serve.get_deployment_handle(ROUTER, APP)
@@ -132,8 +108,6 @@ class EngineReplica:
 
     def check_health(self) -> None:
         """Called by Serve. Raises RuntimeError where Serve should restart the replica."""
-        if (count := self.deaths.young) >= MAX_DEATHS:
-            raise RuntimeError(f"the engine died {count} times within {YOUNG_S:g} s of its start")
         if self.watching.done():
             raise RuntimeError("the engine is not supervised any more")
 
@@ -154,7 +128,7 @@ class EngineReplica:
             async with asyncio.timeout(REPLY_S), self.connecting:
                 if self.engine is None or not self.engine.is_ready:
                     link = Link(self.settings.server, self.tenant is not OPEN, arena=self.arena)
-                    await link.connect(self.path, "replica", self.secret)
+                    await link.connect(str(self.listening.path), "replica", self.secret)
                     self.engine = Engine(self.name, link, self.arena)
                 return await self.engine.question(operation, self.tenant, dict(fields))
         except (NotReady, OSError, TimeoutError):
@@ -172,14 +146,13 @@ class EngineReplica:
                 break
             await asyncio.sleep(REPORT_S)
         self.watching.cancel()
-        self.meeting.cancel()
         with suppress(*NO_ROUTER):
             async with asyncio.timeout(REPLY_S):
                 await serve.get_deployment_handle(ROUTER, APP).leave.remote(self.name)
                 await asyncio.sleep(2 * REPORT_S)  # until the router has read it
-        self.process.close()
+        self.processes.end()
+        self.listening.unlink()
         self.arena.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     async def num_left(self) -> int | None:
         """The number of sequences, imports, leases and pinned pages left; None while the engine

@@ -8,7 +8,6 @@ report their addresses here; Ray says which of them are dead.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from dataclasses import dataclass
 from typing import Any, Final
@@ -17,8 +16,9 @@ import ray
 
 from config.settings import Settings
 from service.addresses import bind_addresses
-from service.cluster.membership.processes import RouterProcess
+from service.cluster.membership.processes import Processes, router_children
 from service.cluster.membership.roster import RosterEntry, write_roster
+from service.logs import set_up_logs
 
 REPORT_S: Final = 0.5
 """How often engines report."""
@@ -65,6 +65,7 @@ class RouterReplica:
 
     def __init__(self, settings: Settings, secret: str, engines: Any = None) -> None:
         """`engines` is Serve's handle: passing it makes Serve start the engines."""
+        set_up_logs(settings.log, "replica")
         self.settings = settings
         self.addresses = bind_addresses(
             settings.server, is_private=settings.auth.is_private, num_engines=0
@@ -76,8 +77,8 @@ class RouterReplica:
         self.began_s = time.monotonic()
         self.is_over = False
         write_roster(self.addresses.roster, [])
-        self.lifeline, self.held = os.pipe()
-        self.router = RouterProcess(settings, self.addresses, secret, self.lifeline)
+        children, where = router_children(settings, self.addresses), self.addresses
+        self.processes = Processes(settings, children, str(where.roster), where.url, secret)
         self.watching = asyncio.get_running_loop().create_task(self.watch())
 
     def url(self) -> str:
@@ -121,11 +122,11 @@ class RouterReplica:
         """Called by Serve. Raises RuntimeError where Serve should restart the replica."""
         if self.watching.done():
             raise RuntimeError("the roster is not updated any more")
-        self.router.check()
+        self.processes.check()
 
     async def __del__(self) -> None:
         """Called by Serve at the end: lets the router finish accepted requests."""
         self.watching.cancel()
-        await asyncio.to_thread(self.router.end, self.settings.server.drain_timeout_s + ENDING_S)
+        await asyncio.to_thread(self.processes.end, self.settings.server.drain_timeout_s + ENDING_S)
         self.addresses.roster.unlink(missing_ok=True)
         self.addresses.close()

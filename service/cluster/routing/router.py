@@ -56,7 +56,6 @@ class Router:
         report."""
         self.limits = limits
         self.has_keys = has_keys
-        self.draining = ""
         self.arena = DoorArena(limits)
         self.members = Members(limits, has_keys, self.arena, metrics)
         self.ids = Ids(self.members)
@@ -78,6 +77,14 @@ class Router:
     async def connect(self, path: str, name: str, secret: str) -> None:
         """Connects to the engines of the roster at `path`; returns when one is ready."""
         await self.members.watch(path, name, secret)
+
+    @property
+    def draining(self) -> str:
+        return self.members.draining
+
+    @draining.setter
+    def draining(self, why: str) -> None:
+        self.members.draining = why
 
     @property
     def state(self) -> tuple[str, str]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from oracle import attend, visible
 
 from service.cluster.routing import broadcast
 from service.cluster.routing.ids import Ids
@@ -17,7 +16,6 @@ from service.errors import NotReady
 from service.metrics import Metrics
 from service.tenants import OPEN
 from tests.cluster.harness import (
-    ATOL,
     DIM,
     FLOAT,
     HEADS,
@@ -56,43 +54,6 @@ async def test_a_call_makes_at_most_a_thousand_sequences(
     assert [one["id"] for one in made.fields["sequences"]] == [one["id"] for one in many[:-1]]
     deleted = await cluster.ok("delete_sequences", {"prefix": "many-"})
     assert deleted.fields["num_deleted"] == 1000
-
-
-async def test_a_batch_over_both_engines_gives_the_numbers_of_each_sequence_alone(
-    cluster: Cluster, rng: np.random.Generator
-) -> None:
-    ids = await cluster.create(6)
-    lengths = [0, 1, PAGE, PAGE + 1, 3, 2 * PAGE]
-    sums = [0, *np.cumsum(lengths).tolist()]
-    k, v = rows(rng, sums[-1]), rows(rng, sums[-1])
-    fields: dict[str, Any] = {"layer": 0, "sequences": ids}
-    reply = await cluster.ok("append", fields | {"append_indptr": sums}, k=k, v=v)
-    assert reply.fields["lengths"] == lengths
-    gathered = await cluster.ok("gather", fields)
-    assert gathered.fields["kv_indptr"] == sums
-    np.testing.assert_array_equal(gathered.arrays["k"], k)
-    q, new_k, new_v = rows(rng, 6, 2 * HEADS), rows(rng, 6), rows(rng, 6)
-    offsets = {"offsets": lengths}
-    decoded = await cluster.ok("decode", fields | offsets, q=q, k=new_k, v=new_v)
-    for at in range(6):
-        own = slice(sums[at], sums[at + 1])
-        keys, values = (
-            np.concatenate([old[own], new[at : at + 1]]) for old, new in ((k, new_k), (v, new_v))
-        )
-        seen = visible(1, len(keys))
-        o, lse = attend(q[at : at + 1], keys, values, seen, sm_scale=SCALE)
-        np.testing.assert_allclose(decoded.arrays["o"][at], o[0], atol=ATOL / 2)
-        np.testing.assert_allclose(decoded.arrays["lse"][at], lse[0], atol=ATOL)
-    qo = [0, 1, 3, 4, 6, 7, 9]
-    q = rows(rng, 9, 2 * HEADS)
-    prefilled = await cluster.ok("prefill", fields | {"qo_indptr": qo}, q=q)
-    for at in range(6):
-        one = {"layer": 0, "sequences": [ids[at]], "qo_indptr": [0, qo[at + 1] - qo[at]]}
-        alone = await cluster.ok("prefill", one, q=q[qo[at] : qo[at + 1]])
-        part = slice(qo[at], qo[at + 1])
-        np.testing.assert_allclose(prefilled.arrays["o"][part], alone.arrays["o"], atol=ATOL / 2)
-    again = await cluster.call("append", fields | offsets, k=new_k, v=new_v)
-    assert (again.status, again.fields["code"]) == (409, "length_mismatch")
 
 
 async def test_forks_stay_with_their_parent(cluster: Cluster) -> None:
@@ -324,34 +285,6 @@ async def test_the_pool_is_the_sum_of_all_engines(cluster: Cluster) -> None:
     assert (await cluster.fields("evict", {"num_pages": 3}))["num_pages"] == 0
     deleted = await cluster.ok("delete_sequences", {"prefix": "seq-"})
     assert deleted.fields["num_deleted"] == 4
-
-
-async def test_an_import_stays_on_the_engine_that_it_was_begun_on(
-    cluster: Cluster, rng: np.random.Generator
-) -> None:
-    (name,) = await cluster.create(1)
-    k, v = rows(rng, 3 * PAGE), rows(rng, 3 * PAGE)
-    for layer in range(LAYERS):
-        fields = {"layer": layer, "sequences": [name], "append_indptr": [0, len(k)]}
-        await cluster.ok("append", fields, k=k, v=v)
-    small = {"part_bytes": PAGE * HEADS * DIM * 2 * FLOAT.itemsize * LAYERS}
-    begun = await cluster.fields("export_sequence", {"id": name} | small)
-    header, digest = begun["header"], begun["digest"]
-    reply = await cluster.ok("import_sequence", {"id": "b", "header": header, "digest": digest})
-    for part in range(reply.fields["next_part"], header["num_parts"]):
-        asked = {"part": part, "generation": header["generation"], "before": digest}
-        piece = await cluster.ok("export_sequence", {"id": name} | asked | small)
-        digest = piece.fields["digest"]
-        cluster.router.ids.entries.clear()  # as after a restart
-        brought = {"id": "b", "part": part, "digest": digest}
-        await cluster.ok("import_sequence", brought, **piece.arrays)
-        assert (await cluster.fields("get_import", {"id": "b"}))["next_part"] == part + 1
-    assert header["num_parts"] == 3
-    await cluster.ok("import_sequence", {"id": "b", "digest": digest})
-    gathered = await cluster.ok("gather", {"layer": 1, "sequences": ["b", name]})
-    np.testing.assert_array_equal(gathered.arrays["k"], np.concatenate([k, k]))
-    unknown = await cluster.call("get_import", {"id": "c"})
-    assert unknown.status == 404
 
 
 def test_a_door_reports_the_counts_of_engines_of_other_services(
