@@ -98,10 +98,6 @@ class ServerSettings(Section):
     """Maximum request body, which bounds the memory of one request. Raise it for prefills of more
     tokens."""
 
-    max_json_bytes: Annotated[int, Field(ge=1024)] = 8 * 2**20
-    """Maximum JSON body, and maximum reply as JSON. Numbers as text take tens of times longer to
-    read and write than safetensors."""
-
     max_answer_bytes: Annotated[int, Field(ge=1024)] = 256 * 2**20
     """Maximum reply: a small request can ask for the whole pool. Larger replies are rejected (413)
     with their size and can be read in parts."""

@@ -76,6 +76,7 @@ SERVICE_LINK: Final = re.compile(r"ATTND_(SERVICE_(HOST|PORT)|PORT)(_[A-Z0-9_]*)
 
 ON_RAY: Final = "several hosts are Ray's: start one service with --cluster (docs/cluster.md)"
 REMOVED: Final = {
+    "server.max_json_bytes": "a JSON body has at most 512 KiB: send more as safetensors",
     "cluster.members": ON_RAY,
     "cluster.listen": ON_RAY,
     "cluster.secret_file": "each start makes a secret of its own: leave it out",

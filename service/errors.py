@@ -118,6 +118,10 @@ class AnswerTooLarge(AttndError):
 class UnsupportedMediaType(AttndError): ...
 
 
+SPLITTABLE: Final = frozenset({"sequences", "ids"})
+"""Lists of a request that further calls can have the rest of."""
+
+
 def invalid_fields(model: type[BaseModel], error: ValidationError) -> InvalidRequest:
     """The error for the first rule of `model` that a request's fields break."""
     found = first_of(error.errors(include_url=False))
@@ -129,7 +133,10 @@ def invalid_fields(model: type[BaseModel], error: ValidationError) -> InvalidReq
         names = () if owner is None else tuple(owner.model_fields)
         close = hint(field.rpartition(".")[2], names, "fields")
         return InvalidRequest(field, found["input"], f"this route has no such field{close}")
-    return InvalidRequest(field, found["input"], rule_of(found))
+    rule = rule_of(found)
+    if found["type"] == "too_long" and field in SPLITTABLE:
+        return InvalidRequest(field, f"{len(found['input'])} items", f"{rule}: send more calls")
+    return InvalidRequest(field, found["input"], rule)
 
 
 def unknown_name(

@@ -210,9 +210,12 @@ def prefills(num_rows: int, times: int) -> Burst:
 
 
 def create_and_delete(count: int) -> Burst:
-    fields = {"sequences": [{"id": name} for name in ids(count)]}
-    created = Shot("create_sequences", fields, answer_bytes=2**24)
-    return lambda: [created, Shot("delete_sequences", {"prefix": ""})]
+    new = [{"id": name} for name in ids(count)]
+    created = [
+        Shot("create_sequences", {"sequences": new[first:][:CREATED_AT_ONCE]}, answer_bytes=2**20)
+        for first in range(0, count, CREATED_AT_ONCE)
+    ]
+    return lambda: [*created, Shot("delete_sequences", {"prefix": ""})]
 
 
 def deep_prefixes(count: int, num_pages: int) -> Burst:
@@ -223,7 +226,7 @@ def deep_prefixes(count: int, num_pages: int) -> Burst:
 
     def burst() -> Iterable[Shot]:
         tokens = np.tile(np.arange(num_pages * PAGE, dtype=np.uint32), count)
-        return [Shot("create_sequences", fields, {"token_ids": tokens}, 4)]
+        return [Shot("create_sequences", fields, {"token_ids": tokens}, 20)]
 
     return burst
 
@@ -284,13 +287,13 @@ def grown_forks(count: int) -> Burst:
     ]
 
 
-LONG_NAMES: Final = [f"{number:05d}" + "x" * 112 for number in range(15_000)]
-MANY_NUMBERS: Final = list(range(240_000))
+LONG_NAMES: Final = [f"{number:05d}" + "x" * 54 for number in range(4096)]
+MANY_NUMBERS: Final = list(range(32_000))
 ATTACKS: Final = (
     Attack("none", calls("get_sequence", 1, id="absent")),
-    Attack("S10 300 calls of 1.8 MB headers", calls("gather", 300, layer=0, sequences=LONG_NAMES)),
+    Attack("S10 300 calls of 250 KB headers", calls("gather", 300, layer=0, sequences=LONG_NAMES)),
     Attack(
-        "S10 300 calls of 240,000 numbers",
+        "S10 300 calls of 32,000 numbers",
         calls("match_prefix", 300, token_ids=MANY_NUMBERS, lease_s=0.0),
     ),
     Attack(
@@ -317,9 +320,7 @@ ATTACKS: Final = (
     Attack("S12 decodes of 4,096 empty sequences", decodes(4096, 48, 2**22), empty(4096)),
     Attack("S13 pool beside a chain of 4,000 forks", calls("pool", 16), chain(4000)),
     Attack("S14 create and delete 30,000", create_and_delete(30_000)),
-    Attack(
-        "S14 create 40 with prefixes of 20,000 pages", deep_prefixes(40, 20_000), cached(20_000)
-    ),
+    Attack("S14 create 8 with prefixes of 1,000 pages", deep_prefixes(8, 1000), cached(20_000)),
     Attack(
         "S14 page tables of a chain of 3,000",
         calls("page_table", 64, 2**26, sequences=ids(3000)),

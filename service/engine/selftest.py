@@ -30,7 +30,7 @@ from service.engine.loop.job import Cost, Seconds, SharedAttention, SlicedWork, 
 from service.engine.loop.request import AnswerPlace, Request
 from service.engine.loop.scheduler import handle
 from service.engine.store.store import Store
-from service.image.reading import read_image
+from service.image.json_body import read_image
 from service.operations.schema.spec import validate
 from service.operations.table import BY_NAME
 

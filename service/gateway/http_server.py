@@ -139,8 +139,7 @@ def answer_of(request: Inference, reply: Reply) -> Answer:
             data.append(flat(array))
             outputs.append(dump_json(output | {"parameters": {"binary_data_size": array.nbytes}}))
         else:
-            numbers = b"".join(write_data(array)).decode()
-            outputs.append(f'{dump_json(output)[:-1]},"data":[{numbers}]}}')
+            outputs.append(f'{dump_json(output)[:-1]},"data":{write_data(array).decode()}}}')
     text = f'{dump_json(head)[:-1]},"outputs":[{",".join(outputs)}]}}'.encode()
     more = {"content-type": OCTETS, LENGTH: str(len(text))} if data else {"content-type": JSON}
     return b"".join((text, *data)), more

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
-from attnd.wire.dtypes import Part
+from attnd.wire.bounds import MAX_HEADER_BYTES, MAX_JSON_VALUES, MAX_VALUES
+from attnd.wire.dtypes import Array, Part
 from attnd.wire.images import RESPONSE
 
 from service.errors import InvalidRequest, MalformedBody
 from service.image.json_tensors import cut_data, read_tensors, write_tensor
-from service.image.json_text import Pieces, check_counts, dump_json, is_short, load_json
+from service.image.json_text import check_counts, dump_json, load_json
 from service.image.reading import (
-    MAX_HEADER_BYTES,
-    MAX_VALUES,
     REQUEST,
+    SPLIT,
     Layout,
     place,
+    read_document,
     read_entry,
-    reading_document,
-    reading_fields,
+    read_fields,
     split,
 )
 from service.image.writing import image
 
+MAX_JSON_IMAGE_BYTES: Final = 256 * 2**10
+"""Image of an answer with tensors that is sent as JSON: 65,536 F32 take some 6 ms to write."""
 MARK: Final = secrets.token_hex(8)
 """Placeholder of a list of numbers that was cut out of a body."""
 
@@ -36,10 +38,13 @@ def image_of_json(body: bytes, given: Mapping[str, Any]) -> list[Part]:
     A request without a body is `b"{}"`. Raises `MalformedBody`, and `InvalidRequest` for a tensor
     that breaks a rule and for a field that is given twice.
     """
+    if (count := body.count(b",")) > MAX_JSON_VALUES:
+        remedy = "send safetensors, or less in a call"
+        raise MalformedBody(f"the body has {count} values: at most {MAX_JSON_VALUES}: {remedy}")
     check_counts(body, "the body")
     text, data = cut_data(body, MARK)
     if (count := text.count(b",")) > MAX_VALUES:
-        raise MalformedBody(f"the fields have {count} values: at most {MAX_VALUES}")
+        raise MalformedBody(f"the fields have {count} values: at most {MAX_VALUES}: {SPLIT}")
     fields = load_json(text, "the body")
     if not isinstance(fields, dict):
         raise MalformedBody("the body is not a JSON object")
@@ -49,7 +54,7 @@ def image_of_json(body: bytes, given: Mapping[str, Any]) -> list[Part]:
     tensors = read_tensors(fields.pop("tensors", {}), data)
     parts = image(REQUEST, dump_fields({**fields, **given}), tensors)
     if (length := len(parts[0]) - 8) > MAX_HEADER_BYTES:
-        raise MalformedBody(f"the fields are {length} bytes: at most {MAX_HEADER_BYTES}")
+        raise MalformedBody(f"the fields are {length} bytes: at most {MAX_HEADER_BYTES}: {SPLIT}")
     return parts
 
 
@@ -74,28 +79,24 @@ def is_finite(value: object) -> bool:
 
 def json_of_image(whole: bytes | memoryview) -> bytes:
     """An answer's image as JSON: its fields, with `tensors` beside them when there are any."""
-    return b"".join(json_pieces(whole))
-
-
-def json_pieces(whole: bytes | memoryview) -> Iterator[bytes]:
-    """The same in pieces, each made in a few milliseconds."""
     document, start = read_header(whole)
     text = fields_text(document, RESPONSE)
+    tensors = own_tensors(document, whole, start)
+    if not tensors:
+        return text.encode()
+    written = b",".join(write_tensor(name, array) for name, array in tensors.items())
+    return b"".join((text[:-1].encode(), b"," * (len(text) > 2), b'"tensors":{', written, b"}}"))
+
+
+def own_tensors(document: Mapping[str, Any], whole: Part, start: int) -> dict[str, Array]:
+    """The tensors of an image that the service wrote, with this header."""
     room = len(whole) - start
-    entries = [
+    entries = (
         read_entry(name, entry, room)[0]
         for name, entry in document.items()
         if name != "__metadata__"
-    ]
-    if not entries:
-        yield text.encode()
-        return
-    yield (text[:-1] + ("," if len(text) > 2 else "") + '"tensors":{').encode()
-    for index, (name, array) in enumerate(place(whole, start, Layout({}, tuple(entries))).items()):
-        if index:
-            yield b","
-        yield from write_tensor(name, array)
-    yield b"}}"
+    )
+    return place(whole, start, Layout({}, tuple(entries)))
 
 
 def fields_text_of_image(whole: bytes | memoryview, key: str = RESPONSE) -> str:
@@ -119,23 +120,26 @@ def fields_text(document: dict[str, Any], key: str) -> str:
     return text
 
 
-def placing_fields(whole: memoryview, given: Mapping[str, Any]) -> Pieces[list[Part]]:
-    """A request's image with the fields `given` by its path, made in pieces; the tensors' bytes are
-    not copied.
+def with_fields(whole: memoryview, given: Mapping[str, Any]) -> list[Part]:
+    """A request's image with the fields `given` by its path; the tensors' bytes are not copied.
 
     Raises `MalformedBody`, and `InvalidRequest` for a field that is given twice. The rest is for
     the engine to check.
     """
     header, start = split(whole)
-    document = yield from reading_document(header)
+    document = read_document(header)
     metadata = document.setdefault("__metadata__", {})
-    fields = yield from reading_fields(metadata, REQUEST)
+    fields = read_fields(metadata, REQUEST)
     if twice := given.keys() & fields.keys():
         name = min(twice)
         raise InvalidRequest(name, fields[name], "is given by the path: leave it out")
     metadata[REQUEST] = dump_fields({**fields, **given})
-    if not is_short(header):
-        yield
     laid = dump_json(document).encode()
     laid += b" " * (-len(laid) % 8)
     return [len(laid).to_bytes(8, "little") + laid, whole[start:]]
+
+
+def read_image(whole: bytes | memoryview, key: str) -> tuple[dict[str, Any], dict[str, Array]]:
+    """The fields under `key`, and the tensors, of an image that the service wrote."""
+    document, start = read_header(whole)
+    return json.loads(fields_text(document, key)), own_tensors(document, whole, start)

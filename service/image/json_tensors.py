@@ -1,14 +1,12 @@
 """Tensors inside JSON bodies: `{"q": {"dtype": "F32", "shape": [2, 3], "data": [...]}}`.
 
 `data` is flat, in row-major order. JSON has no infinities, and the log-sum-exp of an empty state
-is one: `"Infinity"`, `"-Infinity"` and `"NaN"` represent them, in both directions. Numbers are read
-and written in pieces of a few milliseconds, between which other threads get their turn.
+is one: `"Infinity"`, `"-Infinity"` and `"NaN"` represent them, in both directions.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -21,8 +19,6 @@ from service.image.reading import MAX_RANK, MAX_TENSORS, are_counts, is_huge
 
 SPELLED: Final = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
-PIECE_BYTES: Final = 64 * 2**10
-PIECE_ELEMENTS: Final = 32 * 2**10
 DATA_KEY: Final = b'"data"'
 BLANK: Final = b" \t\r\n"
 
@@ -90,14 +86,7 @@ def read_data(field: str, text: bytes, name: str) -> Array:
     """The numbers of one list, by its text between the brackets."""
     if not text.strip(BLANK):
         return np.empty(0, DTYPES[name])
-    parts = []
-    begin = 0
-    while begin <= len(text):
-        end = text.find(b",", begin + PIECE_BYTES)
-        piece = text[begin : end if end >= 0 else len(text)]
-        parts.append(convert_data(field, read_piece(field, piece), name))
-        begin += len(piece) + 1
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return convert_data(field, read_list(field, text), name)
 
 
 def convert_data(field: str, values: list[Any], name: str) -> Array:
@@ -107,7 +96,7 @@ def convert_data(field: str, values: list[Any], name: str) -> Array:
     return (read_floats if name in FLOATS else read_whole)(field, values, name)
 
 
-def read_piece(field: str, text: bytes) -> list[Any]:
+def read_list(field: str, text: bytes) -> list[Any]:
     """At least one value; there are no objects in it whose keys could be given twice."""
     try:
         values: list[Any] = from_json(b"[%b]" % text, allow_inf_nan=False)
@@ -167,21 +156,16 @@ def integer_range(name: str) -> tuple[int, int]:
     return int(limits.min), int(limits.max)
 
 
-def write_tensor(name: str, array: Array) -> Iterator[bytes]:
-    """One tensor as a member of a JSON object, piece by piece."""
+def write_tensor(name: str, array: Array) -> bytes:
+    """One tensor as a member of a JSON object."""
     dtype = DTYPE_NAMES[array.dtype]
     sizes = ",".join(map(str, array.shape))
-    yield f'{dump_json(name)}:{{"dtype":"{dtype}","shape":[{sizes}],"data":['.encode()
-    yield from write_data(array)
-    yield b"]}"
+    head = f'{dump_json(name)}:{{"dtype":"{dtype}","shape":[{sizes}],"data":'
+    return b"".join((head.encode(), write_data(array), b"}"))
 
 
-def write_data(array: Array) -> Iterator[bytes]:
-    """The elements, with commas between them, piece by piece."""
-    is_float = DTYPE_NAMES[array.dtype] in FLOATS
+def write_data(array: Array) -> bytes:
+    """The elements as a flat JSON list."""
     flat = array.reshape(-1)
-    for begin in range(0, flat.size, PIECE_ELEMENTS):
-        piece = flat[begin : begin + PIECE_ELEMENTS]
-        values = piece.astype(np.float64) if is_float else piece
-        text = to_json(values.tolist(), inf_nan_mode="strings")
-        yield (b"," if begin else b"") + text[1:-1]
+    values = flat.astype(np.float64) if DTYPE_NAMES[array.dtype] in FLOATS else flat
+    return to_json(values.tolist(), inf_nan_mode="strings")

@@ -12,29 +12,25 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+from attnd.wire.bounds import MAX_HEADER_BYTES, MAX_TOUCHED_BYTES, MAX_VALUES
 from attnd.wire.dtypes import BOOL, DTYPES, Array
 from attnd.wire.images import Entry
 
 from service.errors import MalformedBody
-from service.image.json_text import Pieces, finish, loading
+from service.image.json_text import load_json
 
-MAX_HEADER_BYTES: Final = 2 * 2**20
-"""Room for the ids and prefix sums of tens of thousands of sequences; bounds the cost of
-reading."""
 LENGTH_BYTES: Final = 8
 """Before the header: its length."""
-MAX_VALUES: Final = 2**18
-"""Commas in a header: bounds it too, for many short values."""
 MAX_RANK: Final = 8
 MAX_ELEMENTS: Final = 2**40
 """Bounds the product of the non-zero dimensions, so that no shape can overflow anything."""
 MAX_TENSORS: Final = 64
-LOOKED_AT_ONCE: Final = 4 * 2**20
-"""Bytes of tensors that are checked or copied in one piece: about a millisecond."""
 LARGEST: Final = 2**63 - 1
 INTEGERS: Final = frozenset({int})
 ENTRY_KEYS: Final = frozenset({"dtype", "shape", "data_offsets"})
 REQUEST: Final = "request"
+SPLIT: Final = "send fewer sequences or lists in a call, and token ids and page keys as tensors"
+"""Remedy for a header beyond its bounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +41,7 @@ class Layout:
     entries: tuple[Entry, ...]
 
 
-def split(body: bytes | memoryview) -> tuple[bytes, int]:
+def split(body: bytes | memoryview, most: int = MAX_HEADER_BYTES) -> tuple[bytes, int]:
     """The header's text, copied once, and the offset of the first tensor byte.
 
     `body` may be memory that its owner still writes: later checks read the copy.
@@ -53,8 +49,8 @@ def split(body: bytes | memoryview) -> tuple[bytes, int]:
     if len(body) < 8:
         raise MalformedBody(f"{len(body)} bytes: a safetensors body has at least 8")
     length = int.from_bytes(body[:8], "little")
-    if length > MAX_HEADER_BYTES:
-        raise MalformedBody(f"header length {length}: at most {MAX_HEADER_BYTES} bytes")
+    if length > most:
+        raise MalformedBody(f"header length {length}: at most {most} bytes: {SPLIT}")
     start = 8 + length
     if start > len(body):
         raise MalformedBody(f"header length {length}: only {len(body) - 8} bytes follow")
@@ -65,22 +61,8 @@ def split(body: bytes | memoryview) -> tuple[bytes, int]:
 
 
 def read_layout(header: bytes, room: int, key: str = REQUEST) -> Layout:
-    """A header of an image with `room` bytes of data; the fields are those under `key`."""
-    return finish(reading_layout(header, room, key))
-
-
-def read_image(
-    whole: bytes | memoryview, key: str = REQUEST
-) -> tuple[dict[str, Any], dict[str, Array]]:
-    """The fields under `key`, and the tensors as `place` gives them."""
-    header, start = split(whole)
-    layout = read_layout(header, len(whole) - start, key)
-    return layout.fields, place(whole, start, layout)
-
-
-def reading_layout(header: bytes, room: int, key: str = REQUEST) -> Pieces[Layout]:
-    """As `read_layout`, in pieces."""
-    document = yield from reading_document(header)
+    """The layout of an image with `room` bytes of data; the fields are those under `key`."""
+    document = read_document(header)
     metadata = document.pop("__metadata__", {})
     if len(document) > MAX_TENSORS:
         raise MalformedBody(f"{len(document)} tensors: at most {MAX_TENSORS}")
@@ -91,15 +73,15 @@ def reading_layout(header: bytes, room: int, key: str = REQUEST) -> Pieces[Layou
         spans.append((entry.begin, end, name))
         entries.append(entry)
     check_cover(spans, room)
-    fields = yield from reading_fields(metadata, key)
-    return Layout(fields, tuple(entries))
+    return Layout(read_fields(metadata, key), tuple(entries))
 
 
-def reading_document(header: bytes) -> Pieces[dict[str, Any]]:
+def read_document(header: bytes) -> dict[str, Any]:
     """The header's JSON object, of which nothing is checked."""
     if (count := header.count(b",")) > MAX_VALUES:
-        raise MalformedBody(f"the safetensors header has {count} values: at most {MAX_VALUES}")
-    document = yield from loading(header, "the safetensors header")
+        what = f"the safetensors header has {count} values"
+        raise MalformedBody(f"{what}: at most {MAX_VALUES}: {SPLIT}")
+    document = load_json(header, "the safetensors header")
     if not isinstance(document, dict):
         raise MalformedBody("the safetensors header is not a JSON object")
     return document
@@ -110,41 +92,31 @@ def place(body: bytes | memoryview, start: int, layout: Layout) -> dict[str, Arr
 
     The bytes of BOOL tensors are checked here, each time: they are data, not header.
     """
-    return {entry.name: finish(viewing(body, start, entry)) for entry in layout.entries}
-
-
-def placing(body: bytes | memoryview, start: int, layout: Layout) -> Pieces[dict[str, Array]]:
-    """As `place`, in pieces."""
-    tensors = {}
+    tensors, touched = {}, 0
     for entry in layout.entries:
-        tensors[entry.name] = yield from viewing(body, start, entry)
+        if 0 in entry.shape:
+            tensors[entry.name] = np.empty(entry.shape, entry.dtype)
+            continue
+        array: Array = np.ndarray(entry.shape, entry.dtype, body, start + entry.begin)
+        is_aligned = array.flags.aligned
+        if entry.dtype == BOOL or not is_aligned:
+            touched += array.nbytes
+            refuse_touched(entry.name, touched)
+            array = array if is_aligned else array.copy()
+            if entry.dtype == BOOL and array.view(np.uint8).max() > 1:
+                raise MalformedBody(f"tensor {entry.name!r}: a BOOL byte is neither 0 nor 1")
+        tensors[entry.name] = array
     return tensors
 
 
-def viewing(body: bytes | memoryview, start: int, entry: Entry) -> Pieces[Array]:
-    if 0 in entry.shape:
-        return np.empty(entry.shape, entry.dtype)
-    array: Array = np.ndarray(entry.shape, entry.dtype, body, start + entry.begin)
-    if not array.flags.aligned:
-        copied = np.empty(entry.shape, entry.dtype)
-        into, rows = copied.reshape(-1), array.reshape(-1)
-        at_once = max(1, LOOKED_AT_ONCE // entry.dtype.itemsize)
-        for first in range(0, into.size, at_once):
-            into[first : first + at_once] = rows[first : first + at_once]
-            if first + at_once < into.size:
-                yield
-        array = copied
-    if entry.dtype == BOOL:
-        given = array.reshape(-1).view(np.uint8)
-        for first in range(0, given.size, LOOKED_AT_ONCE):
-            if given[first : first + LOOKED_AT_ONCE].max() > 1:
-                raise MalformedBody(f"tensor {entry.name!r}: a BOOL byte is neither 0 nor 1")
-            if first + LOOKED_AT_ONCE < given.size:
-                yield
-    return array
+def refuse_touched(name: str, num_bytes: int) -> None:
+    if num_bytes > MAX_TOUCHED_BYTES:
+        what = f"tensor {name!r}: {num_bytes} bytes are BOOL, or not aligned to their dtype"
+        remedy = "send packed_mask, and wide dtypes first, behind a header of 8 n bytes"
+        raise MalformedBody(f"{what}: at most {MAX_TOUCHED_BYTES}: {remedy}")
 
 
-def reading_fields(metadata: object, key: str) -> Pieces[dict[str, Any]]:
+def read_fields(metadata: object, key: str) -> dict[str, Any]:
     """The JSON object under `key`; no metadata means no fields."""
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise MalformedBody("__metadata__ is not an object of strings")
@@ -155,7 +127,7 @@ def reading_fields(metadata: object, key: str) -> Pieces[dict[str, Any]]:
         text = metadata[key].encode()
     except UnicodeEncodeError as error:
         raise MalformedBody(f"{what} is not valid Unicode") from error
-    fields = yield from loading(text, what)
+    fields = load_json(text, what)
     if not isinstance(fields, dict):
         raise MalformedBody(f"{what} is not a JSON object")
     return fields

@@ -6,11 +6,11 @@ from functools import cached_property, partial
 from typing import Annotated, ClassVar, Final, Literal
 
 import numpy as np
+from attnd.wire.bounds import MAX_SEQUENCES
 from pydantic import Field
 
 from service.operations.schema.fields import (
     INT32_MAX,
-    MAX_SEQUENCES,
     BatchFields,
     Cap,
     Count,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated, Final
 
+from attnd.wire.bounds import MAX_BATCH
 from pydantic import Field
 
 from service.operations.schema.fields import (
@@ -35,11 +36,11 @@ from service.operations.schema.page_names import (
     SoughtPages,
     check_extra,
     check_names_given,
+    check_num_names,
     check_prompt,
     num_given,
 )
 from service.operations.schema.spec import Operation
-from service.operations.sequences import MAX_BATCH
 
 DEFAULT_LEASE_S: Final = 10.0
 MAX_LEASE_S: Final = 3600.0
@@ -101,6 +102,7 @@ class CommitSequencesFields(BatchFields, PageNames):
         (name,) = check_names_given(self, entries)
         batch = len(self.sequences)
         given, sums = num_given(self, name, entries), self.names_indptr
+        check_num_names(name, given)
         check_indptr("names_indptr", int32(sums), given, batch)
         check_one_each("offsets", self.offsets, batch)
         check_one_each("extra", self.extra, batch)

@@ -6,6 +6,7 @@ from functools import cached_property, partial
 from typing import Annotated, Final
 
 import numpy as np
+from attnd.wire.bounds import MAX_BATCH, MAX_DELETED, MAX_KEPT, MAX_NEW
 from pydantic import Field
 
 from service.operations.schema.fields import (
@@ -30,17 +31,13 @@ from service.operations.schema.page_names import (
     Seconds,
     SoughtPages,
     check_extra,
+    check_num_names,
     check_prompt,
     given_names,
 )
 from service.operations.schema.spec import Operation
 
-MAX_NEW: Final = 65536
 MAX_LISTED: Final = 1000
-MAX_BATCH: Final = 512
-"""Maximum sequences that one call truncates or commits, within one turn of the engine."""
-MAX_KEPT: Final = 65536
-"""Maximum tokens that one call moves up."""
 PLAIN: Final = frozenset({"id", "parent", "ttl_s"})
 """Fields of a new sequence that can be combined in any way."""
 
@@ -99,7 +96,10 @@ class SequenceFields(Fields):
 
 class DeleteFields(Fields):
     ids: (
-        Annotated[list[SequenceId], Field(fail_fast=True, json_schema_extra={"uniqueItems": True})]
+        Annotated[
+            list[SequenceId],
+            Field(max_length=MAX_DELETED, fail_fast=True, json_schema_extra={"uniqueItems": True}),
+        ]
         | None
     ) = None
     """Ids of the sequences; unknown ids are ignored."""
@@ -173,7 +173,8 @@ def check_prefixes(fields: CreateFields, entries: Entries, info: InfoAnswer) -> 
             refuse(given[0], "given", "a tensor names the pages of every prefix: leave it out")
     if len(entries) > 1:
         refuse("tensors.page_keys", "given", "give either token_ids or page_keys")
-    (entry,) = entries.values()
+    ((name, entry),) = entries.items()
+    check_num_names(name, entry.shape[0])
     if fields.prefix_indptr is not None:
         sums = int32(fields.prefix_indptr)
         check_indptr("prefix_indptr", sums, entry.shape[0], len(fields.sequences))

@@ -8,17 +8,16 @@ from typing import Any, Final
 import numpy as np
 from attnd.wire.images import header
 
-from service.image.json_text import finish
 from service.image.writing import in_order, shaped, size
 from service.operations.schema.info import InfoAnswer, LimitsAnswer
-from service.operations.schema.spec import Prepared, preparing
+from service.operations.schema.spec import Prepared, prepare
 from service.operations.table import BY_NAME
 from service.tenants import OPEN, Tenant
 
 LAYERS, KV_HEADS, QO_HEADS, HEAD_DIM = 2, 2, 4, 64
 LIMITS: Final = LimitsAnswer(
     max_body_bytes=2**28,
-    max_json_body_bytes=2**23,
+    max_json_body_bytes=2**19,
     max_answer_bytes=2**28,
     max_sequences=65536,
     queue_depth=256,
@@ -50,7 +49,7 @@ def prepared(
     """A request of `tenant` with these fields and tensors, by its header."""
     shapes = in_order(shaped(tensors or {}))
     head = header("request", json.dumps(fields), shapes)
-    return finish(preparing(BY_NAME[name], head[8:], size(b"", shapes), INFO, tenant))
+    return prepare(BY_NAME[name], head[8:], size(b"", shapes), INFO, tenant)
 
 
 def rows(n: int, heads: int = KV_HEADS, dtype: Any = np.float32) -> Any:

@@ -15,10 +15,9 @@ from pydantic import TypeAdapter
 
 from service.errors import KINDS, Cancelled, InvalidRequest, NotSupported, UnsupportedMediaType
 from service.image.json_body import image_of_json
-from service.image.json_text import finish
 from service.image.reading import read_layout
 from service.operations.openapi import JSON, PROBLEM, REF, SAFETENSORS, operation_object, schemas
-from service.operations.schema.spec import Operation, preparing
+from service.operations.schema.spec import Operation, prepare
 from service.operations.table import BY_NAME, OPERATIONS
 
 TENSORS = {
@@ -183,7 +182,7 @@ def test_the_examples_are_right_requests(name: str) -> None:
     parts = image_of_json(json.dumps(example).encode(), given)
     tiny = INFO.model_copy(update={"num_kv_heads": 1, "head_dim": 2})
     room = sum(map(len, parts[1:]))
-    request = finish(preparing(BY_NAME[name], bytes(parts[0][8:]), room, tiny))
+    request = prepare(BY_NAME[name], bytes(parts[0][8:]), room, tiny)
     layout = read_layout(bytes(parts[0][8:]), room)
     assert TypeAdapter(BY_NAME[name].fields).validate_python(layout.fields) == request.fields
 

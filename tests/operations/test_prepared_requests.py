@@ -25,12 +25,6 @@ def test_prefill_leaves_the_length_of_a_mask_to_the_pool(mask: dict[str, Any]) -
     assert same(request.fields.qo_indptr_array, [0, 2, 3])
 
 
-def test_as_many_sequences_as_one_create_takes_are_prepared() -> None:
-    new = [{"id": f"fork-{i}", "parent": "root"} for i in range(20_000)]
-    assert len(prepared("create_sequences", {"sequences": new}).fields.sequences) == 20_000
-    assert len(prepared("create_sequences", {"sequences": [{}] * 65536}).fields.sequences) == 65536
-
-
 def test_a_pool_of_one_head_takes_any_number_of_query_heads() -> None:
     assert INFO.num_kv_heads == KV_HEADS
     for heads in (KV_HEADS, 7 * KV_HEADS):

@@ -55,7 +55,41 @@ Case = tuple[str, dict[str, Any], dict[str, Any], str, str]
 OF_FIELDS: list[Case] = [
     ("create_sequences", {}, {}, "sequences", "must be given"),
     ("create_sequences", {"sequences": []}, {}, "sequences", "at least 1"),
-    ("create_sequences", {"sequences": [{}] * 65537}, {}, "sequences", "at most 65536"),
+    (
+        "create_sequences",
+        {"sequences": [{}] * 1025},
+        {},
+        "sequences",
+        "at most 1024 entries: send more",
+    ),
+    (
+        "delete_sequences",
+        {"ids": [f"s{n}" for n in range(1025)]},
+        {},
+        "ids",
+        "at most 1024 entries",
+    ),
+    (
+        "match_prefix",
+        {},
+        {"token_ids": zeros(2**17 + 1, dtype="u4")},
+        "token_ids",
+        "131072 in a call",
+    ),
+    (
+        "commit",
+        {"id": "a"},
+        {"page_keys": zeros(2**17 + 1, 16, dtype="u1")},
+        "page_keys",
+        "further",
+    ),
+    (
+        "truncate_sequences",
+        {"sequences": [f"s{n}" for n in range(513)], "lengths": [0] * 513},
+        {},
+        "sequences",
+        "at most 512 entries: send more calls",
+    ),
     ("create_sequences", new({"id": "a"}, {"id": "a"}), {}, "sequences", "duplicate id"),
     ("create_sequences", {"sequences": [{"id": "a/b"}]}, {}, "sequences.0.id", "pattern"),
     ("create_sequences", new({"id": "."}), {}, "sequences.0.id", "and not . or .."),
@@ -257,13 +291,13 @@ def test_a_page_has_at_most_four_further_keys() -> None:
 
 def test_of_many_wrong_values_only_the_first_is_looked_at() -> None:
     with pytest.raises(InvalidRequest) as reply:
-        prepared("page_table", {"sequences": list(range(100_000))})
+        prepared("page_table", {"sequences": list(range(4096))})
     assert reply.value.field == "sequences.0"
 
 
 def test_a_long_value_is_shown_in_part() -> None:
     with pytest.raises(InvalidRequest) as reply:
-        prepared("page_table", {"sequences": ["a"], "layer": list(range(200_000))})
+        prepared("page_table", {"sequences": ["a"], "layer": list(range(30_000))})
     assert reply.value.field == "layer" and len(str(reply.value)) < 400
 
 

@@ -171,7 +171,7 @@ class ClusterWorld(Simulation):
         allowed_hosts=(ROUTER,),
         deadline_s=5.0,
         max_inflight_bytes=2**21,
-        **dict.fromkeys(("max_body_bytes", "max_json_bytes", "max_answer_bytes"), 2**17),
+        **dict.fromkeys(("max_body_bytes", "max_answer_bytes"), 2**17),
     )
 
     def __init__(self, plan: Plan) -> None:

@@ -18,9 +18,9 @@ from service.doors.kit.arena import DoorArena
 from service.doors.kit.link import Link
 from service.doors.kit.problems import ProblemText
 from service.errors import NotReady
-from service.image.json_body import fields_text_of_image
+from service.image.json_body import fields_text_of_image, read_image
 from service.image.json_text import dump_json
-from service.image.reading import REQUEST, Layout, place, read_image, split
+from service.image.reading import REQUEST, Layout, place, split
 from service.image.writing import image
 from service.operations.schema.info import InfoAnswer
 from service.operations.schema.spec import Operation

@@ -25,7 +25,6 @@ from service.doors.kit.problems import ProblemText
 from service.errors import (
     AttndError,
     DeadlineExceeded,
-    InvalidRequest,
     LostSequence,
     SequenceExists,
 )
@@ -33,8 +32,6 @@ from service.operations.schema.spec import Prepared
 from service.operations.sequences import DELETE_SEQUENCES
 from service.road.caller_end.caller import AnswerLost
 
-MAX_NEW: Final = 1000
-"""Maximum number of sequences per call, as in an engine's reply (`json_text.MAX_LISTS`)."""
 PIECE_S: Final = 0.005
 """Seconds of placing in one pass of the loop."""
 Fields = dict[str, Any]
@@ -58,9 +55,6 @@ class New:
 def new_sequences(call: Call, prepared: Prepared, page_size: int) -> list[New]:
     """The sequences to make, each with its part of the tensors. Raises InvalidRequest."""
     fields = prepared.fields
-    if (count := len(fields.sequences)) > MAX_NEW:
-        rule = f"at most {MAX_NEW} per call to a cluster: send more calls"
-        raise InvalidRequest("sequences", f"{count} items", rule)
     arrays = call.arrays(prepared.layout)
     sums, found = fields.prefix_indptr, []
     for index, one in enumerate(fields.sequences):

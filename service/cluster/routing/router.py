@@ -31,10 +31,9 @@ from service.doors.kit.arena import DoorArena
 from service.doors.kit.link import GRACE_S
 from service.doors.kit.problems import ProblemText
 from service.errors import DeadlineExceeded, InvalidRequest, NotReady
-from service.image.json_text import finish
 from service.image.reading import LENGTH_BYTES, split
 from service.metrics import Metrics
-from service.operations.schema.spec import Operation, Prepared, Routing, preparing
+from service.operations.schema.spec import Operation, Prepared, Routing, prepare
 from service.operations.status import ENGINE_NAME, UNKNOWN_ENGINE
 from service.road.caller_end.slots import Slot
 from service.tenants import Tenant
@@ -173,7 +172,7 @@ class Router:
         return read(call.operation, header, room)
 
     def read(self, operation: Operation, header: bytes, room: int) -> Prepared:
-        return finish(preparing(operation, header, room, self.members.info))
+        return prepare(operation, header, room, self.members.info)
 
     async def create(self, call: Call, prepared: Prepared) -> RawReply:
         return await Creation(self.placer, self.sequences, call, prepared).run()

@@ -10,7 +10,7 @@ import numpy as np
 from service.core.errors import InvalidRequest, KeyMismatch
 from service.core.pool.budget import Budget
 from service.core.pool.namespaces import Root
-from service.core.prefix.keys import KEY_BYTES, Prefix, root_key
+from service.core.prefix.keys import KEY_BYTES, Prefix
 from service.core.prefix.matching import MOST_MATCHED, Match, named_path, walk
 from service.core.prefix.named_pages import equal_rows
 from service.core.prefix.nodes import Leaf, Links, Node, Retention, check_depth, named
@@ -43,15 +43,6 @@ class Commits:
         """
         leaf = self._books.leaf(name)
         return self._commit(leaf, prefix, self._num_named(leaf, prefix), keep)
-
-    def committed(self, name: str, prefix: Prefix) -> tuple[int, bytes]:
-        """Number of a sequence's committed pages, and the last one's key (of the prefix's root, if
-        there are none). Raises `UnknownSequence`."""
-        leaf = self._books.leaf(name)
-        path = named_path(leaf.parent)
-        if not path:
-            return 0, root_key(leaf.owner.name, prefix.cache_salt)
-        return path[-1].end, self._named.last_key(path[-1])
 
     def commit_all(
         self, names: Sequence[str], prefixes: Sequence[Prefix], keep: Retention = DEFAULT

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
 from typing import Final
@@ -110,15 +110,6 @@ class Prefix:
             key = blake2b(b"".join((key, ids[begin : begin + width])), digest_size=16).digest()
             chained.append(key)
         return b"".join(chained)
-
-    def hashed(self, first: int, key: bytes, page_size: int) -> Generator[None, None, Prefix]:
-        """A copy with the keys of its pages from `first` on, computed one per step; `key` precedes
-        them."""
-        chained = []
-        for one in self.chain(key, page_size, first):
-            chained.append(one)
-            yield
-        return replace(self, computed=b"".join(chained), computed_from=first)
 
     def _ids(self, page: int, stop: int, page_size: int) -> bytes:
         ids = self.ids_of(page, stop, page_size)

@@ -13,9 +13,9 @@ from attnd.wire.images import PROBLEM, RESPONSE, header
 from config.server import ServerSettings
 from service.doors.kit.arena import DoorArena
 from service.doors.kit.problems import ProblemText
-from service.image.json_body import fields_text_of_image
+from service.image.json_body import fields_text_of_image, read_image
 from service.image.json_text import dump_json
-from service.image.reading import REQUEST, read_image
+from service.image.reading import REQUEST
 from service.metrics import Metrics
 from service.operations.events import EVENTS
 from service.operations.schema.spec import Operation

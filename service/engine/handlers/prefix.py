@@ -42,9 +42,6 @@ ANSWER_BYTES: Final = 512
 """Room for an answer of a few numbers and names."""
 COMMITTED_BYTES: Final = 96
 """Room for one sequence in the answer to a commit of many."""
-HASHED_AT_ONCE: Final = 2**15
-"""Token ids that a commit hashes in its turn: some milliseconds. More are hashed in slices, before
-anything is changed."""
 EVICTED_AT_ONCE: Final = 256
 """Pages that are evicted between two looks at the clock: up to a millisecond or two."""
 
@@ -95,31 +92,14 @@ def commit(store: Store, request: Request, _: Seconds) -> Work:
     fields = request.fields
     skipped = fields.offset // store.geometry.page_size
     prefix = prompt_of(store, fields, request.tensors, skipped)
-    commits = store.tree.commits
-
-    def finish(prefix: Prefix) -> Work:
-        num_pages = commits.commit(fields.id, prefix, *retention(store, fields))
-        committed = {
-            "committed_len": num_pages * store.geometry.page_size,
-            "num_pages": num_pages,
-            "last_key": last_key(store, fields.id, num_pages),
-        }
-        lay = partial(lay_committed, request, committed)
-        return until_durable(store, request.tenant.namespace, [fields.id], [num_pages], lay)
-
-    def slices(first: int, before: bytes) -> Slices:
-        work = finish(
-            (yield from in_slices(prefix.hashed(first, before, store.geometry.page_size)))
-        )
-        if isinstance(work, SlicedWork):
-            yield from work.slices
-
-    if prefix.token_ids is not None and prefix.token_ids.size > HASHED_AT_ONCE:
-        done, before = commits.committed(fields.id, prefix)
-        size = store.geometry.page_size
-        if prefix.skipped <= done < prefix.num_pages(size) - HASHED_AT_ONCE // size:
-            return SlicedWork(slices(done, before))
-    return finish(prefix)
+    num_pages = store.tree.commits.commit(fields.id, prefix, *retention(store, fields))
+    committed = {
+        "committed_len": num_pages * store.geometry.page_size,
+        "num_pages": num_pages,
+        "last_key": last_key(store, fields.id, num_pages),
+    }
+    lay = partial(lay_committed, request, committed)
+    return until_durable(store, request.tenant.namespace, [fields.id], [num_pages], lay)
 
 
 def lay_committed(request: Request, committed: Fields, durable: bool | None) -> None:

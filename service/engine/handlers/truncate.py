@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Final
 
 import numpy as np
+from attnd.wire.bounds import MAX_DELETED
 
 from kernels.backend import NUMPY_DTYPES, Done
 from kernels.errors import NoMemory
@@ -18,7 +19,6 @@ from service.core.sequences.cuts import Cut
 from service.core.values import RowCopies
 from service.engine.handlers.sequences import (
     LONGEST_ID,
-    MADE_AT_ONCE,
     VIEW_BYTES,
     copy_rows,
     sequence_fields,
@@ -41,6 +41,8 @@ from service.engine.store.store import Store, StoreLost
 
 MOVES_AT_ONCE: Final = 32
 """Maximum moves of one slice, each of some rows at one layer: each waits for the device."""
+FREED_AT_ONCE: Final = 256
+"""Sequences deleted between two reads of the clock: about a millisecond."""
 MEMORY_WAIT_S: Final = 10.0
 """Longest time for which a truncation that has begun waits for the device's memory."""
 
@@ -178,7 +180,7 @@ def delete_sequences(store: Store, request: Request, _: Seconds) -> Work:
     """
     names = chosen(store, request)
     request.place.require(VIEW_BYTES)
-    if len(names) <= MADE_AT_ONCE:
+    if len(names) <= MAX_DELETED:  # by a prefix there may be more
         store.tree.free(names)
         request.place.lay({"num_deleted": len(names)})
         return Completed()
@@ -186,8 +188,8 @@ def delete_sequences(store: Store, request: Request, _: Seconds) -> Work:
 
     def pieces() -> Generator[None, None, None]:
         nonlocal deleted
-        for begin in range(0, len(names), MADE_AT_ONCE):
-            some = [name for name in names[begin : begin + MADE_AT_ONCE] if name in books]
+        for begin in range(0, len(names), FREED_AT_ONCE):
+            some = [name for name in names[begin : begin + FREED_AT_ONCE] if name in books]
             deleted += len(some)
             store.tree.free(some)
             yield

@@ -289,25 +289,14 @@ class Engine:
         if job := self.jobs.get(call):
             self.scheduler.cancel(job)
 
-    def _read(self, job: Job) -> bool:
-        """Read on in a request, for a slice at most; whether it is read now. Raises the refusal."""
+    def _read(self, job: Job) -> None:
+        """Read a job's request when its turn has come. Raises the refusal."""
         call: Call = job.token
-        if job.reading is not None:
-            try:
-                next(job.reading)
-            except StopIteration as end:
-                request = end.value
-            else:
-                return False
-        elif call.operation == STEP_ROUTE:
-            request = self._lanes.read(STEP, call)
+        if call.operation == STEP_ROUTE:
+            job.request = self._lanes.read(STEP, call)
         else:
-            request = self._reader.read(job.request.operation, call)
-            if not isinstance(request, Request):
-                job.reading = request
-                return False
-        job.request, job.is_unread, job.reading = request, False, None
-        return True
+            job.request = self._reader.read(job.request.operation, call)
+        job.is_unread = False
 
     # Reply, and account for it.
 

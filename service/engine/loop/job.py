@@ -168,7 +168,7 @@ class Job:
     `arrived` and `deadline` are `time.monotonic()`. `token` is the call to reply to. `alone`: its
     turn comes when nothing before it can be undone any more. `watch`: the sequences that must not
     change while its slices run. `stopped_by`: why its slices are being undone. While `is_unread`,
-    the request has only its operation and tenant; `reading` reads the rest in pieces.
+    the request has only its operation and tenant.
     """
 
     request: Request
@@ -178,7 +178,6 @@ class Job:
     cancelled: bool = False
     alone: bool = False
     is_unread: bool = False
-    reading: Generator[None, None, Request] | None = None
     seconds: Seconds = field(default_factory=Seconds)
     work: Work | None = None
     error: Exception | None = None

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from kernels.tensor import PinnedArray
 from service.errors import AnswerTooLarge
-from service.image.json_text import Pieces, dump_json, weight_of
-from service.image.reading import placing, split
+from service.image.json_text import dump_json, weight_of
+from service.image.reading import place, split
 from service.image.writing import in_order, lay, num_bytes, size
 from service.operations.schema.info import InfoAnswer
-from service.operations.schema.spec import Operation, Prepared, preparing
+from service.operations.schema.spec import Operation, Prepared, prepare
 from service.road.engine_end.calls import Call
 from service.tenants import OPEN, Tenant
 
@@ -150,70 +150,61 @@ class Request:
     """A step's lane: `StepPlace`."""
 
 
+Header = tuple[int, bytes, int, Tenant]
+"""An operation's number, a header of its requests, the bytes of tensors behind it, and a tenant."""
+
+
 class RequestReader:
     """Reads images for one engine, whose `info` the checks rest on."""
 
     def __init__(self, info: InfoAnswer) -> None:
         self._info = info
-        self._known: OrderedDict[tuple[int, bytes, int, Tenant], Prepared] = OrderedDict()
+        self._known: OrderedDict[Header, Prepared] = OrderedDict()
         self._weight = 0
         """Of all that is known."""
         self._limit = info.limits.max_answer_bytes
 
-    def read(self, operation: Operation, call: Call) -> Request | Pieces[Request]:
-        """The request, or a generator that reads it in pieces where that takes some milliseconds.
-        Raises `Forbidden`, `MalformedBody`, `InvalidRequest`.
+    def read(self, operation: Operation, call: Call) -> Request:
+        """The request of a call. Raises `Forbidden`, `MalformedBody`, `InvalidRequest`.
 
         The header is copied before it is read: the caller may still be writing it. Tensors are
         views of the arena.
         """
-        header, start = split(call.request)
-        repeated = call.session.repeated
-        tenant = call.tenant
-        key = (operation.number, call.at, header, tenant)
-        request: Request | None = repeated.get(key)
+        image, tenant, session = call.request, call.tenant, call.session
+        header, start = split(image)
+        repeated = session.repeated
+        at = (operation.number, call.at, header, tenant)
+        request: Request | None = repeated.get(at)
         if request is not None:
             return request
-        pieces = self._reading(operation, call, header, start)
-        try:
-            next(pieces)
-        except StopIteration as end:
-            made: Request = end.value
-            # views of the arena whose values need no check
-            is_fixed = all(
-                one.base is not None and one.dtype != BOOL for one in made.tensors.values()
-            )
-            is_short = len(header) <= REPEATED_BYTES and weight_of(header) <= REPEATED_WEIGHT
-            if is_short and is_fixed:
-                if len(repeated) >= MOST_REPEATED:
-                    repeated.clear()
-                repeated[key] = made
-            return made
-        return pieces
-
-    def _reading(
-        self, operation: Operation, call: Call, header: bytes, start: int
-    ) -> Pieces[Request]:
-        """Read a request that is not among the session's remembered ones, in pieces."""
-        image, tenant, pinned = call.request, call.tenant, call.session.pinned
         room = len(image) - start
         key = (operation.number, header, room, tenant)
         prepared = self._known.get(key)
         if prepared is None:
-            prepared = yield from preparing(operation, header, room, self._info, tenant)
-            if len(header) <= REMEMBERED_BYTES and key not in self._known:
-                self._known[key] = prepared
-                self._weight += weight_of(header)
-                while len(self._known) > MOST_REMEMBERED or self._weight > REMEMBERED_WEIGHT:
-                    (_, oldest, _, _), _ = self._known.popitem(last=False)
-                    self._weight -= weight_of(oldest)
+            prepared = prepare(operation, header, room, self._info, tenant)
+            if len(header) <= REMEMBERED_BYTES:
+                self._remember(key, prepared)
         else:
             self._known.move_to_end(key)
-        tensors = yield from placing(image, start, prepared.layout)
-        if pinned:  # copies of unaligned tensors are not, and own their bytes
+        tensors = place(image, start, prepared.layout)
+        if session.pinned:  # copies of unaligned tensors are not, and own their bytes
             tensors = {
                 name: array if array.base is None else array.view(PinnedArray)
                 for name, array in tensors.items()
             }
-        answer = AnswerPlace(call.answer, self._limit, pinned)
-        return Request(operation, prepared.fields, tensors, answer, tenant, prepared.known)
+        answer = AnswerPlace(call.answer, self._limit, session.pinned)
+        request = Request(operation, prepared.fields, tensors, answer, tenant, prepared.known)
+        is_short = len(header) <= REPEATED_BYTES and weight_of(header) <= REPEATED_WEIGHT
+        # views of the arena whose values need no check
+        if is_short and all(one.base is not None and one.dtype != BOOL for one in tensors.values()):
+            if len(repeated) >= MOST_REPEATED:
+                repeated.clear()
+            repeated[at] = request
+        return request
+
+    def _remember(self, key: Header, prepared: Prepared) -> None:
+        self._known[key] = prepared
+        self._weight += weight_of(key[1])
+        while len(self._known) > MOST_REMEMBERED or self._weight > REMEMBERED_WEIGHT:
+            (_, oldest, _, _), _ = self._known.popitem(last=False)
+            self._weight -= weight_of(oldest)

@@ -53,8 +53,8 @@ NOTED_S: Final = 1e-3
 class Scheduler:
     """Belongs to the engine's thread.
 
-    `reply` gets jobs whose answer is in its place, or whose `error` is set. `read` reads on in a
-    job's request, for a slice at most, and returns whether it is complete; it raises the refusal.
+    `reply` gets jobs whose answer is in its place, or whose `error` is set. `read` reads a job's
+    request, and raises the refusal.
     `must_wait`: whether a job's caller first has to read earlier answers.
     """
 
@@ -64,7 +64,7 @@ class Scheduler:
         metrics: Metrics,
         reply: Callable[[Job], None],
         lanes: Lanes,
-        read: Callable[[Job], bool] = lambda _: True,
+        read: Callable[[Job], None] = lambda _: None,
         watchdog: Watchdog | None = None,
         must_wait: Callable[[Job], bool] = lambda _: False,
     ) -> None:
@@ -185,17 +185,15 @@ class Scheduler:
             queue.append(job.request.tenant.namespace, job, first=True)
 
     def _has_read(self, job: Job, now: float) -> bool:
-        """Read on in a request: False when it is refused, or when others have their turns first."""
+        """Read a job's request; False where it is refused."""
         try:
-            if self._read(job):
-                return True
+            self._read(job)
         except Exception as error:
             self.queue.pop()
             self._refuse(job, refusal_of(job, error))
-        else:
-            self.queue.pass_on()
-        self._charge(job, time.monotonic() - now)
-        return False
+            self._charge(job, time.monotonic() - now)
+            return False
+        return True
 
     def _is_blocked(self, job: Job, behind: SequenceLocks) -> bool:
         """Whether long work, an open step, or a job that waits for these uses its sequences."""

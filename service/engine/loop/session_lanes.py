@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, Final
 
+from attnd.wire.bounds import MAX_HEADER_BYTES
 from attnd.wire.frames import DEVICE_ARENA, DONE, json_frame, layer_frame, opened_frame
 
 from kernels.lanes.lane import Lane, Lanes, NoRoom, Owner
@@ -15,7 +16,6 @@ from service.engine.loop.open_steps import OpenSteps
 from service.engine.loop.request import REMEMBERED_BYTES, AnswerPlace, Request
 from service.errors import InvalidRequest, MalformedBody, Overloaded, problem
 from service.image.json_text import load_json
-from service.image.reading import MAX_HEADER_BYTES
 from service.operations.schema.info import InfoAnswer
 from service.operations.schema.spec import Operation, validate
 from service.operations.step import STEP, StepFields
@@ -54,7 +54,8 @@ class SessionLanes:
             fields.check({}, info)
             if fields.append and fields.op != "echo":
                 tenant.require("append", "a step that appends")
-            return fields.within(tenant.prefix)
+            fields.put_before_ids(tenant.prefix)
+            return fields
 
         self._read = read
         self._remember = lru_cache(maxsize=128)(read)
@@ -73,7 +74,7 @@ class SessionLanes:
             raise InvalidRequest("step", "given", "DEVICE must have been answered before it")
         if len(call.request) > MAX_HEADER_BYTES:
             size = f"the step's description has {len(call.request)} bytes"
-            raise MalformedBody(f"{size}, {MAX_HEADER_BYTES} at most")
+            raise MalformedBody(f"{size}: at most {MAX_HEADER_BYTES}: name fewer sequences")
 
     def read(self, operation: Operation, call: Call) -> Request:
         """A step as a request. Raises `Forbidden`, `MalformedBody`, `InvalidRequest`."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Final
 
+from attnd.wire.bounds import MAX_JSON_BYTES
 from attnd.wire.dtypes import DTYPE_NAMES
 
 from config.settings import DEFAULT_NUM_PAGES, MAX_SLOTS, BackendSettings, PoolSettings, Settings
@@ -68,7 +69,7 @@ def make_info(backend: Backend, settings: Settings) -> InfoAnswer:
     server = settings.server
     limits = LimitsAnswer(
         max_body_bytes=server.max_body_bytes,
-        max_json_body_bytes=min(server.max_body_bytes, server.max_json_bytes),
+        max_json_body_bytes=min(server.max_body_bytes, MAX_JSON_BYTES),
         max_answer_bytes=server.max_answer_bytes,
         max_sequences=settings.engine.max_sequences,
         queue_depth=server.queue_depth,

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NoReturn, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NoReturn, get_args
 
 import numpy as np
+from attnd.wire.bounds import MAX_SEQUENCES
 from attnd.wire.dtypes import Array
 from attnd.wire.images import Entry
 from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from service.errors import InvalidRequest
-from service.image.json_text import ITEMS, Pieces, finish
 
 if TYPE_CHECKING:
     from service.operations.schema.info import InfoAnswer
@@ -29,8 +29,6 @@ Entries = Mapping[str, Entry]
 INT32_MAX: Final = 2**31 - 1
 ID_PATTERN: Final = r"^(\.{0,2}[A-Za-z0-9_:-]|\.{3})[A-Za-z0-9._:-]*$"
 MAX_ID_LENGTH: Final = 128
-MAX_SEQUENCES: Final = 4096
-"""Maximum sequences that one call reads or writes, so that it stays within a slice or two."""
 SCALE_SMALLEST: Final = 1e-10
 SCALE_LARGEST: Final = 1e10
 """Bounds of `sm_scale` and soft caps: their products and quotients are normal float32 numbers."""
@@ -92,33 +90,17 @@ class Fields(BaseModel):
     def check(self, entries: Entries, info: InfoAnswer) -> None:
         """Rules that involve several fields and tensors. Raises `InvalidRequest`."""
 
-    def within(self, prefix: str) -> Self:
-        """A copy of the fields with `prefix` before every sequence id."""
-        return finish(self.naming(prefix))
-
-    def naming(self, prefix: str) -> Pieces[Self]:
-        """`within` in pieces: long lists are copied some items at a time."""
+    def put_before_ids(self, prefix: str) -> None:
+        """Put `prefix` before every sequence id, in place: for fields that were just validated, and
+        that nothing else has seen. A copy of a thousand items would take some milliseconds."""
         if not prefix:
-            return self
+            return
         held = self.__dict__
-        given = {name: held[name] for name in naming_fields(type(self)) if held[name] is not None}
-        if not given:
-            return self
-        for name, value in given.items():
-            if type(value) is list and len(value) > ITEMS and isinstance(value[0], Fields):
-                renamed_items = []
-                for one in value:
-                    renamed_items.append(renamed(one, prefix))
-                    if not len(renamed_items) % ITEMS:
-                        yield
-                given[name] = renamed_items
-            else:
-                given[name] = renamed(value, prefix)
-        made = self.__copy__()
-        for name in made.__dict__.keys() - type(self).model_fields.keys():
-            del made.__dict__[name]  # cached from the ids without prefix
-        made.__dict__.update(given)
-        return made
+        for name in naming_fields(type(self)):
+            if held[name] is not None:
+                held[name] = prefixed(held[name], prefix)
+        for name in CACHED_IDS & held.keys():
+            del held[name]
 
 
 class BatchFields(Fields):
@@ -161,17 +143,18 @@ def names(kind: Any) -> bool:
     return any(names(part) for part in get_args(kind))
 
 
-def renamed(value: Any, prefix: str) -> Any:
+def prefixed(value: Any, prefix: str) -> Any:
     """The value of a field that names sequences, with the prefix before each id."""
-    match value:
-        case str():
-            return prefix + value
-        case Fields():
-            return value.within(prefix)
-        case list():
-            return [renamed(one, prefix) for one in value]
-        case _:
-            return value
+    if isinstance(value, str):
+        return prefix + value
+    if isinstance(value, list):
+        return [prefixed(one, prefix) for one in value]
+    value.put_before_ids(prefix)
+    return value
+
+
+CACHED_IDS: Final = frozenset({"ids", "names"})
+"""Cached properties that are made of ids."""
 
 
 class NoFields(Fields):

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Annotated, Any, Final, Literal
 
 import numpy as np
+from attnd.wire.bounds import MAX_NAMES
 from numpy.typing import NDArray
 from pydantic import Field
 
@@ -120,14 +121,22 @@ def given_names(fields: PageNames, entries: Entries) -> list[str]:
 def check_prompt(fields: PromptNames, entries: Entries, info: InfoAnswer, place: str = "") -> None:
     """The names of one prompt, whose fields are at `place` in the request."""
     (name,) = check_names_given(fields, entries)
+    count = num_given(fields, name, entries)
+    check_num_names(f"{place}{name}", count)
     if fields.extra is not None:
-        count = num_given(fields, name, entries)
         check_extra(f"{place}extra", fields.extra, name, count, info.page_size)
 
 
 def num_given(fields: PageNames, name: str, entries: Entries) -> int:
     """Number of token ids or page keys, in the field or tensor of that name."""
     return entries[name].shape[0] if name in entries else len(getattr(fields, name))
+
+
+def check_num_names(field: str, count: int) -> None:
+    """At most `MAX_NAMES`, which take some milliseconds to hash."""
+    if count > MAX_NAMES:
+        remedy = "commit more in further calls, with offset; look up no more than these"
+        refuse(field, f"{count} items", f"at most {MAX_NAMES} in a call: {remedy}")
 
 
 def keys_of(extra: Sequence[ExtraKey] | None) -> list[tuple[int, bytes]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, Final, Literal, TypeVar, get_args
 
 from attnd.wire.dtypes import DTYPE_NAMES
@@ -12,8 +11,7 @@ from attnd.wire.operations import ROUTES
 from pydantic import BaseModel, ValidationError
 
 from service.errors import invalid_fields, unknown_tensor
-from service.image.json_text import ITEMS, Pieces
-from service.image.reading import Layout, reading_layout
+from service.image.reading import Layout, read_layout
 from service.operations.schema.answers import answer_of
 from service.operations.schema.fields import NAMING, Entries, Fields, refuse
 from service.operations.schema.info import InfoAnswer
@@ -55,10 +53,6 @@ Symbols = tuple[str | int, ...]
 MAX_QO_HEADS: Final = 65535
 AT_LEAST_ONE: Final = frozenset({"Hq", "Hkv", "H", "D"})
 """Symbols whose size is at least 1 in every tensor."""
-LONG_BYTES: Final = 2**17
-"""The fields of a longer header are renamed in a separate piece."""
-LONG_LIST: Final = 2**14
-"""A longer list of plain values is validated in a separate piece."""
 LONG_NAMES: Final = {"Hq": "num_qo_heads", "Hkv": "num_kv_heads", "D": "head_dim"}
 
 
@@ -153,11 +147,10 @@ class Prepared:
     """Whatever the engine derives from the header alone, for all requests of that header."""
 
 
-def preparing(
+def prepare(
     operation: Operation, header: bytes, room: int, info: InfoAnswer, tenant: Tenant = OPEN
-) -> Pieces[Prepared]:
-    """Check a request by its image's header, with `room` bytes of tensors after it, in pieces of
-    some milliseconds.
+) -> Prepared:
+    """Check a request by its image's header, with `room` bytes of tensors after it.
 
     Sequence ids in the result have the tenant's prefix, as in the tree. The engine checks what
     depends on the pool's state: ids, lengths, pages, and the length of a mask over the pool.
@@ -165,22 +158,15 @@ def preparing(
     Raises `Forbidden`, `MalformedBody` and `InvalidRequest`.
     """
     tenant.require(operation.scope, operation.name)
-    layout = yield from reading_layout(header, room)
-    fields = yield from validating(operation.fields, layout.fields)
-    is_long = len(header) > LONG_BYTES
-    if is_long:
-        yield
+    layout = read_layout(header, room)
+    fields = validate(operation.fields, layout.fields)
     entries = {entry.name: entry for entry in layout.entries}
     check_tensors(operation.takes, entries, fields.sizes(info), fields.is_ragged())
     fields.check(entries, info)
     if operation.appended_with in entries:
         tenant.require("append", f"{operation.name} with {operation.appended_with}")
-    if is_long:
-        yield
-    named = yield from fields.naming(tenant.prefix)
-    if is_long:
-        yield
-    return Prepared(operation, named, Layout({}, layout.entries))
+    fields.put_before_ids(tenant.prefix)
+    return Prepared(operation, fields, Layout({}, layout.entries))
 
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -192,38 +178,6 @@ def validate(model: type[Model], fields: Any) -> Model:
         return model.model_validate(fields)
     except ValidationError as error:
         raise invalid_fields(model, error) from None
-
-
-def validating(model: type[Model], fields: Any) -> Pieces[Model]:
-    """As `validate`, in pieces: what lists of objects hold is validated some at a time."""
-    for name, given in fields.items():
-        if type(given) is not list or len(given) <= ITEMS:
-            continue
-        if len(given) > LONG_LIST:
-            yield
-        item = item_of(model, name)
-        if item is None:
-            continue
-        made: list[Any] = []
-        try:
-            for one in given:
-                made.append(item.model_validate(one))
-                if not len(made) % ITEMS:
-                    yield
-        except ValidationError:  # validate the whole for the error's full path
-            return validate(model, fields | {name: [*made, given[len(made)]]})
-        fields = fields | {name: made}
-    return validate(model, fields)
-
-
-@cache
-def item_of(model: type[Fields], name: str) -> type[Fields] | None:
-    """The model of a list's items, if they are objects."""
-    field = model.model_fields.get(name)
-    kinds = () if field is None else get_args(field.annotation)
-    if len(kinds) == 1 and isinstance(kinds[0], type) and issubclass(kinds[0], Fields):
-        return kinds[0]
-    return None
 
 
 def check_tensors(

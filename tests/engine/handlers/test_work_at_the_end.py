@@ -42,7 +42,8 @@ def begin(rounds: Rounds, slices: Slices, must_finish: bool = False) -> Job:
 def test_a_deletion_of_many_that_has_begun_runs_to_its_end_though_it_is_cancelled(
     rounds: Rounds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(truncate, "MADE_AT_ONCE", 1)
+    monkeypatch.setattr(truncate, "MAX_DELETED", 1)
+    monkeypatch.setattr(truncate, "FREED_AT_ONCE", 1)
     monkeypatch.setattr(jobs, "TURN_S", 0.0)
     rounds.ask(creation(*({"id": f"s{number}"} for number in range(8))))
     rounds.finish()

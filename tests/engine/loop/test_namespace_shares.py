@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from service.engine.handlers import prefix, rows, sequences
+from service.engine.handlers import rows, sequences
 from service.engine.loop import job as work
 from service.errors import NotReady, UnknownSequence
 from service.road.caller_end.caller import RoadCaller
@@ -161,6 +161,8 @@ def test_many_sequences_are_made_and_deleted_between_the_turns_of_others(
         new.append({"parent": "missing"})
     make = rounds.ask(creation(*new))
     if what == "delete":
+        for part in "abc":
+            rounds.ask(creation(*({"id": f"s{part}{number}"} for number in range(1000))))
         rounds.finish()
         make = rounds.ask(NewCall("delete_sequences", {"prefix": "s"}))
     answered = 0
@@ -169,7 +171,7 @@ def test_many_sequences_are_made_and_deleted_between_the_turns_of_others(
         rounds.run(2)
         assert neighbours in rounds.answered and neighbours.error is None
         answered += 1
-    assert answered >= (30 if what == "undo" else 15), answered
+    assert answered >= (30 if what == "undo" else 12), answered
     assert isinstance(make.error, UnknownSequence) == (what == "undo")
     assert rounds.store.tree.num_sequences == (1001 if what == "create" else 1)
     rounds.store.tree.check_integrity()
@@ -191,30 +193,3 @@ async def test_page_tables_of_too_many_pages_are_refused_before_they_are_planned
     reply = await caller.refused(NewCall("page_table", fields), "answer_too_large")
     assert reply.problem["size"] > reply.problem["limit"] and "fewer sequences" in str(reply)
     assert len(caller.engine.store.plans) == planned
-
-
-@pytest.mark.parametrize("skipped", [0, 4, 5])
-@fake_engine()
-async def test_a_long_commit_is_hashed_between_the_turns_of_others(
-    caller: Caller, skipped: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It names the pages that a commit at once names; an invalid one changes nothing."""
-    monkeypatch.setattr(prefix, "HASHED_AT_ONCE", PAGE)
-    monkeypatch.setattr(work, "TURN_S", 0.0)
-    tokens = list(range(12 * PAGE))
-    await caller.fill(a=len(tokens), b=len(tokens))
-    cut = {"token_ids": tokens[: skipped * PAGE]}
-    if skipped:
-        await caller.call("commit", {"id": "a"} | cut)
-    before = caller.metric("attnd_slices_total")
-    fields = {"token_ids": tokens[skipped * PAGE :], "offset": skipped * PAGE}
-    last = (await caller.call("commit", {"id": "a"} | fields)).fields
-    assert last["num_pages"] == 12
-    assert caller.metric("attnd_slices_total") >= before + 12 - skipped
-    monkeypatch.setattr(prefix, "HASHED_AT_ONCE", 2**15)
-    assert (await caller.call("commit", {"id": "b", "token_ids": tokens})).fields == last
-    monkeypatch.setattr(prefix, "HASHED_AT_ONCE", PAGE)
-    numbers = await caller.pool()
-    wrong = {"id": "b", "token_ids": [7, *tokens[1:]]}
-    assert await caller.code(NewCall("commit", wrong)) == "key_mismatch"
-    assert await caller.pool() == numbers

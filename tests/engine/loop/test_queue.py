@@ -234,7 +234,7 @@ async def test_a_session_that_does_not_read_its_answers_stalls_no_other(caller: 
     await caller.create("a")
     async with caller.another() as silent:
         silent.road.loop.remove_reader(silent.road.sock)
-        unknown = [f"{number:0128d}" for number in range(4096)]  # the error lists them all
+        unknown = [f"{number:050d}" for number in range(4096)]  # the error lists them all
         ask = NewCall("gather", {"layer": 0, "sequences": unknown})
         asked = [silent.attempt(ask) for _ in range(8)]
         sessions = caller.engine.callers.sessions

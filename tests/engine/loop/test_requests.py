@@ -40,13 +40,13 @@ async def test_a_header_that_repeats_is_checked_once(
     caller: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked: list[str] = []
-    preparing = requests.preparing
+    prepare = requests.prepare
 
     def counted(operation: Any, *rest: Any) -> Any:
         checked.append(operation.name)
-        return preparing(operation, *rest)
+        return prepare(operation, *rest)
 
-    monkeypatch.setattr(requests, "preparing", counted)
+    monkeypatch.setattr(requests, "prepare", counted)
 
     await caller.create("a")
     for seed in range(5):

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from attnd.wire.bounds import MAX_NEW
 
 from service.engine.handlers import sequences
 from service.errors import NotReady
@@ -229,13 +230,13 @@ async def test_a_long_create_of_which_a_late_one_is_refused_made_nothing(
 
 
 @fake_engine()
-async def test_three_thousand_sequences_are_made_in_slices_and_in_order(caller: Caller) -> None:
-    new = [{"id": f"s{at}"} for at in range(3000)]
-    reply = await caller.submit(creation(*new), room=3000 * 1400)
+async def test_a_thousand_sequences_are_made_in_slices_and_in_order(caller: Caller) -> None:
+    new = [{"id": f"s{at}"} for at in range(MAX_NEW)]
+    reply = await caller.submit(creation(*new), room=MAX_NEW * 1400)
     assert [view["id"] for view in reply.fields["sequences"]] == [one["id"] for one in new]
     await until(lambda: caller.metric("attnd_slices_total") >= 3)
     info = await caller.pool()
-    assert (info["sequences"], info["integrity"]) == (3000, "ok")
-    reply = await caller.submit(decode(*[f"s{at}" for at in range(0, 3000, 100)], new=True))
+    assert (info["sequences"], info["integrity"]) == (MAX_NEW, "ok")
+    reply = await caller.submit(decode(*[f"s{at}" for at in range(0, MAX_NEW, 100)], new=True))
     assert np.isfinite(reply.lse).all()
     assert (await caller.submit(gather("s100"))).fields == {"kv_indptr": [0, 1]}

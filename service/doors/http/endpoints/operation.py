@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qsl
 
+from attnd.wire.bounds import MAX_JSON_BYTES
 from attnd.wire.dtypes import Part
 from attnd.wire.images import PROBLEM, header
 
@@ -18,12 +19,13 @@ from service.doors.kit.link import LESS
 from service.doors.kit.problems import ProblemText
 from service.errors import AnswerTooLarge, Internal, MalformedBody, unknown_name
 from service.image.json_body import (
+    MAX_JSON_IMAGE_BYTES,
     fields_text_of_image,
     image_of_json,
     json_of_image,
-    placing_fields,
+    with_fields,
 )
-from service.image.json_text import dump_json, finish
+from service.image.json_text import dump_json
 from service.image.reading import REQUEST
 from service.operations.schema.fields import refuse
 from service.operations.schema.spec import Operation
@@ -32,14 +34,6 @@ from service.road.caller_end.slots import Slot
 
 if TYPE_CHECKING:
     from service.doors.http.door import Door
-
-MAX_JSON_BYTES: Final = 512 * 2**10
-MAX_JSON_IMAGE_BYTES: Final = 256 * 2**10
-
-
-def with_fields(whole: memoryview, given: Mapping[str, Any]) -> list[Part]:
-    return finish(placing_fields(whole, given))
-
 
 COPY_BYTES: Final = 64 * 2**10
 """Replies up to this length are copied, and leave the arena at once."""
