@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any, Final, Generic, ParamSpec, Self, TypeVar, get_args, get_type_hints, overload
 
+from attnd import splitting
 from attnd.calls import attention, control, prefix, transfer
 from attnd.calls.arguments import Int
 from attnd.calls.call import Call
@@ -79,26 +80,24 @@ def option_parameters(build: Callable[..., Any]) -> list[inspect.Parameter]:
 
 def blocking(build: Callable[..., Any]) -> Callable[..., Any]:
     """A method that builds a call or steps, and executes them."""
-    has_steps = inspect.isgeneratorfunction(build)
 
     @wraps(build)
     def method(self: Calls, /, *args: Any, **kwargs: Any) -> Any:
         made = build(*args, **kwargs)
-        return driven(made, self.send) if has_steps else self.send(made)
+        return self.send(made) if type(made) is Call else driven(made, self.send)
 
     return documented(method, build)
 
 
 def awaiting(build: Callable[..., Any]) -> Callable[..., Any]:
     """As `blocking`, awaited. Steps read and write their files in a thread."""
-    has_steps = inspect.isgeneratorfunction(build)
 
     @wraps(build)
     async def method(self: AsyncCalls, /, *args: Any, **kwargs: Any) -> Any:
         made = build(*args, **kwargs)
-        if has_steps:
-            return await driven_async(made, self.send, in_thread=True)
-        return await self.send(made)
+        if type(made) is Call:
+            return await self.send(made)
+        return await driven_async(made, self.send, in_thread=True)
 
     return documented(method, build)
 
@@ -183,7 +182,7 @@ class Operations(ABC):
     get_sequence = Operation(control.get_sequence)
     sequence_page = Operation(control.sequence_page)
     delete_sequence = Operation(control.delete_sequence)
-    delete_sequences = Operation(control.delete_sequences)
+    delete_sequences = Operation(splitting.delete_sequences)
     truncate = Operation(control.truncate)
     truncate_sequences = Operation(control.truncate_sequences)
     page_table = Operation(control.page_table)
@@ -196,7 +195,7 @@ class Operations(ABC):
     gather = Operation(attention.gather)
     match_prefix = Operation(prefix.match_prefix)
     prefetch = Operation(prefix.prefetch)
-    commit = Operation(prefix.commit)
+    commit = Operation(splitting.commit)
     commit_sequences = Operation(prefix.commit_sequences)
     renew_lease = Operation(prefix.renew_lease)
     release_lease = Operation(prefix.release_lease)

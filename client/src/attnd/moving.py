@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, BinaryIO, Final
 from attnd.calls import transfer
 from attnd.calls.arguments import Int
 from attnd.calls.call import Call
-from attnd.calls.prefix import commit
 from attnd.calls.transfer import ExportHeader, ExportPart
 from attnd.errors import DigestMismatch, KeyMismatch
 from attnd.export_file import ExportFileError, ExportReader, write_header, write_part
 from attnd.retries import Steps, driven
+from attnd.splitting import commit
 from attnd.wire.answers import ImportState
 
 if TYPE_CHECKING:
@@ -137,7 +137,11 @@ def ended(
     state: ImportState = yield transfer.end_import(sequence, digest)
     if options.share and (prefix := header.prefix) is not None:
         with suppress(KeyMismatch):  # the cache has other pages under these names, which stay
-            yield commit(sequence, prefix)
+            made = commit(sequence, prefix)
+            if isinstance(made, Call):
+                yield made
+            else:
+                yield from made
     return state
 
 

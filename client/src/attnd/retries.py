@@ -103,6 +103,7 @@ class Pause:
 
 Steps = Generator[Call[Any] | Pause, Any, T]
 """Calls to be executed one after another; each is sent its result, or thrown its `AttndError`."""
+CallOrSteps = Call[T] | Steps[T]
 
 
 def driven(steps: Generator[Any, Any, T], send: Callable[[Any], Any]) -> T:

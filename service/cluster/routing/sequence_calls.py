@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any, Final, TypeVar
 
 import numpy as np
+from attnd.wire.bounds import MAX_VALUES
 from attnd.wire.dtypes import Array
 
 from service.cluster.membership.engine import Call, Engine, EngineReply, RawReply
@@ -22,7 +23,7 @@ from service.cluster.routing.replies import gather_all, longest, reply, results_
 from service.doors.kit.problems import ProblemText, document_of
 from service.errors import AttndError, DeadlineExceeded, InvalidRequest, LostSequence, NotReady
 from service.image.json_text import dump_json
-from service.image.reading import MAX_VALUES, split
+from service.image.reading import split
 from service.operations.schema.fields import Int32
 from service.operations.schema.spec import Operation, Prepared
 from service.operations.sequences import GET_SEQUENCE
