@@ -22,7 +22,7 @@ MAX_SLOTS: Final = 2**31 - 1
 
 Endpoint = Annotated[str, Field(pattern=r"^(tcp|ipc)://.+$", max_length=256)]
 PATHS: Final = {
-    "server": ("uds", "socket", "tls_cert", "tls_key", "tls_client_ca"),
+    "server": ("uds", "socket", "secret_file", "tls_cert", "tls_key", "tls_client_ca"),
     "auth": ("keys_file",),
     "cache": ("disk_path",),
 }

@@ -58,6 +58,11 @@ class ServerSettings(Section):
     """Additional users allowed to open sessions, besides the service's own and root. The modes of
     the socket and its directory must admit them too. In the environment: `[1000, 1001]`."""
 
+    secret_file: Annotated[str | None, Field(min_length=1)] = None
+    """File with a secret, readable by the service's user only, by which the engine knows HTTP
+    processes that another program starts (uvicorn). Absent: there are none, and each start makes a
+    secret of its own."""
+
     live: bool = True
     """Whether there are the page `/live`, which shows pool, tree and load, and its operation
     `snapshot`. They cost nothing while the page is closed."""

@@ -11,7 +11,6 @@ import argparse
 import logging
 import os
 import resource
-import secrets
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from service.addresses import Addresses, bind_addresses
 from service.cluster.membership.roster import engine_name, list_engines
 from service.doors.kit.tls import TlsError
 from service.extras import how_to_install
-from service.keys import KeysError, key_command
+from service.keys import KeysError, key_command, secret_of
 from service.launch import HOME, command_of, hold_hang_ups
 from service.logs import set_up_logs
 from service.processes.cells import make_shared
@@ -40,7 +39,6 @@ OTHER_FILES: Final = 256
 """Open files of a process beside its connections: libraries, devices, arenas, pipes."""
 LEAST_FILES: Final = 64
 """Open files without which a process cannot start."""
-SECRET_BYTES: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +85,7 @@ def main(argv: Sequence[str], commands: Commands | None = None) -> int:
     try:
         allow_open_files(settings)
         files = CheckedFiles(settings)
+        secret = secret_of(settings.server.secret_file)
     except KeysError as error:
         print(f"attnd: {error}", file=sys.stderr)
         return 2
@@ -107,7 +106,7 @@ def main(argv: Sequence[str], commands: Commands | None = None) -> int:
         try:
             # closed once: a path may be another service's by the time this one has ended
             usual = Commands() if settings.cluster.is_one else IN_CLUSTER
-            return supervise(settings, addresses, bound.close, commands or usual, files)
+            return supervise(settings, addresses, bound.close, commands or usual, files, secret)
         except OSError as error:
             LOG.error("cannot start the processes: %s", error)
             return 1
@@ -146,6 +145,7 @@ def supervise(
     stop_listening: Callable[[], None],
     commands: Commands,
     files: CheckedFiles,
+    secret: str,
 ) -> int:
     """Start engine and doors on their sockets, and watch them to the end."""
     paths = [one.path for one in addresses.engines]
@@ -170,7 +170,7 @@ def supervise(
         lifeline=lifeline,
         engine_socket=str(called),
         url=addresses.url,
-        secret=secrets.token_hex(SECRET_BYTES),
+        secret=secret,
         metrics={name: make_shared() for name in (MAIN, *(child.process for child in children))},
         files=files,
     )

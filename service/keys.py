@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import hashlib
 import logging
+import os
 import re
 import secrets
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from config.sections import AuthSettings
@@ -168,6 +170,28 @@ def make_authenticator(auth: AuthSettings, read: ReadFile = from_disk) -> Authen
     """None for a service without keys. Raises KeysError."""
     keys = keys_of(auth, read)
     return None if keys is None else Authenticator(auth, keys, read)
+
+
+MIN_SECRET: Final = 32
+"""Characters of the secret between the service's processes."""
+
+
+def secret_of(path: str | None) -> str:
+    """The secret in `server.secret_file`, a new one without that file. Raises KeysError."""
+    if path is None:
+        return secrets.token_hex(MIN_SECRET)
+    where = f"server.secret_file {path}"
+    try:
+        mode = os.stat(path).st_mode
+        text = Path(path).read_text(encoding="ascii").strip()
+    except (OSError, ValueError) as error:
+        raise KeysError(f"{where}: {error}: name a readable file") from error
+    if mode & 0o077:
+        raise KeysError(f"{where}: others can read it: chmod 600 it")
+    if len(text) < MIN_SECRET:
+        rule = f"at least {MIN_SECRET}: openssl rand -hex 32"
+        raise KeysError(f"{where}: {len(text)} characters, expected {rule}")
+    return text
 
 
 SCOPE_HELP = "a permission of the key; may be given several times. Without it: read and append"
