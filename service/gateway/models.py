@@ -36,12 +36,12 @@ DTYPES_BY_DATATYPE: Final = {datatype_of(name): dtype for name, dtype in DTYPES.
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Model:
-    """One operation. `texts` are fields that are strings; `lists` fields that are lists of
-    integers, which may come as INT32 inputs too."""
+    """One operation. `spelled` are fields that are JSON where they come as strings: all but texts;
+    `lists` are lists of integers, which may come as INT32 inputs too."""
 
     operation: Operation
     schema: dict[str, Any]
-    texts: frozenset[str]
+    spelled: frozenset[str]
     lists: tuple[str, ...]
 
     @property
@@ -91,14 +91,15 @@ def tensor_of(spec: TensorSpec) -> dict[str, Any]:
 def make_model(operation: Operation) -> Model:
     schema = operation.fields.model_json_schema()
     tensors = {spec.name for spec in operation.takes}
-    texts, lists = set(), []
-    for name, field in schema.get("properties", {}).items():
+    properties, lists = schema.get("properties", {}), []
+    spelled = set(properties)
+    for name, field in properties.items():
         for kind in field.get("anyOf", [field]):
             if kind.get("type") == "string":
-                texts.add(name)
+                spelled.discard(name)
             elif kind.get("items", {}).get("type") == "integer" and name not in tensors:
                 lists.append(name)
-    return Model(operation, schema, frozenset(texts), tuple(lists))
+    return Model(operation, schema, frozenset(spelled), tuple(lists))
 
 
 MODELS: Final = {operation.name: make_model(operation) for operation in OPERATIONS}

@@ -12,7 +12,7 @@ import numpy as np
 from attnd.wire.dtypes import DTYPE_NAMES, Array
 from pydantic import BaseModel, ConfigDict, Field
 
-from service.errors import InvalidRequest, MalformedBody, NotSupported, unknown_name
+from service.errors import InvalidRequest, MalformedBody, NotSupported
 from service.gateway.models import DTYPES_BY_DATATYPE, NUMBERED, Model, datatype_of
 from service.image.json_tensors import convert_data
 from service.image.json_text import dump_json, load_json
@@ -151,15 +151,21 @@ def read_body(model: Model, body: Body) -> Inference:
     if count > MAX_VALUES:
         rule = f"must be at most {MAX_VALUES} values together"
         raise InvalidRequest("parameters", f"{count} values", rule)
-    fields = {name: read_field(model, name, value) for name, value in given.items()}
+    fields = {
+        name: load_json(value.encode("utf-8", "surrogatepass"), f"parameter {name}")
+        if isinstance(value, str) and name in model.spelled
+        else value
+        for name, value in given.items()
+    }
     arrays: dict[str, Array] = {}
     for one in body.inputs:
         if one.name in fields or one.name in arrays:
             raise InvalidRequest(one.name, "given", "is given twice")
         array = read_input(model, one)
-        (fields if one.name in model.lists else arrays)[one.name] = (
-            array.tolist() if one.name in model.lists else array
-        )
+        if one.name in model.lists:
+            fields[one.name] = array.tolist()
+        else:
+            arrays[one.name] = array
     outputs: dict[str, bool] = {}
     for output in body.outputs:
         if output.name in outputs:
@@ -184,33 +190,18 @@ def is_named(name: str, declared: str) -> bool:
     return re.fullmatch(pattern, name) is not None
 
 
-def read_field(model: Model, name: str, value: Any) -> Any:
-    """A request parameter as a field: a string is JSON, unless the field is a string."""
-    known = tuple(model.operation.fields.model_fields)
-    if name not in known:
-        raise unknown_name(name, value, f"model {model.name}", "parameter", known)
-    if isinstance(value, str) and name not in model.texts:
-        return load_json(value.encode("utf-8", "surrogatepass"), f"parameter {name}")
-    return value
-
-
 def read_input(model: Model, given: Input) -> Array:
     """An input's array. Raises InvalidRequest."""
     name, shape, data = given.name, given.shape, given.data
-    specs = {spec.name: spec.dtypes for spec in model.operation.takes}
-    allowed = specs.get(name, ("I32",) if name in model.lists else ())
-    if not allowed:
-        known = (*specs, *model.lists)
-        raise unknown_name(f"inputs.{name}", "given", f"model {model.name}", "input", known)
-    if given.datatype not in (datatypes := [datatype_of(one) for one in allowed]):
-        rule = f"must be {' or '.join(datatypes)}"
+    dtype = DTYPES_BY_DATATYPE.get(given.datatype)
+    if dtype is None:
+        rule = f"must be one of {', '.join(DTYPES_BY_DATATYPE)}"
         raise InvalidRequest(f"{name}.datatype", given.datatype, rule)
     if is_huge(shape):
         raise InvalidRequest(f"{name}.shape", shape, "is too large")
     if name in model.lists and (len(shape) != 1 or shape[0] > MAX_VALUES):
         rule = f"must be flat: one dimension, of at most {MAX_VALUES} numbers"
         raise InvalidRequest(f"{name}.shape", shape, rule)
-    dtype = DTYPES_BY_DATATYPE[given.datatype]
     if isinstance(data, list):
         values = flat(f"{name}.data", data, MAX_RANK)
         data = convert_data(f"{name}.data", values, DTYPE_NAMES[dtype]).view(np.uint8).data

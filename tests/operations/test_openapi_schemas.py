@@ -8,7 +8,8 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
-from attnd.wire.answer_table import ANSWERS, TEXT
+from attnd.wire.answer_table import ANSWERS, TEXT, layout_of
+from attnd.wire.answers import Info
 from attnd.wire.operations import ROUTES
 from declared import INFO
 from pydantic import TypeAdapter
@@ -17,6 +18,7 @@ from service.errors import KINDS, Cancelled, InvalidRequest, NotSupported, Unsup
 from service.image.json_body import image_of_json
 from service.image.reading import read_layout
 from service.operations.openapi import JSON, PROBLEM, REF, SAFETENSORS, operation_object, schemas
+from service.operations.schema.info import InfoAnswer
 from service.operations.schema.spec import Operation, prepare
 from service.operations.table import BY_NAME, OPERATIONS
 
@@ -189,6 +191,9 @@ def test_the_examples_are_right_requests(name: str) -> None:
 
 def test_every_operation_has_its_answer_in_the_table_of_clients() -> None:
     assert ROUTES.keys() - ANSWERS.keys() == {"export_sequence"}
+    assert InfoAnswer.model_fields.keys() == layout_of(Info).members.keys(), (
+        "the engine's own model"
+    )
     for kind in [one for one in ANSWERS.values() if isinstance(one, type)]:
         texts = dict(TEXT.findall(inspect.getdoc(kind) or ""))
         assert texts.keys() <= {one.name for one in fields(kind)}, "texts of fields that are gone"

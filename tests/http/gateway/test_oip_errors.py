@@ -54,18 +54,18 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str, str]] = {
     ),
     "a parameter that the model has not": (
         *("decode", DECODE, ON_A | {"causal": True}, INVALID),
-        "model decode has no such parameter",
+        "causal = True: this route has no such field",
     ),
     "a parameter that is no JSON": (
         *("decode", DECODE, ON_A | {"sequences": "a"}, BAD, "parameter sequences is not JSON"),
     ),
     "an input that the model has not": (
         *("decode", DECODE | {"mask": np.ones(1, bool)}, ON_A, INVALID),
-        "model decode has no such input",
+        "tensors.mask = given: this route reads no such tensor",
     ),
     "a datatype that the input cannot have": (
         *("decode", {"q": Q1.astype(np.float64)}, ON_A, INVALID),
-        "q.datatype = FP64: must be FP32 or FP16 or BF16",
+        "q.dtype = F64: must be one of F32, F16, BF16",
     ),
     "an indptr of two dimensions": (
         *("prefill", DECODE | {"qo_indptr": INDPTR[None]}, ON_A, INVALID, "qo_indptr.shape"),

@@ -175,7 +175,7 @@ def test_what_does_not_hold_together_is_refused(channel: Any) -> None:
     assert "must be within the range of UINT8" in refusal(channel, made).details()
     made = request("pool")
     made.parameters["x"].SetInParent()
-    assert "x = None: model pool has no such parameter" in refusal(channel, made).details()
+    assert "x = None: this route has no such field" in refusal(channel, made).details()
     made = request("list_sequences", limit=1)
     made.inputs.extend([made.inputs.add()] * 64)
     assert "at most 64 tensors" in refusal(channel, made).details()
