@@ -219,22 +219,18 @@ class Engine:
             raise ProblemText(text)
         return answered, slot
 
-    def own(self, operation: Operation, tenant: Tenant, *, is_poll: bool = False) -> Call:
-        """A call of the router's own, for `ask`; `is_poll`: also to an engine that is silent."""
-        most, us = self.link.limits.max_answer_bytes, int(ASK_S * 1e6)
-        return Call(operation, NO_IMAGE, most, us, NO_REQUEST_ID, tenant, is_poll=is_poll)
-
     async def question(
         self,
         operation: Operation,
         tenant: Tenant,
         fields: Mapping[str, Any],
-        arrays: Mapping[str, Array] | None = None,
         *,
         is_poll: bool = False,
     ) -> EngineReply:
-        """The reply to a call of the router's own."""
-        return await self.ask(self.own(operation, tenant, is_poll=is_poll), fields, arrays)
+        """The reply to a call of the router's own; `is_poll`: also to an engine that is silent."""
+        most, us = self.link.limits.max_answer_bytes, int(ASK_S * 1e6)
+        call = Call(operation, NO_IMAGE, most, us, NO_REQUEST_ID, tenant, is_poll=is_poll)
+        return await self.ask(call, fields)
 
 
 async def in_time(asking: Awaitable[EngineReply], engine: Engine) -> EngineReply:

@@ -20,10 +20,8 @@ if TYPE_CHECKING:
     from service.cluster.membership.members import Members
 
 LOG: Final = logging.getLogger("attnd.cluster")
-MIN_EVENTS: Final = 16
-MIN_IDS: Final = 256
-"""A page of fewer events, page keys and token ids is nearly the last; the rest comes with the next
-poll."""
+MAX_EVENT_PAGES: Final = 64
+"""Pages of events that one poll reads; the rest comes with the next poll."""
 
 
 async def ask(engine: Engine, name: str, tenant: Tenant, **fields: Any) -> EngineReply:
@@ -88,7 +86,7 @@ async def read_events(members: Members, member: Member, engine: Engine, namespac
     """Reads a namespace's events since the last time."""
     known = members.prefixes[namespace]
     tenant = reader_of(members, namespace)
-    while True:
+    for _ in range(MAX_EVENT_PAGES):
         after = member.positions.get(namespace, 0)
         try:
             page = (await ask(engine, "events", tenant, after=after)).fields
@@ -103,7 +101,7 @@ async def read_events(members: Members, member: Member, engine: Engine, namespac
         for event in page["events"]:
             known.add(engine.tag, event)
         member.positions[namespace] = page["next"]
-        if len(page["events"]) < MIN_EVENTS and num_ids(page["events"]) < MIN_IDS:
+        if not page["events"]:
             return
 
 
@@ -122,7 +120,3 @@ async def restate(members: Members, namespace: str) -> None:
 
 def reader_of(members: Members, namespace: str) -> Tenant:
     return tenant_of(namespace, ("read",)) if members.has_keys else OPEN
-
-
-def num_ids(events: list[dict[str, Any]]) -> int:
-    return sum(len(one.get("page_keys", ())) + len(one.get("token_ids", ())) for one in events)

@@ -56,21 +56,6 @@ async def test_a_call_makes_at_most_1024_sequences(
     assert deleted.fields["num_deleted"] == 1024
 
 
-async def test_forks_stay_with_their_parent(cluster: Cluster) -> None:
-    parents = await cluster.create(4)
-    forks = await cluster.ok(
-        "create_sequences", {"sequences": [{"parent": name} for name in parents] * 2}
-    )
-    ids = [one["id"] for one in forks.fields["sequences"]]
-    assert [cluster.home(name) for name in ids] == [cluster.home(n) for n in parents] * 2
-    family = [{"id": "one"}, {"id": "two", "parent": "one"}, {"parent": "two"}]
-    made = (await cluster.fields("create_sequences", {"sequences": family}))["sequences"]
-    assert len({cluster.home(one["id"]) for one in made}) == 1
-    backwards = [{"id": "x", "parent": "y"}, {"id": "y"}]
-    refused = await cluster.call("create_sequences", {"sequences": backwards})
-    assert refused.fields["code"] == "unknown_sequence"
-
-
 async def test_ids_that_callers_choose_are_found_by_a_router_that_has_never_met_them(
     cluster: Cluster, rng: np.random.Generator
 ) -> None:
@@ -216,37 +201,6 @@ async def test_sequences_of_two_engines_have_no_page_table_together(cluster: Clu
     assert ids[1] in refused.fields["value"] and ids[0] in refused.fields["rule"]
     alone = [name for name in ids if cluster.home(name) == cluster.home(ids[0])]
     await cluster.ok("page_table", {"sequences": alone})
-
-
-async def test_a_batch_that_one_engine_refuses_lists_the_changes_of_the_other(
-    cluster: Cluster,
-) -> None:
-    ids = await cluster.create_apart()
-    large = np.zeros((PAGES * PAGE - PAGE, HEADS, DIM), FLOAT)
-    full = {"layer": 0, "sequences": [ids[0]], "append_indptr": [0, len(large)]}
-    await cluster.ok("append", full, k=large, v=large)
-    k = large[: 2 * PAGE]
-    both = {"layer": 0, "sequences": ids, "append_indptr": [0, 2 * PAGE - 1, 2 * PAGE]}
-    refused = await cluster.call("append", both, k=k, v=k)
-    assert (refused.status, refused.fields["code"]) == (507, "out_of_pages")
-    assert refused.fields["done"] == [ids[1]]
-    homes = [cluster.home(name) for name in ids]
-    fields = refused.fields
-    assert (fields["engine"], fields["engines_with_room"]) == (homes[0], homes[1:])
-    assert f"engine {homes[0]} is full; {homes[1]} has room" in fields["detail"]
-    alone = full | {"append_indptr": [0, 2 * PAGE]}
-    reply = await cluster.call("append", alone, k=k, v=k)
-    assert (reply.status, reply.fields["engines_with_room"]) == (507, homes[1:])
-    lengths = {}
-    for name in ids:
-        reply = await cluster.ok("get_sequence", {"id": name})
-        lengths[name] = reply.fields["lengths"]
-    assert lengths == {ids[0]: [len(large), 0], ids[1]: [1, 0]}
-    full_one = cluster.router.members.by_name[cluster.home(ids[0])].engine
-    assert full_one is not None
-    await cluster.until(lambda: full_one.load.held > 0, "the router to hear of it")
-    more = await cluster.create(6)
-    assert all(cluster.home(name) == cluster.home(ids[1]) for name in more), "one is full"
 
 
 @pytest.mark.parametrize("name", ["append", "decode", "get_sequence", "create_sequences"])
