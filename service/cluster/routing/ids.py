@@ -69,7 +69,7 @@ class Ids:
         """Counts entries."""
         self.by_tag: dict[str, set[Name]] = {}
         self.imports: dict[Name, float] = {}
-        """Until when, on `time.monotonic()`, an import of an id may be under way."""
+        """Until when, on `time.monotonic()`, an import of an id may be under way, in that order."""
         self.lost: deque[tuple[Name, str]] = deque()
         """Ids of dead engines, which stay in the map, the oldest first."""
         self.held: dict[Name, asyncio.Event] = {}
@@ -99,7 +99,11 @@ class Ids:
 
     def importing(self, tenant: Tenant, name: str, for_s: float) -> None:
         """An import of this id is under way, for so long without another call for it."""
-        self.imports[tenant.namespace, name] = time.monotonic() + for_s
+        key, now = (tenant.namespace, name), time.monotonic()
+        self.imports.pop(key, None)
+        self.imports[key] = now + for_s
+        while (oldest := next(iter(self.imports))) != key and self.imports[oldest] <= now:
+            del self.imports[oldest]
 
     def forget(self, tenant: Tenant, names: Iterable[str], since: int) -> None:
         """These sequences were not there at some time after `since`, a value of `clock`. Keeps

@@ -57,6 +57,16 @@ def test_an_id_that_may_have_been_made_since_is_not_forgotten() -> None:
     assert ids.home("chat", RED) is None
 
 
+def test_imports_that_are_over_take_no_memory() -> None:
+    ids = empty_map()
+    for number in range(50):
+        ids.importing(RED, f"{number}.{HERE}", 0.0)
+    ids.importing(RED, "last", 60.0)
+    ids.importing(RED, "newer", 60.0)
+    ids.importing(RED, "last", 60.0)
+    assert [name for _, name in ids.imports] == ["newer", "last"]
+
+
 def test_a_bounded_number_of_ids_of_dead_engines_is_remembered(monkeypatch: Any) -> None:
     monkeypatch.setattr(map_of_ids, "MAX_LOST", 2)
     ids = empty_map()
