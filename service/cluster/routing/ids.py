@@ -37,6 +37,8 @@ IDS_PER_CALL: Final = 1024
 """Maximum number of ids in one question to all engines."""
 MAX_LOST: Final = 2**18
 """Number of chosen ids of dead engines that are remembered."""
+MAX_IDS: Final = 2**15
+"""Number of ids in remembered batches."""
 SPARE_IDS: Final = 4096
 """An engine's ids are read again once the map has this many more than twice its sequences: they
 have expired, or sessions have deleted them."""
@@ -72,6 +74,11 @@ class Ids:
         """Until when, on `time.monotonic()`, an import of an id may be under way, in that order."""
         self.lost: deque[tuple[Name, str]] = deque()
         """Ids of dead engines, which stay in the map, the oldest first."""
+        self.batches: dict[tuple[str, tuple[str, ...]], Places] = {}
+        """The places of batches, which the layers of a step repeat, since the last of `changes`."""
+        self.changes, self.num_ids = (0, 0), 0
+        self.num_removed = 0
+        """Counts entries that were removed."""
         self.held: dict[Name, asyncio.Event] = {}
         """Ids that a call is making now, and the end of that call."""
 
@@ -116,6 +123,7 @@ class Ids:
                 self.remove(key)
 
     def remove(self, key: Name) -> None:
+        self.num_removed += 1
         tag, _ = self.entries.pop(key, ("", 0))
         self.by_tag.get(tag, set()).discard(key)
         self.imports.pop(key, None)
@@ -207,11 +215,19 @@ class Ids:
 
     def known_places(self, ids: Sequence[str], tenant: Tenant) -> Places | None:
         """As `locate`, from memory; None where one of the sequences is not known."""
-        places: Places = {}
-        for at, name in enumerate(ids):
-            if (home := self.home(name, tenant)) is None:
-                return None
-            places.setdefault(home, []).append(at)
+        changes = self.members.changes, self.num_removed
+        if self.changes != changes or self.num_ids > MAX_IDS:
+            self.batches.clear()
+            self.changes, self.num_ids = changes, 0
+        batch = tenant.namespace, tuple(ids)
+        if (places := self.batches.get(batch)) is None:
+            places = {}
+            for at, name in enumerate(ids):
+                if (home := self.home(name, tenant)) is None:
+                    return None
+                places.setdefault(home, []).append(at)
+            self.batches[batch] = places
+            self.num_ids += len(ids)
         return places
 
     async def locate(self, ids: Sequence[str], tenant: Tenant) -> Places:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.cluster.routing.ids import Ids
+from service.cluster.routing.ids import MAX_IDS, Ids
 from service.cluster.routing.sequence_calls import MAX_REMEMBERED, MAX_REMEMBERED_BYTES, ids_in
 from service.operations.table import BY_NAME
 from service.tenants import OPEN
@@ -81,13 +81,23 @@ def test_calls_with_a_malformed_header_are_parsed(bad: bytes) -> None:
 def test_places_are_those_of_the_namespace_and_of_now(entries: Ids) -> None:
     members: Any = entries.members
     entries.learn(TENANT, ["mine"], HERE)
+    assert entries.known_places([f"tagged.{HERE}"], TENANT) == {"here": [0]}
     assert entries.known_places(["mine"], TENANT) == {"here": [0]}
     red: Any = SimpleNamespace(namespace="red")
     assert entries.known_places(["mine"], red) is None, "of another namespace"
-    entries.learn(TENANT, ["mine"], THERE)
+    entries.learn(TENANT, ["mine", f"tagged.{HERE}"], THERE)
     assert entries.known_places(["mine"], TENANT) == {"there": [0]}
+    assert entries.known_places([f"tagged.{HERE}"], TENANT) == {"there": [0]}
     del members.by_tag[THERE]
+    members.changes += 1
     assert entries.known_places(["mine"], TENANT) is None
+
+
+def test_the_memory_of_places_is_bounded(entries: Ids) -> None:
+    for number in range(100):
+        ids = [f"{number}-{at}.{HERE}" for at in range(MAX_IDS // 32)]
+        assert entries.known_places(ids, TENANT) == {"here": list(range(len(ids)))}
+        assert sum(len(names) for _, names in entries.batches) <= MAX_IDS + len(ids)
 
 
 async def test_headers_are_remembered_within_bounds(rng: np.random.Generator) -> None:
