@@ -25,7 +25,7 @@ from bench.core import WARM_UP, nothing, timed
 from bench.report.provenance import RESULTS, Results, command_line, provenance, publish
 from bench.report.tables import markdown, with_stamp
 from config.sections import CacheSettings
-from service.core.prefix.keys import Prefix
+from service.core.keys import Prefix
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec
 from service.engine.store.event_history import EventHistory

@@ -30,7 +30,7 @@ from bench.report.provenance import Results, provenance
 from bench.report.tables import markdown, with_stamp
 from kernels import make_backend
 from kernels.backend import Backend, Int32, PagePlaces, PoolGeometry
-from service.core.prefix import keys
+from service.core import keys
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec
 from service.engine.handlers.imports import fill as take_pages

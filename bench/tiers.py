@@ -27,8 +27,8 @@ from bench.report.provenance import RESULTS, Results, command_line, device_name,
 from bench.report.tables import markdown, with_stamp
 from kernels import make_backend
 from kernels.backend import EndOfCopies, Int32, PagePlaces, PoolGeometry
+from service.core.keys import Prefix
 from service.core.pool.budget import NO_LIMIT, EvictionPaused
-from service.core.prefix.keys import Prefix
 from service.engine.tiers.loading import Loading
 from service.engine.tiers.loads import UNLIMITED, Origin
 from service.engine.tiers.page_records import TAG, layout_of

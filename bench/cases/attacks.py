@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 
 from bench.cases.loads import Heads
 from bench.driver.raw import LENGTH
-from service.core.prefix.keys import Prefix as PagePrefix
-from service.core.prefix.keys import root_key
+from service.core.keys import Prefix as PagePrefix
+from service.core.keys import root_key
 from service.operations.table import BY_NAME
 from service.road.caller_end.caller import Answered, RoadCaller
 from service.road.caller_end.slots import Slot

@@ -9,21 +9,22 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from service.core.errors import IntegrityError
-from service.core.pool.allocator import PageAllocator
-from service.core.pool.budget import Budget
-from service.core.pool.namespaces import OUT, Namespace
-from service.core.prefix.named_pages import NamedPages
-from service.core.prefix.nodes import (
+from service.core.nodes import (
     CACHED,
+    OUT,
     PINNED,
     REFERENCED,
     Int32,
     Leaf,
-    Links,
     Name,
+    Namespace,
     Node,
     named,
 )
+from service.core.pool.allocator import PageAllocator
+from service.core.pool.budget import Budget
+from service.core.pool.links import Links
+from service.core.pool.named_pages import NamedPages
 from service.core.sequences.books import SequenceBooks
 
 

@@ -12,9 +12,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from service.core.pool.namespaces import Namespace
-from service.core.prefix.named_pages import NamedPages
-from service.core.prefix.nodes import REFERENCED, Leaf, Node
+from service.core.nodes import REFERENCED, Leaf, Namespace, Node
+from service.core.pool.named_pages import NamedPages
 from service.core.tree import PrefixTree
 
 Int32 = NDArray[np.int32]

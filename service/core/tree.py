@@ -17,17 +17,18 @@ from service.core.integrity import (
     own_integrity_steps,
     sharing_steps,
 )
+from service.core.keys import Prefix
+from service.core.nodes import Leaf, owner_of
+from service.core.page_table import PageTable
 from service.core.plans.ragged import CsrTable, csr_table, token_slots
 from service.core.pool.allocator import PageAllocator
 from service.core.pool.budget import Budget
+from service.core.pool.links import Links
+from service.core.pool.named_pages import NamedPages
 from service.core.prefix.cache import PrefixCache
 from service.core.prefix.commits import Commits
-from service.core.prefix.keys import Prefix
-from service.core.prefix.named_pages import NamedPages
-from service.core.prefix.nodes import Leaf, Links, owner_of
 from service.core.sequences.books import Ids, SequenceBooks, first_lengths
 from service.core.sequences.cuts import Cuts
-from service.core.sequences.page_table import PageTable
 from service.core.values import (
     Extension,
     Indices,

@@ -9,8 +9,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from service.core.prefix.keys import Prefix
-from service.core.prefix.nodes import Leaf
+from service.core.keys import Prefix
+from service.core.nodes import Leaf
 
 Int32 = NDArray[np.int32]
 Indices = NDArray[np.intp]

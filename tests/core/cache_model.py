@@ -28,12 +28,12 @@ from core_pool import check_blocks, slots_of, truncate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from service.core import page_table
 from service.core.errors import CoreError, InvalidRequest, OutOfPages, UnknownLease, UnknownPage
+from service.core.keys import Prefix, as_keys, extra_by_page, root_key
+from service.core.nodes import Retention
+from service.core.pool.named_pages import Change, Removed, Stored
 from service.core.prefix.inventory import named_in
-from service.core.prefix.keys import Prefix, as_keys, extra_by_page, root_key
-from service.core.prefix.named_pages import Change, Removed, Stored
-from service.core.prefix.nodes import Retention
-from service.core.sequences import page_table
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec, RowCopies
 from service.engine.store.event_history import EventHistory

@@ -18,12 +18,12 @@ from service.core.errors import (
     UnknownLease,
     UnknownPage,
 )
+from service.core.keys import Prefix, as_keys, extra_by_page, root_key
+from service.core.nodes import Retention
 from service.core.plans.plan import make_plan
 from service.core.pool.budget import NO_LIMIT, EvictionPaused
+from service.core.pool.named_pages import Change, Cleared, Removed, Stored
 from service.core.prefix import matching
-from service.core.prefix.keys import Prefix, as_keys, extra_by_page, root_key
-from service.core.prefix.named_pages import Change, Cleared, Removed, Stored
-from service.core.prefix.nodes import Retention
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec
 from service.engine.store.event_history import EventHistory

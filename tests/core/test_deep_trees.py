@@ -9,11 +9,11 @@ import pytest
 from core_pool import TokenPool, int32
 
 from service.core.errors import InvalidRequest
+from service.core.keys import Prefix
 from service.core.outline import outline
 from service.core.plans import segments
 from service.core.plans.plan import make_plan
 from service.core.prefix import matching
-from service.core.prefix.keys import Prefix
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec
 

@@ -12,9 +12,9 @@ from core_pool import TokenPool, int32
 
 from service.core import integrity
 from service.core.errors import CoreError, IntegrityError
+from service.core.keys import Prefix
+from service.core.nodes import Leaf, Name, Node
 from service.core.plans.plan import explicit_levels
-from service.core.prefix.keys import Prefix
-from service.core.prefix.nodes import Leaf, Name, Node
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec
 

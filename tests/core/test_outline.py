@@ -9,9 +9,9 @@ import pytest
 from test_cache import PAGE, grow, ids, keep
 
 from service.core import outline as outlines
+from service.core.keys import Prefix
+from service.core.nodes import CACHED, PINNED, REFERENCED
 from service.core.outline import Outline, outline, page_states
-from service.core.prefix.keys import Prefix
-from service.core.prefix.nodes import CACHED, PINNED, REFERENCED
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from core_pool import truncate
 
-from service.core.prefix.keys import Prefix
-from service.core.sequences.page_table import BLOCK_PAGES
+from service.core.keys import Prefix
+from service.core.page_table import BLOCK_PAGES
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec
 

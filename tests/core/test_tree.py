@@ -12,7 +12,7 @@ from service.core.errors import (
     SequenceExists,
     UnknownSequence,
 )
-from service.core.prefix.keys import Prefix
+from service.core.keys import Prefix
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec
 

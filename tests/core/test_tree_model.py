@@ -18,6 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from service.core import page_table
 from service.core.errors import (
     CoreError,
     InvalidRequest,
@@ -27,7 +28,6 @@ from service.core.errors import (
     UnknownSequence,
 )
 from service.core.plans.plan import make_plan
-from service.core.sequences import page_table
 from service.core.values import NewSpec
 
 NUM_PAGES = 24

@@ -20,7 +20,7 @@ from service.cluster.routing.ids import new_id
 from service.cluster.routing.outcomes import NEXT_ENGINE, outcome_of, unknown_ids
 from service.cluster.routing.replies import longest, reply, results_of
 from service.cluster.routing.sequence_calls import SequenceCalls
-from service.core.prefix.keys import Prefix
+from service.core.keys import Prefix
 from service.doors.kit.problems import ProblemText
 from service.errors import (
     AttndError,

@@ -15,7 +15,7 @@ from service.cluster.membership.members import Members
 from service.cluster.placement.cost import choose
 from service.cluster.placement.inflight_prompts import InflightPrompt, Wait
 from service.cluster.placement.prefixes import Prefixes, chained_keys
-from service.core.prefix.keys import Prefix
+from service.core.keys import Prefix
 
 WORTH_WAITING: Final = 2.0
 """A prompt waits for pages that another prompt brings this many times as long as its engine needs

@@ -15,8 +15,8 @@ from attnd.wire.dtypes import Array
 
 from service.cluster.placement.inflight_prompts import InflightPrompt
 from service.cluster.routing.replies import run_in_background
-from service.core.prefix.keys import Prefix, as_keys, extra_by_page, root_key
-from service.core.prefix.named_pages import POOL
+from service.core.keys import Prefix, as_keys, extra_by_page, root_key
+from service.core.pool.named_pages import POOL
 from service.operations.schema.page_names import keys_of
 
 MAX_LOGGED: Final = 16_384

@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 
 from service.core.errors import InvalidRequest
+from service.core.page_table import PageTable
 from service.core.plans.ragged import (
     Int32,
     gather_pages,
@@ -17,7 +18,6 @@ from service.core.plans.ragged import (
     lens_of,
     page_counts,
 )
-from service.core.sequences.page_table import PageTable
 from service.core.values import Indices
 
 MAX_INDICES: Final = 2**22

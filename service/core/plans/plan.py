@@ -9,11 +9,11 @@ from typing import Literal
 import numpy as np
 
 from service.core.errors import InvalidRequest
+from service.core.page_table import PageTable
 from service.core.plans.levels import CascadeLevel, PlanBatch, Runs, cut_level
 from service.core.plans.ragged import Int32, indptr, lens_of, ramps
 from service.core.plans.segments import Segments, cut_segments
 from service.core.sequences.books import Ids
-from service.core.sequences.page_table import PageTable
 from service.core.tree import PrefixTree
 
 CascadeMode = Literal["auto", "always", "never"]

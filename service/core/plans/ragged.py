@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from service.core.sequences.page_table import PageTable
+from service.core.page_table import PageTable
 
 Int32 = NDArray[np.int32]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from service.core.prefix.nodes import Node
+from service.core.nodes import Node
 
 SEGMENT_TOKENS: Final = 64
 STATE_TOKENS: Final = 8

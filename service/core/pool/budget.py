@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Final, Literal, Protocol
 
 from service.core.errors import InvalidRequest, OutOfPages
+from service.core.nodes import Int32, Namespace, Node, named
 from service.core.pool.allocator import PageAllocator
-from service.core.pool.namespaces import Namespace
-from service.core.prefix.named_pages import NamedPages
-from service.core.prefix.nodes import Int32, Links, Node, named
+from service.core.pool.links import Links
+from service.core.pool.named_pages import NamedPages
 
 NO_LIMIT: Final = 2**63
 

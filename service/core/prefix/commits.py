@@ -8,14 +8,14 @@ from typing import Final
 import numpy as np
 
 from service.core.errors import InvalidRequest, KeyMismatch
+from service.core.keys import KEY_BYTES, Prefix
+from service.core.nodes import Leaf, Node, Retention, Root, check_depth, named
+from service.core.page_table import PageTable
 from service.core.pool.budget import Budget
-from service.core.pool.namespaces import Root
-from service.core.prefix.keys import KEY_BYTES, Prefix
+from service.core.pool.links import Links
+from service.core.pool.named_pages import equal_rows
 from service.core.prefix.matching import MOST_MATCHED, Match, named_path, walk
-from service.core.prefix.named_pages import equal_rows
-from service.core.prefix.nodes import Leaf, Links, Node, Retention, check_depth, named
 from service.core.sequences.books import SequenceBooks
-from service.core.sequences.page_table import PageTable
 
 BATCHED: Final = {"offset": "offsets"}
 """Fields with another name in a call for many sequences."""

@@ -8,8 +8,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from service.core.prefix.named_pages import NamedPages, Stored
-from service.core.prefix.nodes import Node, named
+from service.core.nodes import Node, named
+from service.core.pool.named_pages import NamedPages, Stored
 
 LOOKED_AT: Final = 1024
 """Pages of the pool between two pauses: a fraction of a millisecond."""

@@ -7,10 +7,10 @@ from typing import Final
 
 import numpy as np
 
-from service.core.pool.namespaces import Root
-from service.core.prefix.keys import Prefix
-from service.core.prefix.named_pages import NamedPages
-from service.core.prefix.nodes import Int32, Links, Node, named
+from service.core.keys import Prefix
+from service.core.nodes import Int32, Node, Root, named
+from service.core.pool.links import Links
+from service.core.pool.named_pages import NamedPages
 
 MOST_MATCHED: Final = 1024
 """Maximum nodes that one call matches: some milliseconds. A path only has more where other

@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.core.errors import InvalidRequest, SequenceExists, UnknownSequence
-from service.core.pool.namespaces import Namespace
-from service.core.prefix.nodes import FOREVER, Leaf
-from service.core.sequences.page_table import Blocks, PageTable
+from service.core.nodes import FOREVER, Leaf, Namespace
+from service.core.page_table import Blocks, PageTable
 from service.core.timers import Timers
 from service.core.values import NewSpec, SequenceView
 

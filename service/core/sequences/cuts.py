@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from service.core.errors import InvalidRequest
+from service.core.nodes import Leaf, check_depth, owner_of
+from service.core.page_table import NO_PAGES
 from service.core.pool.budget import Budget
-from service.core.prefix.nodes import Leaf, Links, check_depth, owner_of
+from service.core.pool.links import Links
 from service.core.sequences.books import SequenceBooks
-from service.core.sequences.page_table import NO_PAGES
 from service.core.values import Int32, RowCopies, row_copies
 
 

@@ -12,11 +12,11 @@ import numpy as np
 from attnd.wire.images import Shaped
 
 from kernels.backend import NUMPY_DTYPES, Array, Int32
+from service.core.keys import KEY_BYTES, Prefix, extra_keys
+from service.core.nodes import FOREVER, Leaf, named
+from service.core.page_table import PageTable
 from service.core.plans.ragged import token_slots
-from service.core.prefix.keys import KEY_BYTES, Prefix, extra_keys
 from service.core.prefix.matching import named_path
-from service.core.prefix.nodes import FOREVER, Leaf, named
-from service.core.sequences.page_table import PageTable
 from service.core.tree import PrefixTree
 from service.engine.handlers.rows import NUMBER_BYTES
 from service.engine.loop.job import Completed, Cost, Seconds, Slice, SlicedWork, Slices, Work

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from service.core.prefix.nodes import FOREVER
+from service.core.nodes import FOREVER
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec
 from service.engine.handlers.exports import (

@@ -13,8 +13,8 @@ from typing import Any, Final
 import numpy as np
 
 from service.core.errors import UnknownPage
-from service.core.prefix.keys import Prefix, as_keys, extra_by_page
-from service.core.prefix.nodes import FOREVER, Retention
+from service.core.keys import Prefix, as_keys, extra_by_page
+from service.core.nodes import FOREVER, Retention
 from service.engine.handlers.tiers import after_loading, cached_by_tier, until_durable
 from service.engine.loop.job import (
     NOTHING,

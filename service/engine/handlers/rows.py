@@ -13,9 +13,9 @@ from attnd.wire.images import Shaped
 
 from kernels.backend import NUMPY_DTYPES, Array, DType, Int32, Pending
 from service.core.errors import InvalidRequest
+from service.core.nodes import Leaf
 from service.core.plans.ragged import indptr as prefix_sums
 from service.core.plans.ragged import token_slots
-from service.core.prefix.nodes import Leaf
 from service.core.sequences.books import Batch
 from service.core.values import Extension
 from service.engine.loop.job import (

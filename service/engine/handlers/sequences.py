@@ -8,7 +8,7 @@ from collections.abc import Generator, Sequence
 from typing import Final
 
 from service.core.errors import InvalidRequest
-from service.core.prefix.keys import Prefix
+from service.core.keys import Prefix
 from service.core.values import NewSpec, RowCopies, SequenceView
 from service.engine.handlers.prefix import prompt_of
 from service.engine.handlers.rows import NUMBER_BYTES

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from service.core.prefix.keys import Prefix
+from service.core.keys import Prefix
 from service.engine.loop.job import Completed, Counts, SlicedWork, Slices, Work
 from service.engine.loop.request import Request
 from service.engine.store.store import Store

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from service.core.prefix.keys import KEY_BYTES, extra_keys
-from service.core.prefix.named_pages import Change, Cleared, Removed, Stored
+from service.core.keys import KEY_BYTES, extra_keys
+from service.core.pool.named_pages import Change, Cleared, Removed, Stored
 
 TOKENS_AN_EVENT: Final = 2048
 PAGES_AN_EVENT: Final = 128

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from kernels.backend import DeviceLost, EndOfCopies, PagePlaces
-from service.core.prefix.nodes import Node, named
+from service.core.nodes import Node, named
 from service.engine.tiers.disk import TASKS
 from service.engine.tiers.page_records import TAG
 from service.tiers.shelf import Entry

@@ -17,8 +17,8 @@ from typing import Any, Final
 import numpy as np
 
 from service.core.errors import CoreError, OutOfPages
+from service.core.keys import Prefix
 from service.core.pool.budget import NO_LIMIT, EvictionPaused
-from service.core.prefix.keys import Prefix
 from service.core.values import NewSpec
 from service.engine.loop.job import WAIT, Counts, Slice, Slices, empty_slice, in_slices
 from service.engine.tiers.copier import IN_POOL

@@ -12,9 +12,9 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from kernels.backend import Done
+from service.core.keys import Prefix, as_keys
+from service.core.nodes import DEFAULT_PRIORITY, Retention
 from service.core.prefix.commits import DEFAULT
-from service.core.prefix.keys import Prefix, as_keys
-from service.core.prefix.nodes import DEFAULT_PRIORITY, Retention
 from service.core.values import Int32
 from service.engine.loop.job import NO_COST, WAIT, Slice
 from service.engine.tiers.page_records import TAG, names_in

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Final
 
-from service.core.prefix.keys import Prefix, root_key
+from service.core.keys import Prefix, root_key
 from service.engine.loop.job import in_slices
 from service.engine.tiers.loads import Found, Load, LoadLimits, Origin, Record, Steps
 from service.engine.tiers.page_records import next_id

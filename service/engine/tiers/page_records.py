@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from kernels.backend import PoolGeometry
-from service.core.prefix.keys import EXTRA, KEY_BYTES, WORDS, Keys, as_keys
+from service.core.keys import EXTRA, KEY_BYTES, WORDS, Keys, as_keys
 from service.core.values import Int32
 from service.operations.schema.page_names import MAX_EXTRA_A_PAGE, MAX_EXTRA_BYTES
 from service.tiers.records import STAMP_BYTES, RecordLayout

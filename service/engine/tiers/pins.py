@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from service.core.errors import CoreError
-from service.core.prefix.keys import KEY_BYTES, Prefix, as_keys, root_key
-from service.core.prefix.nodes import DEFAULT_PRIORITY, named
+from service.core.keys import KEY_BYTES, Prefix, as_keys, root_key
+from service.core.nodes import DEFAULT_PRIORITY, named
 from service.core.values import Int32
 from service.engine.loop.job import Slice, empty_slice, in_slices
 from service.engine.store.ledger import RETRY_S

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from typing import Any, Final, Literal
 
-from service.core.prefix.named_pages import Removed, Stored
+from service.core.pool.named_pages import Removed, Stored
 from service.engine.store.event_history import EventHistory
 from service.engine.tiers.page_records import PageTag, names_in
 from service.metrics import Metrics

@@ -17,11 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.backend import PageCopies
+from service.core.keys import KEY_BYTES
+from service.core.nodes import Int32, Name, Node, Root, named
 from service.core.pool.budget import Urgency
-from service.core.pool.namespaces import Root
-from service.core.prefix.keys import KEY_BYTES
-from service.core.prefix.named_pages import Stored
-from service.core.prefix.nodes import Int32, Name, Node, named
+from service.core.pool.named_pages import Stored
 from service.core.tree import PrefixTree
 from service.engine.store.ledger import Ledger
 from service.engine.tiers.copier import Copier

@@ -23,7 +23,7 @@ from service.cluster.placement.prefixes import (
     chained_keys,
     prefix_of,
 )
-from service.core.prefix.keys import Prefix, root_key
+from service.core.keys import Prefix, root_key
 from service.operations.schema.page_names import ExtraKey, PromptNames
 from tests.cluster.fake_engines import fake_cluster
 from tests.cluster.harness import PAGE, Cluster

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kernels.backend import Done
-from service.core.prefix.keys import Prefix
+from service.core.keys import Prefix
 from service.core.values import NewSpec
 from service.engine.handlers import prefix, truncate
 from service.engine.loop import job as jobs

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from config.sections import CacheSettings
-from service.core.prefix.named_pages import Change, Cleared, Removed, Stored
+from service.core.pool.named_pages import Change, Cleared, Removed, Stored
 from service.engine.store.event_history import PAGES_AN_EVENT, EventHistory, Page
 from tests.engine.harness import Caller, NewCall, fake_engine
 from tests.harness.router import read_page

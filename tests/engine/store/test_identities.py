@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kernels.geometry import PoolGeometry
-from service.core.prefix.keys import Prefix, extra_by_page, root_key
+from service.core.keys import Prefix, extra_by_page, root_key
 from service.engine.handlers.exports import Header, PartDigest, header_digest
 from service.engine.tiers.page_records import layout_of, next_id
 

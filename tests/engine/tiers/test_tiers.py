@@ -19,8 +19,8 @@ from config.sections import CacheSettings
 from kernels import make_backend
 from kernels.backend import EndOfCopies, PagePlaces
 from kernels.cpu.pool import HostPageCopies
-from service.core.prefix.keys import Prefix, root_key
-from service.core.prefix.nodes import Node
+from service.core.keys import Prefix, root_key
+from service.core.nodes import Node
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec
 from service.engine.handlers.imports import fill as take_pages

@@ -21,7 +21,7 @@ from http_messages import HEAD_DIM, KV_HEADS, LAYERS, PAGE_SIZE, WIRE_DTYPE, str
 from http_process import is_ready, listening
 from test_zmq_events import endpoints, subscribed
 
-from service.core.prefix.keys import Prefix, root_key
+from service.core.keys import Prefix, root_key
 from tests.harness.plain_http import http_client
 from tests.harness.processes import Process
 from tests.harness.router import BlockIndex

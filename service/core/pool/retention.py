@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from service.core.prefix.nodes import (
+from service.core.nodes import (
     CACHED,
     DEFAULT_PRIORITY,
     FOREVER,

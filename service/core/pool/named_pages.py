@@ -9,20 +9,21 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from service.core.pool.namespaces import OUT, Root
-from service.core.prefix.keys import KEY_BYTES, WORDS, Extra, Keys, Prefix, TokenIds, as_keys
-from service.core.prefix.nodes import (
+from service.core.keys import KEY_BYTES, WORDS, Extra, Keys, Prefix, TokenIds, as_keys
+from service.core.nodes import (
     CACHED,
+    OUT,
     PINNED,
     REFERENCED,
     Int32,
     Name,
     Node,
     Retention,
+    Root,
     compact,
     named,
 )
-from service.core.prefix.retention import RetentionTimers
+from service.core.pool.retention import RetentionTimers
 
 POOL: Final = "GPU"
 """The medium of the pool, on the CPU too."""

@@ -1,25 +1,155 @@
-"""Namespaces: the pages, sequences, leases and quota of each, and the order of its evictions."""
+"""The types of the prefix tree: its nodes and leaves, and the namespaces that own them."""
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from service.core.prefix.keys import root_key
-from service.core.prefix.nodes import Leaf, Name, Node, named
+import numpy as np
+from numpy.typing import NDArray
+
+from service.core.errors import IntegrityError, InvalidRequest
+from service.core.keys import root_key
+from service.core.page_table import PageTable
 from service.core.timers import Timers
 
-if TYPE_CHECKING:
-    from service.core.prefix.cache import Lease
+Int32 = NDArray[np.int32]
 
+DEFAULT_PRIORITY: Final = 35
+FOREVER: Final = math.inf
+MAX_WALKED: Final = 65536
+"""Maximum nodes that one turn visits for a batch: some milliseconds."""
+REFERENCED: Final = 1
+PINNED: Final = 2
+CACHED: Final = 3
+"""States of a named node: held by sequences or leases, by hard pins alone, or not held."""
 OUT: Final = 0
 QUEUED: Final = 1
 ASIDE: Final = 2
 WAITING: Final = 3
 """A node's place: not in the order; in its rank's queue; in the rank's heap; waiting until its
 children are evicted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """How long pages are kept: with `priority` until `priority_ends`, then with `fallback`.
+
+    Until `soft_ends` they are evicted after all unpinned pages. Times are by the tree's clock.
+    `fallback` None: the default priority.
+    """
+
+    priority: int = DEFAULT_PRIORITY
+    priority_ends: float = FOREVER
+    soft_ends: float = -FOREVER
+    fallback: int | None = None
+
+    @property
+    def lasting_priority(self) -> int | None:
+        """The highest priority without an end, if one was given."""
+        return self.priority if self.priority_ends == FOREVER else self.fallback
+
+
+@dataclass(slots=True, eq=False)
+class Name:
+    """The name of a node whose pages are committed and can be found by their keys.
+
+    `number` is the node's row in `NamedPages.nodes`. `kids`: its named child nodes by the key of
+    their first page (None: it never had one). `refs` counts the children held by sequences or
+    leases plus the leases on this node; `pins` likewise for hard pins; `own` counts the leases and
+    pins on this node. `with_ids`: the pages' token ids are known. `stamp` orders nodes by last use;
+    `place` and `rank` are its position in the eviction order; `used` is the time of its last change
+    of state, by the tree's clock.
+    """
+
+    root: Root
+    number: int
+    with_ids: bool
+    keep: Retention
+    refs: int = 0
+    pins: int = 0
+    own: int = 0
+    state: int = 0
+    stamp: int = 0
+    place: int = 0
+    rank: int = 0
+    used: float = 0.0
+    kids: dict[bytes, Node] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """Full pages shared by every sequence below, never written again.
+
+    `start` counts the pages before it on the path. A node has at least one page. A node without a
+    `name` exists because sequences share it: between operations it has at least two children. A
+    named node stays until it is evicted, and all nodes above it have names too.
+    """
+
+    parent: Node | None
+    start: int
+    pages: Int32
+    children: set[Node | Leaf]
+    name: Name | None = None
+
+    @property
+    def end(self) -> int:
+        """Pages of the path, this node's included."""
+        return self.start + self.pages.size
+
+
+@dataclass(slots=True, eq=False)
+class Leaf:
+    """The private end of one sequence's path: the only part that is written.
+
+    `table` is the sequence's whole page table, shared pages first; its first `num_pages` entries
+    (in the books) are valid. Pages from `start` on are the leaf's own. `index` is the sequence's
+    column in the books; `origin` the id it was forked from; `owner` the namespace its pages count
+    for.
+    """
+
+    id: str
+    index: int
+    origin: str | None
+    owner: Namespace
+    parent: Node | None
+    start: int
+    table: PageTable
+
+
+def named(node: Node) -> Name:
+    if node.name is None:
+        raise RuntimeError("a named node has no name: this is a bug")
+    return node.name
+
+
+def owner_of(leaves: Sequence[Leaf]) -> Namespace:
+    """The namespace of a batch: all its sequences have the same one."""
+    owner = leaves[0].owner
+    if any(leaf.owner is not owner for leaf in leaves):
+        raise IntegrityError("sequences of two namespaces in one batch")
+    return owner
+
+
+def compact(pages: Int32) -> Int32:
+    """A part of an array, copied where it would keep more than twice its own size in memory."""
+    whole = pages.base
+    return pages if whole is None or whole.nbytes <= 2 * pages.nbytes else pages.copy()
+
+
+def check_depth(leaves: Iterable[Leaf]) -> None:
+    """Raises `InvalidRequest` if the paths to the root have too many nodes for one turn."""
+    count = 0
+    for leaf in leaves:
+        node = leaf.parent
+        while node is not None and count < MAX_WALKED:
+            count, node = count + 1, node.parent
+        if count == MAX_WALKED:
+            rule = f"are in {MAX_WALKED} nodes of the prefix tree or more: name fewer per call"
+            raise InvalidRequest("sequences", "their pages", rule)
 
 
 class EvictionOrder:
@@ -197,3 +327,13 @@ class Namespace:
         """Delete a root without children: callers may invent any number of salts."""
         if not root.kids and self.roots.get(root.cache_salt) is root:
             del self.roots[root.cache_salt]
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """Holds `node` and all above it until `ends`, by the tree's clock."""
+
+    id: str
+    namespace: Namespace
+    node: Node
+    ends: float
