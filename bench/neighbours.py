@@ -27,17 +27,8 @@ from typing import Any, Final
 import numpy as np
 from attnd import Prefix, ServiceError
 
-from bench.cases.attacks import (
-    ATTACKS,
-    HEADS,
-    PAGE,
-    Attack,
-    Door,
-    append,
-    connected,
-    prepare_attack,
-    run_attack,
-)
+from bench.cases.attacks import ATTACKS, HEADS, PAGE, Attack, append
+from bench.driver.attacker import Door, connected, prepare_attack, run_attack
 from bench.driver.processes import children, spent_s
 from bench.driver.servers import Server, attnd
 from bench.report.provenance import ROOT, command_line, provenance, write_results
