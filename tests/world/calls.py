@@ -20,7 +20,9 @@ SPACES: Final = ("ours", "theirs")  # namespaces of callers
 TOLERANCE: Final = 2e-4
 NO_SEQUENCE: Final = ("release_lease", "renew_lease", "cancel_import", "import_sequence")
 """Operations whose `id` is not that of a sequence that must be there."""
-READING: Final = ("decode", "prefill", "gather", "get_sequence", "page_table", "export_sequence")
+READING: Final = (
+    *("decode", "prefill", "step", "gather", "get_sequence", "page_table", "export_sequence"),
+)
 """Operations that change no sequence, unless they bring rows."""
 ENDING: Final = ("delete_sequence", "delete_sequences", "loss")  # the last by a process
 
@@ -246,7 +248,16 @@ class Step:
             case "decode" | "prefill":
                 queries = op.fields.get("qo_indptr") or range(len(op.ids) + 1)
                 span, (layer,) = slice(*queries[at : at + 2]), op.layers
-                return attends(op, span, rule.content(rows[layer], layer))
+                q, causal = op.tensors["q"][span], op.fields.get("causal", False)
+                found = tensors["o"][span], tensors["lse"][span]
+                return attends(q, rule.content(rows[layer], layer), found, causal=causal)
+            case "step":
+                each = zip(op.layers, op.tensors["q"], tensors["o"], tensors["lse"], strict=True)
+                one = slice(at, at + 1)
+                return all(
+                    attends(q[one], rule.content(rows[layer], layer), (o[one], lse[one]))
+                    for layer, q, o, lse in each
+                )
             case "gather":
                 (layer,), span = op.layers, slice(*fields["kv_indptr"][at : at + 2])
                 return same(tensors, span, [rule.content(rows[layer], layer)])
@@ -264,10 +275,10 @@ def same(tensors: Any, span: slice, parts: list[Any]) -> bool:
     return not parts or np.array_equal(found, np.concatenate(parts, axis=1))
 
 
-def attends(op: Op, span: slice, content: Any) -> bool:
-    """Whether the queries of a span attended to k and v."""
-    q, (k, v), (_, tensors) = op.tensors["q"][span], content, op.answer or ({}, {})
-    seen = visible(len(q), len(k), causal=op.fields.get("causal", False))
+def attends(q: Any, content: Any, found: Any, *, causal: bool = False) -> bool:
+    """Whether queries attended to k and v, with o and lse as their result."""
+    k, v = content
+    seen = visible(len(q), len(k), causal=causal)
     o, lse = attend(q, k, v, seen, sm_scale=q.shape[-1] ** -0.5)
     close = partial(np.allclose, atol=TOLERANCE, rtol=TOLERANCE)
-    return bool(close(tensors["o"][span], o) and close(tensors["lse"][span], lse))
+    return bool(close(found[0], o) and close(found[1], lse))

@@ -34,7 +34,8 @@ MAY_FAIL: Final = {  # operations to which an error may come whatever the model 
     "import_exists": MOVING,
     "unknown_import": ("import_sequence", "cancel_import"),
     "key_mismatch": ("commit",),
-    "invalid_request": (*MOVING, "prefill", "commit"),  # others may have cut it meanwhile
+    # others may have cut it meanwhile, or aborted a step of the lane
+    "invalid_request": (*MOVING, "prefill", "commit", "step"),
 }
 DEADLINE_S: Final = ServerSettings().deadline_s  # of calls that give none
 
@@ -206,8 +207,10 @@ class Model:
             return True
         names = [*op.ids, *op.parents]
         match code:
-            case "cancelled":
-                return op.is_cancelled
+            case "cancelled":  # also with a step before it on its lane
+                return op.is_cancelled or op.name == "step"
+            case "internal" if op.name == "step":
+                return not {"no memory", "unsupported"}.isdisjoint(self.faults[op.faults :])
             case "deadline_exceeded":
                 return self.clock.now >= op.sent + (op.deadline_s or DEADLINE_S)
             case "not_ready":

@@ -245,6 +245,21 @@ class Program:
         rows = [self.behind(name, layer, 1) for name in names] if is_step else []
         return self.attending("decode", layer, names, q, rows, cascade=cascade)
 
+    def step(self) -> Op:
+        """A token of each sequence at every layer, or none, on the session's lane."""
+        names, layers = self.some(), list(range(NUM_LAYERS))
+        fits = all(len(self.at(name, 0)) < MAX_ROWS for name in names)
+        rows = [self.behind(name, 0, 1) for name in names] if fits else []
+        fields: dict[str, Any] = {"layers": layers, "sequences": names, "append": bool(rows)}
+        fields["num_qo_heads"] = HEADS * self.rows.geometry.num_kv_heads
+        if rows and self.order.random() < 0.5:
+            fields["offsets"] = [len(self.at(name, 0)) for name in names]
+        flat = [row for some in rows for row in some]
+        content = [self.rows.content(flat, layer) for layer in layers]
+        tensors = {"q": [self.queries(len(names)) for _ in layers]}
+        tensors |= {"k": [k for k, _ in content], "v": [v for _, v in content]}
+        return Op("step", fields | {"op": "decode", "dtype": "F32"}, tensors, rows)
+
     def prefill(self) -> Steps:
         name, layer = self.name(), self.layer()
         if rows := self.behind(name, layer, self.order.randint(1, 5)):
@@ -390,6 +405,7 @@ STATEMENTS: Final[dict[str, tuple[int, int, Callable[[Program], Step | Steps]]]]
     "fork": (9, 8, Program.fork),
     "append": (12, 18, Program.append),
     "decode": (12, 12, Program.decode),
+    "step": (8, 0, Program.step),
     "prefill": (4, 0, Program.prefill),
     "gather": (4, 10, lambda p: call("gather", layer=p.layer(), sequences=p.some(), dtype="fp32")),
     "truncate": (6, 6, Program.truncate),

@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import suppress
+from math import inf
+from random import Random
 from typing import Any, Final
 from zlib import crc32
 
+import numpy as np
+from attnd.wire import frames as f
 from attnd.wire.images import PROBLEM, RESPONSE
 
 from service.errors import DeadlineExceeded, NotReady
+from service.operations.step import ALIGNMENT
 from service.operations.table import BY_NAME
-from service.road.caller_end.caller import Answered, RoadCaller
+from service.road.caller_end.caller import Answered, Pending, RoadCaller
 from service.road.caller_end.slots import ArenaFull
 from service.road.engine_end.session import Session, problem_image
 from tests.images import read_image, write_image
@@ -25,8 +30,77 @@ from tests.world.simulation import EngineProcess, Plan, Simulation
 
 ARENA_BYTES: Final = 2**18
 ANSWER_BYTES: Final = 2**13
+STEP_BYTES: Final = 2**13  # of a step's tensors
 SCRIBBLE: Final = 0xA5  # what a caller puts into slots that the engine must not use any more
 ANSWER_S: Final = 60.0  # virtual time after which a call without an answer is a bug
+
+
+class StepCaller(RoadCaller):
+    """A caller with a lane for steps, in its arena."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.opening: list[asyncio.Future[None]] = []  # requests for the lane without a reply
+
+    def on_message(self, kind: int, payload: bytes) -> None:
+        if kind == f.DEVICE_ARENA:
+            self.opening.pop(0).set_result(None)
+        elif kind not in (f.OPENED, f.DONE):
+            super().on_message(kind, payload)
+
+    def lose(self, reason: str) -> None:
+        super().lose(reason)
+        for lane in self.opening:
+            lane.cancel()
+        self.opening = []
+
+    async def open_lane(self) -> None:
+        """A lane without flags of an aborted step."""
+        self.send(f.json_frame(f.DEVICE, {"arena_bytes": ARENA_BYTES}))
+        self.opening.append(self.loop.create_future())
+        await asyncio.shield(self.opening[-1])
+
+    async def step(self, op: Op, order: Random, *slots: Any) -> Answered:
+        """A step whose layers become ready one after another, some of them never."""
+        self.last_id = number = self.last_id + 1
+        future: asyncio.Future[Answered] = self.loop.create_future()
+        for slot in slots:
+            slot.holds += 1
+        self.pending[number] = Pending(future, *slots, inf)
+        description = f.dump_json(op.fields).encode()
+        self.send(f.step_frame(number, int(op.deadline_s * 1e6), f.NO_REQUEST_ID, description))
+        try:
+            for at, (layer, places) in enumerate(zip(op.layers, op.fields["slots"], strict=True)):
+                if order.random() < 0.5:
+                    await asyncio.sleep(order.choice((0.0, 1e-4, 0.003, 0.1)))
+                if order.random() < 0.04 or future.done():
+                    break
+                for name, arrays in op.tensors.items():
+                    view_at(self.mapping.memory, places[name], arrays[at].shape)[...] = arrays[at]
+                self.send(f.layer_frame(f.READY, number, layer))
+            return await future
+        except asyncio.CancelledError:
+            if number in self.pending:
+                with suppress(NotReady):
+                    self.send(f.cancel_frame(number))
+            raise
+
+
+def view_at(memory: Any, offset: int, shape: tuple[int, ...]) -> Any:
+    return np.ndarray(shape, np.float32, memory, offset)
+
+
+def lay_step(op: Op, begin: int) -> int:
+    """Gives a step's tensors places in an arena from an offset on; their end."""
+    at, slots = -(-begin // ALIGNMENT) * ALIGNMENT, list[dict[str, int]]()
+    for q, k in zip(op.tensors["q"], op.tensors["k"], strict=True):
+        sizes = {"q": q.nbytes, "k": k.nbytes, "v": k.nbytes, "o": q.nbytes, "lse": q.nbytes}
+        places = {}
+        for name, size in sizes.items():
+            places[name], at = at, at + max(ALIGNMENT, -(-size // ALIGNMENT) * ALIGNMENT)
+        slots.append(places)
+    op.fields["slots"], op.fields["flags"] = slots, at
+    return at + ALIGNMENT
 
 
 class CallerProcess(Program):
@@ -35,13 +109,13 @@ class CallerProcess(Program):
     def __init__(self, world: World, number: int) -> None:
         super().__init__(world, number)
         self.road: Any = None
-        self.connecting = asyncio.Lock()
+        self.connecting, self.stepping = asyncio.Lock(), asyncio.Lock()
 
     async def connected(self) -> Any:
         async with self.connecting:
             while self.road is None or self.road.lost:
                 with suppress(OSError, NotReady):
-                    self.road = await RoadCaller.connect("world", ARENA_BYTES, key=self.space.name)
+                    self.road = await StepCaller.connect("world", ARENA_BYTES, key=self.space.name)
                     break
                 await asyncio.sleep(0.05)
             return self.road
@@ -51,31 +125,43 @@ class CallerProcess(Program):
         world, order = self.world, self.order
         op.space = self.space
         road = await self.connected()
-        image = write_image(op.fields, op.tensors)
+        is_step = op.name == "step"
+        image = bytes(STEP_BYTES) if is_step else write_image(op.fields, op.tensors)
         try:
             request, answer = road.take(len(image)), road.take(ANSWER_BYTES)
         except (ArenaFull, NotReady):
             return None
         request.view(len(image))[:] = image
+        if is_step:
+            lay_step(op, request.offset)
+            op.deadline_s = order.choice((0.05, 1.0))
         if world.plan.faults and order.random() < 0.03:
             op.deadline_s = order.choice((0.0001, 0.005))
 
         async def called() -> Answered:
+            if is_step:
+                async with self.stepping:
+                    await road.open_lane()
+                    note()
+                    return await road.step(op, order, request, answer)
+            note()
+            number, deadline_us = BY_NAME[op.name].number, int(op.deadline_s * 1e6)
+            return await road.call(number, request, len(image), answer, deadline_us=deadline_us)
+
+        def note() -> None:
             op.sent, op.faults = world.clock.now, len(world.faults)
             if not road.lost:
                 op.session, op.number = road.sock.pair, road.last_id + 1
                 world.calls[op.session, op.number] = op
                 world.model.outstanding.add(op)
                 world.result.calls += 1
-            number, deadline_us = BY_NAME[op.name].number, int(op.deadline_s * 1e6)
-            return await road.call(number, request, len(image), answer, deadline_us=deadline_us)
 
         def cancel() -> None:
             op.is_cancelled = op.is_cancelled or not task.done()
             task.cancel()
 
         task = asyncio.ensure_future(called())
-        share = 0.12 if op.name in ("append", "prefill", "create_sequences") else 0.03
+        share = 0.12 if op.name in ("append", "prefill", "create_sequences", "step") else 0.03
         if world.fault("caller cancels", share):
             world.loop.call_later(order.choice((0.0, 1e-4, 0.003, 0.05)), cancel)
         try:
@@ -199,6 +285,8 @@ class World(Simulation):
         if op is None or self.engine.is_over or op not in self.model.outstanding:
             return
         code, *answer = parse(status, image)
+        if op.name == "step" and code == "ok":
+            answer[1] = results_of(op, call.session.arena.memory)
         self.count(op.name, code, op.faults)
         text, seen = json.dumps(op.fields, default=str)[:300], crc32(image)
         self.note(f"  {call.tenant.namespace} {op.name} {code} {seen:08x} {text}")
@@ -240,6 +328,15 @@ class World(Simulation):
         check(not engine.callers.sessions, "sessions are left")
         left = [op.name for op in self.model.outstanding if op.session in live]
         check(not left, "calls wait", left)
+
+
+def results_of(op: Op, memory: Any) -> dict[str, Any]:
+    """o and lse of a step's layers, in the arena."""
+    both = list(zip(op.fields["slots"], op.tensors["q"], strict=True))
+    return {
+        "o": [view_at(memory, at["o"], q.shape).copy() for at, q in both],
+        "lse": [view_at(memory, at["lse"], q.shape[:2]).copy() for at, q in both],
+    }
 
 
 def parse(status: int, image: bytes) -> tuple[str, dict[str, Any], dict[str, Any]]:

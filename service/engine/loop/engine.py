@@ -99,7 +99,6 @@ class Engine:
         self.scheduler = Scheduler(
             self.store, metrics, self._reply, lanes, self._read, self._watchdog, must_wait
         )
-        self._lanes = SessionLanes(lanes, self.scheduler.steps, self.info)
         self._reader = RequestReader(self.info)
         self._unread = cache(lambda op, tenant: Request(op, None, {}, AnswerPlace(), tenant))
         self.jobs: dict[Call, Job] = {}
@@ -118,6 +117,8 @@ class Engine:
             remote,
             share,
         )
+        look_after = self.callers.look_after
+        self._lanes = SessionLanes(lanes, self.scheduler.steps, self.info, look_after)
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_reader, False)
         os.set_blocking(self._wake_writer, False)

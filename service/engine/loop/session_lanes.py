@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, Final
@@ -37,10 +38,18 @@ class SessionLane:
 
 
 class SessionLanes:
-    """The lanes of one engine's sessions."""
+    """The lanes of one engine's sessions. `look_after` gets each session that was sent something:
+    its socket may have taken a part."""
 
-    def __init__(self, lanes: Lanes, steps: OpenSteps, info: InfoAnswer) -> None:
+    def __init__(
+        self,
+        lanes: Lanes,
+        steps: OpenSteps,
+        info: InfoAnswer,
+        look_after: Callable[[Session], None],
+    ) -> None:
         self._lanes = lanes
+        self._look_after = look_after
         self._steps = steps
         self.by_session: dict[Session, SessionLane] = {}
         self._spent_s = 0.0
@@ -104,12 +113,15 @@ class SessionLanes:
                 del self.by_session[held.session]
 
     def _send_opened(self, call: Call, plan: dict[str, Any]) -> None:
-        if not call.session.closed:
-            call.session.send(opened_frame(call.id, plan))
+        self._send(call.session, opened_frame(call.id, plan))
 
     def _send_done(self, call: Call, layer: int) -> None:
-        if not call.session.closed:
-            call.session.send(layer_frame(DONE, call.id, layer))
+        self._send(call.session, layer_frame(DONE, call.id, layer))
+
+    def _send(self, session: Session, data: bytes) -> None:
+        if not session.closed:
+            session.send(data)
+            self._look_after(session)
 
     def _serve(self, held: SessionLane) -> None:
         session = held.session
@@ -121,7 +133,7 @@ class SessionLanes:
                 return
             started = time.monotonic()
             session.num_devices -= 1
-            session.send(json_frame(DEVICE_ARENA, self._open(held, held.requested.pop(0))))
+            self._send(session, json_frame(DEVICE_ARENA, self._open(held, held.requested.pop(0))))
             self._spent_s += time.monotonic() - started
 
     def _open(self, held: SessionLane, arena_bytes: int) -> dict[str, Any]:

@@ -317,7 +317,8 @@ class FakeSession:
 @pytest.mark.parametrize("scopes", [["read"], ["append"], ["read", "append"]], ids=str)
 def test_a_step_stays_in_its_keys_namespace_and_scopes(rig: Rig, scopes: list[Any]) -> None:
     made = HandLanes()
-    lanes = SessionLanes(made, rig.scheduler.steps, rig.store.info)
+    looked_after = list[Session]()
+    lanes = SessionLanes(made, rig.scheduler.steps, rig.store.info, looked_after.append)
     session: Any = FakeSession()
     lanes.request_arena(ArenaRequest(session, 2**16))
     assert len(session.sent) == 1
@@ -329,12 +330,16 @@ def test_a_step_stays_in_its_keys_namespace_and_scopes(rig: Rig, scopes: list[An
         described = memoryview(json.dumps(fields | more).encode())
         nowhere = memoryview(b"")
         call = Call(session, 1, STEP_ROUTE, 1.0, described, nowhere, b"", tenant, (0, 0, 0, 0))
-        return lanes.read(STEP, call).fields.ids
+        return lanes.read(STEP, call)
 
     if "read" in scopes:
-        assert read(append=False) == ("team/a",)
+        assert read(append=False).fields.ids == ("team/a",)
     if scopes == ["read", "append"]:
-        assert read() == ("team/a",)
+        request = read()
+        assert request.fields.ids == ("team/a",)
+        request.step.send_opened({})
+        request.step.send_done(0)
+        assert len(session.sent) == len(looked_after) == 3, "its socket can take a part of each"
     else:
         with pytest.raises(Forbidden):
             read()
@@ -348,7 +353,7 @@ def test_arenas_that_take_long_to_open_are_opened_over_rounds(rig: Rig) -> None:
             return HandLane(0)
 
     made, count = SlowLanes(), 12
-    lanes = SessionLanes(made, rig.scheduler.steps, rig.store.info)
+    lanes = SessionLanes(made, rig.scheduler.steps, rig.store.info, lambda _: None)
     greedy, other = FakeSession(), FakeSession()
     greedy.num_devices = count
     for session in [greedy] * count + [other]:
