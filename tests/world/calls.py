@@ -18,12 +18,15 @@ from tests.oracle import attend, visible
 NUM_LAYERS: Final = 2
 SPACES: Final = ("ours", "theirs")  # namespaces of callers
 TOLERANCE: Final = 2e-4
-NO_SEQUENCE: Final = ("release_lease", "renew_lease", "cancel_import", "import_sequence")
+NO_SEQUENCE: Final = (
+    *("release_lease", "renew_lease", "cancel_import", "get_import", "import_sequence"),
+)
 """Operations whose `id` is not that of a sequence that must be there."""
 READING: Final = (
     *("decode", "prefill", "step", "gather", "get_sequence", "page_table", "export_sequence"),
 )
 """Operations that change no sequence, unless they bring rows."""
+CUTTING: Final = ("truncate", "truncate_sequences")
 ENDING: Final = ("delete_sequence", "delete_sequences", "loss")  # the last by a process
 
 Every = tuple[tuple[int, ...], ...]  # a sequence's rows at each layer
@@ -173,6 +176,13 @@ class Step:
         rows = op.rows[self.at] if op.rows else ""
         return f"{op.name} {self.name} {rows} {fields}"
 
+    @property
+    def cut(self) -> tuple[int, list[int]]:
+        """Of a truncation: the length, and positions of further rows that are kept."""
+        fields = self.op.fields
+        length = fields["length"] if "length" in fields else fields["lengths"][self.at]
+        return length, fields.get("keep") or []
+
     def apply(self, there: Sequences, number: int) -> Outcome:
         """Changes the sequences; `number` is that of the effect."""
         op, name = self.op, self.name
@@ -186,8 +196,8 @@ class Step:
             del there[name]
             return ("ok",)
         made, rows = there[name]
-        if op.name == "truncate":
-            length, keep = op.fields["length"], op.fields.get("keep") or []
+        if op.name in CUTTING:
+            length, keep = self.cut
             if max([length, *(at + 1 for at in keep)]) > min(map(len, rows)):
                 return ("invalid_request",)
             rows = tuple((*some[:length], *(some[at] for at in keep)) for some in rows)
@@ -240,6 +250,8 @@ class Step:
                 return bool(fields["sequences"][at]["lengths"] == lengths)
             case "append":
                 return bool(fields["lengths"][at] == lengths[op.layers[0]])
+            case "truncate_sequences":
+                return bool(fields["sequences"][at]["lengths"] == lengths)
             case "get_sequence" | "truncate":
                 return bool(fields["lengths"] == lengths)
             case "page_table":

@@ -14,12 +14,12 @@ from typing import Any, Final
 from config.settings import ServerSettings
 from kernels.backend import PoolGeometry
 from service.engine.store.store import Store
-from tests.world.calls import SPACES, Op, Rows, Sequences, Step, check
+from tests.world.calls import CUTTING, SPACES, Op, Rows, Sequences, Step, check
 from tests.world.network import NEVER, Clock
 from tests.world.tiers import LOSSES, TierPlan
 
 FAULT_OF: Final = {  # faults that explain an error
-    "cancelled": {"connection breaks"},
+    "cancelled": {"connection breaks", "a key is revoked"},
     "not_erased": LOSSES,
     "internal": {"kernel fails", "launch fails"},
     "overloaded": {"no memory"},
@@ -32,10 +32,10 @@ MAY_FAIL: Final = {  # operations to which an error may come whatever the model 
     "part_mismatch": MOVING,
     "digest_mismatch": MOVING,
     "import_exists": MOVING,
-    "unknown_import": ("import_sequence", "cancel_import"),
-    "key_mismatch": ("commit",),
+    "unknown_import": ("import_sequence", "cancel_import", "get_import"),
+    "key_mismatch": ("commit", "commit_sequences"),
     # others may have cut it meanwhile, or aborted a step of the lane
-    "invalid_request": (*MOVING, "prefill", "commit", "step"),
+    "invalid_request": (*MOVING, "prefill", "commit", "commit_sequences", "step"),
 }
 DEADLINE_S: Final = ServerSettings().deadline_s  # of calls that give none
 
@@ -63,6 +63,7 @@ class Namespace:
         self.pins: set[str] = set()  # keys of hard pins
         self.earlier_pins: set[str] = set()  # of engines before, as far as they may be loaded yet,
         self.sure_pins: set[str] = set()  # and those that must be
+        self.named: set[int] = set()  # rows of pages that commits have named, since ever
         self.durable: list[list[int]] = []  # rows of pages that are on disk
         self.max_pages: int | None = None
         self.reserved = 0
@@ -127,6 +128,8 @@ class Model:
             elif is_sure and not calls:
                 space.quotas = {(space.max_pages, space.reserved)}
             space.quotas |= {quota_of(op) for op in calls if op.name == "set_namespace"}
+            for op in calls:
+                self._may_name(op)
             pinning = {op.fields["page_key"] for op in calls if op.name in ("pin", "unpin")}
             keeps = is_sure and tiers.is_roomy
             space.sure_pins = (space.pins | space.sure_pins) - pinning if keeps else set()
@@ -160,6 +163,8 @@ class Model:
         """The engine answered `op` with `code` ("ok": with these fields and tensors)."""
         self.outstanding.discard(op)
         space: Namespace = op.space
+        if code in ("cancelled", "deadline_exceeded", "not_ready"):
+            self._may_name(op)
         if code != "ok":
             right = self._is_explained(space, op, code, fields)
             check(right, f"{op.name} was refused with {code}:", fields.get("detail"), op.fields)
@@ -197,7 +202,7 @@ class Model:
             new = op.new[step.at] if op.new else op.plan
             space.lives[name] = Life(op.sent, new.get("ttl_s") or NEVER)
         life = space.lives[name]
-        kept = op.fields["length"] if op.name == "truncate" else min(map(len, rows))
+        kept = step.cut[0] if op.name in CUTTING else min(map(len, rows))
         life.committed = min(life.committed, kept // size * size)
 
     def _is_explained(self, space: Namespace, op: Op, code: str, problem: dict[str, Any]) -> bool:
@@ -289,7 +294,11 @@ class Model:
                 cached = made["cached_len"]
                 check(cached % self.geometry.page_size == 0, "cached_len", cached)
                 check(cached >= least, "held pages were not found:", cached, least)
+                self._check_named(space, op.plan[:cached])
+            case "prefetch":
+                self._check_named(space, op.plan[: fields["matched_len"]])
             case "match_prefix":
+                self._check_named(space, op.plan[: fields["matched_len"]])
                 least, size = self._least_cached(space, op.plan), self.geometry.page_size
                 if self.tiers.has_any and op.fields["lease_s"]:
                     least = 0  # a lease holds a part of the pool at most
@@ -327,6 +336,19 @@ class Model:
                 most = max(space.max_pages or self.geometry.num_pages, space.most_used)
                 check(fields["used"] <= most, "more pages than the quota:", fields, most)
 
+    def _may_name(self, op: Op) -> None:
+        """A commit that was stopped may have named its pages."""
+        if op.name in ("commit", "commit_sequences"):
+            every = op.plan or [op.fields["token_ids"]]
+            op.space.named |= {row for tokens in every for row in self.rows.after(0, tokens)}
+
+    def _check_named(self, space: Namespace, rows: list[int]) -> None:
+        """Rows were found: a commit named their pages that was not refused."""
+        for op in self.outstanding:
+            self._may_name(op)
+        extra = set(rows) - space.named
+        check(not extra, "found pages that no commit has named:", rows, extra)
+
     def _hold(self, space: Namespace, op: Op, fields: Any) -> None:
         """Names, leases and pins that a call makes or ends."""
         name, lease_s = op.fields.get("id"), op.fields.get("lease_s", 0.0)
@@ -344,7 +366,15 @@ class Model:
             case "import_sequence" | "cancel_import":
                 space.imports.pop(name, None)
             case "commit":
-                self._commit(space, op, fields)
+                count, key = fields["committed_len"], fields["last_key"]
+                self._commit(space, op.ids[0], op.fields["token_ids"], count, key)
+                names = self.rows.after(0, op.fields["token_ids"])
+                space.durable += [names[:count]] * bool(fields.get("durable"))
+            case "commit_sequences":
+                for step, tokens, *found in zip(
+                    op.steps, op.plan, fields["committed_lens"], fields["last_keys"], strict=True
+                ):
+                    self._commit(space, step.name, tokens, *found)
             case "match_prefix" if fields["lease"] is not None:
                 space.leases[fields["lease"]["id"]] = op.plan[: fields["matched_len"]], *until
             case "release_lease" | "renew_lease":
@@ -363,20 +393,21 @@ class Model:
             case "clear" | "evict":
                 space.durable = []
 
-    def _commit(self, space: Namespace, op: Op, fields: Any) -> None:
-        rows, life = space.held[op.ids[0]].rows, space.lives[op.ids[0]]
-        names, count = self.rows.after(0, op.fields["token_ids"]), fields["committed_len"]
+    def _commit(
+        self, space: Namespace, name: str, tokens: list[int], count: int, key: str | None
+    ) -> None:
+        rows, life = space.held[name].rows, space.lives[name]
+        names = self.rows.after(0, tokens)
         if names != list(rows[0][: len(names)]):
             raise RuntimeError("a program named pages by tokens that are not theirs")
         size = self.geometry.page_size
         most = min(len(names), *map(len, rows)) // size * size
-        check(count <= most, "committed_len", fields, most)
+        check(count <= most, "committed_len", name, count, most)
         life.committed = max(life.committed, count)
-        if fields.get("durable"):
-            space.durable.append(names[:count])
-        if fields["last_key"] is not None:
-            old = space.keys.setdefault(fields["last_key"], names[:count])
-            check(old == names[:count], "one key for two contents:", fields["last_key"])
+        space.named.update(names[:count])
+        if key is not None:
+            old = space.keys.setdefault(key, names[:count])
+            check(old == names[:count], "one key for two contents:", key)
 
 
 def quota_of(op: Op) -> tuple[int | None, int]:

@@ -39,7 +39,7 @@ class Program:
         self.rows: Rows = world.rows
         self.space: Any = world.spaces[number % len(world.spaces)]
         self.order = random.Random(f"{world.plan.seed} caller {number}")
-        self.own = (f"p{number}.a", f"p{number}.b")
+        self.own = (f"p{number}.a", f"p{number}.b", f"p{number}.c")
         self.exports: list[dict[str, Any]] = []
         self.prompts: list[list[int]] = []  # rows of those that were committed
         self.tasks: set[asyncio.Task[None]] = set()
@@ -60,7 +60,7 @@ class Program:
             if plan.faults:
                 world.strike(self)
             together = not self.in_cluster and order.random() < 0.4
-            together = together and name not in ("commit", "rest")
+            together = together and name not in ("commit", "commit_many", "rest")
             if not together and self.tasks:
                 await asyncio.wait(self.tasks)
             task = asyncio.create_task(self.statement(name))
@@ -360,6 +360,27 @@ class Program:
         if (yield Op("commit", fields)) is not None:
             self.prompts = [*self.prompts[-3:], list(rows)]
 
+    def commit_many(self) -> Steps:
+        """Several sequences, all or none: now and then one has pages of other names already."""
+        level = [one for one in self.own if len({*self.every(one)}) == 1 and self.at(one, 0)]
+        names = [one for one in level if self.rows.is_chain(self.at(one, 0))]
+        tokens = [[self.rows.tokens[row] for row in self.at(name, 0)] for name in names]
+        named = [at for at, name in enumerate(names) if self.space.lives[name].committed]
+        if named and self.order.random() < 0.5:
+            tokens[named[-1]] = [1 - tokens[named[-1]][0], *tokens[named[-1]][1:]]
+        if names:
+            flat = [token for some in tokens for token in some]
+            fields = {"sequences": names, "token_ids": flat}
+            fields["names_indptr"] = np.cumsum([0, *map(len, tokens)]).tolist()
+            yield Op("commit_sequences", fields, plan=tokens)
+
+    def cut_many(self) -> Op:
+        """Several truncations, all or none."""
+        names = self.some()
+        lengths = [self.order.randint(0, self.length(name)) for name in names]
+        lengths[-1] += 20 * (self.order.random() < 0.2)
+        return call("truncate_sequences", sequences=names, lengths=lengths)
+
     def wanted(self) -> tuple[list[int], list[int]]:
         """Token ids like those of a prompt and some more, and their rows."""
         known = self.order.choice(self.prompts or [[]]) if self.order.random() < 0.8 else []
@@ -371,10 +392,12 @@ class Program:
         new = {"id": self.order.choice(self.own), "prefix": {"token_ids": tokens}}
         return self.creation(new, plan=rows)
 
-    def match(self) -> Op:
+    def match(self, name: str = "match_prefix") -> Op:
         tokens, rows = self.wanted()
-        fields = {"token_ids": tokens, "lease_s": self.order.choice((0.0, 5.0, *SHORT_S))}
-        return Op("match_prefix", fields, plan=rows)
+        fields: dict[str, Any] = {"token_ids": tokens}
+        if name == "match_prefix":
+            fields["lease_s"] = self.order.choice((0.0, 5.0, *SHORT_S))
+        return Op(name, fields, plan=rows)
 
     def of_lease(self, name: str, **fields: Any) -> Steps:
         """About a late lease: now and then of another namespace, which it must not reach."""
@@ -421,6 +444,12 @@ STATEMENTS: Final[dict[str, tuple[int, int, Callable[[Program], Step | Steps]]]]
     "commit": (6, 10, Program.commit),
     "from_prefix": (4, 3, Program.from_prefix),
     "match": (5, 1, Program.match),
+    "commit_many": (4, 0, Program.commit_many),
+    "cut_many": (2, 0, Program.cut_many),
+    "prefetch": (2, 0, lambda p: p.match("prefetch")),
+    "get_import": (1, 0, lambda p: call("get_import", id=p.name())),
+    "namespaces": (1, 0, lambda _: call("list_namespaces")),
+    "info": (1, 0, lambda _: call("info")),
     "release": (4, 1, lambda p: p.of_lease("release_lease")),
     "renew": (2, 0, lambda p: p.of_lease("renew_lease", lease_s=p.order.choice(SHORT_S))),
     "holds": (1, 0, lambda _: call("holds")),

@@ -36,7 +36,7 @@ KINDS: Final = {
     "device": "kernel fails, launch fails, no memory, unsupported",
     "drains": "engine drains, engine is emptied, emptying ends",
     "cancelled": "caller cancels",
-    "keys": "key file breaks",
+    "keys": "key file breaks, a key is revoked",
     "disk": "disk fails to read, disk fails to sync, disk flips a bit, disk is full, "
     "disk lies about a sync, disk reads short, disk writes short",
 }

@@ -9,6 +9,7 @@ import logging
 import random
 import traceback
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -105,6 +106,11 @@ class Run:
             self.note(f"FAILED {self.result.error}")
             if not isinstance(error, Wrong):
                 traceback.print_exception(error)
+
+
+def keys_of(names: Iterable[str]) -> bytes:
+    """A key file; each namespace's key is its name."""
+    return "\n".join(line_of(name, name, SCOPES) for name in names).encode()
 
 
 class EngineProcess:
@@ -221,7 +227,7 @@ class Simulation(Run):
         self.intensity = self.luck.choice((0.3, 1.0, 3.0))
         self.network = Network(self.clock, plan.seed, self.fault)
         self.geometry = PoolGeometry(NUM_LAYERS, order.choice((20, 40, 80)), 4, 1, 4, dtype="fp32")
-        self.keys = "\n".join(line_of(name, name, SCOPES) for name in SPACES).encode()
+        self.keys = keys_of(SPACES)
         engine = EngineSettings(slice_ms=order.choice((1e-5, 0.001, 0.05, 20.0)))
         watermark, history = order.choice((0.5, 0.9, 1.0)), order.choice((1, 64))
         cache = CacheSettings(high_watermark=watermark, events_history=history)

@@ -14,19 +14,19 @@ import numpy as np
 from attnd.wire import frames as f
 from attnd.wire.images import PROBLEM, RESPONSE
 
-from service.errors import DeadlineExceeded, NotReady
+from service.errors import DeadlineExceeded, NotReady, Unauthorized
 from service.operations.step import ALIGNMENT
 from service.operations.table import BY_NAME
 from service.road.caller_end.caller import Answered, Pending, RoadCaller
 from service.road.caller_end.slots import ArenaFull
 from service.road.engine_end.session import Session, problem_image
 from tests.images import read_image, write_image
-from tests.world.calls import Answer, Op, Wrong, call, check
+from tests.world.calls import SPACES, Answer, Op, Wrong, call, check
 from tests.world.followers import Follower
 from tests.world.model import Model
-from tests.world.network import Replaced, SimSocket
+from tests.world.network import NEVER, Replaced, SimSocket
 from tests.world.programs import Program
-from tests.world.simulation import EngineProcess, Plan, Simulation
+from tests.world.simulation import EngineProcess, Plan, Simulation, keys_of
 
 ARENA_BYTES: Final = 2**18
 ANSWER_BYTES: Final = 2**13
@@ -114,7 +114,7 @@ class CallerProcess(Program):
     async def connected(self) -> Any:
         async with self.connecting:
             while self.road is None or self.road.lost:
-                with suppress(OSError, NotReady):
+                with suppress(OSError, NotReady, Unauthorized):
                     self.road = await StepCaller.connect("world", ARENA_BYTES, key=self.space.name)
                     break
                 await asyncio.sleep(0.05)
@@ -190,7 +190,7 @@ class EventReader:
         self.follower = Follower(name, world.plan.seed, self.ask)
 
     async def ask(self, after: int) -> dict[str, Any] | None:
-        with suppress(OSError, NotReady, DeadlineExceeded, ArenaFull, TimeoutError):
+        with suppress(OSError, NotReady, Unauthorized, DeadlineExceeded, ArenaFull, TimeoutError):
             if self.road is None or self.road.lost:
                 self.road = await RoadCaller.connect("world", ARENA_BYTES, key=self.name)
             image = write_image({"after": after, "limit": 5}, {})
@@ -217,6 +217,7 @@ class World(Simulation):
         self.model = Model(self.geometry, self.clock, self.faults, self.tiers)
         self.rows, self.spaces = self.model.rows, list(self.model.spaces.values())
         self.calls: dict[tuple[int, int], Op] = {}
+        self.revoked, self.revoked_at = "", NEVER  # the namespace, since the engine knows
         self.routers = [EventReader(self, space.name) for space in self.spaces]
 
     def begin(self) -> None:
@@ -246,6 +247,10 @@ class World(Simulation):
 
     def after_round(self) -> None:
         self.model.look_at_pins()
+        is_read = len(self.keys) < len(keys_of(SPACES)) and not self.engine.engine._must_read_keys
+        if is_read and self.revoked_at == NEVER and self.engine.keys == self.keys:
+            self.revoked_at = self.clock.now
+            self.faults.append("a key is revoked")  # the engine ends its sessions now
 
     def wait(self, timeout: float | None) -> None:
         if self.engine.is_over:
@@ -270,8 +275,26 @@ class World(Simulation):
         elif self.fault("key file breaks", 0.005):
             process.keys = b"unreadable"
             process.engine.read_keys_again()
+        elif self.fault("a key is revoked", 0.004):
+            self.revoke(caller.space.name)
         elif self.fault("device lost", 0.001):
             self.model.is_draining = process.device.is_lost = True
+
+    def revoke(self, name: str) -> None:
+        """A namespace has no key for some time; in a file that can be read."""
+        self.keys, self.revoked = keys_of(one for one in SPACES if one != name), name
+        self.revoked_at = NEVER
+        self.reread()
+        self.loop.call_later(self.order.choice((0.05, 0.5, 3.0)), self.restore_keys)
+
+    def restore_keys(self) -> None:
+        self.keys, self.revoked_at = keys_of(SPACES), NEVER
+        self.reread()
+
+    def reread(self) -> None:
+        self.engine.keys = self.keys
+        if not self.engine.is_over:
+            self.engine.engine.read_keys_again()
 
     def device_fault(self, name: str, share: float) -> bool:
         """A driver that fails while kept rows move loses the pool, so it does not fail then."""
@@ -288,6 +311,8 @@ class World(Simulation):
         if op.name == "step" and code == "ok":
             answer[1] = results_of(op, call.session.arena.memory)
         self.count(op.name, code, op.faults)
+        is_revoked = op.space.name == self.revoked and op.sent > self.revoked_at
+        check(not is_revoked, f"{op.name} was answered to a key that was revoked before it")
         text, seen = json.dumps(op.fields, default=str)[:300], crc32(image)
         self.note(f"  {call.tenant.namespace} {op.name} {code} {seen:08x} {text}")
         op.reply = status, image
@@ -302,6 +327,7 @@ class World(Simulation):
         following = [self.loop.create_task(one.follower.run()) for one in self.routers]
         await asyncio.gather(*(one.run() for one in callers))
         self.end_faults()
+        self.restore_keys()
         await asyncio.sleep(6.0)
         for router in self.routers:
             router.follower.is_over = True
