@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from typing import Final, NamedTuple
@@ -11,6 +12,7 @@ import numpy as np
 from service.core.errors import IntegrityError
 from service.core.nodes import (
     CACHED,
+    FOREVER,
     OUT,
     PINNED,
     REFERENCED,
@@ -259,6 +261,10 @@ def check_leaf(leaf: Leaf, books: SequenceBooks, page_size: int) -> None:
         )
     if leaf.parent is not None and leaf not in leaf.parent.children:
         raise IntegrityError(f"{where} is not among its parent's children")
+    used, ttl_s = float(books.used[leaf.index]), float(books.ttl_s[leaf.index])
+    latest, due = max(used + ttl_s, math.nextafter(used, math.inf)), books.expiry.due(leaf)
+    if due > latest or (ttl_s == FOREVER and due < FOREVER):
+        raise IntegrityError(f"{where} is looked at at {due}, its life ends at {latest}")
     last = int(books.last_page[leaf.index])
     if pages and (found := leaf.table.page(pages - 1)) != last:
         raise IntegrityError(f"{where} ends in page {found}, the books say {last}")

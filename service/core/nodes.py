@@ -331,9 +331,8 @@ class Namespace:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """Holds `node` and all above it until `ends`, by the tree's clock."""
+    """Holds `node` and all above it until its time in `PrefixCache.ends`."""
 
     id: str
     namespace: Namespace
     node: Node
-    ends: float

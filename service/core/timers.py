@@ -43,6 +43,10 @@ class Timers(Generic[T]):
         """The item that is due first. Raises IndexError where there is none."""
         return self._heap[0][2]
 
+    def due(self, item: T) -> float:
+        """When an item is due; infinity where it has no time."""
+        return self._entry_of.get(item, (math.inf,))[0]
+
     def set(self, item: T, due: float) -> None:
         """Make an item due at `due`, replacing an earlier time; infinity cancels."""
         if due == math.inf:

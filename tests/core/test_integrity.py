@@ -103,6 +103,11 @@ def page_free_twice(pool: TokenPool) -> None:
     pool.tree.allocator._stack[:2] = int32(15, 15)
 
 
+def never_expires(pool: TokenPool) -> None:
+    pool.tree.books.set_ttl(leaf(pool, "d"), 5.0)
+    pool.tree.books.expiry.cancel(leaf(pool, "d"))
+
+
 DAMAGE: list[tuple[Callable[[TokenPool], None], str]] = [
     (other_page_in_table, "b with 3 pages of 4 differs from its parent after page 0"),
     (two_leaves_write_one_page, r"page \d+ has [02] holders and refcount 1 \(2 such pages\)"),
@@ -120,6 +125,7 @@ DAMAGE: list[tuple[Callable[[TokenPool], None], str]] = [
     (one_serial_for_two, "4 sequences have 1 serials"),
     (leaked_page, "has 0 holders and refcount 1"),
     (released_page, "has 1 holders and refcount 0"),
+    (never_expires, "is looked at at inf, its life ends at"),
     (page_free_twice, r"12 pages free \(11 distinct\) \+ 4 referenced != 16 in total"),
 ]
 
