@@ -49,3 +49,18 @@ def test_a_masks_length_may_pass_int32() -> None:
     lens = np.array([2**17], np.int32)
     check_mask_length(2**34, False, lens, lens)
     check_mask_length(2**31, True, lens, lens)
+
+
+@pytest.mark.parametrize(
+    ("operation", "fields"),
+    [("delete_sequences", {"ids": ["a", "b"]}), ("page_table", AB)],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_ids_are_put_into_their_namespace_whether_they_were_read_before(
+    operation: str, fields: dict[str, Any]
+) -> None:
+    made = prepared(operation, fields, {}).fields
+    read = "names" if "ids" in fields else "ids"
+    assert getattr(made, read) == ("a", "b")
+    made.put_before_ids("team/")
+    assert getattr(made, read) == ("team/a", "team/b")

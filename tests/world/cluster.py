@@ -321,7 +321,7 @@ class ClusterWorld(Simulation):
         self.is_settled = True
         for caller in callers:
             caller.order = random.Random(f"{self.plan.seed} {caller.number} end")
-            for name in sorted(caller.space.every_name()):
+            for name in sorted(caller.space.every_name() - self.abandoned):
                 if await caller.send(call("get_sequence", id=name)) is not None:
                     await caller.gather_all(name)
         for follower in self.followers:

@@ -99,7 +99,7 @@ class Fields(BaseModel):
         for name in naming_fields(type(self)):
             if held[name] is not None:
                 held[name] = prefixed(held[name], prefix)
-        for name in CACHED_IDS & held.keys():
+        for name in CACHED_IDS & (held.keys() - type(self).model_fields.keys()):
             del held[name]
 
 
