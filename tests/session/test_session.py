@@ -475,9 +475,29 @@ def test_an_interrupt_of_the_thread_that_reads_ends_the_call_whose_answer_it_rea
             other.result(5)
 
 
+def test_the_arena_grows_at_once_while_another_thread_reads(bench: Bench) -> None:
+    released = threading.Event()
+    released.set()
+    engine = bench.start(answers_others_once(released))
+    session = bench.session(timeout=120.0, retries=attnd.Retries(0))
+    with ThreadPoolExecutor(1) as threads:
+        reads = threads.submit(session.decode, 0, ["a"], Q)
+        connection = session._road.connected(time.monotonic() + 60.0)
+        while not (engine.seen and connection._is_read):
+            time.sleep(0.001)
+        began = time.monotonic()
+        q = np.ones((2048, 8, 64), np.float32)
+        assert (session.decode(1, ["a"], q).o == 2).all()
+        assert time.monotonic() - began < 60, "it waited until its timeout"
+        engine.drop_all()
+        with pytest.raises(attnd.ReplyLost):
+            reads.result(60)
+
+
 def test_threads_make_the_arena_grow_together(bench: Bench) -> None:
     bench.start(attended)
-    session = bench.session()
+    session = bench.session(timeout=120.0)
+    began = time.monotonic()
 
     def work(worker: int) -> bool:
         q = np.full((512, 8, 64), worker, np.float32)
@@ -485,6 +505,7 @@ def test_threads_make_the_arena_grow_together(bench: Bench) -> None:
 
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(work, range(4)))
+    assert time.monotonic() - began < 60, "a thread waited until its timeout"
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
