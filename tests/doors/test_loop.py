@@ -97,21 +97,32 @@ def send(door: Running, data: bytes, times: int) -> None:
     wait_for(lambda: not door.door.connections, "the connection to end")
 
 
+def garbage_of(work: Callable[[], None]) -> int:
+    """Objects that `work` leaves to a full collection: the fewest of three attempts, because other
+    threads may leave some now and then."""
+    found = []
+    while len(found) < 3 and min(found, default=TIMES) >= TIMES:
+        gc.collect()
+        gc.disable()
+        try:
+            work()
+            found.append(gc.collect())
+        finally:
+            gc.enable()
+    return min(found)
+
+
 @pytest.mark.parametrize(("connections", "requests"), [(1, TIMES), (TIMES, 1)])
 @pytest.mark.parametrize("kind", REQUESTS)
 def test_a_request_leaves_no_cycle_of_references(
     keyed: Running, kind: str, connections: int, requests: int
 ) -> None:
-    send(keyed, REQUESTS[kind], requests)
-    gc.collect()
-    gc.disable()
-    try:
+    def send_all() -> None:
         for _ in range(connections):
             send(keyed, REQUESTS[kind], requests)
-        found = gc.collect()
-    finally:
-        gc.enable()
-    assert found < TIMES, f"{found} objects are left of {TIMES} requests"
+
+    send(keyed, REQUESTS[kind], requests)
+    assert garbage_of(send_all) < TIMES, f"objects are left of {TIMES} requests"
 
 
 def leave_a_call(door: Running) -> None:
@@ -130,17 +141,15 @@ def leave_a_stream(door: Running) -> None:
 def test_a_client_that_leaves_leaves_no_cycle_of_references(
     keyed: Running, leave: Callable[[Running], None]
 ) -> None:
+    def leave_all() -> None:
+        for _ in range(TIMES):
+            leave(keyed)
+            wait_for(lambda: not (keyed.door.connections or keyed.engine.waiting), "the end")
+
     if leave is leave_a_call:
         keyed.engine.close_gate()
     try:
-        for number in range(TIMES + 1):
-            leave(keyed)
-            wait_for(lambda: not (keyed.door.connections or keyed.engine.waiting), "the end")
-            if not number:
-                gc.collect()
-                gc.disable()
-        found = gc.collect()
+        leave(keyed)
+        assert garbage_of(leave_all) < TIMES, f"objects are left of {TIMES} requests"
     finally:
-        gc.enable()
         keyed.engine.open_gate()
-    assert found < TIMES, f"{found} objects are left of {TIMES} requests"
