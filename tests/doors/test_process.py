@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from road.scripted_engine_end import scripted_end
 from scripted import (
     RULES,
@@ -90,6 +91,33 @@ def test_sigterm_finishes_accepted_requests_despite_further_signals(tmp_path: Pa
         (reply,) = replies(receive_all(peer))
         assert (reply.status, reply.headers["connection"]) == (200, "close")
         assert door.child.wait(WAIT_S) == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["declared", "chunks"])
+def test_a_body_of_64_mib_grows_the_door_by_no_more_than_twice_its_size(
+    tmp_path: Path, form: str
+) -> None:
+    body = decode_body(2_000_000)
+    given = {"content_length": str(len(body))} if form == "declared" else CHUNKED
+    parts = [body] if form == "declared" else [b"%x\r\n" % len(body), body, b"\r\n0\r\n\r\n"]
+    with process(tmp_path) as door, door.connect() as peer:
+        door.engine.close_gate()
+        before = peak_bytes(door.child.pid)
+        for part in (request("/v1/decode", **given), *parts):
+            peer.sendall(part)
+        wait_for(lambda: door.engine.waiting, "the call")
+        assert door.engine.heard[-1].image == body
+        assert peak_bytes(door.child.pid) - before < 2 * len(body) + 8 * 2**20
+
+
+CHUNKED = {"content_length": "", "transfer_encoding": "chunked"}
+
+
+def peak_bytes(pid: int) -> int:
+    """Most memory that a process has had."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
 def test_sigint_alone_is_for_others(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 LARGE_BYTES: Final = 64 * 2**10
 """Longer bodies are counted, and received straight into the arena if their length is declared."""
+COPY_BYTES: Final = 2 * 2**20
+"""Copied in a pass of the loop."""
 OF_ONE: Final = 2
 """The bodies of one caller get at most 1/2 of the arena while they are received."""
 SCRATCH: Final = memoryview(bytearray(64 * 2**10))
@@ -47,35 +50,26 @@ class BodyShares:
 
 
 class Body:
-    """One body in its slot, within the share of `caller`."""
+    """One large body of declared length in its slot, within the share of `caller`."""
 
-    def __init__(self, door: Door, caller: str, size: int, limit: int) -> None:
-        """`size`: room for the first bytes, `limit`: the largest body. Raises Overloaded."""
+    def __init__(self, door: Door, caller: str, size: int) -> None:
+        """Raises Overloaded."""
         self.door = door
         self.caller = caller
-        self.limit = limit
-        self.received = self.booked = 0
-        self.slot: Slot | None = None
-        self.declared: int = size
-        """Bytes that are expected, as far as known."""
+        self.declared = size
+        self.received = 0
         self.arrived = asyncio.Event()
-        self.reserve(size)
-
-    def reserve(self, size: int) -> None:
-        """Take a slot of `size` bytes, and copy what has arrived. Raises Overloaded."""
-        self.door.shares.change(self.caller, self.booked, size)
+        door.shares.change(caller, 0, size)
+        self.booked = size
+        self.slot: Slot | None = None
         try:
-            slot = self.door.link.arena.slot(size)
+            self.slot = door.link.arena.slot(size)
         except AttndError:
-            self.door.shares.change(self.caller, size, self.booked)
+            self.release()
             raise
-        before, self.slot, self.booked = self.slot, slot, size
-        if before is not None:
-            slot.view()[: self.received] = before.view(self.received)
-            self.door.link.arena.give_back(before)
 
     def room(self) -> memoryview:
-        """Where the next bytes of a body of declared length go."""
+        """Where the next bytes go."""
         left = self.declared - self.received
         return SCRATCH[:left] if self.slot is None else self.slot.view()[self.received :][:left]
 
@@ -84,18 +78,6 @@ class Body:
         self.received += count
         if self.received == self.declared:
             self.arrived.set()
-
-    def put(self, piece: bytes) -> None:
-        """Copy a piece; the slot grows where needed. Raises BodyTooLarge, Overloaded."""
-        size = self.received + len(piece)
-        if size > self.declared:
-            if size > self.limit:
-                raise too_large(size, self.limit)
-            self.declared = min(max(2 * self.declared, size), self.limit)
-            self.reserve(self.declared)
-        if self.slot is not None:
-            self.slot.view()[self.received : size] = piece
-        self.received = size
 
     @property
     def is_complete(self) -> bool:
@@ -133,9 +115,10 @@ async def read_body(door: Door, exchange: Exchange, limit: int) -> int:
             message = await exchange.receive()
             if not message.get("more_body", False):
                 return keep(door, exchange, message, limit)
-            size = min(LARGE_BYTES, limit) if declared is None else declared
-            exchange.body = body = Body(door, exchange.caller, size, limit)
-            await receive_pieces(exchange, body, message)
+            if declared is None or declared <= LARGE_BYTES:
+                return await receive_pieces(door, exchange, message, limit)
+            exchange.body = body = Body(door, exchange.caller, declared)
+            await receive_declared(exchange, body, message)
         elif not body.is_complete:
             await body.arrived.wait()
     except asyncio.CancelledError:
@@ -160,11 +143,49 @@ def keep(door: Door, exchange: Exchange, message: Mapping[str, Any], limit: int)
     return size
 
 
-async def receive_pieces(exchange: Exchange, body: Body, message: Mapping[str, Any]) -> None:
-    body.put(piece_of(exchange, message))
-    while message.get("more_body", False):
+async def receive_declared(exchange: Exchange, body: Body, message: Mapping[str, Any]) -> None:
+    """Under a server that does not fill the slot itself."""
+    while True:
+        piece = piece_of(exchange, message)
+        body.room()[: len(piece)] = piece
+        body.got(len(piece))
+        if not message.get("more_body", False):
+            return
         message = await exchange.receive()
-        body.put(piece_of(exchange, message))
+
+
+async def receive_pieces(
+    door: Door, exchange: Exchange, message: Mapping[str, Any], limit: int
+) -> int:
+    """Receive a short body, or one of unknown length, and copy it into a slot, some bytes in a pass
+    of the loop; returns its length."""
+    pieces: deque[bytes] = deque()
+    size = booked = 0
+    try:
+        while True:
+            pieces.append(piece_of(exchange, message))
+            size += len(pieces[-1])
+            if size > limit:
+                raise too_large(size, limit)
+            if size > LARGE_BYTES:
+                door.shares.change(exchange.caller, booked, size)
+                booked = size
+            if not message.get("more_body", False):
+                break
+            message = await exchange.receive()
+        exchange.slot = slot = door.link.arena.slot(size)
+        at = copied = 0
+        while pieces:
+            piece = pieces.popleft()
+            slot.view()[at : at + len(piece)] = piece
+            at += len(piece)
+            if at - copied > COPY_BYTES:
+                copied = at
+                await asyncio.sleep(0)
+    finally:
+        door.shares.change(exchange.caller, booked, 0)
+    exchange.is_whole = True
+    return size
 
 
 def piece_of(exchange: Exchange, message: Mapping[str, Any]) -> bytes:

@@ -145,7 +145,7 @@ class Door:
         try:
             if self.draining:
                 raise NotReady(self.draining)
-            return Body(self, exchange.caller, size, limit)
+            return Body(self, exchange.caller, size)
         except AttndError as error:
             exchange.refuse(error)
             return None

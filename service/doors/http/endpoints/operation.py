@@ -78,7 +78,8 @@ class OperationEndpoint:
                 )
         else:
             length = await self.read_json(exchange, given)
-        exchange.watch()
+        if exchange.connection is None:
+            exchange.watch()
         to_json = not self.has_tensors or (exchange.accepted or media) == JSON
         answered, slot = await self.call(exchange, length, to_json)
         image = answered.image

@@ -135,18 +135,14 @@ async def respond(
     code: str = "ok",
 ) -> None:
     """Send the whole response. A body in the arena is sent without a copy, and must not change."""
-    begin_response(exchange)
+    if exchange.is_answered:
+        raise Internal(f"{exchange.method} {exchange.path} has two responses: this is a bug")
+    exchange.is_answered = True
     if status not in NO_BODY:
         headers = (*headers, (b"content-length", b"%d" % len(body)))
     await exchange.send(response_start(door, exchange, status, headers))
     await exchange.send({"type": "http.response.body", "body": body})
     finish(door, exchange, status, code)
-
-
-def begin_response(exchange: Exchange) -> None:
-    if exchange.is_answered:
-        raise Internal(f"{exchange.method} {exchange.path} has two responses: this is a bug")
-    exchange.is_answered = True
 
 
 def response_start(
@@ -160,7 +156,7 @@ def response_start(
     ]
     if exchange.traceparent:
         every.append((b"traceparent", exchange.traceparent))
-    if door.draining:
+    if door.link.draining:
         every.append(CLOSE)
     return {"type": "http.response.start", "status": status, "headers": every}
 
@@ -169,7 +165,7 @@ async def respond_stream(
     door: Door, exchange: Exchange, stream: Callable[[Write], Awaitable[None]]
 ) -> None:
     """Send a stream of events. `stream` writes them; a client that reconnects gets its error."""
-    begin_response(exchange)
+    exchange.is_answered = True
     exchange.watch()
     await exchange.send(response_start(door, exchange, 200, EVENT_HEADERS))
 
