@@ -35,9 +35,9 @@ from kernels.tensor import host_array
 from service.core.plans.plan import CascadeMode
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec
-from service.engine.loop.job import Cost
-from service.engine.loop.slices import RowSpan, cut_attend
+from service.engine.handlers.slices import RowSpan, cut_attend
 from service.engine.store.plan_cache import PlanCache
+from service.engine.work.work import Cost
 
 Rng = np.random.Generator
 MODES: Final[tuple[CascadeMode, ...]] = get_args(CascadeMode)

@@ -34,11 +34,11 @@ from service.core import keys
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec
 from service.engine.handlers.imports import fill as take_pages
-from service.engine.loop.job import WAIT, Slice
 from service.engine.tiers.loading import Loading
 from service.engine.tiers.loads import UNLIMITED, waiting
 from service.engine.tiers.page_records import layout_of
 from service.engine.tiers.tiers import Tiers
+from service.engine.work.work import WAIT, Slice
 from service.metrics import Metrics
 from service.tiers.records import RecordLayout
 

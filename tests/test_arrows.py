@@ -131,6 +131,21 @@ ARROWS: Final = (
         ),
     ),
     Arrow(
+        "the engine's layers, the lowest first: work, store, tiers, handlers, loop",
+        ("service/engine/work/*",),
+        lambda name: under("service.engine")(name) and not under("service.engine.work")(name),
+    ),
+    Arrow(
+        "store and tiers know no handlers and no loop",
+        ("service/engine/store/*", "service/engine/tiers/*"),
+        under("service.engine.handlers", "service.engine.loop"),
+    ),
+    Arrow(
+        "handlers know no loop",
+        ("service/engine/handlers/*",),
+        under("service.engine.loop"),
+    ),
+    Arrow(
         "doors never import the engine, the core or kernels",
         ("service/doors/*", "service/gateway/*"),
         under("service.engine", "service.core", "kernels"),

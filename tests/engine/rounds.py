@@ -8,11 +8,11 @@ from typing import Any
 from config.settings import Settings
 from kernels.lanes.host_lanes import HostLanes
 from service.engine.loop.job import Job
-from service.engine.loop.request import AnswerPlace, Request
 from service.engine.loop.scheduler import Scheduler
-from service.engine.store.pace import DevicePace
 from service.engine.store.setup import make_info
 from service.engine.store.store import Store
+from service.engine.work.pace import DevicePace
+from service.engine.work.request import AnswerPlace, Request
 from service.metrics import Metrics
 from service.operations.schema.spec import validate
 from service.operations.table import BY_NAME

@@ -16,7 +16,11 @@ from kernels.backend import Attend, AttentionState, Int32, Mask, Scoring
 from kernels.masks import mask_row_offsets, packbits
 from kernels.tensor import Array, host_array
 from service.engine.handlers.rows import write_slices
-from service.engine.loop.job import (
+from service.engine.handlers.slices import cut_attend, paced_spans, row_keys, shared_keys
+from service.engine.store.plan_cache import Planned
+from service.engine.store.store import Store, write_cost
+from service.engine.work.request import AnswerLayout, Request, answer_bytes
+from service.engine.work.work import (
     Cost,
     Counts,
     Seconds,
@@ -26,10 +30,6 @@ from service.engine.loop.job import (
     Slices,
     Work,
 )
-from service.engine.loop.request import AnswerLayout, Request, answer_bytes
-from service.engine.loop.slices import cut_attend, paced_spans, row_keys, shared_keys
-from service.engine.store.plan_cache import Planned
-from service.engine.store.store import Store, write_cost
 from service.metrics import Mode
 from service.operations.schema.fields import check_mask_length, check_sinks
 

@@ -19,9 +19,9 @@ from service.core.plans.ragged import token_slots
 from service.core.prefix.matching import named_path
 from service.core.tree import PrefixTree
 from service.engine.handlers.rows import NUMBER_BYTES
-from service.engine.loop.job import Completed, Cost, Seconds, Slice, SlicedWork, Slices, Work
-from service.engine.loop.request import Request
 from service.engine.store.store import Store
+from service.engine.work.request import Request
+from service.engine.work.work import Completed, Cost, Seconds, Slice, SlicedWork, Slices, Work
 from service.errors import InvalidRequest, SequenceChanged
 from service.image.json_text import dump_json
 from service.operations.schema.info import InfoAnswer

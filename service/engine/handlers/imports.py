@@ -20,7 +20,10 @@ from service.engine.handlers.exports import (
     spans_of,
 )
 from service.engine.handlers.prefix import prompt_of
-from service.engine.loop.job import (
+from service.engine.store.imports import UnfinishedImport
+from service.engine.store.store import Store
+from service.engine.work.request import Request
+from service.engine.work.work import (
     Answer,
     Cost,
     Fields,
@@ -31,9 +34,6 @@ from service.engine.loop.job import (
     Work,
     empty_slice,
 )
-from service.engine.loop.request import Request
-from service.engine.store.imports import UnfinishedImport
-from service.engine.store.store import Store
 from service.errors import (
     DigestMismatch,
     ImportExists,

@@ -16,7 +16,10 @@ from service.core.errors import UnknownPage
 from service.core.keys import Prefix, as_keys, extra_by_page
 from service.core.nodes import FOREVER, Retention
 from service.engine.handlers.tiers import after_loading, cached_by_tier, until_durable
-from service.engine.loop.job import (
+from service.engine.store.store import Store
+from service.engine.tiers.loads import Origin
+from service.engine.work.request import Request
+from service.engine.work.work import (
     NOTHING,
     TURN_S,
     Answer,
@@ -29,9 +32,6 @@ from service.engine.loop.job import (
     Work,
     in_slices,
 )
-from service.engine.loop.request import Request
-from service.engine.store.store import Store
-from service.engine.tiers.loads import Origin
 from service.errors import NotErased
 from service.operations.prefix import MAX_HOLDS
 from service.operations.schema.page_names import ExtraKey, PageNames, PromptNames, keys_of

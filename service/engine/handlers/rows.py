@@ -18,7 +18,10 @@ from service.core.plans.ragged import indptr as prefix_sums
 from service.core.plans.ragged import token_slots
 from service.core.sequences.books import Batch
 from service.core.values import Extension
-from service.engine.loop.job import (
+from service.engine.handlers.slices import even_spans, paced_spans
+from service.engine.store.store import Store, write_cost
+from service.engine.work.request import Request
+from service.engine.work.work import (
     Completed,
     Cost,
     Counts,
@@ -30,9 +33,6 @@ from service.engine.loop.job import (
     Work,
     in_slices,
 )
-from service.engine.loop.request import Request
-from service.engine.loop.slices import even_spans, paced_spans
-from service.engine.store.store import Store, write_cost
 from service.errors import AnswerTooLarge
 
 NUMBER_BYTES: Final = 12

@@ -13,7 +13,12 @@ from service.core.values import NewSpec, RowCopies, SequenceView
 from service.engine.handlers.prefix import prompt_of
 from service.engine.handlers.rows import NUMBER_BYTES
 from service.engine.handlers.tiers import cached_by_tier, limits_of
-from service.engine.loop.job import (
+from service.engine.store.imports import HIDDEN
+from service.engine.store.store import Store
+from service.engine.tiers.loading import Loading
+from service.engine.tiers.loads import LoadLimits, Origin
+from service.engine.work.request import Request
+from service.engine.work.work import (
     Completed,
     Counts,
     Fields,
@@ -24,11 +29,6 @@ from service.engine.loop.job import (
     empty_slice,
     in_slices,
 )
-from service.engine.loop.request import Request
-from service.engine.store.imports import HIDDEN
-from service.engine.store.store import Store
-from service.engine.tiers.loading import Loading
-from service.engine.tiers.loads import LoadLimits, Origin
 from service.image.json_text import dump_json
 from service.tenants import Tenant
 

@@ -19,10 +19,10 @@ from service.engine.handlers.attention import (
     scoring,
     state_shapes,
 )
-from service.engine.loop.job import Cost, Seconds, Slice, SlicedWork, Slices, SoloLaunch, Work
-from service.engine.loop.request import Request
-from service.engine.loop.slices import cut_ragged, paced_spans, ragged_keys
+from service.engine.handlers.slices import cut_ragged, paced_spans, ragged_keys
 from service.engine.store.store import Store
+from service.engine.work.request import Request
+from service.engine.work.work import Cost, Seconds, Slice, SlicedWork, Slices, SoloLaunch, Work
 
 LN_2: Final = math.log(2.0)
 

@@ -6,7 +6,11 @@ import logging
 from typing import Any, Final
 
 from service.core.errors import IntegrityError
-from service.engine.loop.job import (
+from service.engine.store.event_history import Page
+from service.engine.store.store import Store
+from service.engine.tiers.setup import QUOTA, keep_quota
+from service.engine.work.request import Request
+from service.engine.work.work import (
     Completed,
     Cost,
     Fields,
@@ -16,10 +20,6 @@ from service.engine.loop.job import (
     Work,
     in_slices,
 )
-from service.engine.loop.request import Request
-from service.engine.store.event_history import Page
-from service.engine.store.store import Store
-from service.engine.tiers.setup import QUOTA, keep_quota
 from service.operations.schema.fields import refuse
 from service.operations.status import ENGINE_NAME, UNKNOWN_ENGINE
 

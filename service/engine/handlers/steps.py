@@ -16,10 +16,10 @@ from kernels.tensor import host_array
 from service.core.sequences.books import Batch
 from service.core.values import Extension
 from service.engine.handlers.attention import LOG2_E, attend_slices, counts_of, paged_cost
-from service.engine.loop.job import Counts, OpenedStep, Seconds
-from service.engine.loop.request import Request
 from service.engine.store.plan_cache import Planned
 from service.engine.store.store import Store
+from service.engine.work.request import Request
+from service.engine.work.work import Counts, OpenedStep, Seconds
 from service.errors import InvalidRequest
 from service.metrics import Mode
 from service.operations.step import StepFields

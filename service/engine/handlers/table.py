@@ -19,9 +19,9 @@ from service.engine.handlers import (
     truncate,
 )
 from service.engine.handlers.prefix import ANSWER_BYTES
-from service.engine.loop.job import Answer, Seconds
-from service.engine.loop.request import Request
 from service.engine.store.store import Store
+from service.engine.work.request import Request
+from service.engine.work.work import Answer, Seconds
 
 Names = Callable[[Request], Iterable[str]]
 Begin = Callable[[Store, Request, Seconds], Answer]

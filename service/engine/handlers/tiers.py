@@ -10,10 +10,10 @@ from typing import Any, Final
 import numpy as np
 
 from service.core.keys import Prefix
-from service.engine.loop.job import Completed, Counts, SlicedWork, Slices, Work
-from service.engine.loop.request import Request
 from service.engine.store.store import Store
 from service.engine.tiers.loads import ALL_TIERS, LoadLimits, Origin, waiting
+from service.engine.work.request import Request
+from service.engine.work.work import Completed, Counts, SlicedWork, Slices, Work
 from service.operations.schema.page_names import SoughtPages
 
 RESERVE: Final = 0.1

@@ -24,7 +24,10 @@ from service.engine.handlers.sequences import (
     sequence_fields,
     view_bytes,
 )
-from service.engine.loop.job import (
+from service.engine.store.imports import HIDDEN
+from service.engine.store.store import Store, StoreLost
+from service.engine.work.request import Request
+from service.engine.work.work import (
     Completed,
     Cost,
     Fields,
@@ -35,9 +38,6 @@ from service.engine.loop.job import (
     Work,
     in_slices,
 )
-from service.engine.loop.request import Request
-from service.engine.store.imports import HIDDEN
-from service.engine.store.store import Store, StoreLost
 
 MOVES_AT_ONCE: Final = 32
 """Maximum moves of one slice, each of some rows at one layer: each waits for the device."""

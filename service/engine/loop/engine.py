@@ -19,15 +19,16 @@ from service import __version__
 from service.engine.loop.callers import Callers
 from service.engine.loop.job import Job
 from service.engine.loop.open_steps import FREE_S, SPIN_S
-from service.engine.loop.request import AnswerPlace, DoesNotFit, Request, RequestReader
+from service.engine.loop.reader import RequestReader
 from service.engine.loop.scheduler import NOTED_S, Scheduler
+from service.engine.loop.selftest import calibrate, self_test
 from service.engine.loop.session_lanes import SessionLanes
 from service.engine.loop.stats import MOST_REPLIES, QUIET_S, Stats
-from service.engine.selftest import calibrate, self_test
-from service.engine.store.pace import first_pace
 from service.engine.store.setup import make_info
 from service.engine.store.store import FATAL, Store
 from service.engine.tiers.setup import open_tiers
+from service.engine.work.pace import first_pace
+from service.engine.work.request import AnswerPlace, DoesNotFit, Request
 from service.errors import AttndError, NotReady, Overloaded, kind_of
 from service.keys import keys_of, read_again
 from service.metrics import REASONS, Metrics

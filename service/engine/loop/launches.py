@@ -16,16 +16,9 @@ from typing import Any, Final
 
 from kernels.backend import Attend, Pending
 from service.engine.handlers.table import HANDLERS
-from service.engine.loop.job import (
-    Completed,
-    Cost,
-    Job,
-    SharedAttention,
-    SlicedWork,
-    SoloLaunch,
-    refusal_of,
-)
+from service.engine.loop.job import Job, refusal_of
 from service.engine.store.store import FATAL, Store
+from service.engine.work.work import Completed, Cost, SharedAttention, SlicedWork, SoloLaunch
 from service.metrics import Metrics
 
 MAX_IN_FLIGHT: Final = 2

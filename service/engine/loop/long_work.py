@@ -12,10 +12,11 @@ from typing import Any, Final
 
 from kernels.backend import Pending
 from service.engine.handlers.table import HANDLERS
-from service.engine.loop.fair import FairQueue
-from service.engine.loop.job import WAIT, Job, Slice, SlicedWork
-from service.engine.loop.request import Request
+from service.engine.loop.job import Job
 from service.engine.store.store import FATAL, Store
+from service.engine.work.fair import FairQueue
+from service.engine.work.request import Request
+from service.engine.work.work import WAIT, Slice, SlicedWork
 from service.errors import Cancelled, DeadlineExceeded, Internal
 from service.metrics import Metrics
 

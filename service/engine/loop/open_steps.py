@@ -15,11 +15,12 @@ from typing import Final
 
 from kernels.lanes.lane import Lane, Lanes
 from service.engine.handlers.table import HANDLERS
-from service.engine.loop.fair import FairQueue
-from service.engine.loop.job import Job, OpenedStep
+from service.engine.loop.job import Job
 from service.engine.loop.long_work import unwanted
-from service.engine.loop.request import Request
 from service.engine.store.store import FATAL
+from service.engine.work.fair import FairQueue
+from service.engine.work.request import Request
+from service.engine.work.work import OpenedStep
 from service.errors import Cancelled, Internal, InvalidRequest
 
 LOG: Final = logging.getLogger("attnd.engine")

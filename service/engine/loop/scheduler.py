@@ -14,22 +14,14 @@ from typing import Final
 from kernels.lanes.lane import Lanes
 from service.core.pool.budget import NO_LIMIT, EvictionPaused
 from service.engine.handlers.table import HANDLERS, sharing_of
-from service.engine.loop.fair import FairQueue
-from service.engine.loop.job import (
-    Completed,
-    Job,
-    OpenedStep,
-    Seconds,
-    SlicedWork,
-    SoloLaunch,
-    Work,
-    refusal_of,
-)
+from service.engine.loop.job import Job, refusal_of
 from service.engine.loop.launches import Launches
 from service.engine.loop.long_work import LongWork, SequenceLocks
 from service.engine.loop.open_steps import OpenSteps
-from service.engine.loop.request import Request
 from service.engine.store.store import FATAL, Store
+from service.engine.work.fair import FairQueue
+from service.engine.work.request import Request
+from service.engine.work.work import Completed, OpenedStep, Seconds, SlicedWork, SoloLaunch, Work
 from service.errors import Cancelled, DeadlineExceeded
 from service.image.json_text import dump_json
 from service.metrics import Metrics

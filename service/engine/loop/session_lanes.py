@@ -14,7 +14,8 @@ from attnd.wire.frames import DEVICE_ARENA, DONE, json_frame, layer_frame, opene
 from kernels.lanes.lane import Lane, Lanes, NoRoom, Owner
 from service.engine.handlers.steps import StepPlace
 from service.engine.loop.open_steps import OpenSteps
-from service.engine.loop.request import REMEMBERED_BYTES, AnswerPlace, Request
+from service.engine.loop.reader import REMEMBERED_BYTES
+from service.engine.work.request import AnswerPlace, Request
 from service.errors import InvalidRequest, MalformedBody, Overloaded, problem
 from service.image.json_text import load_json
 from service.operations.schema.info import InfoAnswer

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from service.engine.loop.job import NOTHING, Counts, Job, Seconds
+from service.engine.loop.job import Job
 from service.engine.store.store import Store
+from service.engine.work.work import NOTHING, Counts, Seconds
 from service.errors import KINDS, OutOfPages, kind_of
 from service.metrics import REASONS, STAGES, STATES, Metrics
 from service.operations.schema.spec import Operation

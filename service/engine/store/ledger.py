@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
-from service.engine.loop.fair import FairQueue
+from service.engine.work.fair import FairQueue
 from service.errors import Overloaded
 
 T = TypeVar("T")

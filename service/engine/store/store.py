@@ -13,14 +13,14 @@ from service.core.prefix.inventory import named_in
 from service.core.sequences.books import Batch
 from service.core.tree import PrefixTree
 from service.core.values import Extension
-from service.engine.loop.job import Cost, Seconds
-from service.engine.loop.request import Request
 from service.engine.store.event_history import EventHistory
 from service.engine.store.imports import UnfinishedImports
 from service.engine.store.ledger import RETRY_S, Kind, Ledger
-from service.engine.store.pace import DevicePace
 from service.engine.store.plan_cache import PlanCache
 from service.engine.store.snapshot import Snapshots
+from service.engine.work.pace import DevicePace
+from service.engine.work.request import Request
+from service.engine.work.work import Cost, Seconds
 from service.errors import NotReady, OutOfSequences
 from service.operations.schema.info import InfoAnswer
 

@@ -20,7 +20,6 @@ from service.core.errors import CoreError, OutOfPages
 from service.core.keys import Prefix
 from service.core.pool.budget import NO_LIMIT, EvictionPaused
 from service.core.values import NewSpec
-from service.engine.loop.job import WAIT, Counts, Slice, Slices, empty_slice, in_slices
 from service.engine.tiers.copier import IN_POOL
 from service.engine.tiers.fetcher import Fetcher
 from service.engine.tiers.loads import (
@@ -36,6 +35,7 @@ from service.engine.tiers.loads import (
 from service.engine.tiers.lookup import Lookup
 from service.engine.tiers.pins import Pins
 from service.engine.tiers.tiers import Tiers
+from service.engine.work.work import WAIT, Counts, Slice, Slices, empty_slice, in_slices
 from service.errors import NotErased
 
 LOG: Final = logging.getLogger("attnd.tiers")

@@ -16,8 +16,8 @@ from service.core.keys import Prefix, as_keys
 from service.core.nodes import DEFAULT_PRIORITY, Retention
 from service.core.prefix.commits import DEFAULT
 from service.core.values import Int32
-from service.engine.loop.job import NO_COST, WAIT, Slice
 from service.engine.tiers.page_records import TAG, names_in
+from service.engine.work.work import NO_COST, WAIT, Slice
 from service.operations.schema.page_names import Tier
 from service.tiers.shelf import PINNED, Entry
 

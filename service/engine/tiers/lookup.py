@@ -8,10 +8,10 @@ from itertools import islice
 from typing import Final
 
 from service.core.keys import Prefix, root_key
-from service.engine.loop.job import in_slices
 from service.engine.tiers.loads import Found, Load, LoadLimits, Origin, Record, Steps
 from service.engine.tiers.page_records import next_id
 from service.engine.tiers.tiers import Tiers
+from service.engine.work.work import in_slices
 
 LOOKED_UP: Final = 16
 """Pages looked up in a step: they are loaded while others are looked up."""

@@ -17,11 +17,11 @@ from service.core.errors import CoreError
 from service.core.keys import KEY_BYTES, Prefix, as_keys, root_key
 from service.core.nodes import DEFAULT_PRIORITY, named
 from service.core.values import Int32
-from service.engine.loop.job import Slice, empty_slice, in_slices
 from service.engine.store.ledger import RETRY_S
 from service.engine.tiers.loads import UNLIMITED
 from service.engine.tiers.page_records import PageTag, split_ids
 from service.engine.tiers.tiers import Tiers
+from service.engine.work.work import Slice, empty_slice, in_slices
 from service.errors import Overloaded
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kernels.cpu.backend import CpuBackend
-from service.engine.store.pace import RATES
+from service.engine.work.pace import RATES
 from tests.engine.harness import Caller, NewCall, Reply, append, gather, queries, rows, until
 from tests.engine.pool_model import CPU_GEOMETRY, Model, decode, indptr, on_cpu, prefill
 

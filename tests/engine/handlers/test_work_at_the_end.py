@@ -15,10 +15,11 @@ from kernels.backend import Done
 from service.core.keys import Prefix
 from service.core.values import NewSpec
 from service.engine.handlers import prefix, truncate
-from service.engine.loop import job as jobs
 from service.engine.loop import long_work
-from service.engine.loop.job import NO_COST, Job, Slice, SlicedWork, Slices
+from service.engine.loop.job import Job
 from service.engine.tiers.loads import waiting
+from service.engine.work import work as jobs
+from service.engine.work.work import NO_COST, Slice, SlicedWork, Slices
 from service.errors import NotReady
 from tests.engine.harness import NewCall, creation, decode
 from tests.engine.rounds import Rounds

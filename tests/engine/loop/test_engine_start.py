@@ -11,8 +11,8 @@ from config.settings import EngineSettings, Settings
 from kernels import make_backend
 from kernels.backend import Attend, PoolGeometry
 from service.engine import selftest
-from service.engine.loop.job import Cost
-from service.engine.selftest import SelfTestFailed
+from service.engine.loop.selftest import SelfTestFailed
+from service.engine.work.work import Cost
 from tests.engine.fake_backend import FakeBackend
 from tests.engine.harness import Caller, running_engine, with_engine
 from tests.engine.pool_model import CPU_GEOMETRY

@@ -13,8 +13,8 @@ import pytest
 
 from kernels.backend import DeviceLost, Unsupported
 from kernels.errors import NoMemory
-from service.engine.store.pace import DevicePace
 from service.engine.store.store import StoreLost
+from service.engine.work.pace import DevicePace
 from service.errors import NotReady
 from tests.engine.fake_backend import GEOMETRY, FakeBackend, Later
 from tests.engine.harness import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 
-from service.engine.loop.fair import FairQueue
+from service.engine.work.fair import FairQueue
 
 
 def taken(queue: FairQueue[str], count: int) -> str:

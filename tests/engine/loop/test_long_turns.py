@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from service.engine.loop.job import WAIT, Job, SlicedWork, Slices, empty_slice
+from service.engine.loop.job import Job
 from service.engine.loop.long_work import LongWork
-from service.engine.loop.request import AnswerPlace, Request
+from service.engine.work.request import AnswerPlace, Request
+from service.engine.work.work import WAIT, SlicedWork, Slices, empty_slice
 from service.metrics import Metrics
 from service.operations.table import BY_NAME
 from service.tenants import OPEN

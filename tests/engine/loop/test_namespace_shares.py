@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from service.engine.handlers import rows, sequences
-from service.engine.loop import job as work
+from service.engine.work import work
 from service.errors import NotReady, UnknownSequence
 from service.road.caller_end.caller import RoadCaller
 from tests.engine.fake_backend import FakeBackend

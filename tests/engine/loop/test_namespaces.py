@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from service.engine.loop import callers as callers_module
-from service.engine.loop import job as work
+from service.engine.work import work
 from service.road.engine_end.calls import Event
 from service.road.engine_end.session import Session
 from tests.engine.fake_backend import FakeBackend

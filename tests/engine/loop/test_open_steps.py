@@ -13,9 +13,10 @@ import pytest
 from kernels.lanes.lane import Owner, StepWork
 from service.core.values import NewSpec
 from service.engine.handlers.steps import StepPlace
-from service.engine.loop.job import Counts, Job, OpenedStep
-from service.engine.loop.request import AnswerPlace, Request
+from service.engine.loop.job import Job
 from service.engine.loop.session_lanes import SessionLanes
+from service.engine.work.request import AnswerPlace, Request
+from service.engine.work.work import Counts, OpenedStep
 from service.errors import Forbidden
 from service.operations.schema.spec import validate
 from service.operations.step import STEP, StepFields

@@ -236,14 +236,14 @@ async def test_a_session_that_does_not_read_its_answers_stalls_no_other(caller: 
         silent.road.loop.remove_reader(silent.road.sock)
         unknown = [f"{number:050d}" for number in range(4096)]  # the error lists them all
         ask = NewCall("gather", {"layer": 0, "sequences": unknown})
-        asked = [silent.attempt(ask) for _ in range(8)]
+        asked = [silent.attempt(ask) for _ in range(16)]
         sessions = caller.engine.callers.sessions
         await until(lambda: any(must_wait_for(one) for one in sessions))
         async with asyncio.timeout(5):
             await asyncio.gather(*[caller.view("a") for _ in range(8)])
         assert caller.num_waiting > 0
         silent.road.loop.add_reader(silent.road.sock, silent.road.on_readable)
-        assert [code(one) for one in await asyncio.gather(*asked)] == ["unknown_sequence"] * 8
+        assert [code(one) for one in await asyncio.gather(*asked)] == ["unknown_sequence"] * 16
 
 
 def must_wait_for(session: Session) -> bool:

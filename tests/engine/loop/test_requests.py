@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.engine.loop import request as requests
+from service.engine.loop import reader as requests
 from service.image import json_text
 from service.operations.table import BY_NAME
 from tests.engine.fake_backend import GEOMETRY, FakeBackend

@@ -18,8 +18,7 @@ from service.core.plans.plan import make_plan
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec
 from service.engine.handlers.attention import paged_cost, ragged_mask
-from service.engine.loop.job import Cost
-from service.engine.loop.slices import (
+from service.engine.handlers.slices import (
     RowSpan,
     cut_attend,
     even_spans,
@@ -28,8 +27,9 @@ from service.engine.loop.slices import (
     row_keys,
     shared_keys,
 )
-from service.engine.store.pace import DevicePace
 from service.engine.store.plan_cache import PlanCache, Planned
+from service.engine.work.pace import DevicePace
+from service.engine.work.work import Cost
 
 GEOMETRY = PoolGeometry(1, 256, 4, 2, 8, dtype="fp32")
 Rng = np.random.Generator

@@ -18,7 +18,7 @@ from attnd.wire.bounds import MAX_BATCH, MAX_DELETED, MAX_NAMES, MAX_NEW, MAX_SE
 from kernels import make_backend
 from kernels.backend import PoolGeometry
 from service.engine.handlers import table
-from service.engine.store.pace import RATES
+from service.engine.work.pace import RATES
 from service.processes.watchdog import Watchdog
 from tests.engine.harness import Caller, NewCall, Refused, creation, outcome, with_engine
 

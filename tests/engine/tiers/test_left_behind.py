@@ -368,7 +368,7 @@ def test_pins_of_one_chain_share_its_pages(tmp_path: Path, is_killed: bool) -> N
 
 def test_a_long_pin_is_kept_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pins, "SETTLED_AT_ONCE", 1)
-    for module in ("handlers.prefix", "loop.job"):
+    for module in ("handlers.prefix", "work.work"):
         monkeypatch.setattr(f"service.engine.{module}.TURN_S", 0.0)
 
     async def scenario(caller: Caller) -> None:
@@ -391,7 +391,7 @@ def test_pins_at_random_keep_the_pages_that_are_pinned(
 ) -> None:
     """In slices of one page, with calls between them, over branches and a restart."""
     monkeypatch.setattr(pins, "SETTLED_AT_ONCE", 1)
-    for module in ("handlers.prefix", "loop.job"):
+    for module in ("handlers.prefix", "work.work"):
         monkeypatch.setattr(f"service.engine.{module}.TURN_S", 0.0)
     order = random.Random(seed)
     branches = [PROMPTS[0], PROMPTS[0][: 2 * PAGE] + PROMPTS[1][: 3 * PAGE]]

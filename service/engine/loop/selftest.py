@@ -26,10 +26,10 @@ from kernels.backend import (
     PoolGeometry,
     Scoring,
 )
-from service.engine.loop.job import Cost, Seconds, SharedAttention, SlicedWork, SoloLaunch
-from service.engine.loop.request import AnswerPlace, Request
 from service.engine.loop.scheduler import handle
 from service.engine.store.store import Store
+from service.engine.work.request import AnswerPlace, Request
+from service.engine.work.work import Cost, Seconds, SharedAttention, SlicedWork, SoloLaunch
 from service.image.json_body import read_image
 from service.operations.schema.spec import validate
 from service.operations.table import BY_NAME

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from service.engine.loop.job import Cost
+from service.engine.work.work import Cost
 
 CORRECTION: Final = 0.3
 """Weight of the latest measurement in a rate, on a logarithmic scale."""

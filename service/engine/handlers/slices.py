@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.backend import Attend, Level, Mask, Plan, RaggedAttend
-from service.engine.loop.job import Cost
-from service.engine.store.pace import FAR_TOO_LONG, DevicePace
+from service.engine.work.pace import FAR_TOO_LONG, DevicePace
+from service.engine.work.work import Cost
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
