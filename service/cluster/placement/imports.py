@@ -27,7 +27,10 @@ async def call_for_import(placer: Placer, ids: Ids, call: Call, prepared: Prepar
         return await ids.members.least_busy().call(call)  # replies unknown_import
     if call.operation is IMPORT:
         ids.importing(tenant, name, MAX_IDLE_S)
-    return await engine.call(call)
+    answered = await engine.call(call)
+    if call.operation is not GET_IMPORT and getattr(prepared.fields, "part", None) is None:
+        ids.imports.pop((tenant.namespace, name), None)  # it has ended, or was cancelled
+    return answered
 
 
 async def begin_import(placer: Placer, ids: Ids, call: Call, prepared: Prepared) -> RawReply:

@@ -171,10 +171,11 @@ class Ids:
         return home
 
     async def taken(self, engine: Engine, names: Sequence[str], tenant: Tenant) -> list[str]:
-        """Those of some ids that an engine has; forgets the others. Raises ProblemText,
+        """Those of some ids that an engine has or imports; forgets the others. Raises ProblemText,
         NotReady."""
-        since = self.clock
+        since, now = self.clock, time.monotonic()
         there = await known_at(engine, names, self.members.acting_for(tenant))
+        there += [n for n in names if self.imports.get((tenant.namespace, n), 0.0) > now]
         self.forget(tenant, set(names).difference(there), since)
         return there
 

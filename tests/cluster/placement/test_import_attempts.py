@@ -123,3 +123,17 @@ async def test_an_import_of_an_id_that_names_an_engine_begins_where_there_is_roo
             assert begun_at(cluster, name) == ["b"]
             assert (await step(cluster, name, {"digest": DIGEST}))[0] // 100 == 2
             assert name in cluster.links["b"].ids
+
+
+async def test_a_fork_cannot_have_an_id_that_another_engine_imports() -> None:
+    async with fake_cluster("ab") as cluster:
+        cluster.links["a"].ids.add("parent")
+        cluster.only_on("b")
+        await step(cluster, "new", BEGIN)
+        fork = {"sequences": [{"id": "new", "parent": "parent"}]}
+        assert (await cluster.error("create_sequences", fork))[:2] == (409, "sequence_exists")
+        assert (await step(cluster, "new", {"digest": DIGEST}))[0] // 100 == 2
+        assert cluster.ids_at() == {"a": {"parent"}, "b": {"new"}}
+        await cluster.ok("delete_sequence", {"id": "new"})
+        await cluster.ok("create_sequences", fork)
+        assert cluster.ids_at() == {"a": {"parent", "new"}, "b": set()}
