@@ -129,7 +129,7 @@ class Model:
                 space.quotas = {(space.max_pages, space.reserved)}
             space.quotas |= {quota_of(op) for op in calls if op.name == "set_namespace"}
             for op in calls:
-                self._may_name(op)
+                space.named |= self._names_of(op)
             pinning = {op.fields["page_key"] for op in calls if op.name in ("pin", "unpin")}
             keeps = is_sure and tiers.is_roomy
             space.sure_pins = (space.pins | space.sure_pins) - pinning if keeps else set()
@@ -164,7 +164,7 @@ class Model:
         self.outstanding.discard(op)
         space: Namespace = op.space
         if code in ("cancelled", "deadline_exceeded", "not_ready"):
-            self._may_name(op)
+            space.named |= self._names_of(op)
         if code != "ok":
             right = self._is_explained(space, op, code, fields)
             check(right, f"{op.name} was refused with {code}:", fields.get("detail"), op.fields)
@@ -336,17 +336,17 @@ class Model:
                 most = max(space.max_pages or self.geometry.num_pages, space.most_used)
                 check(fields["used"] <= most, "more pages than the quota:", fields, most)
 
-    def _may_name(self, op: Op) -> None:
-        """A commit that was stopped may have named its pages."""
-        if op.name in ("commit", "commit_sequences"):
-            every = op.plan or [op.fields["token_ids"]]
-            op.space.named |= {row for tokens in every for row in self.rows.after(0, tokens)}
+    def _names_of(self, op: Op) -> set[int]:
+        """Rows of pages that a commit may name."""
+        if op.name not in ("commit", "commit_sequences"):
+            return set()
+        every = op.plan or [op.fields["token_ids"]]
+        return {row for tokens in every for row in self.rows.after(0, tokens)}
 
     def _check_named(self, space: Namespace, rows: list[int]) -> None:
         """Rows were found: a commit named their pages that was not refused."""
-        for op in self.outstanding:
-            self._may_name(op)
-        extra = set(rows) - space.named
+        maybe = {row for op in self.outstanding for row in self._names_of(op) if op.space is space}
+        extra = set(rows) - space.named - maybe
         check(not extra, "found pages that no commit has named:", rows, extra)
 
     def _hold(self, space: Namespace, op: Op, fields: Any) -> None:

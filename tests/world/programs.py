@@ -372,7 +372,9 @@ class Program:
             flat = [token for some in tokens for token in some]
             fields = {"sequences": names, "token_ids": flat}
             fields["names_indptr"] = np.cumsum([0, *map(len, tokens)]).tolist()
-            yield Op("commit_sequences", fields, plan=tokens)
+            if (yield Op("commit_sequences", fields, plan=tokens)) is None:
+                prompt, rows = tokens[0], self.rows.after(0, tokens[0])
+                yield Op("match_prefix", {"token_ids": prompt, "lease_s": 0.0}, plan=rows)
 
     def cut_many(self) -> Op:
         """Several truncations, all or none."""
