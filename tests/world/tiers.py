@@ -44,7 +44,7 @@ LOSSES: Final = {
     *("disk is full", "disk flips a bit", "disk lies about a sync"),
     *("disk fails to read", "disk fails to sync"),
 }
-FAULTS: Final = 0.03  # of the shares of faults in the world of a disk: one turns the tier off
+FAULTS: Final = (0.0, 0.03, 0.3)  # of the shares in the world of a disk: one turns the tier off
 
 
 class SimFiles(Files):
@@ -320,7 +320,8 @@ class TierPlan:
         self.host_bytes = self.has_host * order.choice((4, 16, 64)) * self.block_bytes
         self.num_records = order.choice((12, 60, 4096, 4096))
         self.writes_commits = bool(self.has_disk) and order.random() < 0.6
-        self.files = SimFiles(order, lambda name, share: world.fault(name, share * FAULTS))
+        self.faults = order.choice(FAULTS)
+        self.files = SimFiles(order, lambda name, share: world.fault(name, share * self.faults))
         self.folder = tempfile.TemporaryDirectory(prefix="attnd-world-", dir=MEMORY)
         self.path = Path(self.folder.name) / "0"
 
