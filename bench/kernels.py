@@ -260,7 +260,7 @@ def cpu_cost(kv_lens: list[int]) -> dict[str, list[float]]:
             raise RuntimeError("a plan just used is not cached: this is a bug")
         with backend.transfers.compute:
             backend.attention.enqueue(
-                device_plan, config, 0, on_device, on_device + q.nbytes, on_device + 2 * q.nbytes
+                device_plan, config, 0, (on_device, on_device + q.nbytes, on_device + 2 * q.nbytes)
             )
         times["cached_launch_us"].append(time.perf_counter() - start)
         backend.transfers.finish()

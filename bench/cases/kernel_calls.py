@@ -114,7 +114,7 @@ def attend_call(
 
     def call(layer: int, sinks: bool) -> None:
         how = (given.data.ptr, given.size) if sinks else (0, 0)
-        backend.attention.enqueue(device_plan, config, layer, *where, sinks=how)
+        backend.attention.enqueue(device_plan, config, layer, where, sinks=how)
 
     return call, (q, o, lse, given)
 

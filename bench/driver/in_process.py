@@ -89,13 +89,12 @@ class Alone:
         slots = cupy.asarray(self._slots)
         backend.transfers.finish()
         at = (k.data.ptr, v.data.ptr, slots.data.ptr)
+        where = (q.data.ptr, o.data.ptr, lse.data.ptr)
         stream = cupy.cuda.Stream(non_blocking=True, priority=-1)
 
         def enqueue(layer: int) -> None:
             backend.enqueue_rows("append_rows", layer, "fp16", rows, at)
-            backend.attention.enqueue(
-                device_plan, config, layer, q.data.ptr, o.data.ptr, lse.data.ptr
-            )
+            backend.attention.enqueue(device_plan, config, layer, where)
 
         with stream:
             enqueue(0)

@@ -246,9 +246,9 @@ class CudaBackend:
         at = uploaded.at[-1 - 2 * config.masked - len(sinks) :]
         mask = (at[1], at[2]) if config.masked else (0, 0)
         given = (at[-1], sinks[0].size) if sinks else (0, 0)
-        (o, lse), q = answers.at, at[0]
+        o, lse = answers.at
         with self.transfers.compute:
-            self.attention.enqueue(device_plan, config, layer, q, o, lse, mask, given)
+            self.attention.enqueue(device_plan, config, layer, (at[0], o, lse), mask, given)
         launched = mark(self.transfers.compute)
         uploaded.release(launched, device_plan)
         done = answers.send(launched)

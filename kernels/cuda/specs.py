@@ -30,9 +30,8 @@ def service_specs(
             for general, variant in ((False, plain), (True, None)):  # general: a scale <= 0, too
                 kernels = attend_kernels(*options, general, variant)
                 specs += [kernel.spec for kernel in kernels]
-            for made in (few_rows_kernels, short_decode_kernels):
-                few_rows = made(*options).items()
-                specs += [kernel.spec for (_, first), kernel in few_rows if pooled or not first]
+            for made in (few_rows_kernels, short_decode_kernels) if pooled else ():
+                specs += [kernel.spec for kernel in made(*options).values()]
             sizes = (page_size, 0) if pooled else (0,)
             specs += _wide_specs(*options, sizes, numerics)
         batches = PARTIAL_BATCHES if numerics == "fast" else (*PARTIAL_BATCHES, IN_ORDER)
@@ -68,5 +67,6 @@ def _wide_specs(
         others = [wide.joining_variant(variant) for variant in several if not variant.has_mask]
         usual += several + pairs
     else:
-        others += [one for v in usual if v.page_size for one in wide.alone_variants(v).values()]
+        pools = [one for one in usual if one.page_size or one.converts]
+        others += [alone for one in pools for alone in wide.alone_variants(one).values()]
     return [variant.spec for variant in (*usual, *others)]

@@ -79,13 +79,12 @@ class Kernels:
         device_plan: Any,
         config: Any,
         layer: Any,
-        q: int,
-        o: int,
-        lse: int,
+        where: tuple[int, int, int],
         mask: Any = (0, 0),
         sinks: tuple[int, int] = (0, 0),
     ) -> None:
-        self.attended.append((q, o, lse))
+        q, o, lse = where
+        self.attended.append(where)
         compute, kv = NUMPY_DTYPES[config.compute], config.kv
         shape = (device_plan.num_rows, config.num_qo_heads, kv.head_dim)
         at, content = device_plan.at, device_plan.content

@@ -44,6 +44,8 @@ from kernels.cuda.wide import variants as wide
 
 SHORT_LAUNCH: Final = 512
 """Keys a warp up to which a launch gains by beginning while its predecessor ends."""
+MOST_APPENDING: Final = 256
+"""Threads of a block that has registers to store new tokens."""
 LATE_ROWS: Final = 64
 """Rows a unit on average below which units of fixed splits are taken late, because their lengths
 are unlike. Short units of many rows begin too late then: 12 % slower. Elsewhere they are where
@@ -153,7 +155,14 @@ class DevicePlanBuilder:
             num_rows=work.num_rows,
             partial_rows=merges.num_partial_rows,
             sums=any(launch.joins for launch in work.kernels),
+            appends=len(work.kernels) == 1 and self._appends(work.kernels[0], kernels),
         )
+
+    def _appends(self, launch: KernelWork, kernels: KernelSet) -> bool:
+        """Whether a batch's only kernel can store new tokens: kAppends of attend_narrow.cu."""
+        plain = self._config.kv.dtype == self._config.compute and not self._config.shape.general
+        narrow = launch.shape.persistent and not launch.heads_first
+        return narrow and plain and kernels.kernel(launch).threads <= MOST_APPENDING
 
     def kernels_for(self, plans: Sequence[Plan]) -> KernelSet:
         """The kernels that such a batch gets."""

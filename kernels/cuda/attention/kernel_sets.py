@@ -53,6 +53,16 @@ EMPTY_KEYS: Final = 1000
 multiprocessor: at least `SHARED_KEYS`; at most `TWICE_KEYS` that are then read twice, where at
 least `TWICE_SEGMENTS` segments have many rows, else none; at most `EMPTY_KEYS` missing from the
 last tiles of segments of few rows. Measured on 44 batches on a H200."""
+CONVERTED: Final = 128
+WHOLE_KEYS: Final = {CONVERTED: ((1, 0), (0, 400)), 64: ((100, 400), (0, 1200))}
+WHOLE_SHARED: Final = 500
+SPLIT_SHARED: Final = 2000
+SPLIT_HEADS: Final = 4
+"""The same unit, in fp8 pools and above head_dim 128, which differ by the tile's keys: between
+what, in groups of up to 8 and above, the kernel of 64 rows takes the sequences of a decode, whole;
+up to what it takes batches with segments of many rows; and up to what it splits those as
+`invariant` does, where there are as many kv heads (fp8: and 64 rows at most, or keys would be
+converted again and again). Measured on 61 batches on a H200."""
 LONG_ROW_KEYS: Final = 1000
 """The same unit, above head_dim 128: from here on the kernel of 64 rows takes decodes of groups
 that the narrow kernel does not take."""
@@ -70,6 +80,7 @@ a launch of its own."""
 BatchKind = Literal[
     "usual",
     "few rows",
+    "few whole",
     "short units",
     "few beside many",
     "short decode",
@@ -144,10 +155,11 @@ def kernel_sets(
             both = wide_kernel(pair), wide_kernel(variant)
             sets["few beside many"] = _kernel_set(both, {}, *how, sets["usual"].joining)
         return sets
-    few_rows = {} if config.general else few_rows_kernels(*options)
+    plain = not (config.general or config.contiguous)  # others are not worth kernels of their own
+    few_rows = few_rows_kernels(*options) if plain else {}
     made: dict[BatchKind, KernelSet]
     made = {"usual": _kernel_set(usual, few_rows, config, multiprocessors)}
-    if not config.general and (short := short_decode_kernels(*options)):
+    if plain and (short := short_decode_kernels(*options)):
         kernels = (short[8, False], *usual[1:])
         made["short decode"] = _kernel_set(kernels, short, config, multiprocessors)
     if variant is not None:
@@ -163,6 +175,9 @@ def kernel_sets(
         how = (config, multiprocessors, fixed_splits(SPLIT_KEYS, config, page_size))
         for kind, alone in wide.alone_variants(variant).items():
             made[kind] = _kernel_set((wide_kernel(alone),), {}, *how)
+        if "few rows" in made and "short units" not in made:  # where nothing else was measured
+            kernels = made["few rows"].kernels
+            made["few whole"] = _kernel_set(kernels, {}, config, multiprocessors)
     return made
 
 
@@ -260,6 +275,21 @@ def shared_kind(plans: Sequence[Plan], usual: PlannerConfig) -> BatchKind:
     return "short units" if wide + short >= least * each else "usual"
 
 
+def whole_kind(plans: Sequence[Plan], usual: PlannerConfig) -> BatchKind:
+    """The same above head_dim 128 and in fp8 pools, where two CTAs have no room."""
+    rows, keys = _segments(plans, usual)
+    shape = usual.shapes[-1]
+    tall = rows[rows > usual.takes[-1]]
+    if not len(tall) or 2 * len(tall) > len(rows):
+        return "usual"
+    work = total(-(rows // -FEW_ROWS) * keys) * usual.num_kv_heads
+    if work <= WHOLE_SHARED * shape.workers:
+        return "few whole"
+    split = work <= SPLIT_SHARED * shape.workers and usual.num_kv_heads >= SPLIT_HEADS
+    once = shape.granule != CONVERTED or greatest(tall) <= FEW_ROWS
+    return "few rows" if split and once else "usual"
+
+
 def decode_kind(
     plans: Sequence[Plan], usual: PlannerConfig, kinds: Collection[BatchKind], keys: int
 ) -> BatchKind:
@@ -267,8 +297,14 @@ def decode_kind(
     narrow, shape, group = usual.shapes[0], usual.shapes[-1], usual.group_size
     sequences = sum(len(plan.positions) for plan in plans)
     short = keys <= SHORT_DECODE * narrow.workers // usual.num_kv_heads
+    each = shape.workers / usual.num_kv_heads
+    if "few whole" in kinds and group <= FEW_ROWS:
+        low, high = WHOLE_KEYS[shape.granule][group > 8]
+        if low * each <= keys <= high * each:
+            return "few whole"
+        if shape.granule == CONVERTED:
+            kinds = ()
     if "few rows" in kinds and group <= FEW_ROWS:
-        each = shape.workers / usual.num_kv_heads
         if group > usual.takes[-1]:  # a tile of many rows would be half empty
             if "short units" in kinds:
                 return "short units" if keys >= PAIR_KEYS * each else "usual"
@@ -291,6 +327,8 @@ def batch_kind(
     rows = sequences = pages = 0
     for plan in plans:
         if len(plan.levels) != 1:
+            if "few whole" in kinds:
+                return whole_kind(plans, usual)
             return shared_kind(plans, usual) if "short units" in kinds else "usual"
         rows += len(plan.positions)
         sequences += len(plan.levels[0].kv_start)

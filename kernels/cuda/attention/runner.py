@@ -107,23 +107,23 @@ class AttentionRunner:
         device_plan: DevicePlan,
         config: AttentionConfig,
         layer: int | None,
-        q: int,
-        o: int,
-        lse: int,
+        where: tuple[int, int, int],
         mask: tuple[int, int] = (0, 0),
         sinks: tuple[int, int] = (0, 0),
+        new: tuple[int, int] = (0, 0),
     ) -> None:
-        """Launch on the current stream. q, o, lse: device addresses; mask: bits and offsets; sinks:
-        their address, and how many, one for each head or for each head of each row.
+        """Launch on the current stream, with device addresses: of q, o, lse; of a mask's bits and
+        offsets; of sinks, and how many, one for each head or for each head of each row; of k and v
+        to append, where the plan does (`DevicePlan.appends`).
 
         `layer` is that of the requests when they share one, else None. The caller keeps the plan
         until the launch is done: the cache may drop it earlier, and does not hold ragged ones.
         """
         kv = config.kv
         shift = (layer or 0) * kv.layer_bytes
-        tensors = (q, o, lse, kv.k + shift, kv.v + shift)
+        tensors = (*where, kv.k + shift, kv.v + shift)
         given = (sinks[0], sinks[1] > config.num_qo_heads)
-        call = CallAddresses(layer, *tensors, *mask, *self.partials(device_plan, kv), *given)
+        call = CallAddresses(layer, *tensors, *mask, *self.partials(device_plan, kv), *given, *new)
         if device_plan.beside:
             stream = cupy.cuda.get_current_stream()
             self._fork.record(stream)

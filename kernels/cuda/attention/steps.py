@@ -25,7 +25,10 @@ from kernels.cuda.wide import variants as wide
 
 
 class CallAddresses(NamedTuple):
-    """Device addresses of one call; `layer` is that of all requests, or None: items name theirs."""
+    """Device addresses of one call; `layer` is that of all requests, or None: items name theirs.
+
+    `new_k` and `new_v` are of each row's last key, which is stored first, or 0.
+    """
 
     layer: int | None
     q: int
@@ -40,13 +43,16 @@ class CallAddresses(NamedTuple):
     partial_sum: int = 0
     sinks: int = 0
     sinks_of_rows: int = 0
+    new_k: int = 0
+    new_v: int = 0
 
 
 _MASK: Final = ("mask_bits", "mask_row_offsets")
 _PARTIALS: Final = ("partial_o", "partial_lse")
 _SINKS: Final = ("sinks", "sinks_of_rows")
 _WIDE: Final = ("q", "o", "lse", *_MASK, *_PARTIALS, "partial_sum", *_SINKS)
-_write_attend: Final = writer(ATTEND_PARAMS, "q", "o", "lse", "k", "v", *_MASK, *_PARTIALS, *_SINKS)
+_ATTEND: Final = ("q", "o", "lse", "k", "v", "new_k", "new_v", *_MASK, *_PARTIALS, *_SINKS)
+_write_attend: Final = writer(ATTEND_PARAMS, *_ATTEND)
 _write_states: Final = writer(MERGE_PARAMS, "o_in", "lse_in", "sum_in", "o", "lse", *_SINKS)
 _write_table_mask: Final = writer(VISIBLE_PARAMS, *_MASK)
 _write_wide: Final = writer(WIDE_PARAMS, *_WIDE, "head_blocks", "head_groups", base=wide.PARAMS_AT)
@@ -83,7 +89,7 @@ class Step:
 
 def write_attend(memory: bytearray, call: CallAddresses) -> None:
     """Into `AttendParams`, of attend_narrow or attend_tile."""
-    _write_attend(memory, *call[1:10], *call[11:])
+    _write_attend(memory, *call[1:6], *call[13:], *call[6:10], *call[11:13])
 
 
 def write_wide(maps: Callable[[int | None], TensorMaps]) -> Write:
@@ -92,7 +98,7 @@ def write_wide(maps: Callable[[int | None], TensorMaps]) -> Write:
     def write(memory: bytearray, call: CallAddresses) -> None:
         found = maps(call.layer)
         memory[: wide.PARAMS_AT] = found.packed
-        _write_wide(memory, *call[1:4], *call[6:], found.head_blocks, found.head_groups)
+        _write_wide(memory, *call[1:4], *call[6:13], found.head_blocks, found.head_groups)
 
     return write
 
@@ -100,7 +106,7 @@ def write_wide(maps: Callable[[int | None], TensorMaps]) -> Write:
 def write_stored_wide(memory: bytearray, call: CallAddresses) -> None:
     """Into attend_wide's where it finds K and V by their addresses."""
     _write_stored(memory, call.k, call.v)
-    _write_stored_wide(memory, *call[1:4], *call[6:])
+    _write_stored_wide(memory, *call[1:4], *call[6:13])
 
 
 def write_visible(memory: bytearray, call: CallAddresses) -> None:
@@ -110,7 +116,7 @@ def write_visible(memory: bytearray, call: CallAddresses) -> None:
 
 def write_merge(memory: bytearray, call: CallAddresses) -> None:
     """Into `MergeParams`, of merge_states over the partial rows."""
-    _write_states(memory, *call[8:11], call.o, call.lse, *call[11:])
+    _write_states(memory, *call[8:11], call.o, call.lse, *call[11:13])
 
 
 @dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a plan
@@ -119,7 +125,8 @@ class DevicePlan:
 
     `beside` steps run beside `steps`, on another stream; `merge` comes after all of them. Without
     one, the wide kernel follows the narrow one: it begins when all of that has, and ends after it.
-    `sums`: partial states may be running ones, with the sums of their weights.
+    `sums`: partial states may be running ones, with the sums of their weights. `appends`: it can
+    store the last key of each row of q, of a sequence of its own.
     """
 
     plans: tuple[Plan, ...]
@@ -130,6 +137,7 @@ class DevicePlan:
     num_rows: int
     partial_rows: int
     sums: bool = False
+    appends: bool = False
 
     @property
     def signature(self) -> tuple[object, ...]:

@@ -13,6 +13,8 @@ struct AttendParams {
   float* lse;          // [n, num_kv_heads * group_size]
   const void* k;       // K of page 0 of the launch's base layer
   const void* v;       // V of the same page
+  const void* new_k;   // narrow kernel: compute type [n, num_kv_heads, kHeadDim], each row's last key; null: is stored
+  const void* new_v;
   const uint8* mask_bits;         // null: no custom mask
   const int64* mask_row_offsets;  // per plan row, in bits
   float* partial_o;

@@ -13,7 +13,7 @@ import numpy as np
 from cupy.cuda import runtime
 from cupy_backends.cuda.api.driver import CUDADriverError
 
-from kernels.backend import NUMPY_DTYPES, DType, Int32, Scoring, Unsupported
+from kernels.backend import NUMPY_DTYPES, DType, Int32, Plan, Scoring, Unsupported
 from kernels.cuda import checks
 from kernels.cuda.attention.config import AttentionConfig
 from kernels.cuda.attention.runner import AttentionRunner
@@ -69,11 +69,15 @@ class Arena:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Laid:
-    """A step's plan in place: what attention is given, which of these kinds each layer has."""
+    """A step's plan in place: what attention is given, which of these kinds each layer has.
+
+    New tokens are stored by `append`, or where `inside` by the kernel that reads them.
+    """
 
     kinds: tuple[tuple[AttentionConfig, DevicePlan], ...]
     which: tuple[int, ...]
-    append: Launcher | None
+    append: Launcher | None = None
+    inside: bool = False
 
 
 class CudaRun:
@@ -201,10 +205,7 @@ class CudaLane:
 
     def _lay_once(self, work: StepWork) -> Laid:
         if work.plan is None or work.rows == 0:
-            return Laid((), (0,) * len(work.layers), None)
-        append = None
-        if work.append_slots is not None:
-            append = self._append(work, work.append_slots)
+            return Laid((), (0,) * len(work.layers))
         scorings: dict[Scoring, int] = {}
         which = tuple(scorings.setdefault(one, len(scorings)) for one in work.scorings)
         kinds = []
@@ -215,7 +216,12 @@ class CudaLane:
             device_plan = self._attention.make([(0, work.plan)], config)
             self._attention.partials(device_plan, config.kv)  # no memory is asked for later
             kinds.append((config, device_plan))
-        return Laid(tuple(kinds), which, append)
+        if work.append_slots is None:
+            return Laid(tuple(kinds), which)
+        ends = ends_with(work.plan, work.append_slots, self.shared.kv.page_size)
+        if ends and all(device_plan.appends for _, device_plan in kinds):
+            return Laid(tuple(kinds), which, inside=True)
+        return Laid(tuple(kinds), which, self._append(work, work.append_slots))
 
     def _append(self, work: StepWork, slots: Int32) -> Launcher:
         """The launch that appends, but for the layer and its tensors."""
@@ -285,7 +291,7 @@ class CudaLane:
             for config, device_plan in laid.kinds
         )
         where = (work.layers, work.slots, work.flags, work.rows, work.lse_scale, work.sinks)
-        return (where, work.num_qo_heads, work.dtype, laid.which, append, attends)
+        return (where, work.num_qo_heads, work.dtype, laid.which, append, laid.inside, attends)
 
     def _enqueue(self, work: StepWork, laid: Laid) -> None:
         flags, stream = self.flags_at(work.flags), self._stream
@@ -315,9 +321,24 @@ class CudaLane:
         sinks = work.sinks_at(layer)
         given = (0, 0) if sinks is None else (base + sinks, work.num_qo_heads)
         where = (base + slot.q, base + slot.o, lse)
-        self._attention.enqueue(device_plan, config, layer, *where, sinks=given)
+        new = (base + slot.k, base + slot.v) if laid.inside else (0, 0)
+        self._attention.enqueue(device_plan, config, layer, where, sinks=given, new=new)
         if work.lse_scale != 1.0:
             scale(lse, work.rows * work.num_qo_heads, work.lse_scale)
+
+
+def ends_with(plan: Plan, slots: Int32, page_size: int) -> bool:
+    """Whether each row of a plan has a segment of its own, whose last key is in the row's slot."""
+    if len(plan.levels) != 1 or len(plan.levels[0].kv_start) != len(slots):
+        return False
+    (level,) = plan.levels
+    first, end, last = level.kv_indptr[:-1], level.kv_indptr[1:] - 1, level.kv_last_page_len
+    if not (np.diff(level.qo_indptr) == 1).all() or (last < 1).any():
+        return False
+    position = level.kv_start + (end - first) * page_size + last - 1
+    slot = level.kv_indices[end] * page_size + last - 1
+    mine = slots if plan.order is None else slots[plan.order]
+    return bool((position == plan.positions).all() and (slot == mine).all())
 
 
 def scale(address: int, count: int, factor: float) -> None:

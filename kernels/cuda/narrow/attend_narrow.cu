@@ -55,6 +55,33 @@ struct TileCursor {
   }
 };
 
+// Whether new tokens can be stored here: not what has to be converted, nor in pages that teams share, nor where there
+// are no registers for it.
+constexpr bool kAppends = !kIsFp8 && !kHeadsFirst && !kGeneral && kWarps <= 8;
+
+// Store the new tokens, of the call's k and v, that are in tiles of this warp, which alone reads those: so they need no
+// launch before this one. A row of q has one, its last key, which one of its items ends with.
+__device__ __forceinline__ void append_tokens(const AttendParams& p, int head, int begin, int end, const Team& team) {
+  for (int index = begin; index < end; ++index) {
+    const WorkItem item = read_item(p, index, end);
+    const int last = item.num_keys - 1, plan_row = item.row_begin / p.group_size;
+    if (last < 0 || last / kTile % team.size != team.rank) continue;
+    if (item.kv_start + last != p.positions[plan_row]) continue;  // an earlier run of the row
+    const int slot = last / p.page_size, page = item.kv_begin + slot;
+    const uint32 row = item.layer * p.layer_rows + head * p.head_rows +
+                       (p.kv_indices == nullptr ? page : p.kv_indices[page]) * p.page_rows +
+                       (last - slot * p.page_size) * p.token_rows;
+    const int64 from = (static_cast<int64>(p.order[plan_row]) * p.num_kv_heads + head) * kRowBytes;
+    for (int at = (threadIdx.x & 31) * 16; at < 2 * kRowBytes; at += 32 * 16) {
+      const bool of_k = at < kRowBytes;
+      const int64 within = of_k ? at : at - kRowBytes, to = static_cast<int64>(row) * kRowBytes + within;
+      *reinterpret_cast<uint4*>(const_cast<char*>(static_cast<const char*>(of_k ? p.k : p.v)) + to) =
+          *reinterpret_cast<const uint4*>(static_cast<const char*>(of_k ? p.new_k : p.new_v) + from + within);
+    }
+  }
+  asm volatile("bar.warp.sync 0xffffffff;" ::: "memory");  // before the loads, which are volatile, too
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     attend_narrow(const __grid_constant__ AttendParams p) {
   extern __shared__ __align__(128) char shared[];
@@ -98,6 +125,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   if (more) prefetch_tile(p, row);
   wait_for_predecessor();  // up to here, only the plan was read
   launch_dependents();     // the wide kernel, which reads nothing that this one writes
+  if (kAppends && p.new_k != nullptr) append_tokens(p, head, begin, end, team);
   load_keys(k, p, row, more);
   if constexpr (!kTakeTurns) load_values(v, p, row, more);
   Queries queries;

@@ -252,8 +252,10 @@ def pair_variant(usual: WideVariant) -> WideVariant | None:
 
 def alone_variants(usual: WideVariant) -> dict[Literal["few rows", "short units"], WideVariant]:
     """Of batches that one kernel of 64 rows takes whole, where others would have several."""
-    if not usual.is_plain or usual.by_token:
+    if usual.has_mask or usual.has_soft_cap or usual.by_token:
         return {}
+    if usual.converts and usual.head_dim < 128:
+        return {}  # not measured
     pair = pair_variant(usual)
     return {"few rows": few_variant(usual), **({} if pair is None else {"short units": pair})}
 

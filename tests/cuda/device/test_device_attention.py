@@ -215,3 +215,61 @@ def test_cascades_with_rows_missing_levels_and_an_order(
     q = random_q((rows, heads[0], 128), q_dtype_of(dtype, 0), rng)
     check(backend, q, plan, Scoring(128**-0.5), layer=1)
     check(backend, q, plan, Scoring(128**-0.5, 8.0, 300), layer=1)
+
+
+@pytest.mark.parametrize("page_size", [1, 5, 16])
+@pytest.mark.parametrize(
+    ("heads", "dim", "kv_lens"),
+    [
+        ((32, 8), 128, [200] * 16),  # a tile or two a warp
+        ((6, 3), 128, [1, 16, 17, 31, 32, 33, 300, 2]),
+        ((4, 4), 128, [9, 40] * 700),  # several sequences a team
+        ((24, 2), 128, [50, 1, 70]),
+        ((4, 2), 192, [3000, 17]),  # a sequence of several teams
+        ((5, 1), 256, [2000, 16, 1]),
+    ],
+)
+def test_a_decode_stores_the_new_tokens_that_it_reads(
+    heads: Any, dim: int, kv_lens: list[int], page_size: int
+) -> None:
+    import cupy
+
+    from kernels.cuda.attention.config import AttentionConfig
+    from kernels.cuda.lanes.lane import ends_with
+
+    rng, rows, layer = np.random.default_rng(7), len(kv_lens), 1
+    pages = sum(-(-n // page_size) for n in kv_lens) + 3
+    backend = backend_of(geometry(pages, page_size, heads[1], dim, "fp16", "NHD", layers=2))
+    plan = decode_plan(backend, kv_lens, 5)
+    (level,) = plan.levels
+    last = level.kv_indices[level.kv_indptr[1:] - 1] * page_size + level.kv_last_page_len - 1
+    order = rng.permutation(rows).astype(np.int32)
+    slots = np.empty(rows, np.int32)
+    slots[order] = last
+    plan = replace(plan, order=order)
+    assert ends_with(plan, slots, page_size)
+    config = AttentionConfig(backend.kv, heads[0], "fp16", Scoring(dim**-0.5), False)
+    device_plan = backend.attention.make([(layer, plan)], config)
+    assert device_plan.appends
+    q, k, v = (
+        cupy.asarray(rng.standard_normal((rows, n, dim)).astype(np.float16))
+        for n in (heads[0], heads[1], heads[1])
+    )
+    dead = cupy.full((rows, heads[1], dim), np.nan, np.float16).get()
+    backend.append(layer, dead, dead, slots).result()
+    backend.transfers.finish()
+    states = []
+    for new in ((k.data.ptr, v.data.ptr), (0, 0)):  # the second time they are there
+        o, lse = cupy.empty_like(q), cupy.empty(q.shape[:2], np.float32)
+        where = (q.data.ptr, o.data.ptr, lse.data.ptr)
+        with backend.transfers.compute:
+            backend.attention.enqueue(device_plan, config, layer, where, new=new)
+        backend.transfers.finish()
+        states.append((o.get(), lse.get()))
+        found = backend.gather(layer, slots, "fp16").result()
+        for got, given in zip(found, (k, v), strict=True):
+            np.testing.assert_array_equal(got.view(np.uint16), given.get().view(np.uint16))
+    for got, wanted in zip(*states, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    assert np.isfinite(states[0][0]).all()
+    check(backend, q.get(), plan, Scoring(dim**-0.5), layer=layer)

@@ -147,7 +147,7 @@ def launched(attention: AttentionRunner, driver: Driver, kv_lens: list[int]) -> 
     where = config()
     device_plan = attention.make([(2, decode_plan(kv_lens))], where)
     driver.launches.clear()
-    attention.enqueue(device_plan, where, 2, 11, 12, 13, (14, 15))
+    attention.enqueue(device_plan, where, 2, (11, 12, 13), (14, 15))
     return driver.launches
 
 
@@ -168,6 +168,26 @@ def test_a_launch_gets_the_addresses_of_its_call(
     assert ints_at(struct["kv_indices"], 3) == [0, 1, 2]
     assert ints_at(struct["order"], 256) == list(range(256))
     assert ints_at(struct["positions"], 1) == [1023]
+
+
+def test_a_kernel_with_registers_for_it_stores_new_tokens(
+    attention: AttentionRunner, driver: Driver
+) -> None:
+    where = config()
+    masked, capped = where._replace(masked=True), where._replace(scoring=Scoring(0.1, 8.0))
+    stored = where._replace(kv=replace(where.kv, dtype="fp8_e4m3"))
+    driver.arch = "sm_90a"
+    short, long = decode_plan([200] * 16), decode_plan([4096] * 64)
+    for given, plan, appends in [
+        *((where, short, True), (where, long, False), (masked, short, False)),
+        *((capped, short, False), (stored, short, False)),
+    ]:
+        assert attention.make([(2, plan)], given).appends is appends
+    device_plan = attention.make([(2, short)], where)
+    driver.launches.clear()
+    attention.enqueue(device_plan, where, 2, (11, 12, 13), new=(16, 17))
+    ((_, _, struct),) = driver.launches
+    assert [int(struct[name]) for name in ("new_k", "new_v")] == [16, 17]
 
 
 def test_workers_of_one_item_each_need_no_list(attention: AttentionRunner, driver: Driver) -> None:

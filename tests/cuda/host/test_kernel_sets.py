@@ -7,6 +7,8 @@ from itertools import product
 import numpy as np
 import pytest
 
+from bench.cases.kernel_plans import pool_plan
+from bench.report.provenance import workloads
 from kernels.backend import DType, Level, Numerics, Plan, PoolGeometry, Scoring
 from kernels.cuda.attention.config import AttentionConfig
 from kernels.cuda.attention.kernel_sets import BatchKind, batch_kind, kernel_sets
@@ -69,6 +71,34 @@ def test_a_batch_is_reported_by_its_rows_and_keys(
     assert kind_of(plan_of(rows, keys)) == kind
 
 
+@pytest.mark.parametrize(
+    ("name", "heads", "head_dim", "kind"),
+    [
+        ("cascade/96x(3k+4x1k+192)", 8, 128, "short units"),
+        ("decode/64x8k-mqa", 1, 128, "short units"),
+        ("decode/64x4k", 3, 256, "few rows"),
+        ("decode/16x128", 3, 256, "few whole"),
+        ("decode/16x128", 2, 256, "few whole"),
+        ("decode/64x4k", 2, 256, "few rows"),
+        ("cascade/16x(2k+128)", 8, 256, "few whole"),
+        ("cascade/8x16x(6k+128)", 8, 192, "usual"),
+        ("cascade/16x8x(2k+256)", 4, 192, "few rows"),
+        ("cascade/16x8x(2k+256)", 2, 192, "usual"),
+    ],
+)
+def test_one_kernel_takes_few_rows_and_many_where_that_is_measured_to_be_faster(
+    name: str, heads: int, head_dim: int, kind: BatchKind
+) -> None:
+    """Of as many kv heads; where these are 3, for 30 query heads, groups have 10 rows."""
+    (row,) = (row for row in workloads() if row["name"] == name)
+    _, plan = pool_plan(row)
+    shape = config_of(head_dim=head_dim).shape
+    queries = 30 if heads == 3 else row["num_qo_heads"]
+    shape = shape._replace(num_kv_heads=heads, num_qo_heads=queries)
+    sets = kernel_sets(shape, "sm_90a", MULTIPROCESSORS)
+    assert batch_kind([plan], sets["usual"].planner, sets) == kind
+
+
 @pytest.mark.parametrize("numerics", ["fast", "invariant"])
 def test_a_plan_without_sequences_does_not_count(numerics: Numerics) -> None:
     sets = kernel_sets(
@@ -94,10 +124,11 @@ def test_only_measured_kernels_replace_the_usual_ones() -> None:
 
     alone = {"few rows", "short units"}
     assert kinds(config_of()) == {"short decode", "short prefill", *alone}
-    assert kinds(config_of("fp8_e4m3")) == set()
+    assert kinds(config_of("fp8_e4m3")) == {"few rows", "few whole"}
+    assert kinds(config_of("fp8_e4m3", head_dim=64)) == set()
     assert kinds(config_of(head_dim=64)) == {"long prefill", *alone}
     assert kinds(config_of(head_dim=64, page_size=8)) == alone
-    assert kinds(config_of(head_dim=256)) == {"few rows"}
+    assert kinds(config_of(head_dim=256)) == {"few rows", "few whole"}
     assert kinds(config_of(page_size=5)) == {"short decode"}
     assert kinds(config_of(cap=30.0)) == set()
     assert kinds(config_of(), "sm_80") == set()

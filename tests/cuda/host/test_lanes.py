@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ pytest.importorskip("cupy")  # which needs no device for what follows
 from cupy.cuda import runtime as real_runtime
 from cupy_backends.cuda.api.driver import CUDADriverError
 from fake_device import FakeDevice
+from flat_plans import decode_plan
 
 from config.settings import device_queues
 from kernels.backend import Scoring
@@ -22,7 +24,7 @@ from kernels.cuda.lanes import lane as lane_module
 from kernels.cuda.lanes import lanes as lanes_module
 from kernels.cuda.lanes import memory as memory_module
 from kernels.cuda.lanes import pool as pool_module
-from kernels.cuda.lanes.lane import CudaLane, Laid
+from kernels.cuda.lanes.lane import CudaLane, Laid, ends_with
 from kernels.cuda.lanes.lanes import CudaLanes, most_lanes
 from kernels.cuda.lanes.pool import BlockPool
 from kernels.errors import NoMemory
@@ -333,3 +335,31 @@ def test_blocks_are_not_freed_while_a_stream_waits_for_its_caller(
         pool._new_block(100)
     if busy:
         assert "try again" in str(caught.value)
+
+
+@pytest.mark.parametrize("page_size", [1, 5])
+def test_new_tokens_are_stored_where_they_are_read_only_if_each_is_its_rows_last_key(
+    page_size: int,
+) -> None:
+    plan = decode_plan([7, 1, 5, 10], page_size)
+    (level,) = plan.levels
+    last = level.kv_indices[level.kv_indptr[1:] - 1] * page_size + level.kv_last_page_len - 1
+    order = np.array([2, 0, 3, 1], np.int32)
+    mine = np.empty_like(last)
+    mine[order] = last
+    empty = decode_plan([7, 0, 5, 10], page_size)
+    prefill = replace(level, qo_indptr=np.array([0, 1, 1, 3, 4], np.int32))
+    cases = [
+        (plan, last, True),
+        (replace(plan, order=order), mine, True),
+        (replace(plan, order=order), last, False),
+        (plan, last - 1, False),
+        (plan, np.where(last == last[2], -1, last), False),  # a row is left out
+        (plan, last[:3], False),
+        (replace(plan, positions=plan.positions - 1), last, False),
+        (replace(plan, levels=(level, level)), last, False),
+        (replace(plan, levels=(prefill,)), last, False),
+        (empty, last, False),
+    ]
+    for case, slots, wanted in cases:
+        assert ends_with(case, slots, page_size) is wanted
