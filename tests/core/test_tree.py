@@ -336,3 +336,4 @@ def test_a_sequence_in_use_does_not_expire_however_short_its_life(pool) -> None:
     assert books.expiry.next_due > books.now
     pool.tree.tick(1e6 + 1)
     assert books.expired(lambda _: False) == ["a"]
+    pool.tree.free(["a", "b"])  # as the engine does at once

@@ -10,7 +10,7 @@ import pytest
 from config.settings import EngineSettings, Settings
 from kernels import make_backend
 from kernels.backend import Attend, PoolGeometry
-from service.engine import selftest
+from service.engine.loop import selftest
 from service.engine.loop.selftest import SelfTestFailed
 from service.engine.work.work import Cost
 from tests.engine.fake_backend import FakeBackend
