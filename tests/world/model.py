@@ -16,11 +16,10 @@ from kernels.backend import PoolGeometry
 from service.engine.store.store import Store
 from tests.world.calls import CUTTING, SPACES, Op, Rows, Sequences, Step, check
 from tests.world.network import NEVER, Clock
-from tests.world.tiers import LOSSES, TierPlan
+from tests.world.tiers import TierPlan
 
 FAULT_OF: Final = {  # faults that explain an error
     "cancelled": {"connection breaks", "a key is revoked"},
-    "not_erased": LOSSES,
     "internal": {"kernel fails", "launch fails"},
     "overloaded": {"no memory"},
     "invalid_request": {"unsupported"},
@@ -220,6 +219,8 @@ class Model:
                 return self.clock.now >= op.sent + (op.deadline_s or DEADLINE_S)
             case "not_ready":
                 return self.is_draining
+            case "not_erased":  # a disk that has failed is off until the next start
+                return not self.tiers.is_honest
             case "unknown_sequence":
                 some = problem.get("ids") or ()
                 ended = {name for name in (*names, *some) if space.may_have_ended(name)}

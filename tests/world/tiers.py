@@ -42,7 +42,7 @@ LATE_S: Final = (0.0, 1e-5, 1e-4, 1e-3, 0.02)
 MEMORY: Final = "/dev/shm" if os.path.isdir("/dev/shm") else None
 LOSSES: Final = {
     *("disk is full", "disk flips a bit", "disk lies about a sync"),
-    *("disk fails to read", "disk fails to sync"),
+    *("disk fails to read", "disk fails to sync", "disk dies"),
 }
 FAULTS: Final = (0.0, 0.03, 0.3)  # of the shares in the world of a disk: one turns the tier off
 
@@ -52,6 +52,8 @@ class SimFiles(Files):
 
     def __init__(self, order: random.Random, fault: Fault) -> None:
         self.order, self.fault = order, fault
+        self.is_dead = False
+        """Whether every call fails, for as long as its process lives."""
         self.unsynced: dict[str, list[Write]] = {}  # by file, since its last sync
         self.vfs = IndexFiles(self)
 
@@ -62,6 +64,7 @@ class SimFiles(Files):
     def open_store(self, *given: Any, **named: Any) -> RecordStore:
         """A store, of a process that is started again until the disk lets it."""
         while True:
+            self.is_dead = False
             with suppress(StoreUnavailable):
                 return RecordStore(*given, files=self, **named)
 
@@ -75,7 +78,12 @@ class SimFiles(Files):
             into[self.order.randrange(count)] ^= 1 << self.order.randrange(8)
         return count
 
+    def check_alive(self) -> None:
+        if self.is_dead:
+            raise OSError(errno.EIO, "the disk is dead")
+
     def check_read(self) -> None:
+        self.check_alive()
         if self.fault("disk fails to read", 0.01):
             raise OSError(errno.EIO, "a fault of the disk")
 
@@ -87,6 +95,7 @@ class SimFiles(Files):
         return super().write(fd, data, offset)
 
     def check_room(self) -> None:
+        self.check_alive()
         if self.fault("disk is full", 0.02):
             raise OSError(errno.ENOSPC, "the disk is full")
 
@@ -94,6 +103,7 @@ class SimFiles(Files):
         self.synced(fd_path(fd))
 
     def synced(self, path: str) -> None:
+        self.check_alive()
         if self.fault("disk fails to sync", 0.01):
             raise OSError(errno.EIO, "a fault of the disk")
         if not self.fault("disk lies about a sync", 0.01):

@@ -269,6 +269,8 @@ class World(Simulation):
             process.kill()
         elif self.tiers.has_disk and self.fault("power is lost", 0.002):
             process.kill("power loss")
+        elif self.tiers.has_disk and self.fault("disk dies", 0.01):
+            self.tiers.files.is_dead = True
         elif self.fault("engine drains", 0.002):
             self.model.is_draining = True
             process.engine.drain()
