@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from attnd.wire.errors import ERRORS, ErrorCode
 from pydantic import BaseModel, ValidationError
@@ -22,6 +22,16 @@ from service.core.errors import SequenceExists as SequenceExists
 from service.core.errors import UnknownLease as UnknownLease
 from service.core.errors import UnknownPage as UnknownPage
 from service.core.errors import UnknownSequence as UnknownSequence
+
+
+E = TypeVar("E", bound=Exception)
+
+
+def without_frames(error: E) -> E:
+    """The error without the frames that raised it and its causes: they refer to the call that keeps
+    the error, and only a garbage collection would free both."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
 
 
 class MalformedBody(AttndError): ...

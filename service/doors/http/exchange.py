@@ -17,7 +17,7 @@ from service.doors.kit.headers import (
     deadline_us_of,
     traceparent_of,
 )
-from service.errors import AttndError, UnsupportedMediaType
+from service.errors import AttndError, UnsupportedMediaType, without_frames
 from service.tenants import OPEN
 
 if TYPE_CHECKING:
@@ -140,9 +140,8 @@ class Exchange:
             raise UnsupportedMediaType(f"Content-Encoding is {encoding}: send the body unencoded")
 
     def refuse(self, error: AttndError) -> None:
-        """Set the refusal, without the frames that raised it: they refer to this exchange, and only
-        a garbage collection would free both."""
-        self.refusal = error.with_traceback(None)
+        """Set the refusal."""
+        self.refusal = without_frames(error)
 
     def fail(self, error: AttndError) -> None:
         """The body came too late, or the door drains: `read_body` raises this."""

@@ -12,7 +12,7 @@ from service.core.sequences.books import Watch
 from service.core.values import Extension
 from service.engine.work.request import Request
 from service.engine.work.work import Seconds, Work
-from service.errors import AttndError, Internal, InvalidRequest, Overloaded
+from service.errors import AttndError, Internal, InvalidRequest, Overloaded, without_frames
 from service.tenants import OPEN, Tenant
 
 LOG: Final = logging.getLogger("attnd.engine")
@@ -65,7 +65,7 @@ def refusal_of(job: Job, error: Exception) -> AttndError:
             LOG.error("%s failed: this is a bug", name, exc_info=error)
             text = f"{name} failed, and changed nothing; the log has the traceback"
             refusal = Internal(text)
-    return refusal.with_traceback(None)  # its frames would keep the job, and it the tensors
+    return without_frames(refusal)  # they would keep the job, and it the tensors
 
 
 def named(value: Any, tenant: Tenant) -> Any:

@@ -182,6 +182,11 @@ async def live(caller: Caller, name: str) -> None:
         await session.call("commit", {"id": name, "token_ids": ids})
         for wrong in (truncate(name, 999), decode("missing"), decode(name, offsets=[1], new=True)):
             await session.refused(wrong)
+        request, answer = session.road.take(4096), session.road.take(4096)
+        image = pack(b"{no JSON", b"")
+        request.view(len(image))[:] = image
+        number = BY_NAME["append"].number
+        assert (await session.road.call(number, request, len(image), answer)).status == 400
         await session.submit(delete(name))
 
 

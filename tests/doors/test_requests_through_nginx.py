@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import subprocess
@@ -41,7 +42,8 @@ def proxy(shared: Running, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     ):
         assert text.count(written) == 1, written
         text = text.replace(written, ours)
-    (folder / "nginx.conf").write_text(text)
+    workers = "" if os.geteuid() else "user root;\n"  # others may not write to the folder
+    (folder / "nginx.conf").write_text(workers + text)
     command = ["nginx", "-c", folder / "nginx.conf", "-e", folder / "errors", "-g", "daemon off;"]
     with subprocess.Popen(command) as running:
         try:
