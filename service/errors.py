@@ -23,7 +23,6 @@ from service.core.errors import UnknownLease as UnknownLease
 from service.core.errors import UnknownPage as UnknownPage
 from service.core.errors import UnknownSequence as UnknownSequence
 
-
 E = TypeVar("E", bound=Exception)
 
 

@@ -185,15 +185,14 @@ def test_when_the_supervisor_is_killed_nothing_is_left_behind(pool: ThreadPoolEx
 def test_a_door_that_runs_out_of_file_descriptors_says_so_and_comes_back() -> None:
     with listening(open_files=128) as (running, url):
         host, _, port = url.removeprefix("http://").partition(":")
-        with http_client(url) as client, ExitStack() as open_ones:
-            assert client.get("/health/live").status_code == 200
+        with ExitStack() as open_ones:
             peers = [socket.create_connection((host, int(port)), WAIT_S) for _ in range(150)]
             for peer in peers:
                 open_ones.enter_context(peer)
             logged = running.find(r"idle connections are closed for new ones: (\d+) connections")
             assert 32 < int(logged[1]) < 128
-            assert client.get("/health/live").status_code == 200, "open connections stay open"
-            assert is_ready(url), "new connections are accepted"
+            for _ in range(3):
+                assert is_ready(url), "new connections are accepted"
         assert running.stop() == 0
 
 
