@@ -30,6 +30,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="replay this one, with its trace")
     parser.add_argument("--statements", type=int, default=40, help="of each caller")
     parser.add_argument("--only", help="numbers of the statements to run, of all callers")
+    parser.add_argument("--most", type=int, default=1, help="number of failures to stop at")
     parser.add_argument("--no-shrink", action="store_true")
     parser.add_argument("--no-faults", action="store_true")
     return parser.parse_args()
@@ -57,19 +58,18 @@ def main() -> int:
         return result.error is not None
     seeds = range(given.first, given.first + given.seeds)
     plans = (Plan(seed, statements=given.statements, world=one) for seed in seeds for one in worlds)
-    totals, failed = search(plans, given.jobs, given.budget_s)
+    totals, failed = search(plans, given.jobs, given.budget_s, given.most)
     print(totals.line())
     if given.table:
         print(totals.table())
-    if failed is None:
-        return 0
-    print(f"seed {failed.plan.seed} failed, the {totals.sums['seeds']}th that ran: {failed.error}")
-    print(f"replay: {command(failed.plan)}", flush=True)
-    if not given.no_shrink:
-        best = shrink(failed)
-        print(f"shorter: {command(best.plan)}")
-        print(*best.trace[-12:], sep="\n")
-    return 1
+    for one in failed:
+        print(f"seed {one.plan.seed} failed, of {totals.sums['seeds']} that ran: {one.error}")
+        print(f"replay: {command(one.plan)}", flush=True)
+        if not given.no_shrink:
+            best = shrink(one)
+            print(f"shorter: {command(best.plan)}")
+            print(*best.trace[-12:], sep="\n")
+    return bool(failed)
 
 
 if __name__ == "__main__":

@@ -93,23 +93,24 @@ class Totals:
 
 
 def search(
-    plans: Iterable[Plan], jobs: int, budget_s: float = float("inf")
-) -> tuple[Totals, Result | None]:
-    """Run plans until one fails, or for `budget_s` seconds."""
-    totals = Totals()
+    plans: Iterable[Plan], jobs: int, budget_s: float = float("inf"), most: int = 1
+) -> tuple[Totals, list[Result]]:
+    """Run plans until `most` have failed, or for `budget_s` seconds."""
+    totals, failed = Totals(), list[Result]()
     shown = totals.began
     with Pool(jobs) if jobs > 1 else nullcontext() as pool:
         for result in map(run, plans) if pool is None else pool.imap_unordered(run, plans):
             totals.add(result)
-            if result.error is not None:
-                return totals, result
+            failed += [result] if result.error is not None else []
+            if len(failed) == most:
+                break
             now = time.perf_counter()
             if now - shown > PROGRESS_S:
                 shown = now
                 print(totals.line(), file=sys.stderr, flush=True)
             if now - totals.began > budget_s:
                 break
-    return totals, None
+    return totals, failed
 
 
 def shrink(failed: Result) -> Result:
