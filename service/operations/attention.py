@@ -18,6 +18,7 @@ from service.operations.schema.fields import (
     ExpectingFields,
     Fields,
     Indptr,
+    InfoAnswer,
     Int32,
     LseBase,
     Scale,
@@ -32,7 +33,6 @@ from service.operations.schema.fields import (
     pool_sizes,
     refuse,
 )
-from service.operations.schema.info import InfoAnswer
 from service.operations.schema.spec import Operation
 from service.operations.schema.tensors import MASKS, pair, query, row, sinks, state
 

@@ -15,6 +15,7 @@ from service.operations.schema.fields import (
     Fields,
     Ids,
     Indptr,
+    InfoAnswer,
     NoFields,
     Offsets,
     SequenceId,
@@ -24,7 +25,6 @@ from service.operations.schema.fields import (
     int32,
     refuse,
 )
-from service.operations.schema.info import InfoAnswer
 from service.operations.schema.page_names import (
     NAMES,
     CacheSalt,

@@ -18,6 +18,7 @@ from service.operations.schema.fields import (
     ExpectingFields,
     Fields,
     Indptr,
+    InfoAnswer,
     Int32,
     LseBase,
     check_batch,
@@ -29,7 +30,6 @@ from service.operations.schema.fields import (
     pool_sizes,
     refuse,
 )
-from service.operations.schema.info import InfoAnswer
 from service.operations.schema.spec import Operation, TensorSpec
 from service.operations.schema.tensors import pair, row, sinks
 

@@ -17,6 +17,7 @@ from service.operations.schema.fields import (
     Fields,
     Ids,
     Indptr,
+    InfoAnswer,
     SequenceId,
     check_ids,
     check_indptr,
@@ -25,7 +26,6 @@ from service.operations.schema.fields import (
     int32,
     refuse,
 )
-from service.operations.schema.info import InfoAnswer
 from service.operations.schema.page_names import (
     NAMES,
     Seconds,

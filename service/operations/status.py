@@ -7,8 +7,7 @@ from typing import Annotated, Final
 
 from pydantic import Field
 
-from service.operations.schema.fields import Count, Fields, NoFields
-from service.operations.schema.info import InfoAnswer
+from service.operations.schema.fields import Count, Fields, InfoAnswer, NoFields
 from service.operations.schema.spec import Operation, TensorSpec
 
 

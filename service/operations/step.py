@@ -16,6 +16,7 @@ from service.operations.schema.fields import (
     Fields,
     Ids,
     Indptr,
+    InfoAnswer,
     Int32,
     Offsets,
     check_ids,
@@ -25,7 +26,6 @@ from service.operations.schema.fields import (
     one_each,
     refuse,
 )
-from service.operations.schema.info import InfoAnswer
 from service.operations.schema.spec import Operation, check_heads
 
 MAX_STEP_LAYERS: Final = 4096

@@ -14,11 +14,12 @@ from service.operations.schema.fields import (
     Counts,
     Entries,
     Fields,
+    InfoAnswer,
+    PoolDType,
     SequenceId,
     pool_sizes,
     refuse,
 )
-from service.operations.schema.info import InfoAnswer, PoolDType
 from service.operations.schema.page_names import (
     NAMES,
     CacheSalt,

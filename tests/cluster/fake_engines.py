@@ -28,7 +28,7 @@ from service.errors import (
 from service.image.json_text import dump_json
 from service.image.reading import REQUEST, place, read_layout, split
 from service.image.writing import image
-from service.operations.schema.info import InfoAnswer
+from service.operations.schema.fields import InfoAnswer
 from service.operations.schema.spec import Operation
 from service.road.caller_end.caller import Answered
 from service.road.caller_end.slots import Slot

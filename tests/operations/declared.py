@@ -9,7 +9,7 @@ import numpy as np
 from attnd.wire.images import header
 
 from service.image.writing import in_order, shaped, size
-from service.operations.schema.info import InfoAnswer, LimitsAnswer
+from service.operations.schema.fields import InfoAnswer, LimitsAnswer
 from service.operations.schema.spec import Prepared, prepare
 from service.operations.table import BY_NAME
 from service.tenants import OPEN, Tenant

@@ -18,7 +18,7 @@ from service.errors import KINDS, Cancelled, InvalidRequest, NotSupported, Unsup
 from service.image.json_body import image_of_json
 from service.image.reading import read_layout
 from service.operations.openapi import JSON, PROBLEM, REF, SAFETENSORS, operation_object, schemas
-from service.operations.schema.info import InfoAnswer
+from service.operations.schema.fields import InfoAnswer
 from service.operations.schema.spec import Operation, prepare
 from service.operations.table import BY_NAME, OPERATIONS
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, BinaryIO, Final
+from typing import BinaryIO, Final, Protocol, TypeVar
 
 from attnd.calls import transfer
 from attnd.calls.arguments import Int
@@ -18,9 +18,7 @@ from attnd.retries import Steps, driven
 from attnd.splitting import commit
 from attnd.wire.answers import ImportState
 
-if TYPE_CHECKING:
-    from attnd.methods import Calls
-
+T = TypeVar("T")
 Progress = Callable[[int, int], None]
 """Called after each part with the number of parts done, and of all parts."""
 Place = str | os.PathLike[str] | BinaryIO
@@ -145,9 +143,15 @@ def ended(
     return state
 
 
+class Sends(Protocol):
+    """A `Client` or `Session`."""
+
+    def send(self, call: Call[T]) -> T: ...
+
+
 def copy_sequence(
-    source: Calls,
-    target: Calls,
+    source: Sends,
+    target: Sends,
     sequence: str,
     name: str | None = None,
     *,

@@ -23,7 +23,7 @@ from service.doors.kit.link import Link
 from service.doors.kit.problems import ProblemText
 from service.errors import AttndError, NotReady
 from service.metrics import STATES, Metrics
-from service.operations.schema.info import InfoAnswer
+from service.operations.schema.fields import InfoAnswer
 from service.road.caller_end.caller import RoadCaller
 from service.road.caller_end.greeting import PeerProcess
 from service.tenants import OPEN, SCOPES, Tenant, tenant_of

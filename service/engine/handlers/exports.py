@@ -24,7 +24,7 @@ from service.engine.work.request import Request
 from service.engine.work.work import Completed, Cost, Seconds, Slice, SlicedWork, Slices, Work
 from service.errors import InvalidRequest, SequenceChanged
 from service.image.json_text import dump_json
-from service.operations.schema.info import InfoAnswer
+from service.operations.schema.fields import InfoAnswer
 from service.operations.schema.page_names import MAX_EXTRA, ExtraKey
 from service.operations.transfer import Header, Part
 

@@ -103,7 +103,7 @@ def pool(store: Store, request: Request, _: Seconds) -> Work:
 def snapshot(store: Store, request: Request, _: Seconds) -> Work:
     if store.snapshots is None:
         refuse("server.live", False, NO_SNAPSHOTS)
-    taken = store.snapshots.newest()
+    taken = store.snapshots.newest(store.now)
     request.place.require(2 * len(taken.text), taken.shapes)  # quotes are escaped in the header
     laid = request.place.lay_text(taken.text, taken.shapes)
     for name, array in taken.arrays.items():

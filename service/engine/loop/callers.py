@@ -17,7 +17,7 @@ from config.settings import ServerSettings
 from kernels.backend import Backend
 from kernels.lanes.lane import address_of
 from service.errors import NotReady, Overloaded, Unauthorized
-from service.operations.schema.info import InfoAnswer
+from service.operations.schema.fields import InfoAnswer
 from service.operations.table import BY_NAME
 from service.road.arena import Pinning
 from service.road.engine_end.admission import Admission

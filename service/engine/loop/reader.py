@@ -11,7 +11,7 @@ from kernels.tensor import PinnedArray
 from service.engine.work.request import AnswerPlace, Request
 from service.image.json_text import weight_of
 from service.image.reading import place, split
-from service.operations.schema.info import InfoAnswer
+from service.operations.schema.fields import InfoAnswer
 from service.operations.schema.spec import Operation, Prepared, prepare
 from service.road.engine_end.calls import Call
 from service.tenants import Tenant

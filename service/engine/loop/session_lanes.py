@@ -18,7 +18,7 @@ from service.engine.loop.reader import REMEMBERED_BYTES
 from service.engine.work.request import AnswerPlace, Request
 from service.errors import InvalidRequest, MalformedBody, Overloaded, problem
 from service.image.json_text import load_json
-from service.operations.schema.info import InfoAnswer
+from service.operations.schema.fields import InfoAnswer
 from service.operations.schema.spec import Operation, validate
 from service.operations.step import STEP, StepFields
 from service.road.engine_end.calls import STEP_ROUTE, ArenaRequest, Call

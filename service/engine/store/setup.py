@@ -16,7 +16,7 @@ from kernels import cuda_devices, driver_problem, make_backend
 from kernels.backend import NUMPY_DTYPES, TENSOR_DTYPES, Backend, Numerics, PoolGeometry
 from kernels.memory import Kind, free_bytes
 from service import __version__
-from service.operations.schema.info import InfoAnswer, LimitsAnswer
+from service.operations.schema.fields import InfoAnswer, LimitsAnswer
 
 LOG: Final = logging.getLogger("attnd.engine")
 

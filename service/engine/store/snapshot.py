@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 from attnd.wire.images import Shaped
 from numpy.typing import NDArray
 
 from service.core.outline import Outline, outline, page_states
+from service.core.tree import PrefixTree
 from service.image.json_text import dump_json
 from service.image.writing import in_order, shaped
-
-if TYPE_CHECKING:
-    from service.engine.store.store import Store
 
 COLUMNS: Final = ("parents", "pages", "totals", "sequences", "states")
 LEAST_S: Final = 0.2
@@ -42,40 +41,36 @@ class TreeOutline:
 
 
 class Snapshots:
-    """The last snapshot of a store."""
+    """The last snapshot of a tree. `count` returns the numbers of its pages by state, and of all
+    else that a snapshot shows beside the tree."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, tree: PrefixTree, count: Callable[[], dict[str, int]]) -> None:
+        self._pool, self._count = tree, count
         self._last: PoolSnapshot | None = None
         self._taken = 0.0
         self._tree: TreeOutline | None = None
 
-    def newest(self) -> PoolSnapshot:
+    def newest(self, now: float) -> PoolSnapshot:
         """A new snapshot, or the last one where that is younger than `LEAST_S`."""
-        now = self._store.now
         if self._last is None or now - self._taken >= LEAST_S:
-            self._store.tree.books.is_watched = True
+            self._pool.books.is_watched = True
             self._last, self._taken = self._take(now), now
         return self._last
 
     def _take(self, now: float) -> PoolSnapshot:
-        store, tree = self._store, self._look(now)
-        states, step = page_states(store.tree)
-        numbers = store.numbers()
+        pool, tree = self._pool, self._look(now)
+        states, step = page_states(pool)
+        numbers = {"host": 0, "disk": 0} | self._count()
         for private in ("available", "imports"):
             del numbers[private]
         fields: dict[str, Any] = numbers | {
-            "total": store.geometry.num_pages,
-            "nodes": store.tree.links.count,
-            "evicted": store.tree.budget.num_evicted,
-            "host": 0,
-            "disk": 0,
+            "total": pool.allocator.num_pages,
+            "nodes": pool.links.count,
+            "evicted": pool.budget.num_evicted,
             "page_step": step,
             "namespaces": tree.namespaces,
             "engines": [],
         }
-        if store.loading is not None:
-            fields |= store.loading.tiers.num_records
         arrays = {"page_states": states}
         arrays |= {f"tree_{name}": getattr(tree, name) for name in COLUMNS}
         arrays["tree_idle_s"] = np.maximum(now - tree.used, 0.0).astype(np.float32)
@@ -85,6 +80,6 @@ class Snapshots:
         tree = self._tree
         if tree is None or now >= tree.again:
             started = time.monotonic()
-            seen = outline(self._store.tree)
+            seen = outline(self._pool)
             tree = self._tree = TreeOutline(seen, now + (time.monotonic() - started) / TREE_SHARE)
         return tree.outline

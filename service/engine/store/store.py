@@ -22,7 +22,7 @@ from service.engine.work.pace import DevicePace
 from service.engine.work.request import Request
 from service.engine.work.work import Cost, Seconds
 from service.errors import NotReady, OutOfSequences
-from service.operations.schema.info import InfoAnswer
+from service.operations.schema.fields import InfoAnswer
 
 DRAINING: Final = "engine is draining and accepts no new sequences"
 EXPIRY_S: Final = 2e-3
@@ -86,7 +86,7 @@ class Store:
         self.counts: Callable[[], dict[str, list[float]]] = dict
         """Reads the counts of the engine's metrics."""
         self.now = time.monotonic()
-        self.snapshots = Snapshots(self) if live else None
+        self.snapshots = Snapshots(self.tree, self.all_numbers) if live else None
         self._watermark = int(high_watermark * geometry.num_pages)
         self._least_free = geometry.num_pages - self._watermark
 
@@ -202,6 +202,10 @@ class Store:
             over = books.expired(is_held, ENDED_AT_ONCE)
             self.tree.free(over)
             self.imports.forget(over)
+
+    def all_numbers(self) -> dict[str, int]:
+        """The numbers of the whole pool, and of the tiers' records."""
+        return self.numbers() | ({} if self.loading is None else self.loading.tiers.num_records)
 
     def numbers(self, namespace: str | None = None) -> dict[str, int]:
         """Pages by their state, sequences, leases and imports: of the whole pool (None), or of the

@@ -13,19 +13,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 import numpy as np
 
-from kernels.backend import DeviceLost, EndOfCopies, PagePlaces
+from kernels.backend import DeviceLost, EndOfCopies, PageCopies, PagePlaces
 from service.core.nodes import Node, named
-from service.engine.tiers.disk import TASKS
-from service.engine.tiers.page_records import TAG
+from service.core.tree import PrefixTree
+from service.engine.tiers.disk import TASKS, Disk, TiersOfDisk
+from service.engine.tiers.page_records import TAG, PagePaths
+from service.tiers.records import RecordLayout
 from service.tiers.shelf import Entry
 from service.tiers.worker import Worker
-
-if TYPE_CHECKING:
-    from service.engine.tiers.tiers import Tiers
 
 IN_POOL: Final = 0
 """Rank of a record in host memory whose page stays in the pool, too: it gives way first."""
@@ -47,10 +46,27 @@ class PageCopy:
     label: bytes
 
 
+class TiersOfCopier(TiersOfDisk, Protocol):
+    """The copier's part in all tiers."""
+
+    tree: PrefixTree
+    copies: PageCopies
+    layout: RecordLayout
+    paths: PagePaths
+    disk: Disk
+
+    @property
+    def is_copying(self) -> bool: ...
+    def has_copy(self, record_id: bytes) -> bool: ...
+    def batch(self, left: int, are_last: bool = True) -> int: ...
+    def is_shared(self) -> bool: ...
+    def advance(self, most: int | None = None) -> bool: ...
+
+
 class Copier:
     """Belongs to the engine's thread, as the `tiers` do whose pages it copies."""
 
-    def __init__(self, tiers: Tiers, wake: Callable[[], None]) -> None:
+    def __init__(self, tiers: TiersOfCopier, wake: Callable[[], None]) -> None:
         self.tiers, self._wake = tiers, wake
         self.copying: dict[int, PageCopy] = {}
         """Copies to host memory that are under way, by their page."""

@@ -8,17 +8,18 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
-from service.engine.store.ledger import Backlog, Kind
+import numpy as np
+from numpy.typing import NDArray
+
+from service.engine.store.ledger import Backlog, Kind, Ledger
 from service.engine.tiers.page_records import PageTag
+from service.engine.tiers.reports import Misses, Reports, TierName, Way
 from service.tiers.record_store import RecordStore
 from service.tiers.records import NewRecord
-from service.tiers.shelf import PINNED, Entry
+from service.tiers.shelf import PINNED, Entry, Shelf
 from service.tiers.worker import Worker
-
-if TYPE_CHECKING:
-    from service.engine.tiers.tiers import Tiers
 
 T = TypeVar("T")
 Write = tuple[Entry, bytes]
@@ -51,10 +52,24 @@ class Clear:
     pieces: Generator[None, None, int] | None = None
 
 
+class TiersOfDisk(Protocol):
+    """The disk's part in all tiers: host memory, from which records are written, and reports."""
+
+    ledger: Ledger
+    host: Shelf
+    records: NDArray[np.uint8]
+    misses: Misses
+    reports: Reports
+    at_once: int
+
+    def report(self) -> None: ...
+    def count(self, tier: TierName, way: Way, pages: int, began: float) -> None: ...
+
+
 class Disk:
     """Belongs to the engine's thread. Without a store, and after a failure, it finds nothing."""
 
-    def __init__(self, tiers: Tiers, wake: Callable[[], None]) -> None:
+    def __init__(self, tiers: TiersOfDisk, wake: Callable[[], None]) -> None:
         self._tiers, self._wake = tiers, wake
         self.store: RecordStore | None = None
         self._failed: RecordStore | None = None

@@ -72,7 +72,7 @@ class Loading:
         self._wake = wake
         self._restoring: Generator[Slice, Any, None] | None = None
         if tiers.disk.store is not None:
-            self._restoring = self.pins.restore(self)
+            self._restoring = self.pins.restore(self.load)
         self.fetcher = Fetcher(tiers, wake, self._end)
 
     def num_hidden(self, namespace: str | None) -> int:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -18,14 +18,11 @@ from service.core.keys import KEY_BYTES, Prefix, as_keys, root_key
 from service.core.nodes import DEFAULT_PRIORITY, named
 from service.core.values import Int32
 from service.engine.store.ledger import RETRY_S
-from service.engine.tiers.loads import UNLIMITED
+from service.engine.tiers.loads import UNLIMITED, LoadLimits
 from service.engine.tiers.page_records import PageTag, split_ids
 from service.engine.tiers.tiers import Tiers
 from service.engine.work.work import Slice, empty_slice, in_slices
 from service.errors import Overloaded
-
-if TYPE_CHECKING:
-    from service.engine.tiers.loading import Loading
 
 LOG: Final = logging.getLogger("attnd.tiers")
 NOTE: Final = "pinned/"
@@ -37,6 +34,10 @@ NOTE_BYTES: Final = 1024
 """What a note takes in the index at most; it counts in `max_disk_bytes`."""
 SETTLED_AT_ONCE: Final = 256
 """Pages between two looks at the clock."""
+
+
+Load = Callable[[str, Prefix, LoadLimits], Generator[Slice, Any, Any]]
+"""Loads what the tiers have of a prefix of a namespace: `Loading.load`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,7 @@ class Pins:
                 tiers.request_copies(namespace, list(new), list(new.values()))
             yield
 
-    def restore(self, loading: Loading) -> Generator[Slice, Any, None]:
+    def restore(self, load: Load) -> Generator[Slice, Any, None]:
         """Load the pages of all pins of earlier starts, and pin them again; namespaces in turn."""
         chains, turns = Chains(self._tiers), Counter[str]()
         yield from in_slices(chains.walk(self._restored))
@@ -156,7 +157,7 @@ class Pins:
                 keys = chains.keys_of(pin.record_id)
                 if len(keys) == pin.num_pages * KEY_BYTES:
                     prefix = Prefix(None, as_keys(keys), pin.cache_salt)
-                    yield from loading.load(pin.namespace, prefix, UNLIMITED)
+                    yield from load(pin.namespace, prefix, UNLIMITED)
                 if pin.name in self._names and not self._pin(pin):
                     space = pin.namespace
                     LOG.warning("pages pinned in namespace %s are not on disk any more", space)

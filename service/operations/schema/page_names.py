@@ -11,8 +11,7 @@ from attnd.wire.bounds import MAX_NAMES
 from numpy.typing import NDArray
 from pydantic import Field
 
-from service.operations.schema.fields import Count, Entries, Fields, refuse
-from service.operations.schema.info import InfoAnswer
+from service.operations.schema.fields import Count, Entries, Fields, InfoAnswer, refuse
 from service.operations.schema.spec import TensorSpec
 
 UInt32 = NDArray[np.uint32]

@@ -13,8 +13,7 @@ from pydantic import BaseModel, ValidationError
 from service.errors import invalid_fields, unknown_tensor
 from service.image.reading import Layout, read_layout
 from service.operations.schema.answers import answer_of
-from service.operations.schema.fields import NAMING, Entries, Fields, refuse
-from service.operations.schema.info import InfoAnswer
+from service.operations.schema.fields import NAMING, Entries, Fields, InfoAnswer, refuse
 from service.tenants import OPEN, Scope, Tenant
 
 Routing = Literal[

@@ -31,11 +31,11 @@ from service.road.engine_end.calls import (
     read_stepping,
 )
 from service.road.engine_end.door_arena import DoorArena
+from service.road.engine_end.incoming import Incoming
 from service.road.engine_end.listening import permit_descriptors
 from service.road.messages import Challenge, Grow, Grown, Hello, State, Welcome, message, read
 from service.road.messages import refusal as refused
 from service.road.output import Output, Unread
-from service.road.tcp import Incoming
 
 CallValues = tuple[int, int, int, int, int, int, int, int, bytes]
 Stages = tuple[float, ...]

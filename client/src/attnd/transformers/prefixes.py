@@ -5,18 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
 
+from attnd.transformers.batch import Batch
 from attnd.transformers.columns import Bools, Columns
 from attnd.transformers.releases import CACHE
 
-if TYPE_CHECKING:
-    from attnd.transformers.cache import AttndCache
-
 Tokens = list[int]
+
+
+class Trunk(Protocol):
+    """A cache that can be forked: an `AttndCache`."""
+
+    batch: Batch
+
+    @property
+    def rope_tokens(self) -> int | None: ...
+    def get_seq_length(self) -> int: ...
+    def fork(self, rows: Sequence[int] | None = None) -> Self: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *error: object) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +49,7 @@ class Node:
 
 
 def share(
-    cache: AttndCache,
+    cache: Trunk,
     model: Any,
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor | None,
@@ -103,8 +114,8 @@ def rows_under(node: Node) -> list[int]:
 
 
 def grown(
-    stack: ExitStack, parent: AttndCache, model: Any, prompts: list[Tokens], node: Node
-) -> list[tuple[Node, AttndCache, int]]:
+    stack: ExitStack, parent: Trunk, model: Any, prompts: list[Tokens], node: Node
+) -> list[tuple[Node, Trunk, int]]:
     """Compute a node's tokens behind its parent's, then its children.
 
     Answers each node with a cache of a row for each of its rows, and how many tokens it computed.
