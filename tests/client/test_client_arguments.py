@@ -119,13 +119,19 @@ REFUSED: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
         {},
         "all by token_ids",
     ),
-    ("create_sequences", (["a"],), {}, r"sequences\[0\] is 'a' .*list of attnd.NewSequence"),
+    ("create_sequences", (["a"],), {}, r"sequences\[0\] is .a. .*of attnd.NewSequence"),
     ("create_sequences", ([{"id": "a"}],), {}, r"sequences\[0\] is .*list of attnd.NewSequence"),
     ("create_sequences", (attnd.NewSequence("a"),), {}, "it must be a list of attnd.NewSequence"),
     ("create_sequences", (None,), {}, "it must be a list of attnd.NewSequence"),
     ("cascade", (0, [(["a"], [0, 1])], Q), {}, r"levels\[0\] is .*list of attnd.CascadeLevel"),
     ("cascade", (0, Q, []), {}, "list of attnd.CascadeLevel"),
     ("match_prefix", (Prefix([1], tiers="disk"),), {}, r"such as \['disk'\]"),
+    *(
+        ("match_prefix", (one,), {}, "token_ids")
+        for one in (Prefix(), Prefix([-1]), Prefix([2**32]))
+    ),
+    ("match_prefix", (Prefix(page_keys=["00"]),), {}, "16"),
+    ("match_prefix", (Prefix(page_keys=np.zeros((2, 15), np.uint8)),), {}, "16"),
     ("match_prefix", (Prefix(page_keys=["0" * 31]),), {}, "32 digits in hex"),
     ("match_prefix", (Prefix(page_keys=[16]),), {}, "32 digits in hex"),
     ("gather", (0, ["a"]), {"dtype": np.float32}, "dtype is .*a string"),

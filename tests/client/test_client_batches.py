@@ -56,9 +56,3 @@ def test_a_step_that_is_refused_changes_no_sequence(caller: Any) -> None:
     with pytest.raises(attnd.UnknownSequence):
         caller.commit_sequences(["a", "missing"], [Prefix([1, 2]), Prefix([1])])
     assert [caller.get_sequence(name).length for name in ("a", "b")] == [2, 2]
-
-
-def test_to_delete_no_sequences_is_no_error(caller: Any) -> None:
-    caller.create_sequence("a")
-    assert caller.delete_sequences([]) == 0
-    assert caller.delete_sequences(("a", "b")) == 1

@@ -169,24 +169,6 @@ def test_a_snapshot_shows_every_page_and_the_tree(caller: Any) -> None:
     assert seen.tree.parents.tolist() == [-1, 0, 0] and (seen.tree.idle_s < 60.0).all()
 
 
-def test_wrong_names_are_refused(caller: Any) -> None:
-    name = caller.create_sequence("a", ttl_s=100.0)
-    assert name.ttl_s == 100.0
-    fill(caller, "a", len(IDS))
-    with pytest.raises(InvalidRequest, match="at most 64"):
-        caller.commit("a", Prefix(token_ids=[*IDS, 1]))
-    caller.commit("a", Prefix(token_ids=IDS), priority=70, duration_s=10.0)
-    with pytest.raises(KeyMismatch) as refusal:
-        caller.commit("a", Prefix(token_ids=[1, *IDS[1:]]))
-    assert refusal.value.page == 0
-    for wrong in (Prefix(), Prefix(token_ids=[-1]), Prefix(token_ids=[2**32])):
-        with pytest.raises(ValueError, match="token_ids"):
-            caller.match_prefix(wrong)
-    for keys in (["00"], np.zeros((2, 15), np.uint8)):
-        with pytest.raises(ValueError, match="16"):
-            caller.match_prefix(Prefix(page_keys=keys))
-
-
 def test_quotas_are_set_and_returned(caller: Any) -> None:
     reply = caller.set_namespace("else", max_pages=20, reserved_pages=10)
     assert (reply.max_pages, reply.reserved_pages, reply.used) == (20, 10, 0)

@@ -34,14 +34,6 @@ def test_a_refused_connection_is_tried_again_whatever_the_call(kind: Kind) -> No
     assert len(script.requests) == 3
 
 
-def test_a_service_that_is_not_there_is_connection_failed_after_all_attempts(kind: Kind) -> None:
-    script = Script(REFUSED)
-    with pytest.raises(attnd.ConnectionFailed, match="refused") as caught:
-        ask(kind, script, "info")
-    assert len(script.requests) == 4
-    assert caught.value.request_id == script.requests[0].request_id
-
-
 def test_a_batch_of_which_a_cluster_has_done_a_part_is_repeated_with_offsets_only(
     kind: Kind,
 ) -> None:

@@ -192,8 +192,8 @@ def test_a_caller_that_dies_ends_its_session_and_its_arena_waits_for_the_last_an
     rest: int,
 ) -> None:
     with session_and_caller(config()) as (session, caller):
-        caller.send(call_frame(1), call_frame(2)[:rest])
-        (call,) = calls(session)
+        caller.send(call_frame(1), call_frame(3), call_frame(2)[:rest])
+        call, last = calls(session)
         caller.sock.close()
         assert session.read() == []
         detail = f"the caller left, {rest} bytes into a frame" if rest else "the caller left"
@@ -202,6 +202,8 @@ def test_a_caller_that_dies_ends_its_session_and_its_arena_waits_for_the_last_an
         assert session.arena is not None and session.arena.fd >= 0
         call.answer[:] = bytes(64)
         session.answer(call, 200, 64, f.NO_STAGES)
+        assert session.arena.fd >= 0
+        session.answer(last, 200, 0, f.NO_STAGES)
         assert session.arena.fd == -1 and session.live == {}
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kernels.backend import LEFT_OUT, PoolGeometry
+from kernels.backend import PoolGeometry
 from kernels.errors import NoMemory
 from service.engine.store.store import StoreLost
 from tests.engine.fake_backend import GEOMETRY, WAIT_S, FakeBackend
@@ -291,30 +291,6 @@ async def test_a_cut_of_many_is_refused_whole(caller: Caller) -> None:
 
     for wrong, value in ((cases[1][0], ["a", 24]), (cases[2][0], ["a", 2])):
         await caller.refused(wrong, value=str(value))
-
-
-@cpu_engine()
-async def test_a_cut_of_many_without_room_for_all_cuts_none(caller: Caller) -> None:
-    await caller.create("a")
-    await caller.submit(append_layers(["a"], [23]))
-    for name in ("b", "c"):
-        await caller.create(name, parent="a")
-    await caller.create("rest")
-    free = (await caller.pool())["free"]
-    await caller.submit(append_layers(["rest"], [(free - 1) * PAGE]))
-    before = await stored(caller, *"abc")
-    call = cut(b=(3, [5]), c=(3, [6]))
-    await caller.refused(call, "out_of_pages", needed=2)
-    assert_same(await stored(caller, *"abc"), before)
-    await caller.call("delete_sequence", {"id": "rest"})
-    await caller.submit(call)
-
-
-def test_rows_that_are_left_out_are_written_nowhere_in_a_fake_pool_either() -> None:
-    backend = FakeBackend()
-    backend.append(0, rows(1, 2), rows(2, 2), np.array([LEFT_OUT, 3], np.int32))
-    assert not np.isnan(backend.pool[0, :, 3]).any()
-    assert np.isnan(backend.pool[0, :, -1]).all()
 
 
 @fake_engine(ends=StoreLost)

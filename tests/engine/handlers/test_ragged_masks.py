@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kernels.backend import Mask
 from service.engine.handlers.attention import ragged_mask
@@ -52,26 +50,3 @@ def test_no_rows_need_no_bits() -> None:
     nothing = np.zeros(0, dtype=np.int32)
     made = ragged_mask(np.zeros(0, dtype=bool), False, np.zeros(1, np.int32), nothing, None)
     assert (made.bits.size, made.row_offsets.size) == (0, 0)
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    lens=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), max_size=5),
-    packed=st.booleans(),
-    seed=st.integers(0, 99),
-)
-def test_row_offsets_find_each_rows_part_of_a_ragged_mask(lens, packed, seed) -> None:
-    expected, at = [], 0
-    for qo_len, kv_len in lens:
-        expected += [at + i * kv_len for i in range(qo_len)]
-        at += qo_len * kv_len
-        at += -at % 8 if packed else 0
-    qo_indptr = np.array([0, *np.cumsum([qo_len for qo_len, _ in lens])], dtype=np.int32)
-    kv_lens = np.array([kv_len for _, kv_len in lens], dtype=np.int32)
-    given_mask = np.zeros(at // 8, np.uint8) if packed else np.zeros(at, bool)
-    order = np.random.default_rng(seed).permutation(len(expected)).astype(np.int32)
-    plain = ragged_mask(given_mask, packed, qo_indptr, kv_lens, None)
-    assert plain.row_offsets.tolist() == expected
-    shuffled = ragged_mask(given_mask, packed, qo_indptr, kv_lens, order).row_offsets
-    assert shuffled.dtype == np.int64
-    assert shuffled.tolist() == [expected[row] for row in order]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from tests.engine.harness import (
     delete,
     fake_engine,
     gather,
-    get,
     outcome,
     rows,
     truncate,
@@ -159,23 +157,3 @@ async def test_more_sequences_than_there_may_be_are_refused_with_the_numbers(
     await caller.submit(delete("a"))
     await caller.create("d")
     assert (await caller.call("info")).fields["limits"]["max_sequences"] == 3
-
-
-@fake_engine()
-async def test_names_that_are_taken_or_unknown_are_refused_and_nothing_is_made(
-    caller: Caller,
-) -> None:
-    await caller.create("a")
-    cases: list[tuple[list[dict[str, Any]], str]] = [
-        ([{"id": "b"}, {"id": "a"}], "sequence_exists"),
-        ([{"id": "b"}, {"id": "c", "parent": "zz"}], "unknown_sequence"),
-        ([{"id": "b"}, {"id": "b"}], "invalid_request"),
-        ([{"id": "b"}, {"parent": "a", "length": 1}], "invalid_request"),
-        ([{"id": "b", "length": 1}], "invalid_request"),
-    ]
-    for new, wanted in cases:
-        reply = await outcome(caller.submit(creation(*new)))
-        assert code(reply) == wanted, new
-    for call in (delete("b"), truncate("b", 0), get("b")):
-        assert await caller.code(call) == "unknown_sequence"
-    assert (await caller.pool())["sequences"] == 1

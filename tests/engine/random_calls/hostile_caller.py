@@ -17,8 +17,8 @@ from config.settings import EngineSettings, PoolSettings, ServerSettings, Settin
 from kernels import make_backend
 from service.engine.store.setup import geometry
 from tests.engine.harness import running_engine
-from tests.image.image_fuzz import INFO
-from tests.road.random_frames.frame_fuzz import hello
+from tests.engine.random_calls.frame_fuzz import hello
+from tests.engine.random_calls.image_fuzz import INFO
 
 ARENA_BYTES: Final = 2**20
 SLOT_BYTES: Final = 4096

@@ -23,6 +23,7 @@ from attnd.wire import frames as f
 from service.image.writing import image
 from service.operations.schema.fields import ID_PATTERN, MAX_ID_LENGTH
 from service.operations.table import BY_NAME
+from tests.engine.random_calls.frame_fuzz import conversation
 from tests.engine.random_calls.hostile_caller import (
     ARENA_BYTES,
     SLOT_BYTES,
@@ -30,8 +31,7 @@ from tests.engine.random_calls.hostile_caller import (
     connected,
     live_engine,
 )
-from tests.image.image_fuzz import INFO, VALUES, broken_image
-from tests.road.random_frames.frame_fuzz import conversation
+from tests.engine.random_calls.image_fuzz import INFO, VALUES, broken_image
 
 BATCH: Final = 64
 """Calls that are sent at once: half of their slots are for requests, half for answers."""
@@ -211,7 +211,7 @@ class Fuzz:
         """A conversation of frames, most right, some broken, and then the end in some manner."""
         self.seed += 1
         talk = conversation(self.seed, arena_bytes=2**16)
-        ends = list(accumulate(len(one.data) for one in talk.frames))
+        ends = list(accumulate(map(len, talk.frames)))
         sent, arena = 0, False
         with connected(self.path) as sock, suppress(ConnectionError):
             for piece in talk.pieces:

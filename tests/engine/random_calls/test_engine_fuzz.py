@@ -11,13 +11,13 @@ from tests.engine.random_calls.hostile_calls import run
 
 CASES = int(os.environ.get("FUZZ_CASES", "25000"))
 
-pytestmark = pytest.mark.long
 
-
-@pytest.mark.parametrize("part", range(2))
-def test_an_engine_survives_what_callers_do(part: int) -> None:
-    reply = run(CASES, secrets.randbits(40))
-    assert reply["cases"] >= CASES, reply
-    for wanted in ("200", "201", "204", "400", "404", "409", "413", "422", "499"):
+@pytest.mark.parametrize("cases", [1200, pytest.param(CASES, marks=pytest.mark.long)])
+def test_an_engine_survives_what_callers_do(cases: int) -> None:
+    reply = run(cases, secrets.randbits(40))
+    assert reply["cases"] >= cases, reply
+    for wanted in ("200", "400", "404", "422"):
         assert reply[wanted] > 0, (wanted, reply)
-    assert reply["deaths"] > 10 and reply["conversations"] > 10, reply
+    if cases >= 25_000:
+        rare = ("201", "204", "409", "413", "499", "deaths", "conversations")
+        assert all(reply[wanted] > 5 for wanted in rare), reply

@@ -210,31 +210,6 @@ def test_a_clear_leaves_turns_to_others_and_serves_all_who_wait_for_it(
     run(scenario, on_disk(tmp_path, write="commit"), keys=KEYS, key="key-a")
 
 
-def test_pages_are_written_before_notes_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loading, "CLOSE_S", 0.1)
-    put, written = RecordStore.put, list[str]()
-
-    def noted(store: RecordStore, records: Any, notes: Any = None) -> list[bool]:
-        written.extend(["page"] * len(records) + ["note"] * len(notes or ()))
-        return put(store, records, notes)
-
-    async def scenario(caller: Caller) -> None:
-        keys = await page_keys(caller, PROMPTS[0])
-        await settle(caller)
-        await begin(caller, "x", PROMPTS[1])
-        await caller.call("commit", {"id": "x", "token_ids": PROMPTS[1]})
-        loading = caller.engine.store.loading
-        assert loading is not None
-        monkeypatch.setattr(loading.tiers.disk, "write_down", lambda: None)
-        monkeypatch.setattr(RecordStore, "put", noted)
-        await many(caller, [pin(key) for key in keys])
-
-    run(scenario, on_disk(tmp_path))
-    assert written == ["page"] * (len(written) - 4) + ["note"] * 4 and len(written) >= 8
-
-
 def test_a_stop_after_many_pins_loses_no_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transactions: Transactions
 ) -> None:

@@ -80,30 +80,6 @@ def test_a_disk_that_takes_no_more_is_off_and_host_memory_serves_on(
     run(scenario, on_disk(tmp_path, host_bytes=64 * BLOCK))
 
 
-async def pages_on_disk(caller: Caller) -> set[str]:
-    """Keys that events report as stored on the disk, and not as removed."""
-    keys: set[str] = set()
-    for one in (await caller.call("events", {"after": 0})).fields["events"]:
-        if one.get("medium") == "DISK":
-            change = keys.update if one["type"] == "stored" else keys.difference_update
-            change(one["page_keys"])
-    return keys
-
-
-def test_events_take_back_the_pages_of_a_disk_that_is_off(tmp_path: Path) -> None:
-    async def scenario(caller: Caller) -> None:
-        await fill(caller)
-        await settle(caller)
-        assert await pages_on_disk(caller)
-        make_faulty(caller, FaultyFiles(write_error=errno.ENOSPC))
-        await fill(caller, PROMPTS[6:9])
-        await until(lambda: caller.metric('attnd_tier_up{tier="disk"}') == 0)
-        await settle(caller)
-        assert await pages_on_disk(caller) == set()
-
-    run(scenario, on_disk(tmp_path))
-
-
 def test_a_clear_reaches_a_disk_that_is_off(tmp_path: Path) -> None:
     async def scenario(caller: Caller) -> None:
         await fill(caller)
@@ -213,18 +189,6 @@ def test_a_load_from_a_disk_that_hangs_ends_before_the_deadline(tmp_path: Path) 
         assert (await create(caller, "c", PROMPTS[2]))["cached_len"] == 4 * PAGE
         await check(caller, "c", PROMPTS[2])
         assert (await caller.pool())["integrity"] == "ok"
-
-    run(scenario, on_disk(tmp_path))
-
-
-def test_a_clear_that_cannot_erase_says_so(tmp_path: Path) -> None:
-    async def scenario(caller: Caller) -> None:
-        await fill(caller)
-        await settle(caller)
-        make_faulty(caller, FaultyFiles(write_error=errno.EIO))
-        refused = await caller.refused(NewCall("clear"), "not_erased")
-        assert "delete the files in cache.disk_path" in str(refused)
-        assert await check_all(caller) == [0] * 6
 
     run(scenario, on_disk(tmp_path))
 

@@ -57,14 +57,6 @@ class Subscriber:
             pass
         return found[0]
 
-    def hear_all(self, blocks: set[bytes]) -> None:
-        """Until the blocks are these, within a minute."""
-        self.sub.rcvtimeo, until = 100, time.monotonic() + WAIT_S
-        while set(self.blocks) != blocks:
-            assert time.monotonic() < until, (len(self.blocks), len(blocks))
-            with suppress(zmq.Again):
-                self.hear()
-
     def take(self, number: bytes, payload: bytes) -> list[dict[str, Any]]:
         when, events, rank = msgspec.msgpack.decode(payload)
         assert abs(when - time.time()) < 60 and rank == 0

@@ -184,14 +184,6 @@ def test_two_keys_are_refused(guarded: Gateway, stack: ExitStack, second: tuple[
         assert code_of(channel, *metadata) == grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_a_message_above_the_limit_is_refused(stack: ExitStack) -> None:
-    limit = ("--oip.max-message-bytes", "65536")
-    with serving() as service, gateway_of(service, *limit) as door, stack:
-        channel = connect(door, stack)
-        assert code_of(channel, data=bytes(65537)) == grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert infer(channel)
-
-
 def test_a_connection_has_a_limit_of_streams(guarded: Gateway) -> None:
     with socket.create_connection(("127.0.0.1", guarded.grpc_port), WAIT_S) as peer:
         peer.sendall(PREFACE)

@@ -1,8 +1,4 @@
-"""Images of hostile callers: right requests of every operation, broken in their bytes or fields.
-
-`broken_image` makes one from a seed, free of any engine, so that it can be sent to a real one;
-`judge` checks the promises of the reader and the operations' rules.
-"""
+"""Images of hostile callers: right requests of every operation, broken in their bytes or fields."""
 
 from __future__ import annotations
 
@@ -10,17 +6,12 @@ import copy
 import json
 import random
 import struct
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
 from service.engine.handlers.exports import header_digest
-from service.errors import AttndError, InvalidRequest, MalformedBody
-from service.image.json_body import image_of_json
-from service.image.reading import place, split
-from service.operations.schema.spec import Prepared, prepare
-from service.operations.table import BY_NAME, OPERATIONS
+from service.operations.table import OPERATIONS
 from service.operations.transfer import Header
 from tests.operations.declared import INFO as DECLARED
 
@@ -185,66 +176,3 @@ DAMAGES: Final[tuple[Callable[[random.Random, bytearray], None], ...]] = (
     insert,
     relabel,
 )
-
-
-def judge(case: Case) -> str:
-    """How the case went: `right`, or the code of its refusal. Raises where a promise is broken."""
-    try:
-        header, start = split(case.body)
-        prepared = prepare(BY_NAME[case.operation], header, len(case.body) - start, INFO)
-        tensors = place(case.body, start, prepared.layout)
-    except (MalformedBody, InvalidRequest) as error:
-        if len(str(error)) > 1000:
-            raise AssertionError(f"an error of {len(str(error))} characters") from error
-        return type(error).__name__
-    if sum(array.nbytes for array in tensors.values()) != len(case.body) - start:
-        raise AssertionError("the tensors are not the data")
-    check_promises(prepared, {name: array.shape for name, array in tensors.items()})
-    return "right"
-
-
-def check_promises(prepared: Prepared, shapes: dict[str, tuple[int, ...]]) -> None:
-    """The engine's assumptions about a prepared request."""
-    fields = prepared.fields
-    ids = getattr(fields, "ids", ())
-    promises = {
-        "ids are different": len(set(ids)) == len(ids),
-        "layers are there": (getattr(fields, "layer", 0) or 0) < INFO.num_layers,
-        "required tensors are there": all(
-            spec.optional or spec.name in shapes for spec in prepared.operation.takes
-        ),
-    }
-    rows = {"qo_indptr_array": "q", "kv_indptr_array": "k", "indptr_array": "o"}
-    for name, tensor in rows.items():
-        sums = getattr(fields, name, None)
-        if sums is not None:
-            promises[name] = (
-                sums[0] == 0
-                and sums[-1] == shapes[tensor][0]
-                and bool((sums[1:] >= sums[:-1]).all())
-            )
-    broken = [promise for promise, kept in promises.items() if not kept]
-    if broken:
-        raise AssertionError(f"{prepared.operation.name}: {broken}")
-
-
-def judge_json(case: Case) -> str:
-    """The same bytes as a JSON body, from the first brace on: an image, or refused."""
-    try:
-        image_of_json(case.body[8:], {"id": "a"} if case.operation == "truncate" else {})
-    except AttndError as error:
-        return type(error).__name__
-    return "right"
-
-
-def run(cases: int, seed: int) -> Counter[str]:
-    """How many went which way; a failure names the seed of its case."""
-    outcomes: Counter[str] = Counter()
-    for number in range(seed, seed + cases):
-        case = broken_image(number)
-        try:
-            outcomes[judge(case)] += 1
-            outcomes[f"json {judge_json(case)}"] += 1
-        except Exception as error:
-            raise AssertionError(f"seed {number}: {case}") from error
-    return outcomes
