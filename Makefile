@@ -124,7 +124,7 @@ simulate: $(VENV)/.dev  ## Run seeds of the simulated world, SEEDS=n JOBS=j, or 
 	$(BIN)/python -m tests.world --seeds $(or $(SEEDS),1000) --jobs $(or $(JOBS),2) \
 	  $(if $(BUG),--bug $(BUG)) $(ARGS)
 
-mutants: $(VENV)/.dev  ## Test the tests: mutants of core, handlers, routing, placement or plan
+mutants: $(VENV)/.dev  ## Test the tests: a sample of mutants of the code
 	OMP_NUM_THREADS=1 nice -n 15 $(BIN)/python -m tests.mutants $(ARGS)
 
 fleet: $(VENV)/.dev  ## Simulate thousands of engines, TRACE=FILE
