@@ -41,6 +41,7 @@ class Sums:
         self._unnamed: set[Node] = set()
         self._holders: Int32 = np.zeros(budget.allocator.num_pages, np.int32)
         self._used, self._cached, self._pinned = Counter[str](), Counter[str](), Counter[str]()
+        self._reserved = Counter[str]()
         self._on_node: Counter[Node] = Counter()
         self._wrong_own = ""
         """A node's wrong count of leases and pins."""
@@ -60,6 +61,8 @@ class Sums:
         for leaf in list(self._books):
             owner, count = leaf.owner.name, int(self._books.num_pages[leaf.index])
             self._hold(owner, leaf.table.read(leaf.start, count))
+            self._hold(owner, leaf.reserve)
+            self._reserved[owner] += leaf.reserve.size
             node = leaf.parent
             while node is not None and node.name is None and node not in self._unnamed:
                 self._unnamed.add(node)
@@ -110,16 +113,17 @@ class Sums:
         if self._wrong_own:
             raise IntegrityError(self._wrong_own)
         for one in budget.namespaces.values():
-            found = (self._used.pop(one.name, 0), self._cached[one.name], self._pinned[one.name])
-            if found != (one.used, one.cached, one.pinned):
+            sums = (self._cached, self._pinned, self._reserved)
+            found = (self._used.pop(one.name, 0), *(counts[one.name] for counts in sums))
+            if found != (books := (one.used, one.cached, one.pinned, one.reserved)):
                 raise IntegrityError(
-                    f"namespace {one.name} has {found} pages used, cached and pinned, its books "
-                    f"say {(one.used, one.cached, one.pinned)}"
+                    f"namespace {one.name} has {found} pages used, cached, pinned and reserved, "
+                    f"its books say {books}"
                 )
-        counted = self._cached.total(), self._pinned.total()
-        if counted != (pages.num_cached, pages.num_pinned):
-            books = f"{pages.num_cached} and {pages.num_pinned}"
-            raise IntegrityError(f"{counted} pages are cached and pinned, the books say {books}")
+        counted = self._cached.total(), self._pinned.total(), self._reserved.total()
+        if counted != (known := (pages.num_cached, pages.num_pinned, budget.num_reserved)):
+            text = f"{counted} pages are cached, pinned and reserved, the books say {known}"
+            raise IntegrityError(text)
         if any(self._used.values()):
             raise IntegrityError(f"pages of unknown namespaces: {dict(self._used)}")
         if int(np.count_nonzero(pages.node_of >= 0)) != pages.num_pages:
@@ -254,6 +258,8 @@ def check_leaf(leaf: Leaf, books: SequenceBooks, page_size: int) -> None:
     where = f"{leaf.id} with {pages} pages of {page_size}"
     if pages != -(-int(lengths.max()) // page_size):
         raise IntegrityError(f"{where} has lengths {lengths.tolist()}")
+    if leaf.reserve.size > max(0, -(-leaf.reserved_len // page_size) - pages):
+        raise IntegrityError(f"{where} reserves {leaf.reserve.size} for {leaf.reserved_len} tokens")
     above = 0 if leaf.parent is None else leaf.parent.end
     if leaf.start != above or leaf.start * page_size > lengths.min():
         raise IntegrityError(

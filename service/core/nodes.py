@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from service.core.errors import IntegrityError, InvalidRequest
 from service.core.keys import root_key
-from service.core.page_table import PageTable
+from service.core.page_table import NO_PAGES, PageTable
 from service.core.timers import Timers
 
 Int32 = NDArray[np.int32]
@@ -108,7 +108,7 @@ class Leaf:
     `table` is the sequence's whole page table, shared pages first; its first `num_pages` entries
     (in the books) are valid. Pages from `start` on are the leaf's own. `index` is the sequence's
     column in the books; `origin` the id it was forked from; `owner` the namespace its pages count
-    for.
+    for. `reserve` are its pages behind the table, for growth to `reserved_len` tokens.
     """
 
     id: str
@@ -118,6 +118,8 @@ class Leaf:
     parent: Node | None
     start: int
     table: PageTable
+    reserve: Int32 = field(default_factory=NO_PAGES.copy)
+    reserved_len: int = 0
 
 
 def named(node: Node) -> Name:
@@ -264,9 +266,9 @@ class Namespace:
     """One tenant's pages and quota.
 
     `used` counts its pages: `cached` ones, which can be evicted, `pinned` ones, held by hard pins
-    alone, and the rest, held by sequences and leases. It has at most `max_pages` (None: no limit);
-    `reserved_pages` are never allocated to others. `leases` by id, `pins`: the nodes of its hard
-    pins by root and page key, `leaves`: its sequences.
+    alone, and the rest, held by leases and sequences, with the `reserved` ones of these. It has at
+    most `max_pages` (None: no limit); `reserved_pages` are never allocated to others. `leases` by
+    id, `pins`: the nodes of its hard pins by root and page key, `leaves`: its sequences.
     """
 
     name: str
@@ -275,6 +277,7 @@ class Namespace:
     used: int = 0
     cached: int = 0
     pinned: int = 0
+    reserved: int = 0
     num_nodes: int = 0
     order: EvictionOrder = field(default_factory=EvictionOrder)
     roots: dict[str, Root] = field(default_factory=dict)

@@ -95,7 +95,8 @@ class Rows:
 
     def add_leaf(self, leaf: Leaf, num_pages: int, used: float) -> None:
         self.add_path(leaf.parent, leaf.owner)
-        self.add(leaf.parent or leaf.owner, leaf.start, num_pages - leaf.start, used, REFERENCED)
+        pages = num_pages - leaf.start + leaf.reserve.size
+        self.add(leaf.parent or leaf.owner, leaf.start, pages, used, REFERENCED)
         self.sequences[-1] = 1
 
 

@@ -9,7 +9,7 @@ from collections.abc import Generator, Hashable, Sequence
 
 import numpy as np
 
-from service.core.errors import IntegrityError, InvalidRequest, LengthMismatch
+from service.core.errors import IntegrityError, InvalidRequest, LengthMismatch, OutOfPages
 from service.core.integrity import (
     Pieces,
     Sharing,
@@ -18,11 +18,11 @@ from service.core.integrity import (
     sharing_steps,
 )
 from service.core.keys import Prefix
-from service.core.nodes import Leaf, owner_of
+from service.core.nodes import Leaf
 from service.core.page_table import PageTable
 from service.core.plans.ragged import CsrTable, csr_table, token_slots
 from service.core.pool.allocator import PageAllocator
-from service.core.pool.budget import Budget
+from service.core.pool.budget import Budget, EvictionPaused
 from service.core.pool.links import Links
 from service.core.pool.named_pages import NamedPages
 from service.core.prefix.cache import PrefixCache
@@ -77,7 +77,8 @@ class PrefixTree:
 
         A fork shares its parent's full pages up to its length and gets a fresh page for the rest:
         the caller must execute the returned copies. A parent can be an earlier one of `new`. A
-        sequence with a prefix starts with the prefix's longest cached beginning.
+        sequence with a prefix starts with the prefix's longest cached beginning. Pages for
+        `reserve` tokens more are kept for each.
 
         Raises `InvalidRequest`, `SequenceExists`, `UnknownSequence` (parents), `OutOfPages`.
         """
@@ -100,6 +101,13 @@ class PrefixTree:
                 page, source = int(tail[0]), parent.table.page(full)
                 written_from[page] = source = written_from.get(source, source)
                 copies.append((source, page, num_rows))
+        if reserving := [spec for spec in new if spec.reserve]:
+            leaves = [self.books.leaf(spec.id) for spec in reserving]
+            try:
+                self.cuts.reserve(leaves, [spec.reserve for spec in reserving])
+            except (OutOfPages, EvictionPaused):
+                self.free([spec.id for spec in reversed(new)])
+                raise
         return row_copies(copies)
 
     def free(self, ids: Ids) -> None:
@@ -109,6 +117,7 @@ class PrefixTree:
         """
         leaves = self.books.leaves(self.books.look_up_distinct(ids).indices)
         for leaf in leaves:
+            self.cuts.lower_reserve(leaf, 0)
             self.cuts.drop_pages(leaf, leaf.start)
             self.links.detach(leaf, leaf.parent)
             self.books.remove(leaf)
@@ -335,7 +344,7 @@ class PrefixTree:
         if grown.size == 0:
             return
         leaves, held = self.books.leaves(grown), self.books.num_pages[grown].tolist()
-        pages = self.budget.take(owner_of(leaves), int(missing.sum()))
+        pages = self.budget.take_for(leaves, missing)
         ends = np.cumsum(missing)
         if pages.size == grown.size:
             for leaf, have, page in zip(leaves, held, pages.tolist(), strict=True):

@@ -23,7 +23,7 @@ DEFAULT_NAMESPACE: Final = "default"
 class NewSpec:
     """A sequence to create: empty, a fork of `parent` at `length` (None: its whole length), or
     starting with the longest cached beginning of `prefix` in its `namespace`. `ttl_s`: idle seconds
-    before deletion (None: never).
+    before deletion (None: never). `reserve`: tokens behind these that it has pages for.
     """
 
     id: str
@@ -32,6 +32,7 @@ class NewSpec:
     prefix: Prefix | None = None
     namespace: str = DEFAULT_NAMESPACE
     ttl_s: float | None = None
+    reserve: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +89,8 @@ class SequenceView:
 
     `pages` is the size of its page table and `last_page_len` the tokens in the last page, at the
     longest layer. `parent` is the id of the sequence it was forked from, which may be deleted.
-    `ttl_s`: idle seconds before deletion (None: never).
+    `ttl_s`: idle seconds before deletion (None: never). `reserved_len`: the length up to which
+    pages are kept for it (0: none).
     """
 
     id: str
@@ -98,3 +100,4 @@ class SequenceView:
     last_page_len: int
     parent: str | None
     ttl_s: float | None = None
+    reserved_len: int = 0

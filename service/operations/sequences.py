@@ -38,7 +38,7 @@ from service.operations.schema.page_names import (
 from service.operations.schema.spec import Operation
 
 MAX_LISTED: Final = 1000
-PLAIN: Final = frozenset({"id", "parent", "ttl_s"})
+PLAIN: Final = frozenset({"id", "parent", "ttl_s", "reserve"})
 """Fields of a new sequence that can be combined in any way."""
 
 
@@ -56,6 +56,9 @@ class NewSequenceFields(Fields):
     `token_ids` or `page_keys` names the pages."""
     ttl_s: Seconds | None = None
     """Idle seconds before deletion; absent: never."""
+    reserve: Count = 0
+    """Tokens to keep pages for, behind those that it begins with. Until they are written, released
+    by a truncation or deleted with the sequence, no other can have these pages."""
 
 
 class CreateFields(Fields):
@@ -127,12 +130,16 @@ class TruncateFields(Fields):
     layer: Count | None = None
     """Layer to truncate alone, to undo a part of an append; not within pages shared with other
     sequences. Absent: every layer."""
+    reserve: Count | None = None
+    """Lowers the sequence's reserve to at most that number of tokens behind its new length; 0
+    releases it. Absent: it stays, and tokens that are cut can be written again."""
 
     def check(self, entries: Entries, info: InfoAnswer) -> None:
         if self.layer is not None:
             check_layer(self.layer, info)
-            if self.keep is not None:
-                refuse("keep", "given", "goes with a cut of every layer: leave layer out")
+            for name in ("keep", "reserve"):
+                if getattr(self, name) is not None:
+                    refuse(name, "given", "goes with a cut of every layer: leave layer out")
 
 
 class TruncateSequencesFields(BatchFields):
@@ -145,6 +152,8 @@ class TruncateSequencesFields(BatchFields):
     length."""
     keep_indptr: Indptr | None = None
     """int32 [B+1], with `keep`: sequence b keeps `keep[keep_indptr[b]:keep_indptr[b+1]]`."""
+    reserve: Count | None = None
+    """Lowers the reserve of each, as in a truncation of one."""
 
     def check(self, entries: Entries, info: InfoAnswer) -> None:
         check_ids(self.sequences)

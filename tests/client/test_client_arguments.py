@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -50,12 +51,15 @@ def test_integers_of_every_kind_are_sent_as_integers(
     ask(kind, script, "prefill", number(1), ["a", "b"], Q, [number(0), number(1), number(2)])
     assert script.fields()["qo_indptr"] == [0, 1, 2]
     script = Script(answer(SEQUENCE))
-    ask(kind, script, "truncate", "a", number(7), keep=[number(9)])
-    assert script.fields() == {"length": 7, "keep": [9]}
+    ask(kind, script, "truncate", "a", number(7), keep=[number(9)], reserve=number(0))
+    assert script.fields() == {"length": 7, "keep": [9], "reserve": 0}
     new = attnd.NewSequence("a", "b", number(5), ttl_s=number(60))
     script = Script(answer({"sequences": [SEQUENCE]}))
     ask(kind, script, "create_sequences", [new])
     assert script.fields()["sequences"] == [{"id": "a", "parent": "b", "length": 5, "ttl_s": 60.0}]
+    script = Script(answer({"sequences": [SEQUENCE]}))
+    ask(kind, script, "create_sequences", [new, replace(new, reserve=0)], reserve=number(3))
+    assert [one["reserve"] for one in script.fields()["sequences"]] == [3, 0]
 
 
 def test_the_types_of_all_ints_take_numpys() -> None:

@@ -36,11 +36,13 @@ ALL_NAMES = list("abcdefg")
 NAMES = st.sampled_from(ALL_NAMES)
 COUNTS = st.integers(0, 9)
 LENGTHS = st.integers(0, 20)
-SPECS = st.builds(NewSpec, NAMES, st.none() | NAMES, st.none() | LENGTHS)
+RESERVES = st.sampled_from([0, 0, 3, 9])
+SPECS = st.builds(NewSpec, NAMES, st.none() | NAMES, st.none() | LENGTHS, reserve=RESERVES)
 
 
 class TreeAgainstLists(RuleBasedStateMachine):
-    """`model[name][layer]` is the list of tokens that a sequence holds at a layer."""
+    """`model[name][layer]` is the list of tokens that a sequence holds at a layer, `reserved[name]`
+    the length up to which pages are kept for it."""
 
     @initialize(
         page_size=st.sampled_from([1, 2, 3, 4]),
@@ -53,6 +55,7 @@ class TreeAgainstLists(RuleBasedStateMachine):
         self.page_size = page_size
         self.pool = TokenPool(NUM_PAGES, page_size, NUM_LAYERS)
         self.model: dict[str, list[list[int]]] = {}
+        self.reserved: dict[str, int] = {}
         self.tokens = itertools.count()
         self.planned: dict[object, object] = {}
         self.create([NewSpec("a")])
@@ -91,12 +94,15 @@ class TreeAgainstLists(RuleBasedStateMachine):
             self.refused((UnknownSequence, error), lambda: self.pool.create(*specs))
             return
         tails = sum(len(tokens[0]) % self.page_size > 0 for tokens in made.values())
-        if tails > self.free_pages:
+        ends = {one.id: len(made[one.id][0]) + one.reserve for one in specs if one.reserve}
+        kept = sum(self.num_pages(end) - self.num_pages(len(made[n][0])) for n, end in ends.items())
+        if tails + kept > self.free_pages:
             self.refused(OutOfPages, lambda: self.pool.create(*specs))
             return
         copies = self.pool.create(*specs)
         assert len(copies) == tails
         self.model |= made
+        self.reserved |= dict.fromkeys(made, 0) | ends
 
     @rule(data=st.data(), layer=st.integers(0, NUM_LAYERS - 1), undone=st.booleans())
     def append_some(self, data: st.DataObject, layer: int, undone: bool) -> None:
@@ -113,6 +119,7 @@ class TreeAgainstLists(RuleBasedStateMachine):
         needed = 0
         for name, count in counts.items():
             held = self.num_pages(max(map(len, self.model[name])))
+            held = max(held, self.num_pages(self.reserved[name]))
             needed += max(0, self.num_pages(len(self.model[name][layer]) + count) - held)
         if needed > self.free_pages:
             refusal = self.refused(OutOfPages, call)
@@ -137,7 +144,8 @@ class TreeAgainstLists(RuleBasedStateMachine):
         for name in names:
             parent = data.draw(st.sampled_from(sorted(lengths)))
             lengths[name] = data.draw(st.integers(0, lengths[parent]))
-            specs.append(NewSpec(name, parent, lengths[name]))
+            reserve = data.draw(RESERVES)
+            specs.append(NewSpec(name, parent, lengths[name], reserve=reserve))
         self.create(specs)
 
     @precondition(lambda self: self.model)
@@ -176,12 +184,13 @@ class TreeAgainstLists(RuleBasedStateMachine):
         try:
             self.pool.truncate(name, length)
         except OutOfPages:
-            assert self.free_pages == 0
+            assert self.free_pages == self.pool.tree.books.leaf(name).reserve.size == 0
             assert length % self.page_size > 0
             assert self.seen() == before
             return
         for tokens in self.model[name]:
             del tokens[length:]
+        self.reserve_is_lower_behind_shared_pages([name])
 
     @rule(data=st.data())
     def cut_many(self, data: st.DataObject) -> None:
@@ -211,6 +220,22 @@ class TreeAgainstLists(RuleBasedStateMachine):
         for name, length, keep in zip(names, lengths, keeps, strict=True):
             for tokens in self.model[name]:
                 tokens[length:] = [tokens[at] for at in keep]
+        self.reserve_is_lower_behind_shared_pages(names)
+
+    def reserve_is_lower_behind_shared_pages(self, names: list[str]) -> None:
+        """A cut may lower reserves, whose pages were those of others."""
+        for name in names:
+            left = self.pool.tree.describe(name).reserved_len
+            assert left <= self.reserved[name]
+            self.reserved[name] = left
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), count=COUNTS)
+    def lower_a_reserve(self, data: st.DataObject, count: int) -> None:
+        name = data.draw(st.sampled_from(sorted(self.model)))
+        self.pool.tree.cuts.lower_reserve(self.pool.tree.books.leaf(name), count)
+        end = min(map(len, self.model[name])) + count if count else 0
+        self.reserved[name] = min(self.reserved[name], end)
 
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
@@ -234,6 +259,9 @@ class TreeAgainstLists(RuleBasedStateMachine):
             view = tree.describe(name)
             assert view.lengths == tuple(map(len, layers)), name
             assert view.pages == self.num_pages(max(view.lengths)), name
+            assert view.reserved_len == self.reserved[name]
+            kept = max(0, self.num_pages(view.reserved_len) - view.pages)
+            assert tree.books.leaf(name).reserve.size == kept
 
     @invariant()
     def every_sequence_reads_back(self) -> None:

@@ -102,7 +102,8 @@ def test_parameters_of_the_path_are_not_in_the_body() -> None:
     (parameter,) = operation_object(BY_NAME["truncate"])["parameters"]
     assert (parameter["name"], parameter["in"], parameter["required"]) == ("id", "path", True)
     body = schemas()["TruncateFields"]
-    assert set(body["properties"]) == {"length", "keep", "layer"} and body["required"] == ["length"]
+    assert set(body["properties"]) == {"length", "keep", "layer", "reserve"}
+    assert body["required"] == ["length"]
 
 
 @pytest.mark.parametrize("name", ["commit", "export_sequence", "import_sequence"])

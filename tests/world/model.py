@@ -41,11 +41,13 @@ DEADLINE_S: Final = ServerSettings().deadline_s  # of calls that give none
 
 @dataclass(slots=True)
 class Life:
-    """How long a sequence stays, and how many of its tokens are in named pages."""
+    """How long a sequence stays, how many of its tokens are in named pages, and the length up to
+    which it has a reserve."""
 
     touched: float
     ttl_s: float = NEVER
     committed: int = 0
+    reserved: int = 0
 
 
 class Namespace:
@@ -188,6 +190,7 @@ class Model:
     def _change(self, space: Namespace, step: Step) -> None:
         """The rows of a sequence; it may be new, or be deleted."""
         op, name, size = step.op, step.name, self.geometry.page_size
+        fields = op.answer[0] if op.answer else {}
         if op.made and name in space.held and space.may_have_ended(name):
             space.drop(name)
         outcome = step.apply(space.held, 0)
@@ -199,13 +202,20 @@ class Model:
         check(step.is_right(rows, self.rows), "a wrong answer:", step.text, rows, op.answer)
         if op.made:
             new = op.new[step.at] if op.new else op.plan
-            space.lives[name] = Life(op.sent, new.get("ttl_s") or NEVER)
+            end = len(rows[0]) + new["reserve"] if new.get("reserve") else 0
+            space.lives[name] = Life(op.sent, new.get("ttl_s") or NEVER, 0, end)
         life = space.lives[name]
+        if op.name in CUTTING:
+            view = fields["sequences"][step.at] if "sequences" in fields else fields
+            check(view["reserved_len"] <= life.reserved, "a cut made a reserve:", step.text, view)
+            life.reserved = view["reserved_len"]
         kept = step.cut[0] if op.name in CUTTING else min(map(len, rows))
         life.committed = min(life.committed, kept // size * size)
 
     def _is_explained(self, space: Namespace, op: Op, code: str, problem: dict[str, Any]) -> bool:
         """Whether an error is right in the present state."""
+        if code == "out_of_pages" and self._is_reserved(space, op):
+            return False
         faults = FAULT_OF.get(code, set()) & set(self.faults[op.faults :])
         if faults or op.name in MAY_FAIL.get(code, ()):
             return True
@@ -254,7 +264,10 @@ class Model:
         for one in (*self.outstanding, op):
             used[one.space.name] += self._need(one)
         for name, space in self.spaces.items():
-            held = [max(one.rows, key=len) for one in space.held.values()]
+            for at, one in space.held.items():
+                end = max(space.lives[at].reserved, *map(len, one.rows))
+                used[name] += -(-end // self.geometry.page_size)
+            held: list[Sequence[int]] = []
             held += [rows for rows, *_ in space.leases.values()]
             held += [space.keys[key] for key in space.pins | space.earlier_pins]
             used[name] += sum(map(self._pages, held)) + sum(space.imports.values())
@@ -263,6 +276,17 @@ class Model:
         others = (one for one in self.spaces.values() if one is not own)
         kept = sum(max(used[one.name], one.reserved) for one in others)
         return bool(used[own.name] + kept > self.geometry.num_pages)
+
+    def _is_reserved(self, space: Namespace, op: Op) -> bool:
+        """Whether the rows that a call brings are within the reserves of its sequences, which no
+        other call that is under way may have changed."""
+        others = {name for one in self.outstanding for name in one.written}
+        return bool(op.rows) and all(
+            name in space.certain() - others
+            and len(space.held[name].rows[layer]) + len(rows) <= space.lives[name].reserved
+            for name, rows in zip(op.ids, op.rows, strict=True)
+            for layer in op.layers
+        )
 
     def _need(self, op: Op) -> int:
         """Pages that a call may take for some time, at most."""
@@ -273,7 +297,8 @@ class Model:
         every = [one.rows for space in self.spaces.values() for one in space.held.values()]
         longest = max((self._pages(rows) for some in every for rows in some), default=0) + 2
         is_one = op.name in ("truncate", "import_sequence", "commit")
-        return longest * (1 if is_one else len(op.new))
+        reserves = sum(-(-new.get("reserve", 0) // self.geometry.page_size) for new in op.new)
+        return longest * (1 if is_one else len(op.new)) + reserves
 
     def _least_cached(self, space: Namespace, wanted: Sequence[int]) -> int:
         """Tokens of a prompt that are certainly cached: leased, or of a committed sequence."""

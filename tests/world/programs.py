@@ -157,9 +157,10 @@ class Program:
         return Op("create_sequences", {"sequences": [*map(self.extended, every)]}, plan=plan)
 
     def extended(self, new: dict[str, Any]) -> dict[str, Any]:
-        """A new sequence, now and then a short-lived one, or one without an id."""
+        """A new sequence, now and then a short-lived one, one with a reserve, or without an id."""
         draw = self.order.random()
         if not self.in_cluster:
+            new = new | {"reserve": int(100 * draw) - 84} if draw > 0.85 else new
             return new | {"ttl_s": self.order.choice(SHORT_S)} if draw < 0.12 else new
         return {} if draw < 0.1 and new.keys() == {"id"} else new
 

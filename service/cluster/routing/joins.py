@@ -19,14 +19,16 @@ def join_sums(_: Fields, replies: Sequence[Fields]) -> Fields:
 
 
 def join_pools(_: Fields, replies: Sequence[Fields]) -> Fields:
-    """Pages are added; the sharing ratio is weighted by the pages in use."""
-    apart = {"sharing_ratio", "integrity"}
+    """Pages are added; the sharing ratio is weighted by the pages in use. A sequence is on one
+    engine: that with the most room says how many tokens it can have."""
+    apart = {"sharing_ratio", "integrity", "available_tokens"}
     joined = join_sums(_, [{name: one[name] for name in one.keys() - apart} for one in replies])
     weights = [one["referenced"] for one in replies]
     shared = sum(w * one["sharing_ratio"] for w, one in zip(weights, replies, strict=True))
     broken = [one["integrity"] for one in replies if one["integrity"] != "ok"]
     joined["sharing_ratio"] = shared / sum(weights) if sum(weights) else 1.0
     joined["integrity"] = "; ".join(broken) or "ok"
+    joined["available_tokens"] = max(one["available_tokens"] for one in replies)
     return joined
 
 

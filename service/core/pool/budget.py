@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, Literal, Protocol
 
+import numpy as np
+
 from service.core.errors import InvalidRequest, OutOfPages
-from service.core.nodes import Int32, Namespace, Node, named
+from service.core.nodes import Int32, Leaf, Namespace, Node, named, owner_of
 from service.core.pool.allocator import PageAllocator
 from service.core.pool.links import Links
 from service.core.pool.named_pages import NamedPages
@@ -44,6 +47,8 @@ class Budget:
         beyond the evictions."""
         self.unattached: dict[int, Namespace] = {}
         """Pages taken for a cut under way, which no sequence has yet, by number."""
+        self.num_reserved = 0
+        """Pages in the reserves of all sequences."""
         self._named = named
         self._links = links
 
@@ -91,6 +96,26 @@ class Budget:
     def release(self, owner: Namespace, pages: Int32) -> None:
         self.allocator.release(pages)
         owner.used -= pages.size
+
+    def take_for(self, leaves: Sequence[Leaf], counts: Int32) -> Int32:
+        """`take` for sequences of one namespace, `counts` [B] pages each, from their reserves
+        first: int32 [sum(counts)], in order."""
+        if not self.num_reserved:
+            return self.take(owner_of(leaves), int(counts.sum()))
+        own = np.minimum(counts, [leaf.reserve.size for leaf in leaves]).tolist()
+        fresh, parts, at = self.take(owner_of(leaves), int(counts.sum()) - sum(own)), [], 0
+        for leaf, count, num_own in zip(leaves, counts.tolist(), own, strict=True):
+            parts += [leaf.reserve[:num_own], fresh[at : (at := at + count - num_own)]]
+            self.set_reserve(leaf, leaf.reserve[num_own:])
+        return np.concatenate(parts)
+
+    def set_reserve(self, leaf: Leaf, pages: Int32) -> None:
+        """Make `pages`, which count for its namespace, a sequence's reserve."""
+        more = pages.size - leaf.reserve.size
+        leaf.reserve = pages
+        leaf.owner.reserved += more
+        self.num_reserved += more
+        self.allocator.num_changes += 1
 
     def available(self, owner: Namespace) -> int:
         """Pages the namespace can allocate without evictions; can be negative."""
@@ -169,7 +194,7 @@ class Budget:
         """
         own = 0 if owner.max_pages is None else owner.used + count - owner.max_pages
         if count > self.obtainable(owner):
-            raise self._refusal(owner, count)
+            raise self.refusal(owner, count)
         left = self.most_evicted
         urgency: Urgency = "now" if left == NO_LIMIT else "wait"
         if own > 0:
@@ -182,7 +207,7 @@ class Budget:
                 raise EvictionPaused
             victim = self.victim(owner)
             if victim is None:
-                raise self._refusal(owner, count)
+                raise self.refusal(owner, count)
             done = self.evict(victim, min(missing, self._spare(victim, owner), left), urgency)
             if self.keeper is not None and not done:
                 raise EvictionPaused
@@ -213,7 +238,7 @@ class Budget:
         reserved = sum(one.reserved_pages for one in users)
         return (self.allocator.num_pages - reserved) // max(1, len(users))
 
-    def _refusal(self, owner: Namespace, needed: int) -> OutOfPages:
+    def refusal(self, owner: Namespace, needed: int) -> OutOfPages:
         total = self.allocator.num_pages if owner.max_pages is None else owner.max_pages
         free = max(0, self.available(owner))
         return OutOfPages(needed, free, total, owner.held, self.obtainable(owner))

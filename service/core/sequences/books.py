@@ -230,6 +230,7 @@ class SequenceBooks:
             max(lengths) - max(pages - 1, 0) * page_size,
             leaf.origin,
             None if ttl_s == FOREVER else ttl_s,
+            leaf.reserved_len,
         )
 
     def after(self, after: str | None, limit: int) -> list[Leaf]:

@@ -22,7 +22,8 @@ class Cut:
 
     The first `length` tokens stay in place, then come the tokens `keep`, int32, ascending. The
     first `full` pages are unchanged; pages from `start` on are the sequence's own. In a cut within
-    shared pages (`full < start`) the pages after `full` are `tail`: own pages, then `fresh` ones.
+    shared pages (`full < start`) the pages after `full` are `tail`: own pages, then `fresh` ones,
+    the first `num_reserved` of which are from the sequence's reserve.
     """
 
     leaf: Leaf
@@ -32,6 +33,7 @@ class Cut:
     start: int
     reused: Int32
     fresh: Int32
+    num_reserved: int = 0
 
     @property
     def is_shared(self) -> bool:
@@ -96,17 +98,23 @@ class Cuts:
             check_depth(cut.leaf for cut in cuts if cut.is_shared)
         if not sum(wanted):
             return cuts
-        owner = owner_of(leaves)
-        taken = self._budget.take(owner, sum(wanted))
-        self._budget.unattached.update(dict.fromkeys(taken.tolist(), owner))
+        cut_leaves = [cut.leaf for cut in cuts]
+        own = [min(leaf.reserve.size, num) for leaf, num in zip(cut_leaves, wanted, strict=True)]
+        taken = self._budget.take_for(cut_leaves, np.array(wanted, np.int32))
+        self._budget.unattached.update(dict.fromkeys(taken.tolist(), owner_of(leaves)))
         pages = np.split(taken, np.cumsum(wanted)[:-1])
-        return [replace(cut, fresh=fresh) for cut, fresh in zip(cuts, pages, strict=True)]
+        return [
+            replace(cut, fresh=fresh, num_reserved=num)
+            for cut, fresh, num in zip(cuts, pages, own, strict=True)
+        ]
 
     def release(self, cuts: Sequence[Cut]) -> None:
         """Release the pages of cuts that are cancelled."""
         for cut in cuts:
             self._forget(cut)
-            self._budget.release(cut.leaf.owner, cut.fresh)
+            own, leaf = cut.fresh[: cut.num_reserved], cut.leaf
+            self._budget.set_reserve(leaf, np.concatenate((own, leaf.reserve)))
+            self._budget.release(leaf.owner, cut.fresh[cut.num_reserved :])
 
     def _forget(self, cut: Cut) -> None:
         """The cut's fresh pages are released, or its leaf's, from now on."""
@@ -174,7 +182,10 @@ class Cuts:
         own = max(leaf.start, cut.full)
         behind = leaf.table.read(cut.start + cut.reused.size, count)
         left = np.concatenate((leaf.table.read(own, cut.start), behind))
-        self._budget.release(leaf.owner, left)
+        self._release(leaf, cut.full + tail.size, left)
+        # Of pages that others share, none come back: less may be reserved than before.
+        held = cut.full + tail.size + leaf.reserve.size
+        leaf.reserved_len = min(leaf.reserved_len, held * self._page_size)
         if cut.full < leaf.start:
             lower, upper = leaf.parent, self._links.node_ending_at(leaf, cut.full)
             self._links.attach(leaf, upper)
@@ -186,9 +197,43 @@ class Cuts:
     def drop_pages(self, leaf: Leaf, keep: int) -> None:
         """Release the leaf's own pages after the first `keep` of its table."""
         count = int(self._books.num_pages[leaf.index])
-        self._budget.release(leaf.owner, leaf.table.read(keep, count))
+        self._release(leaf, keep, leaf.table.read(keep, count))
         leaf.table.cut(keep)
         self._books.set_num_pages(leaf, keep)
+
+    def _release(self, leaf: Leaf, keep: int, pages: Int32) -> None:
+        """Release pages that a leaf no longer has behind its first `keep`, but those which its
+        reserve is missing then."""
+        if leaf.reserved_len:
+            wanted = -(-leaf.reserved_len // self._page_size) - keep
+            back = pages[: max(0, wanted - leaf.reserve.size)]
+            self._budget.set_reserve(leaf, np.concatenate((back, leaf.reserve)))
+            pages = pages[back.size :]
+        self._budget.release(leaf.owner, pages)
+
+    def reserve(self, leaves: Sequence[Leaf], counts: Sequence[int]) -> None:
+        """Take pages for `counts` more tokens of each sequence. Raises `OutOfPages`."""
+        size, books = self._page_size, self._books
+        lens = [books.length(leaf) + count for leaf, count in zip(leaves, counts, strict=True)]
+        held = [int(books.num_pages[leaf.index]) for leaf in leaves]
+        wanted = [-(-end // size) - pages for end, pages in zip(lens, held, strict=True)]
+        taken, at = self._budget.take(owner_of(leaves), sum(wanted)), 0
+        for leaf, end, num in zip(leaves, lens, wanted, strict=True):
+            leaf.reserved_len = end
+            self._budget.set_reserve(leaf, taken[at : (at := at + num)].copy())
+
+    def lower_reserve(self, leaf: Leaf, count: int) -> None:
+        """Keep pages for at most `count` tokens behind a sequence's length; release the others."""
+        if not leaf.reserved_len:
+            return
+        length, num_pages = self._books.length(leaf), int(self._books.num_pages[leaf.index])
+        end = length + count if count else 0
+        if end < leaf.reserved_len:
+            leaf.reserved_len = end
+            keep = max(0, -(-end // self._page_size) - num_pages)
+            pages, freed = leaf.reserve[:keep].copy(), leaf.reserve[keep:]
+            self._budget.set_reserve(leaf, pages)
+            self._budget.release(leaf.owner, freed)
 
 
 def check_cut(length: int, keep: Int32, longest: int) -> None:

@@ -9,6 +9,7 @@ from typing import Final
 
 from service.core.errors import InvalidRequest
 from service.core.keys import Prefix
+from service.core.pool.budget import NO_LIMIT, EvictionPaused
 from service.core.values import NewSpec, RowCopies, SequenceView
 from service.engine.handlers.prefix import prompt_of
 from service.engine.handlers.rows import NUMBER_BYTES
@@ -36,7 +37,9 @@ MADE_AT_ONCE: Final = 32
 """Sequences made or deleted between two reads of the clock: about a millisecond."""
 NAMED_AT_ONCE: Final = 4096
 """Token ids or keys of prefixes looked up between two reads of the clock, likewise."""
-VIEW_BYTES: Final = 416
+EVICTED_AT_ONCE: Final = 256
+"""Pages evicted for a reserve between two reads of the clock: up to a millisecond or two."""
+VIEW_BYTES: Final = 448
 """Room for one sequence in an answer, beside its ids and lengths."""
 LONGEST_ID: Final = 128
 
@@ -47,6 +50,7 @@ def create_sequences(store: Store, request: Request, _: Seconds) -> Work:
     if any(one.parent is None for one in new):
         store.refuse_new()
     store.refuse_sequences(tenant.namespace, len(new))
+    refuse_reserves(store, tenant.namespace, [one.reserve for one in new])
     fresh = fresh_ids(tenant, sum(one.id is None for one in new))
     names = iter(fresh)
     ids = [next(names) if one.id is None else one.id for one in new]
@@ -120,9 +124,8 @@ class SequenceBatch:
     def _spec(self, index: int) -> NewSpec:
         one, tenant = self._request.fields.sequences[index], self._request.tenant
         prefix = prefix_at(self._store, self._request, index)
-        return NewSpec(
-            self._ids[index], one.parent, one.length, prefix, tenant.namespace, one.ttl_s
-        )
+        name, namespace = self._ids[index], tenant.namespace
+        return NewSpec(name, one.parent, one.length, prefix, namespace, one.ttl_s, one.reserve)
 
     def _add_view(self, spec: NewSpec) -> None:
         """Add a sequence to the answer, as JSON, and count the tokens found of its prefix."""
@@ -151,8 +154,22 @@ class SequenceBatch:
     def _pieces(self) -> Generator[None, None, None]:
         at_once = MADE_AT_ONCE if self.is_short else 1
         for first in range(0, len(self._ids), at_once):
-            self.some(first, min(first + at_once, len(self._ids)))
+            last = min(first + at_once, len(self._ids))
+            while not self._has_made(first, last):
+                yield
             yield
+
+    def _has_made(self, first: int, last: int) -> bool:
+        """Make sequences `first:last`; False where more pages have to be evicted for them."""
+        budget = self._store.tree.budget
+        budget.most_evicted = EVICTED_AT_ONCE
+        try:
+            self.some(first, last)
+        except EvictionPaused:
+            return False
+        finally:
+            budget.most_evicted = NO_LIMIT
+        return True
 
     def undo(self) -> None:
         for piece in self._undo_pieces():
@@ -167,6 +184,15 @@ class SequenceBatch:
             some, self._made = self._made[-MADE_AT_ONCE:], self._made[:-MADE_AT_ONCE]
             self._store.tree.free(some)
             yield
+
+
+def refuse_reserves(store: Store, namespace: str, counts: Sequence[int]) -> None:
+    """Raises `OutOfPages` where `counts` tokens cannot be reserved, whatever is evicted."""
+    budget, size = store.tree.budget, store.geometry.page_size
+    needed = sum(count // size for count in counts)
+    owner = budget.look(namespace)
+    if needed > budget.obtainable(owner):
+        raise budget.refusal(owner, needed)
 
 
 def refuse_uneven_parents(store: Store, specs: Sequence[NewSpec]) -> None:
@@ -236,6 +262,7 @@ def sequence_fields(view: SequenceView, tenant: Tenant) -> Fields:
         "last_page_len": view.last_page_len,
         "parent": None if view.parent is None else tenant.shown(view.parent),
         "ttl_s": view.ttl_s,
+        "reserved_len": view.reserved_len,
     }
 
 

@@ -83,7 +83,10 @@ def pool(store: Store, request: Request, _: Seconds) -> Work:
     namespace = request.tenant.namespace
     fields = store.numbers(namespace)
     fields["total"] = sum(fields[name] for name in ("free", "referenced", "cached", "pinned"))
-    num_named = store.tree.budget.look(namespace).num_nodes
+    own = store.tree.budget.look(namespace)
+    fields["reserved"] = own.reserved
+    fields["available_tokens"] = fields["available"] * store.geometry.page_size
+    num_named = own.num_nodes
 
     def slices() -> Slices:
         sharing = yield from in_slices(store.tree.sharing_steps(namespace))

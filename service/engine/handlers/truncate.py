@@ -64,7 +64,7 @@ def truncate(store: Store, request: Request, _: Seconds) -> Work:
         return Completed()
     keep = np.array(fields.keep or (), np.int32)
     cuts = store.tree.cuts.prepare((name,), (fields.length,), (keep,))
-    return cut(store, cuts, answer)
+    return cut(store, cuts, partial(finished, store, (name,), fields.reserve, answer))
 
 
 def truncate_sequences(store: Store, request: Request, _: Seconds) -> Work:
@@ -80,7 +80,18 @@ def truncate_sequences(store: Store, request: Request, _: Seconds) -> Work:
         views = [sequence_fields(store.tree.describe(name), request.tenant) for name in ids]
         request.place.lay({"sequences": views})
 
-    return cut(store, store.tree.cuts.prepare(ids, fields.lengths, keeps, batch=True), answer)
+    cuts = store.tree.cuts.prepare(ids, fields.lengths, keeps, batch=True)
+    return cut(store, cuts, partial(finished, store, ids, fields.reserve, answer))
+
+
+def finished(
+    store: Store, ids: Sequence[str], reserve: int | None, answer: Callable[[], None]
+) -> None:
+    """Lower the reserves of sequences that are cut, where that was asked for, and answer."""
+    if reserve is not None:
+        for name in ids:
+            store.tree.cuts.lower_reserve(store.tree.books.leaf(name), reserve)
+    answer()
 
 
 def cut(store: Store, cuts: Sequence[Cut], answer: Callable[[], None]) -> Work:

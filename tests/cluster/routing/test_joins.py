@@ -23,12 +23,14 @@ def pool(referenced: int, sharing: float, integrity: str = "ok") -> dict[str, An
     counts = ("cached", "pinned", "total", "available", "leases", "sequences", "imports", "nodes")
     numbers = dict.fromkeys(("free", *counts), 1)
     rest = {"referenced": referenced, "sharing_ratio": sharing, "integrity": integrity}
+    rest["available_tokens"] = 10 * referenced
     return numbers | rest
 
 
 def test_pools_are_added_and_sharing_is_that_of_all_pages() -> None:
     joined = JOINS["pool"]({}, [pool(1, 1.0), pool(3, 5.0, "a hole")])
     assert (joined["free"], joined["available"], joined["referenced"]) == (2, 2, 4)
+    assert joined["available_tokens"] == 30, "a sequence is on one engine"
     assert (joined["sharing_ratio"], joined["integrity"]) == (4.0, "a hole")
     assert JOINS["pool"]({}, [pool(0, 1.0)])["sharing_ratio"] == 1.0
     model = BY_NAME["pool"].answer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -41,6 +41,7 @@ class NewSequence:
     """`id` None: the service makes one. With `parent`, fork it at `length` (None: all of it).
 
     With `prefix`, begin with the cached part of it. `ttl_s`: idle seconds before deletion.
+    `reserve`: tokens behind its first ones that pages are kept for.
     """
 
     id: str | None = None
@@ -48,6 +49,7 @@ class NewSequence:
     length: Int | None = None
     prefix: Prefix | None = None
     ttl_s: float | None = None
+    reserve: Int | None = None
 
     def document(self) -> dict[str, Any]:
         given: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
@@ -58,12 +60,18 @@ class NewSequence:
         return {name: plain(value, name) for name, value in given.items() if value is not None}
 
 
-def create_sequences(sequences: Sequence[NewSequence]) -> Call[tuple[SequenceInfo, ...]]:
+def create_sequences(
+    sequences: Sequence[NewSequence], *, reserve: Int | None = None
+) -> Call[tuple[SequenceInfo, ...]]:
     """Make sequences, empty, forked or from the prefix cache, all or none, in the order given.
 
-    Prefixes are named all by token ids or all by page keys. Raises `SequenceExists`,
-    `UnknownSequence` (a parent), `OutOfPages`, `InvalidRequest`.
+    Prefixes are named all by token ids or all by page keys. `reserve` is that of each which has
+    none of its own. Raises `SequenceExists`, `UnknownSequence` (a parent), `OutOfPages` (also where
+    the reserves do not fit), `InvalidRequest`.
     """
+    if reserve is not None:
+        given = instances(sequences, NewSequence, "sequences")
+        sequences = [replace(one, reserve=reserve) if one.reserve is None else one for one in given]
     return creating(sequences, reads("create_sequences"))
 
 
@@ -74,10 +82,12 @@ def create_sequence(
     length: Int | None = None,
     prefix: Prefix | None = None,
     ttl_s: float | None = None,
+    reserve: Int | None = None,
 ) -> Call[SequenceInfo]:
     """`create_sequences` of one: empty, `parent` forked at `length` (None: all of it), or beginning
-    with the cached part of `prefix` (`cached_len` of the result)."""
-    new = NewSequence(id, parent, length, prefix, ttl_s)
+    with the cached part of `prefix` (`cached_len` of the result). Pages are kept for `reserve`
+    tokens behind these; raises `OutOfPages` where they do not fit."""
+    new = NewSequence(id, parent, length, prefix, ttl_s, reserve)
     return creating([new], lambda reply: reads("create_sequences")(reply)[0])
 
 
@@ -127,24 +137,32 @@ def delete_sequence(sequence: str) -> Call[None]:
     return Call("delete_sequence", nothing, fields=fields, recover=settled_by(UnknownSequence))
 
 
-def truncate(sequence: str, length: Int, *, keep: Indices | None = None) -> Call[SequenceInfo]:
+def truncate(
+    sequence: str, length: Int, *, keep: Indices | None = None, reserve: Int | None = None
+) -> Call[SequenceInfo]:
     """Cut every layer to `length` tokens, and keep those at `keep` as well.
 
     `keep` are tokens behind `length`, in rising order, counted from the start of the sequence, such
-    as the accepted path of a tree of drafts. They move up to follow `length`. Raises
+    as the accepted path of a tree of drafts. They move up to follow `length`. The sequence's
+    reserve stays, or is lowered to `reserve` tokens behind the new length (0: released). Raises
     `UnknownSequence`, `InvalidRequest`, `OutOfPages`.
     """
     kept = whole_numbers(keep, "keep")
     named = sequence_id(sequence, many="truncate_sequences")
-    fields = plain_fields({"id": named, "length": whole_number(length, "length"), "keep": kept})
+    given = {"length": whole_number(length, "length"), "keep": kept, "reserve": reserve}
+    fields = plain_fields({"id": named, **given})
     # Without `keep`, cutting to the same length again changes nothing.
     return Call("truncate", reads("truncate"), repeatable=not kept, fields=fields)
 
 
 def truncate_sequences(
-    sequences: Sequence[str], lengths: Indices, *, keep: Sequence[Indices] | None = None
+    sequences: Sequence[str],
+    lengths: Indices,
+    *,
+    keep: Sequence[Indices] | None = None,
+    reserve: Int | None = None,
 ) -> Call[tuple[SequenceInfo, ...]]:
-    """`truncate` for many sequences, all or none; `keep` has a list for each of them.
+    """`truncate` for many sequences, all or none; `keep` has a list for each, `reserve` is for all.
 
     Raises `UnknownSequence`, `InvalidRequest`, `OutOfPages`.
     """
@@ -153,6 +171,7 @@ def truncate_sequences(
     if keep is not None and len(kept) != len(ids):
         raise ValueError(f"keep has {len(kept)} lists: it must have {len(ids)}, one per sequence")
     fields: dict[str, Any] = {"sequences": ids, "lengths": whole_numbers(lengths, "lengths")}
+    fields |= plain_fields({"reserve": reserve})
     if any(kept):
         fields["keep"] = [at for one in kept for at in one]
         fields["keep_indptr"] = indptr_of(kept)

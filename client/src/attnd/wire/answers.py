@@ -37,6 +37,7 @@ class SequenceInfo:
     `ttl_s`: idle seconds before deletion; null: never.
     `cached`: tokens found by the tier that had them (`pool`, `host`, `disk`), if the service has
         other tiers than the pool.
+    `reserved_len`: length up to which pages are kept for it; 0: it has no reserve.
     """
 
     id: str
@@ -48,6 +49,7 @@ class SequenceInfo:
     cached_len: int = 0
     ttl_s: float | None = None
     cached: Mapping[str, int] | None = None
+    reserved_len: int = 0
     meta: Meta = field(default=NO_META, compare=False, repr=False)
 
 
@@ -258,6 +260,9 @@ class Pool:
     `imports`: unfinished imports, which hold pages and are not sequences yet.
     `available`: pages that can be allocated within the quota, evictions included. In a cluster, of
         all engines together.
+    `available_tokens`: tokens that a new sequence can have now: the largest `reserve` that is
+        accepted. In a cluster, of the engine with the most room.
+    `reserved`: pages kept by the reserves of sequences, among the `referenced` ones.
     """
 
     free: int
@@ -272,6 +277,8 @@ class Pool:
     integrity: str
     imports: int = 0
     available: int = 0
+    available_tokens: int = 0
+    reserved: int = 0
     meta: Meta = field(default=NO_META, compare=False, repr=False)
 
 
