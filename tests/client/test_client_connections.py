@@ -318,7 +318,7 @@ def test_a_server_that_stops_answering_is_timed_out(kind: Kind, pieces: tuple[by
         began = time.monotonic()
         with pytest.raises(attnd.TimedOut):
             ask(kind, server, get, timeout=0.2, retries=3)
-        assert 0.2 <= time.monotonic() - began < 2
+        assert 0.2 <= time.monotonic() - began < 10
     assert len(server.peers) == 1
 
 
@@ -327,13 +327,13 @@ def test_a_trickle_does_not_outlast_the_timeout(kind: Kind) -> None:
         peer.request()
         for byte in WHOLE:
             peer.send(bytes([byte]))
-            time.sleep(0.05)
+            time.sleep(0.2)  # more than 15 s for all
 
     with stalling(trickle) as server:
         began = time.monotonic()
         with pytest.raises(attnd.TimedOut):
             ask(kind, server, get, timeout=0.3)
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 10
 
 
 def test_a_server_that_does_not_read_is_timed_out(kind: Kind) -> None:

@@ -98,10 +98,10 @@ def send(door: Running, data: bytes, times: int) -> None:
 
 
 def garbage_of(work: Callable[[], None]) -> int:
-    """Objects that `work` leaves to a full collection: the fewest of three attempts, because other
+    """Objects that `work` leaves to a full collection: the fewest of ten attempts, because other
     threads may leave some now and then."""
     found = []
-    while len(found) < 3 and min(found, default=TIMES) >= TIMES:
+    while len(found) < 10 and min(found, default=TIMES) >= TIMES:
         gc.collect()
         gc.disable()
         try:

@@ -126,4 +126,4 @@ def test_events_pass_at_once(door: Running, proxy: int) -> None:
             events.newest = number
             while next(lines) != "event: cleared":
                 pass
-            assert time.monotonic() - began < 1
+            assert time.monotonic() - began < 5

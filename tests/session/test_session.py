@@ -314,12 +314,12 @@ def test_a_refused_session_raises_the_problem(bench: Bench) -> None:
 @pytest.mark.parametrize("step", ["timeout", "deadline"])
 def test_a_call_without_an_answer_times_out_and_is_cancelled(bench: Bench, step: str) -> None:
     engine = bench.start(Never(), attended)
-    session = bench.session(timeout=0.2 if step == "timeout" else 5.0)
+    session = bench.session(timeout=0.2 if step == "timeout" else 60.0)
     waiting = session.with_options(deadline=None if step == "timeout" else 0.2)
     began = time.monotonic()
     with pytest.raises(attnd.TimedOut):
         waiting.decode(0, ["a"], Q)
-    assert 0.2 <= time.monotonic() - began < 2
+    assert 0.2 <= time.monotonic() - began < 30
     assert (session.decode(0, ["a"], Q).o == Q + 1).all()
     assert engine.cancelled == [engine.seen[0].number]
 

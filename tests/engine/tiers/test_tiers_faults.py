@@ -170,9 +170,9 @@ def test_a_load_from_a_disk_that_hangs_ends_before_the_deadline(tmp_path: Path) 
         files = make_faulty(caller, HungFiles())
         began = time.monotonic()
         new = creation({"id": "a", "prefix": {"token_ids": PROMPTS[0]}})
-        reply = await caller.submit(new, deadline_s=0.5)
+        reply = await caller.submit(new, deadline_s=2.0)
         assert reply.fields["sequences"][0]["cached_len"] == 0
-        assert time.monotonic() - began < 0.5
+        assert time.monotonic() - began < 2.0
         other = NewCall("prefetch", {"token_ids": PROMPTS[1]})
         waiting = caller.start(other, deadline_s=20.0)
         await asyncio.sleep(0.05)

@@ -82,7 +82,9 @@ def test_no_other_file_is_served(client: httpx.Client) -> None:
     check_problem(client.get("/live?x=1"), 422, "invalid_request")
     check_problem(client.get(f"{STREAM}?x=1"), 422, "invalid_request")
     check_problem(client.post(STREAM), 405, "method_not_allowed")
-    assert client.head(STREAM).status_code == 200
+    stream = client.head(STREAM)
+    assert stream.status_code == 200
+    assert stream.headers["x-accel-buffering"] == "no", "nginx keeps its pictures back"
 
 
 def test_the_stream_begins_with_everything_and_continues_with_what_changes(
