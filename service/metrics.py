@@ -11,11 +11,10 @@ from __future__ import annotations
 import os
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Final, Literal, get_args
+from typing import Final
 
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -28,124 +27,12 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from service.families import BY_NAMESPACE, SPECS, Spec
+from service.namespace_counts import BLOCK, NamespaceCounts, bounded, series_in
 from service.processes.cells import Cells, Key, RemoteCounts, add_block, as_reported
 
-SECONDS: Final = (
-    *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
-    *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
-)
-ROWS: Final = tuple(float(4**power) for power in range(9))
-STAGES: Final = ("plan", "copy_in", "kernel", "copy_out", "encode")
-
-Mode = Literal["flat", "cascade", "explicit"]
-REASONS: Final = ("overloaded", "not_ready", "deadline_exceeded", "cancelled")
-STATES: Final = ("free", "referenced", "cached", "pinned")
-MISSES: Final = (
-    *("never_stored", "evicted", "other_salt", "other_model"),
-    *("corrupt", "unreadable"),
-)
-TIERS: Final = ("host", "disk")
 MOST_ENGINES: Final = 512
 """A process's cells have room for the series of this many engines."""
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    kind: Literal["counter", "gauge", "histogram"]
-    help: str
-    labels: tuple[str, ...] = ()
-    bounds: tuple[float, ...] = ()
-    """Upper bounds of a histogram's buckets; one more bucket has none."""
-    values: tuple[str, ...] = ()
-    """Values of its only label whose series exist from the start."""
-
-    @property
-    def size(self) -> int:
-        """Cells of one series: a value, or a histogram's counts by bucket and its sum."""
-        return len(self.bounds) + 2 if self.kind == "histogram" else 1
-
-
-SPECS: Final[dict[str, Spec]] = {
-    "requests": Spec("counter", "Requests with a response.", ("op", "code")),
-    "request_duration_seconds": Spec(
-        "histogram", "Time from a request's arrival to its encoded response.", ("op",), SECONDS
-    ),
-    "queue_duration_seconds": Spec(
-        "histogram", "Time an operation waited for its turn.", (), SECONDS
-    ),
-    "stage_duration_seconds": Spec(
-        "histogram", "Time of one stage of an operation.", ("stage",), SECONDS, STAGES
-    ),
-    "batch_rows": Spec("histogram", "Query rows of one attention launch.", (), ROWS),
-    "slices": Spec("counter", "Slices that long operations were cut into."),
-    "tokens_appended": Spec("counter", "Tokens written, counted once per layer."),
-    "kv_bytes_read": Spec("counter", "Pool bytes that attention read."),
-    "kv_bytes_saved": Spec("counter", "Additional pool bytes that flat attention would read."),
-    "cascade_batches": Spec(
-        "counter", "Attention operations by mode.", ("mode",), values=get_args(Mode)
-    ),
-    "out_of_pages": Spec("counter", "Operations rejected for lack of pages."),
-    "rejected": Spec("counter", "Operations that did not run.", ("reason",), values=REASONS),
-    "slow_passes": Spec(
-        "counter",
-        "Passes of a loop longer than 0.1 s, by process and longest operation.",
-        ("process", "op"),
-    ),
-    "log_lines_dropped": Spec(
-        "counter", "Log lines dropped: standard error was not read, or not writable.", ("process",)
-    ),
-    "inflight": Spec("gauge", "Operations accepted and not answered."),
-    "waiting": Spec("gauge", "Operations accepted whose turn has not come."),
-    "sessions": Spec("gauge", "Connections to the engine, doors included."),
-    "kv_pages": Spec("gauge", "Pages of the pool.", ("state",), values=STATES),
-    "kv_cache_usage_ratio": Spec("gauge", "Referenced pages over all pages."),
-    "prefix_tokens": Spec(
-        "counter",
-        "Tokens of prompts looked up, in whole pages, by hit or miss.",
-        ("result",),
-        values=("hit", "miss"),
-    ),
-    "pages_evicted": Spec("counter", "Cached pages evicted."),
-    "tier_records": Spec("gauge", "Pages in the tiers below the pool.", ("tier",), values=TIERS),
-    "tier_up": Spec("gauge", "1 while a tier below the pool is in use.", ("tier",), values=TIERS),
-    "tier_pages_moved": Spec(
-        "counter", "Pages moved to (in) or from (out) a tier.", ("tier", "way")
-    ),
-    "tier_bytes_moved": Spec(
-        "counter", "Bytes of pages moved to (in) or from (out) a tier.", ("tier", "way")
-    ),
-    "tier_seconds": Spec("counter", "Time of these moves.", ("tier", "way")),
-    "tier_misses": Spec(
-        "counter",
-        "Pages at which a prefix ends, by why no tier has them, or why they were not loaded.",
-        ("reason",),
-        values=MISSES,
-    ),
-    "leases": Spec("gauge", "Leases that hold cached pages."),
-    "sequences": Spec("gauge", "Sequences alive."),
-    "prefix_nodes": Spec("gauge", "Nodes of the prefix tree."),
-    "engine_kv_pages": Spec(
-        "gauge",
-        "Pages of a cluster's engine, as last reported to a door.",
-        ("door", "engine", "state"),
-    ),
-    "engine_sequences": Spec("gauge", "Sequences on one engine.", ("door", "engine")),
-    "engine_queue_seconds": Spec(
-        "gauge", "Running mean of the time that calls wait at one engine.", ("door", "engine")
-    ),
-    "engine_calls": Spec("counter", "Calls answered by one engine.", ("door", "engine")),
-    "engine_moved": Spec(
-        "counter", "Sequences migrated from a draining engine.", ("door", "engine")
-    ),
-    "engine_not_moved": Spec(
-        "gauge", "Sequences that could not be migrated at the last attempt.", ("door", "engine")
-    ),
-    "engine_up": Spec("gauge", "1 while the engine can be called.", ("door", "engine")),
-    "process_restarts": Spec("counter", "Restarts of processes.", ("process",)),
-    "build_info": Spec(
-        "gauge", "Constant 1; the version and backend are its labels.", ("version", "backend")
-    ),
-}
 
 
 class Metrics:
@@ -161,24 +48,30 @@ class Metrics:
         self._own = self._all[process]
         self._own.claim()
         for key, cells in self._own.read().items():
-            if SPECS[key[0]].kind == "gauge":  # of the process before a restart
+            if key != BLOCK and SPECS[key[0]].kind == "gauge":  # of the process before a restart
                 cells[0] = 0.0
         self._blocks: dict[Key, memoryview[float]] = {}
         self._engines: set[str] = set()
         self.remote = RemoteCounts(size_of, is_gauge)
         """Counts that engines of other services report."""
-        for name, spec in SPECS.items():
+        for name in SPECS.keys() - BY_NAMESPACE.keys():
+            spec = SPECS[name]
             for labels in [(value,) for value in spec.values] if spec.labels else [()]:
                 self._block((name, *labels))
         self._block(("log_lines_dropped", process))
         self._registry = CollectorRegistry()
         self._registry.register(Everything(self))
-        PlatformCollector(registry=self._registry)
+        self.platform = PlatformCollector(registry=self._registry)
 
     def _block(self, key: Key) -> memoryview[float]:
         """The cells of one series: the metric's name, and the values of its labels."""
         block = self._blocks[key] = self._own.block(key, SPECS[key[0]].size)
         return block
+
+    @cached_property
+    def namespaces(self) -> NamespaceCounts:
+        """This process's counts by namespace."""
+        return NamespaceCounts(self._own)
 
     def add(self, amount: float, *key: str) -> None:
         """Count `amount` more: the counter's name, and the values of its labels."""
@@ -195,7 +88,7 @@ class Metrics:
 
     def own(self) -> dict[str, list[float]]:
         """This process's counts, for reports to doors of other services."""
-        return as_reported(self._own.read())
+        return as_reported(series_of(self._own))
 
     def has_process(self, name: str) -> bool:
         """Whether this is one of the service's own processes, whose counts are rendered here."""
@@ -254,7 +147,8 @@ class Metrics:
         return {name: pid for name, pid in pids.items() if parent_of(pid) is not None}
 
     def totals(self, names: Collection[str]) -> dict[Key, list[float]]:
-        """The blocks of some counters and histograms, added up over processes and engines."""
+        """The blocks of some counters and histograms, but those by namespace, added up over
+        processes and engines."""
         found: dict[Key, list[float]] = {}
         blocks: Iterator[Mapping[Key, Sequence[float]]] = chain(
             (cells.read() for cells in self._all.values()), self.remote
@@ -269,7 +163,7 @@ class Metrics:
         """Every block, added up over processes; gauges over those alive."""
         found: dict[Key, list[float]] = {}
         for process, cells in self._all.items():
-            for key, block in list(cells.read().items()):
+            for key, block in series_of(cells).items():
                 if process in alive or SPECS[key[0]].kind != "gauge":
                     add_block(found, key, block)
         for reported in self.remote:
@@ -277,8 +171,19 @@ class Metrics:
                 add_block(found, key, counts)
         pages = {key[1]: value[0] for key, value in found.items() if key[0] == "kv_pages"}
         total = sum(pages.values())
+        found |= bounded({key: found.pop(key) for key in list(found) if key[0] in BY_NAMESPACE})
         found["kv_cache_usage_ratio",] = [pages.get("referenced", 0.0) / total if total else 0.0]
         return found
+
+
+def series_of(cells: Cells) -> dict[Key, Sequence[float]]:
+    """The blocks of a process by family and labels, namespaces included."""
+    blocks: dict[Key, Sequence[float]] = dict(cells.read())
+    slots = cells.read().get(BLOCK)
+    if slots is not None:
+        del blocks[BLOCK]
+        blocks |= series_in(slots)
+    return blocks
 
 
 def size_of(name: str) -> int:
@@ -298,9 +203,11 @@ class Everything(Collector):
 
     def collect(self) -> Iterator[Metric]:
         alive = self._metrics.processes()
-        sums = self._metrics.sums(alive)
+        found: dict[str, dict[Key, list[float]]] = {name: {} for name in SPECS}
+        for (name, *labels), block in self._metrics.sums(alive).items():
+            found[name][tuple(labels)] = block
         for name, spec in SPECS.items():
-            yield family(name, spec, {key[1:]: sums[key] for key in sums if key[0] == name})
+            yield family(name, spec, found[name])
         usage: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
         for process, pid in alive.items():
             for one in ProcessCollector(pid=partial(int, pid), registry=None).collect():

@@ -1,4 +1,4 @@
-"""Dashboard and alert rules name metrics and labels that exist."""
+"""Dashboard, alerts and the page of metrics have every metric; a real Prometheus reads them."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import httpx
 import pytest
 import yaml
+from attnd import Client, Prefix
 
-from service.metrics import SPECS, Metrics
+from bench.driver.servers import attnd, free_port
+from service.families import SPECS
+from service.metrics import Metrics
+from tests.harness.plain_http import http_client
+from tests.harness.processes import run
+from tests.harness.waiting import wait_for
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-DESIGNED: Final = (
-    *("requests_total", "request_duration_seconds", "queue_duration_seconds"),
-    *("stage_duration_seconds", "batch_rows", "tokens_appended_total", "kv_pages"),
-    *("kv_cache_usage_ratio", "sequences", "prefix_nodes", "kv_bytes_read_total"),
-    *("kv_bytes_saved_total", "cascade_batches_total", "out_of_pages_total", "rejected_total"),
-    *("inflight", "build_info", "sessions", "slices_total", "waiting"),
-    *("engine_up", "engine_kv_pages", "engine_sequences", "engine_queue_seconds"),
-    *("engine_calls_total", "engine_moved_total", "engine_not_moved", "process_restarts_total"),
-)
 RULES_FILE: Final = ROOT / "config/prometheus-rules.yml"
 OF_PROMETHEUS: Final = {"up"}
 FUNCTIONS: Final = {
-    *("sum", "min", "max", "by", "rate", "increase", "histogram_quantile"),
-    *("instance", "engine", "process", "op", "le"),
+    *("sum", "min", "max", "by", "rate", "increase", "histogram_quantile", "max_over_time"),
+    *("instance", "engine", "process", "op", "le", "namespace", "tier", "reason"),
 }
 
 
@@ -66,12 +66,31 @@ def test_every_query_of_the_dashboard_names_only_metrics_that_exist() -> None:
         assert named <= NAMES, f"{title}: unknown {sorted(named - NAMES)} in {expression}"
 
 
-@pytest.mark.parametrize("metric", [f"attnd_{name}" for name in DESIGNED])
-def test_every_metric_exists_and_is_on_the_dashboard(metric: str) -> None:
-    names = SERIES.get(metric)
-    assert names, f"{metric} is not rendered; there are {sorted(SERIES)}"
-    shown = " ".join(expression for _, expression in queries())
-    assert any(re.search(rf"\b{name}\b", shown) for name in names), f"no panel shows {metric}"
+def test_every_metric_is_on_the_dashboard() -> None:
+    shown = set(re.findall(r"\w+", " ".join(expression for _, expression in queries())))
+    missing = [
+        metric for metric in SERIES if metric.startswith("attnd") and not SERIES[metric] & shown
+    ]
+    assert len(SERIES) >= len(SPECS) and not missing, f"no panel shows {missing}"
+
+
+def test_the_panels_do_not_overlap_and_have_numbers_of_their_own() -> None:
+    text = (ROOT / "config/grafana/dashboards/attnd.json").read_text(encoding="utf-8")
+    every = json.loads(text)["panels"]
+    assert len({panel["id"] for panel in every}) == len(every)
+    cells = [
+        (x, y)
+        for panel in every
+        for place in (panel["gridPos"],)
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    ]
+    assert len(set(cells)) == len(cells) and max(cells)[0] < 24
+
+
+def test_the_page_of_metrics_is_up_to_date() -> None:
+    done = run(sys.executable, ROOT / "docs" / "metrics_page.py", "--check")
+    assert done.returncode == 0, "run `make map`"
 
 
 def test_counters_are_read_as_rates_and_histograms_by_le() -> None:
@@ -133,6 +152,90 @@ def test_every_alert_is_formed_as_prometheus_wants_it(alert: str) -> None:
         assert label in text or label in labels_of(re.findall(r"([a-z_]+)\{", text)[0])
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool")
+needs_prometheus = pytest.mark.skipif(
+    not (shutil.which("prometheus") and shutil.which("promtool")),
+    reason="Prometheus is not installed: apt-get install prometheus",
+)
+
+
+@needs_prometheus
 def test_promtool_accepts_the_rules() -> None:
     assert subprocess.run(["promtool", "check", "rules", str(RULES_FILE)]).returncode == 0
+
+
+@needs_prometheus
+@pytest.mark.long
+def test_prometheus_scrapes_a_service_and_answers_every_query_of_the_dashboard(
+    tmp_path: Path,
+) -> None:
+    with attnd() as server, scraping(tmp_path, server.port) as prometheus:
+        with Client(f"http://127.0.0.1:{server.port}") as client:
+            page = client.info().page_size
+            client.create_sequence("a", prefix=Prefix(token_ids=list(range(page))))
+            client.delete_sequence("a")
+
+        def ask(path: str, **query: str) -> Any:
+            reply = prometheus.get(f"/api/v1/{path}", params=query)
+            assert reply.status_code == 200, f"{query}: {reply.text}"
+            return reply.json()["data"]
+
+        def is_scraped() -> bool:
+            made = ask("query", query='attnd_namespace_requests_total{namespace="default"}')
+            return bool(made["result"]) and float(made["result"][0]["value"][1]) >= 3
+
+        wait_for(is_scraped, "a scrape that has the requests")
+        (target,) = ask("targets")["activeTargets"]
+        assert (target["health"], target["lastError"]) == ("up", "")
+        stored = set(ask("label/__name__/values"))
+        every = {name for names in SERIES.values() for name in names}
+        in_use = {name for name in every if series_exist(name)}
+        assert in_use <= stored, f"not scraped: {sorted(in_use - stored)}"
+        for title, expression in queries():
+            text = expression.replace("$__rate_interval", "1m").replace("$instance", ".*")
+            assert "result" in ask("query", query=text), title
+        wait_for(lambda: are_evaluated(ask("rules")), "an evaluation of every rule")
+        rules_now = [rule for group in ask("rules")["groups"] for rule in group["rules"]]
+        assert {rule["name"] for rule in rules_now} == RULES.keys()
+        assert [rule["lastError"] for rule in rules_now if rule["health"] != "ok"] == []
+
+
+def series_exist(name: str) -> bool:
+    """Whether a service without tiers, cluster or trouble has such series."""
+    family = re.sub(r"^attnd_|_(total|bucket|sum|count)$", "", name)
+    spec = SPECS.get(family) or SPECS.get(family := name.removeprefix("attnd_"))
+    late = spec is not None and bool(spec.labels) and not spec.values
+    return not late or family in ("requests", "build_info", "namespace_requests")
+
+
+def are_evaluated(state: Any) -> bool:
+    every = [rule for group in state["groups"] for rule in group["rules"]]
+    return bool(every) and all(rule["health"] != "unknown" for rule in every)
+
+
+@contextmanager
+def scraping(folder: Path, port: int) -> Iterator[httpx.Client]:
+    """A Prometheus with this repository's configuration, for one service; a client of it."""
+    config = yaml.safe_load((ROOT / "config/prometheus.yml").read_text(encoding="utf-8"))
+    config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    config["rule_files"] = [str(RULES_FILE)]
+    (job,) = config["scrape_configs"]
+    del job["dns_sd_configs"], job["relabel_configs"]
+    job["static_configs"] = [{"targets": [f"127.0.0.1:{port}"]}]
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    own = free_port()
+    command = ["prometheus", f"--config.file={folder}/prometheus.yml"]
+    command += [f"--storage.tsdb.path={folder}/data", f"--web.listen-address=127.0.0.1:{own}"]
+    with (folder / "log").open("wb") as log, subprocess.Popen(command, stderr=log) as process:
+        try:
+            with http_client(f"http://127.0.0.1:{own}") as client:
+                wait_for(lambda: is_ready(client), "Prometheus")
+                yield client
+        finally:
+            process.terminate()
+
+
+def is_ready(client: httpx.Client) -> bool:
+    try:
+        return client.get("/-/ready").status_code == 200
+    except httpx.TransportError:
+        return False

@@ -22,7 +22,8 @@ from service.doors.kit.arena import DoorArena
 from service.doors.kit.link import Link
 from service.doors.kit.problems import ProblemText
 from service.errors import AttndError, NotReady
-from service.metrics import STATES, Metrics
+from service.families import STATES
+from service.metrics import Metrics
 from service.operations.schema.fields import InfoAnswer
 from service.road.caller_end.caller import RoadCaller
 from service.road.caller_end.greeting import PeerProcess

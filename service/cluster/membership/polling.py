@@ -12,7 +12,7 @@ from service.cluster.membership.member import Member
 from service.cluster.placement.cost import Load, Pace
 from service.doors.kit.problems import ProblemText
 from service.errors import AttndError
-from service.metrics import STATES
+from service.families import STATES
 from service.operations.table import BY_NAME
 from service.tenants import OPEN, Tenant, tenant_of
 

@@ -15,7 +15,12 @@ Join = Callable[[Fields, Sequence[Fields]], Fields]
 
 
 def join_sums(_: Fields, replies: Sequence[Fields]) -> Fields:
-    return {name: sum(one[name] for one in replies) for name in replies[0]}
+    """Numbers are added; no limit (None) on one engine is no limit."""
+    joined: Fields = {}
+    for name in replies[0]:
+        values = [one[name] for one in replies]
+        joined[name] = None if None in values else sum(values)
+    return joined
 
 
 def join_pools(_: Fields, replies: Sequence[Fields]) -> Fields:
@@ -63,12 +68,9 @@ def join_lists(request: Fields, replies: Sequence[Fields]) -> Fields:
 
 
 def join_namespaces(_: Fields, replies: Sequence[Fields]) -> Fields:
-    """Quotas and use are added; no limit on one engine is no limit."""
-    joined: Fields = {"name": replies[0]["name"]}
-    for name in replies[0].keys() - {"name"}:
-        values = [one[name] for one in replies]
-        joined[name] = None if None in values else sum(values)
-    return joined
+    """Quotas and use are added."""
+    numbers = [{name: one[name] for name in one.keys() - {"name"}} for one in replies]
+    return {"name": replies[0]["name"]} | join_sums(_, numbers)
 
 
 def join_names(_: Fields, replies: Sequence[Fields]) -> Fields:

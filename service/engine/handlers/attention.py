@@ -30,7 +30,7 @@ from service.engine.work.work import (
     Slices,
     Work,
 )
-from service.metrics import Mode
+from service.families import Mode
 from service.operations.schema.fields import check_mask_length, check_sinks
 
 LOG2_E: Final = math.log2(math.e)

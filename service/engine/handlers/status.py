@@ -81,11 +81,12 @@ def pool(store: Store, request: Request, _: Seconds) -> Work:
     the whole pool for the scope `admin`, else of the caller's namespace."""
     request.place.require(TEXT_BYTES)
     namespace = request.tenant.namespace
-    fields = store.numbers(namespace)
+    fields: dict[str, Any] = dict(store.numbers(namespace))
     fields["total"] = sum(fields[name] for name in ("free", "referenced", "cached", "pinned"))
     own = store.tree.budget.look(namespace)
     fields["reserved"] = own.reserved
     fields["available_tokens"] = fields["available"] * store.geometry.page_size
+    fields |= limits_of(store, namespace) | store.shares
     num_named = own.num_nodes
 
     def slices() -> Slices:
@@ -145,14 +146,19 @@ def namespace_fields(store: Store, name: str) -> dict[str, Any]:
     return (
         {
             "name": name,
-            "max_pages": held.max_pages,
-            "reserved_pages": held.reserved_pages,
             "used": held.used,
             "sequences": held.num_sequences - store.imports.count(name) - store.num_hidden(name),
         }
         | held.held
-        | ({} if store.loading is None else store.loading.tiers.limits_of(name))
+        | limits_of(store, name)
     )
+
+
+def limits_of(store: Store, name: str) -> dict[str, int | None]:
+    """A namespace's quota, in all tiers."""
+    held, loading = store.tree.budget.look(name), store.loading
+    quota = {"max_pages": held.max_pages, "reserved_pages": held.reserved_pages}
+    return quota | ({} if loading is None else loading.tiers.limits_of(name))
 
 
 def list_namespaces(store: Store, request: Request, _: Seconds) -> Fields:

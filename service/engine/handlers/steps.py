@@ -21,7 +21,7 @@ from service.engine.store.store import Store
 from service.engine.work.request import Request
 from service.engine.work.work import Counts, OpenedStep, Seconds
 from service.errors import InvalidRequest
-from service.metrics import Mode
+from service.families import Mode
 from service.operations.step import StepFields
 
 

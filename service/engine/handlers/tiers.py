@@ -56,7 +56,7 @@ def after_loading(
     def slices() -> Slices:
         how = loading.load if loads else loading.lookup.origin
         origin = yield from how(namespace, prefix, limits)
-        loading.count(finish(origin))
+        loading.count(namespace, finish(origin))
 
     return SlicedWork(slices())
 

@@ -31,7 +31,7 @@ from service.engine.work.pace import first_pace
 from service.engine.work.request import AnswerPlace, DoesNotFit, Request
 from service.errors import AttndError, NotReady, Overloaded, kind_of
 from service.keys import keys_of, read_again
-from service.metrics import REASONS, Metrics
+from service.metrics import Metrics
 from service.operations.step import STEP
 from service.operations.table import BY_NUMBER
 from service.processes.handed_files import ReadFile, from_disk
@@ -262,12 +262,9 @@ class Engine:
             if operation is STEP:
                 self._lanes.check(call)
         except AttndError as error:
-            code = kind_of(error).code
-            if code in REASONS:
-                self._metrics.add(1, "rejected", code)
             self.callers.fail(call, error)
-            if not call.session.standing.is_door:
-                self._metrics.observe(operation.name, code, 0.0)
+            is_of_door = call.session.standing.is_door
+            self._stats.refused(operation, tenant.namespace, kind_of(error).code, is_of_door)
             return
         now = time.monotonic()
         unread = self._unread(operation, tenant)

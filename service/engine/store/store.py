@@ -125,6 +125,12 @@ class Store:
         """Raises Overloaded where one more lease, or hard pin, exceeds a limit."""
         self.ledger.refuse(self._holds, namespace)
 
+    @property
+    def shares(self) -> dict[str, int]:
+        """Maximum sequences, and leases with hard pins, of one namespace."""
+        part = self.ledger.part
+        return {"max_sequences": part(self._sequences), "max_leases": part(self._holds)}
+
     def refuse_new(self) -> None:
         """Raises NotReady while the engine is draining."""
         if self.is_draining:

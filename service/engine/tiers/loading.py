@@ -144,10 +144,12 @@ class Loading:
             del load.labels[load.committed :]
         return bool(own)
 
-    def count(self, found: Counts) -> None:
+    def count(self, namespace: str, found: Counts) -> None:
         """Count the tokens that an operation in slices looked up and found."""
-        self.tiers.metrics.add(found.found, "prefix_tokens", "hit")
-        self.tiers.metrics.add(found.looked_up - found.found, "prefix_tokens", "miss")
+        metrics = self.tiers.metrics
+        metrics.add(found.found, "prefix_tokens", "hit")
+        metrics.add(found.looked_up - found.found, "prefix_tokens", "miss")
+        metrics.namespaces.looked_up(namespace, found.looked_up, found.found)
 
     # Loads.
 

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 from kernels.backend import Attend, AttentionState, Done, Pending
 from kernels.lanes.lane import Lane, Run
 from service.core.values import Extension
-from service.metrics import Mode
+from service.families import Mode
 
 Start = Callable[[], Pending[Any]]
 T = TypeVar("T")

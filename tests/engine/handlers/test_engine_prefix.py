@@ -273,4 +273,5 @@ async def test_quotas_are_shown_and_enforced(caller: Caller) -> None:
     with pytest.raises(Refused) as refusal:
         await begin(caller, "c", [4] * (2 * PAGE))
     assert refusal.value.problem["total"] == 6
-    assert (await caller.pool())["total"] == 6
+    pool = await caller.pool()
+    assert (pool["total"], pool["max_pages"], pool["reserved_pages"]) == (6, 6, 0)

@@ -43,6 +43,8 @@ shared = fake_engine(
 @shared
 async def test_a_namespace_has_at_most_its_share_of_sequences(ours: Caller, theirs: Caller) -> None:
     await ours.create("a", "b", "c")
+    pool = await ours.pool()
+    assert (pool["sequences"], pool["max_sequences"], pool["max_leases"]) == (3, 4, 4)
     reply = await ours.refused(creation({"id": "d"}, {"id": "e"}), "out_of_sequences")
     numbers = {name: reply.problem[name] for name in ("needed", "free", "total")}
     assert numbers == {"needed": 2, "free": 1, "total": 4}

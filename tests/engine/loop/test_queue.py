@@ -68,6 +68,8 @@ async def test_a_full_queue_refuses_with_a_time_to_retry_and_admitted_work_finis
     refused = await caller.refused(decode("a"), "overloaded", status=429)
     assert 0.05 <= refused.problem["retry_after_s"] <= 30
     assert caller.metric('attnd_rejected_total{reason="overloaded"}') == 1
+    of_namespace = 'attnd_namespace_rejected_total{namespace="default",reason="overloaded"}'
+    assert caller.metric(of_namespace) == 1
     assert caller.metric("attnd_inflight") == 4
     backend.gate.set()
     for reply in await asyncio.gather(*first, *waiting):

@@ -31,7 +31,8 @@ from service.engine.tiers.copier import PageCopy
 from service.engine.tiers.loads import LoadLimits, Record
 from service.engine.tiers.page_records import layout_of, next_id
 from service.engine.tiers.tiers import Tiers
-from service.metrics import MISSES, Metrics
+from service.families import MISSES
+from service.metrics import Metrics
 from tests.engine.handlers.test_engine_prefix import PAGE, begin, check, keep
 from tests.engine.harness import (
     Caller,

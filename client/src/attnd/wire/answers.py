@@ -263,6 +263,12 @@ class Pool:
     `available_tokens`: tokens that a new sequence can have now: the largest `reserve` that is
         accepted. In a cluster, of the engine with the most room.
     `reserved`: pages kept by the reserves of sequences, among the `referenced` ones.
+    `max_pages`: quota, cached pages included; null: no limit.
+    `reserved_pages`: pages that other namespaces cannot use.
+    `max_sequences`: maximum live sequences of the namespace.
+    `max_leases`: maximum leases and hard pins of the namespace.
+    `max_host_bytes`: maximum bytes in host memory; null: no limit, or no such tier.
+    `max_disk_bytes`: likewise on disk.
     """
 
     free: int
@@ -279,6 +285,12 @@ class Pool:
     available: int = 0
     available_tokens: int = 0
     reserved: int = 0
+    max_pages: int | None = None
+    reserved_pages: int = 0
+    max_sequences: int | None = None
+    max_leases: int | None = None
+    max_host_bytes: int | None = None
+    max_disk_bytes: int | None = None
     meta: Meta = field(default=NO_META, compare=False, repr=False)
 
 

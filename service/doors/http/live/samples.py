@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final
 
+from service.families import REASONS, SECONDS, STAGES
 from service.image.json_text import dump_json
-from service.metrics import REASONS, SECONDS, STAGES, Metrics
+from service.metrics import Metrics
 from service.operations.table import BY_NAME
 from service.processes.cells import Key
 
