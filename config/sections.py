@@ -12,7 +12,7 @@ from typing import Annotated, Final, Literal
 from pydantic import Field, model_validator
 
 from config.cluster import ClusterSettings
-from config.section import Section
+from config.section import Bytes, Section
 from config.server import ServerSettings
 
 DEFAULT_NUM_PAGES: Final = 512
@@ -167,7 +167,7 @@ class OipSettings(Section):
     RESOURCE_EXHAUSTED, except health checks. With keys, one namespace can use half. Each can hold a
     message in the gateway's memory, besides its arena."""
 
-    max_message_bytes: Annotated[int, Field(ge=2**16, lt=2**31)] = 64 * 2**20
+    max_message_bytes: Annotated[Bytes, Field(ge=2**16, lt=2**31)] = 64 * 2**20
     """Maximum size of a request of the gateway, which holds it in memory before copying it to the
     arena. Raise it for prefills of more tokens."""
 
@@ -192,7 +192,7 @@ class CacheSettings(Section):
     """Event history per namespace, in pages, for readers that reconnect. A page of 16 tokens takes
     about 100 bytes; 0: no events."""
 
-    host_bytes: Annotated[int, Field(ge=0)] = 0
+    host_bytes: Annotated[Bytes, Field(ge=0)] = 0
     """Host memory for pages that the pool evicts, in bytes; 0: none. Several times the pool's size
     is useful."""
 
@@ -200,7 +200,7 @@ class CacheSettings(Section):
     """Directory for pages that the pool evicts, which survive a restart; absent: none. Requires
     cache.disk_bytes and cache.model. One service uses a directory at a time."""
 
-    disk_bytes: Annotated[int, Field(ge=0)] = 0
+    disk_bytes: Annotated[Bytes, Field(ge=0)] = 0
     """Size of the files in cache.disk_path, in bytes."""
 
     write: Literal["evict", "commit"] = "evict"

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
-from config.section import Section
+from config.section import Bytes, Section
 
 
 def need_quotes(value: object, info: ValidationInfo) -> object:
@@ -72,10 +72,10 @@ class ServerSettings(Section):
     Each costs a file descriptor, a frame buffer and its arena. Half as many connections, at least
     16, can wait before their HELLO; a further one closes the oldest of the host with the most."""
 
-    max_arena_bytes: Annotated[int, Field(ge=2**16)] = 2**30
+    max_arena_bytes: Annotated[Bytes, Field(ge=2**16)] = 2**30
     """Maximum arena of one session or HTTP door: the shared memory that a caller can use."""
 
-    pinned_arena_bytes: Annotated[int, Field(ge=0)] = 256 * 2**20
+    pinned_arena_bytes: Annotated[Bytes, Field(ge=0)] = 256 * 2**20
     """Maximum size of arenas that are pinned, so that the GPU reads and writes them directly.
     Pinned memory cannot be swapped; 0: none. CUDA only."""
 
@@ -83,7 +83,7 @@ class ServerSettings(Section):
     """Maximum number of sessions that run steps; further ones are rejected. Each uses two of the
     GPU's 32 hardware queues; the service itself uses six. CUDA only."""
 
-    device_arena_bytes: Annotated[int, Field(ge=0)] = 2 * 2**30
+    device_arena_bytes: Annotated[Bytes, Field(ge=0)] = 2 * 2**30
     """GPU memory for the arenas of sessions that run steps, besides the pool. It is allocated on
     demand and kept for later sessions. CUDA only."""
 
@@ -99,15 +99,15 @@ class ServerSettings(Section):
     """Seconds that accepted work can take after the signal to stop; five seconds later the service
     is killed. Keep it at least five seconds below the grace period of the process manager."""
 
-    max_body_bytes: Annotated[int, Field(ge=1024)] = 256 * 2**20
+    max_body_bytes: Annotated[Bytes, Field(ge=1024)] = 256 * 2**20
     """Maximum request body, which bounds the memory of one request. Raise it for prefills of more
     tokens."""
 
-    max_answer_bytes: Annotated[int, Field(ge=1024)] = 256 * 2**20
+    max_answer_bytes: Annotated[Bytes, Field(ge=1024)] = 256 * 2**20
     """Maximum reply: a small request can ask for the whole pool. Larger replies are rejected (413)
     with their size and can be read in parts."""
 
-    max_inflight_bytes: Annotated[int, Field(ge=2**20)] = 2**30
+    max_inflight_bytes: Annotated[Bytes, Field(ge=2**20)] = 2**30
     """Arena of one HTTP door: total bytes of the bodies and replies that are received, waiting or
     being sent; further requests get 429. One maximum body and one maximum reply must fit. With
     keys, one namespace can use half of it for bodies and half for replies."""
@@ -118,7 +118,7 @@ class ServerSettings(Section):
     and is closed. With keys, one namespace can have requests on half of them. Keep the number below
     the process's limit of open files."""
 
-    max_header_bytes: Annotated[int, Field(ge=1024)] = 64 * 2**10
+    max_header_bytes: Annotated[Bytes, Field(ge=1024)] = 64 * 2**10
     """Maximum size of a request's line and headers; larger ones get 431."""
 
     tls_cert: Annotated[str | None, Field(min_length=1)] = None

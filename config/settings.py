@@ -200,7 +200,7 @@ def load_settings(argv: Sequence[str] = ()) -> Settings:
         source = Options(Sources, cli_exit_on_error=False)
         found = CliApp.run(Sources, argv, cli_settings_source=source, **values)
     except ValidationError as error:
-        raise SettingsError(one_line(error)) from error
+        raise SettingsError(one_line(error, values, config)) from error
     except SourceError as error:
         refuse_broken_lists()
         detail = " ".join(str(error).split()).removeprefix("error parsing CLI: ")
@@ -217,6 +217,10 @@ class Options(CliSettingsSource[Sources]):
             return f"{(get_args(kind) or (kind,))[0].__name__},..."
         name: str = super()._metavar_format(obj)
         return name
+
+    def _help_format(self, *about: Any) -> str:
+        text: str = super()._help_format(*about)
+        return re.sub(r"\(default: (None|\(\))\)", "(default: none)", text)
 
 
 def dashed(argument: str) -> str:
@@ -343,9 +347,18 @@ def refuse_broken_lists() -> None:
                 raise SettingsError(f"{name} = {os.environ[name]}: {rule}") from None
 
 
-def one_line(error: ValidationError) -> str:
-    """`pool.page_size = 0: must be at least 1; …`."""
-    return "; ".join(describe(problem) for problem in error.errors(include_url=False))
+def one_line(error: ValidationError, values: dict[str, Any], config: str | None) -> str:
+    """`FILE: pool.page_size = 0: must be at least 1; …`: `values` of the files, of which the one
+    at `config`, if any, is named where a wrong value is from there."""
+
+    def where(problem: Any) -> str:
+        name, key = (*problem["loc"], None, None)[:2]
+        section = values.get(name)
+        given = section.get(key, problem) if isinstance(section, dict) else problem
+        return f"{config}: " if config and problem["input"] is given else ""
+
+    problems = error.errors(include_url=False)
+    return "; ".join(where(problem) + describe(problem) for problem in problems)
 
 
 def describe(problem: Any) -> str:
@@ -364,4 +377,6 @@ def describe(problem: Any) -> str:
         return f"{key} = {value}: a section, not a setting: write --{key}.KEY, one of " + ", ".join(
             SECTIONS[key].model_fields
         )
+    if key.endswith("_bytes") and kind == "int_parsing":
+        rule = "must be an integer, or a number with a unit, such as 4GiB"
     return f"{key} = {value}: {rule}"

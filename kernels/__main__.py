@@ -9,6 +9,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import TypeVar
@@ -16,8 +17,8 @@ from typing import TypeVar
 from kernels.backend import NUMPY_DTYPES
 from kernels.compile import ARCHITECTURES, DEFAULT_CACHE, CompileError, compile_all
 from kernels.cuda.common.kernel import HEAD_DIMS
-from kernels.cuda.specs import service_specs
 
+NEEDS_CUPY = "attnd compile: needs CuPy, which is not installed: install the extra cuda, or cuda12"
 T = TypeVar("T")
 
 
@@ -36,6 +37,11 @@ def main(argv: list[str] | None = None) -> int:
     build.add_argument("--cache", type=Path, default=DEFAULT_CACHE)
     build.add_argument("--jobs", type=int, help="kernels compiled at once; default: the cores")
     arguments = parser.parse_args(argv)
+    if find_spec("cupy") is None:
+        print(NEEDS_CUPY, file=sys.stderr)
+        return 2
+    from kernels.cuda.specs import service_specs
+
     for arch in arguments.arch.split(","):
         pools = product(arguments.head_dim, arguments.dtype, arguments.page_size)
         wanted = dict.fromkeys(s for pool in pools for s in service_specs(arch, *pool))

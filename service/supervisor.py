@@ -95,7 +95,9 @@ class Supervisor:
                     self._kill_overdue()
             finally:
                 self._kill()
-        return self._stopping.status if self._stopping else 1
+        status = self._stopping.status if self._stopping else 1
+        LOG.info("stopped, exit status %d", status)
+        return status
 
     def _start(self, child: Child) -> None:
         process = start(child, self._shared)

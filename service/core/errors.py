@@ -86,10 +86,10 @@ class OutOfPages(CoreError):
     def __init__(
         self, needed: int, free: int, total: int, held: Mapping[str, int], available: int = 0
     ) -> None:
-        detail = (
-            f"{needed} pages needed, {available} of {total} are available: "
-            "delete sequences or raise pool.num_pages"
-        )
+        remedy = "delete sequences or raise pool.num_pages"
+        if needed > total:
+            remedy = "more than there are: raise pool.num_pages, or the namespace's max_pages"
+        detail = f"{needed} pages needed, {available} of {total} are available: {remedy}"
         super().__init__(
             detail, needed=needed, free=free, total=total, available=available, held=dict(held)
         )

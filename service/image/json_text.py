@@ -44,7 +44,7 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def refuse_constant(name: str) -> NoReturn:
-    raise MalformedBody(f"{name} is not JSON")
+    raise MalformedBody(f'{name} is not JSON: fields have finite numbers, data of tensors "{name}"')
 
 
 ENCODER: Final = json.JSONEncoder(separators=(",", ":"), allow_nan=False)

@@ -118,7 +118,7 @@ class StepFields(ScoringFields):
         check_one_each("offsets", self.offsets, len(self.ids))
         if not self.slots:
             refuse("slots", self.slots, "at least one slot is required")
-        check_heads(self.num_qo_heads, info.num_kv_heads)
+        check_heads("num_qo_heads", self.num_qo_heads, self.num_qo_heads, info.num_kv_heads)
         if len(self.windows) != len(self.layers):
             given = f"{len(self.windows)} numbers"
             refuse("window_left", given, f"must be one, or {len(self.layers)}, one per layer")

@@ -30,7 +30,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -49,6 +49,7 @@ class CheckedFiles:
         """Raises KeysError, TlsError."""
         self.settings = settings
         self.usable: dict[str, bytes] = {}
+        warn_of_mode(settings.auth.keys_file)
         self.check_keys()
         self.check_tls()
         self.fd = anonymous_memory("attnd-files")
@@ -81,6 +82,15 @@ class CheckedFiles:
         except TlsError as error:
             LOG.error("%s: the certificate is unchanged", error)
         HandedFiles(self.fd).write(self.usable)
+
+
+def warn_of_mode(path: str | None) -> None:
+    """Log a warning where all users can read a key file, or its group or all can write it."""
+    with suppress(OSError):  # whose reading fails, too
+        mode = 0 if path is None else os.stat(path).st_mode & 0o777
+        if mode & 0o026:
+            text = "auth.keys_file %s has mode %04o: others can read or change it: chmod 600 it"
+            LOG.warning(text, path, mode)
 
 
 def recording() -> tuple[ReadFile, dict[str, bytes]]:

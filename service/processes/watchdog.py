@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import sys
 import threading
 import time
@@ -15,17 +16,40 @@ from service.metrics import Metrics
 
 LOG: Final = logging.getLogger("attnd.watchdog")
 LIMIT_S: Final = 0.1
+QUIET_S: Final = 60.0
+"""After a line about an operation, its further passes are only counted for so long."""
 BEAT_S: Final = 0.05
 """Interval of checks of an event loop."""
 UNNAMED: Final = "no single operation"
+
+
+class SlowPasses:
+    """Counts slow passes, and logs the first of an operation in a minute."""
+
+    def __init__(self, process: str, metrics: Metrics) -> None:
+        self._process = process
+        self._metrics = metrics
+        self._logged: dict[str, tuple[float, int]] = {}
+        """When an operation was last logged, and its passes since."""
+
+    def add(self, operation: str, text: str, seconds: float, *details: object) -> None:
+        """A pass took `seconds`. `text` has places for the process, the seconds and `details`."""
+        self._metrics.slow_pass(operation)
+        now = time.monotonic()
+        logged, more = self._logged.get(operation, (-math.inf, 0))
+        if now - logged < QUIET_S:
+            self._logged[operation] = logged, more + 1
+            return
+        self._logged[operation] = now, 0
+        since = f"; {more} more since the last line about it" if more else ""
+        LOG.warning(text + since, self._process, seconds, *details)
 
 
 class Watchdog:
     """For a loop that reports its work: `note` for each operation, `passed` after each pass."""
 
     def __init__(self, process: str, metrics: Metrics) -> None:
-        self._process = process
-        self._metrics = metrics
+        self._slow = SlowPasses(process, metrics)
         self._name = UNNAMED
         self._longest_s = 0.0
 
@@ -36,9 +60,8 @@ class Watchdog:
 
     def passed(self, seconds: float) -> None:
         if seconds > LIMIT_S:
-            self._metrics.slow_pass(self._name)
             text = "a pass of the %s's loop took %.3f s; the longest operation in it was %s, %.3f s"
-            LOG.warning(text, self._process, seconds, self._name, self._longest_s)
+            self._slow.add(self._name, text, seconds, self._name, self._longest_s)
         self._name, self._longest_s = UNNAMED, 0.0
 
 
@@ -49,8 +72,7 @@ class LoopWatchdog:
     def __init__(self, process: str, metrics: Metrics) -> None:
         """Call it in the loop's thread."""
         self._loop = asyncio.get_running_loop()
-        self._process = process
-        self._metrics = metrics
+        self._slow = SlowPasses(process, metrics)
         self._thread_id = threading.get_ident()
         self._beat = time.monotonic()
         self._found = ""
@@ -71,9 +93,8 @@ class LoopWatchdog:
         self._timer = self._loop.call_later(BEAT_S, self._on_time)
         if late_s > LIMIT_S:
             name = found or UNNAMED
-            self._metrics.slow_pass(name.partition(" ")[0])
             text = "a pass of the %s's loop took %.3f s; it was at %s"
-            LOG.warning(text, self._process, late_s, name)
+            self._slow.add(name.partition(" ")[0], text, late_s, name)
 
     def _watch(self) -> None:
         """The thread: inspects the stack once for every late beat."""

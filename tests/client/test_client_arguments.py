@@ -161,6 +161,13 @@ REFUSED: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("prefill", (0, ["a", "b"], Q, [0, 1, 2]), {"mask": [True]}, r"mask is \[True\]"),
     ("merge", (Q.tolist(), Q), {}, r"np.asarray\(o"),
     ("decode", (0, ["a", "b"], Q), {"sm_scale": object()}, "sm_scale is <object"),
+    ("decode", (0, ["a", "b"], Q), {"sm_scale": math.nan}, "sm_scale is nan: .* finite"),
+    (
+        "decode",
+        (0, ["a", "b"], Q),
+        {"logits_soft_cap": np.inf},
+        "logits_soft_cap is inf",
+    ),
     ("renew_lease", (LEASE,), {}, r"lease is Lease\(.* must be an id"),
     ("release_lease", (LEASE,), {}, r"lease is Lease\(.* must be an id"),
     ("get_namespace", (None,), {}, "name is None .* must be an id"),

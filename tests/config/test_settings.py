@@ -148,3 +148,35 @@ def test_cupy_is_imported_for_a_user_without_a_home(tmp_path: Path, home: str) -
     environment.pop("CUPY_CACHE_DIR", None)
     run(sys.executable, "-c", script, cwd=tmp_path, env=environment, check=True)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("given", "number"),
+    [("4GiB", 2**32), ("1.5 MiB", 3 * 2**19), ("2GB", 2 * 10**9), ("70000B", 70000), ("7", 7)],
+)
+def test_bytes_can_have_a_unit_in_every_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, number: int
+) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(f"cache: {{host_bytes: {given}}}")
+    assert load_settings(["--cache.host-bytes", given]).cache.host_bytes == number
+    assert load_settings(["--config", str(file)]).cache.host_bytes == number
+    monkeypatch.setenv("ATTND_CACHE__HOST_BYTES", given)
+    assert load_settings().cache.host_bytes == number
+
+
+def test_an_error_names_the_file_that_it_is_in(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("pool: {num_pages: 123456.5, page_sze: 8}\ncache: {disk_path: /a}")
+    with pytest.raises(SettingsError) as caught:
+        load_settings(["--config", str(file), "--server.port", "99999"])
+    found = str(caught.value).split("; ")
+    assert {one.startswith(f"{file}: ") for one in found if "pool" in one} == {True}
+    assert next(one for one in found if "server.port" in one).startswith("server.port = ")
+
+
+def test_the_help_has_no_defaults_in_python(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_settings(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "(default: none)" in text and "(default: None)" not in text and ": ())" not in text

@@ -126,6 +126,7 @@ def error_of(argv: list[str]) -> str:
         (["--confg", "x"], "did you mean config?"),
         (["--pool.num-pages", "0"], "pool.num_pages = 0: must be greater than or equal to 1"),
         (["--pool.num-pages", "x"], "pool.num_pages = x: must be an integer"),
+        (["--cache.host-bytes", "4 Gib"], "or a number with a unit, such as 4GiB"),
         (["--pool.dtype", "f16"], "did you mean fp16?"),
         (["--server.port", "99999"], "must be less than or equal to 65535"),
         (["--server.live", "maybe"], "must be true or false"),

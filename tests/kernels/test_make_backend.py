@@ -25,6 +25,7 @@ from kernels.backend import (
     Scoring,
     Unsupported,
 )
+from tests.harness.processes import run
 
 GEOMETRY = PoolGeometry(2, 4, 4, 2, 64, "NHD", "fp16")
 
@@ -154,3 +155,11 @@ def test_an_unusable_driver_is_reported_in_its_own_words(
     with pytest.raises(DeviceLost, match=f"^backend.kind = cuda: {reported}"):
         make_backend("cuda", GEOMETRY)
     assert bool(driver_problem()) == (code != 100)
+
+
+def test_compile_without_cupy_is_one_line_with_the_remedy() -> None:
+    hidden = "import importlib.util as u, sys; u.find_spec = lambda name: None; "
+    program = hidden + "from kernels.__main__ import main; sys.exit(main(['compile']))"
+    done = run(sys.executable, "-c", program)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("attnd compile: needs CuPy") and done.stderr.count("\n") == 1

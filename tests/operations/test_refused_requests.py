@@ -209,6 +209,7 @@ OF_TENSORS: list[Case] = [
     ("ragged_prefill", R, {**QKV, "q": Q1.astype("f2")}, "k.dtype", "that of q, F16"),
     ("ragged_prefill", R, {**QKV, "mask": np.ones(2, bool)}, "mask.shape", "needs 1 elements"),
     ("ragged_prefill", {**R, "kv_indptr": [0, 2]}, PACKED, "packed_mask.shape", "needs 1 bytes"),
+    ("merge", {}, {"o": Q1.astype("f8"), "lse": LSE1}, "o.dtype", '.astype("float32")'),
     ("cascade", cascade(level("a")), QKV, "tensors.k", "no such tensor"),
     ("merge", {}, {"o": Q1}, "tensors.lse", "must be given"),
     ("merge", {}, {"o": Q1, "lse": LSE1}, "o.shape", "must be [T, n, H, head_dim]"),
@@ -306,3 +307,9 @@ def test_two_fields_in_place_of_one_are_both_named() -> None:
         with pytest.raises(InvalidRequest) as refused:
             prepared("delete_sequences", fields, {})
         assert (refused.value.field, refused.value.value) == ("ids", value)
+
+
+def test_heads_that_do_not_fit_are_shown_as_the_whole_shape() -> None:
+    with pytest.raises(InvalidRequest) as reply:
+        prepared("ragged_prefill", R, {**QKV, "k": zeros(1, 3, 64), "v": zeros(1, 3, 64)})
+    assert (reply.value.field, reply.value.value) == ("q.shape", f"[1, {QO_HEADS}, 64]")

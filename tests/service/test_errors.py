@@ -121,3 +121,11 @@ def test_text_that_is_no_unicode_can_be_logged_and_sent() -> None:
     error = InvalidRequest("tensors.\ud800", "\ud801", "rule")
     assert (error.field, error.value) == ("tensors.\\ud800", "\\ud801")
     json.dumps(problem(error), ensure_ascii=False).encode("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("needed", "remedy"),
+    [(9, "delete sequences or raise"), (10, "more than there are: raise")],
+)
+def test_the_remedy_for_too_few_pages_can_help(needed: int, remedy: str) -> None:
+    assert remedy in str(errors.OutOfPages(needed, 1, 9, HELD, 2))

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from config.sections import AuthSettings
+from config.sections import AuthSettings, Settings
 from service.errors import Forbidden, Unauthorized
 from service.keys import KeysError, line_of, new_key, read_again, read_keys
+from service.processes.handover import CheckedFiles
 from service.tenants import OPEN, tenant_of
 from tests.harness.processes import SERVICE, run
 
@@ -99,6 +100,16 @@ def test_a_file_that_has_become_unusable_leaves_the_keys_as_they_were(
     file_of(tmp_path, "half a line")
     assert read_again(auth, before) is before
     assert "the keys are unchanged" in caplog.text
+
+
+@pytest.mark.parametrize(("mode", "warned"), [(0o600, 0), (0o640, 0), (0o644, 1), (0o660, 1)])
+def test_a_key_file_that_others_can_read_or_change_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, warned: int
+) -> None:
+    path = file_of(tmp_path, f"{DIGEST} search read")
+    os.chmod(path, mode)
+    os.close(CheckedFiles(Settings(auth=AuthSettings(keys_file=path))).fd)
+    assert caplog.text.count(f"{path} has mode {mode:04o}: others can read or change it") == warned
 
 
 def test_a_missing_scope_is_reported_with_the_keys_scopes() -> None:

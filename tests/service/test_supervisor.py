@@ -58,6 +58,7 @@ def test_a_hang_up_ends_no_service_that_no_terminal_started(path: Path) -> None:
         service.find_entry(lambda entry: "no keys and no certificate" in entry["message"])
         assert [started(service, name)["pid"] for name in ("engine", "http-0")] == left
         assert service.stop() == 0
+        assert service.entries()[-1]["message"] == "stopped, exit status 0"
 
 
 def test_the_first_process_of_a_container_reaps_the_helpers_of_dead_doors(path: Path) -> None:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from service.metrics import Metrics
+from service.processes import watchdog as watchdog_module
 from service.processes.watchdog import LIMIT_S, LoopWatchdog, Watchdog
 
 
@@ -32,6 +33,27 @@ def test_a_long_pass_is_logged_with_its_longest_operation(caplog: pytest.LogCapt
     assert slow_passes(metrics) == ['attnd_slow_passes_total{op="page_table",process="engine"} 1.0']
     watchdog.passed(0.2)
     assert "no single operation" in caplog.messages[1], "an operation counts in its own pass"
+
+
+def test_many_slow_passes_of_one_operation_are_one_line_a_minute_and_all_counted(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics, clock = Metrics("engine"), [100.0]
+    monkeypatch.setattr(watchdog_module.time, "monotonic", lambda: clock[0])
+    watchdog = Watchdog("engine", metrics)
+
+    def prefill() -> None:
+        watchdog.note("prefill", 0.3)
+        watchdog.passed(0.3)
+
+    for _ in range(8):
+        prefill()
+        clock[0] += 1.0
+    assert len(caplog.messages) == 1
+    clock[0] += watchdog_module.QUIET_S
+    prefill()
+    assert len(caplog.messages) == 2 and "7 more since" in caplog.messages[1]
+    assert slow_passes(metrics) == ['attnd_slow_passes_total{op="prefill",process="engine"} 9.0']
 
 
 def test_a_pass_that_holds_up_an_event_loop_is_logged_with_its_operation(

@@ -298,7 +298,7 @@ def test_a_new_engine_is_found_and_arrays_of_the_old_arena_still_serve(bench: Be
 
 
 def test_nothing_listening_is_connection_failed(bench: Bench) -> None:
-    with pytest.raises(attnd.ConnectionFailed, match="No such file"):
+    with pytest.raises(attnd.ConnectionFailed, match="no such socket: start it"):
         bench.session().decode(0, ["a"], Q)
 
 

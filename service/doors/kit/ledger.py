@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
+from urllib.parse import urlsplit
 
 from attnd.wire.frames import NO_STAGES, STAGES
 
@@ -217,7 +218,8 @@ def nanoseconds(seconds: float) -> int:
 
 
 def make_tracing(endpoint: str | None, process: str) -> Tracing | None:
-    """Tracing with the collector at `endpoint` (OTLP over HTTP); None without an endpoint.
+    """Tracing with the collector at `endpoint` (OTLP over HTTP, by default at its path
+    /v1/traces); None without an endpoint.
 
     Raises TracingError.
     """
@@ -226,7 +228,9 @@ def make_tracing(endpoint: str | None, process: str) -> Tracing | None:
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-        return Tracing(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_S), process)
+        has_path = urlsplit(endpoint).path.strip("/")
+        url = endpoint if has_path else endpoint.rstrip("/") + "/v1/traces"
+        return Tracing(OTLPSpanExporter(endpoint=url, timeout=EXPORT_S), process)
     except ImportError as error:
         text = f"log.otlp_endpoint {endpoint}: {error}: {how_to_install('otel')}"
         raise TracingError(f"{text}, or remove the setting") from error

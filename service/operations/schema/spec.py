@@ -190,7 +190,7 @@ def check_tensors(
             shape = spec.ragged if ragged and spec.ragged is not None else spec.shape
             check_shape(entry, shape, sizes)
     if "Hq" in sizes:
-        check_heads(sizes["Hq"], sizes["Hkv"])
+        check_heads("q.shape", list(entries["q"].shape), sizes["Hq"], sizes["Hkv"])
 
 
 def check_names(takes: tuple[TensorSpec, ...], entries: Entries) -> None:
@@ -205,8 +205,11 @@ def check_names(takes: tuple[TensorSpec, ...], entries: Entries) -> None:
 def check_dtype(spec: TensorSpec, entry: Entry, entries: Entries) -> None:
     name = DTYPE_NAMES[entry.dtype]
     if name not in spec.dtypes:
-        rule = f"must be one of {', '.join(spec.dtypes)}" if len(spec.dtypes) > 1 else ""
-        refuse(f"{spec.name}.dtype", name, rule or f"must be {spec.dtypes[0]}")
+        several = "one of " * (len(spec.dtypes) > 1)
+        rule = f"must be {several}{', '.join(spec.dtypes)}: convert the array first"
+        if "F32" in spec.dtypes:
+            rule += ', in numpy with .astype("float32")'
+        refuse(f"{spec.name}.dtype", name, rule)
     other = entries.get(spec.like)
     if other is not None and other.dtype != entry.dtype:
         rule = f"must be that of {spec.like}, {DTYPE_NAMES[other.dtype]}"
@@ -235,8 +238,8 @@ def shape_rule(shape: Symbols, sizes: dict[str, int]) -> str:
     return f"{rule}, {' and '.join(free)} at least 1" if free else rule
 
 
-def check_heads(num_qo_heads: int, num_kv_heads: int) -> None:
-    """Check that the query heads form equal groups, one per KV head."""
+def check_heads(field: str, value: object, num_qo_heads: int, num_kv_heads: int) -> None:
+    """Check that the query heads, in this field, form equal groups, one per KV head."""
     if num_qo_heads > MAX_QO_HEADS or num_qo_heads % num_kv_heads:
         rule = f"num_qo_heads must be a multiple of num_kv_heads = {num_kv_heads}"
-        refuse("q.shape", num_qo_heads, f"{rule}, at most {MAX_QO_HEADS}")
+        refuse(field, value, f"{rule}, at most {MAX_QO_HEADS}")

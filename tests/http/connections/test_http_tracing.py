@@ -114,9 +114,11 @@ def test_nothing_is_a_span_unless_its_caller_samples(
 
 def test_spans_reach_the_collector_before_the_door_ends() -> None:
     received: list[bytes] = []
+    paths: list[str] = []
 
     class Collector(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
+            paths.append(self.path)
             received.append(self.rfile.read(int(self.headers["content-length"])))
             self.send_response(200)
             self.end_headers()
@@ -127,11 +129,12 @@ def test_spans_reach_the_collector_before_the_door_ends() -> None:
     with HTTPServer(("127.0.0.1", 0), Collector) as collector:
         thread = threading.Thread(target=collector.serve_forever)
         thread.start()
-        endpoint = f"http://127.0.0.1:{collector.server_port}/v1/traces"
+        endpoint = f"http://127.0.0.1:{collector.server_port}"
         with serving("--log.otlp-endpoint", endpoint) as running, running.client() as client:
             client.get("/v1/info", headers={"traceparent": SAMPLED}, timeout=WAIT_S)
         collector.shutdown()
         thread.join()
+    assert paths == ["/v1/traces"], "of an endpoint without a path"
     (sent,) = [ExportTraceServiceRequest.FromString(body) for body in received]
     (span,) = sent.resource_spans[0].scope_spans[0].spans
     assert (span.name, span.trace_id.hex(), span.parent_span_id.hex()) == ("info", TRACE, PARENT)

@@ -133,6 +133,11 @@ def test_the_page_shows_the_services_own_numbers(
         assert shown[name] == reply[name], name
     assert text(driver, "used-of") == f"5 of {PAGES} pages referenced, 0 cached"
     assert text(driver, "sequences") == "2"
+    shown_as = "import('/live/format.js').then(m => arguments[1](m.duration(arguments[0])))"
+    durations = {ms: driver.execute_async_script(shown_as, ms) for ms in (0.9994, 0.9996, 999.6)}
+    assert [one.split("\u202f") for one in durations.values()] == [
+        *(["999", "µs"], ["1", "ms"], ["1", "s"]),
+    ]
     assert "2 layers" in text(driver, "service")
     metrics = client.get("/metrics").text
     ratio = float(re.findall(r"^attnd_kv_cache_usage_ratio (\S+)$", metrics, re.MULTILINE)[0])

@@ -6,6 +6,7 @@ anything else is a `TypeError` or a `ValueError` with the remedy.
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, TypeVar
@@ -20,7 +21,7 @@ Int = int | np.integer[Any]
 Indices = Sequence[Int] | NDArray[np.integer[Any]]
 """Lengths, offsets or an indptr: ints, or an integer array."""
 
-PLAIN: Final = frozenset({int, float, bool, str, type(None), list, dict})
+PLAIN: Final = frozenset({int, bool, str, type(None), list, dict})
 INTS: Final = frozenset({int})
 STRINGS: Final = frozenset({str})
 
@@ -98,12 +99,15 @@ def plain_fields(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain(value: Any, field: str) -> Any:
-    """A value as JSON has it; raises TypeError for one that JSON does not have."""
+    """A value as JSON has it; raises TypeError for one that JSON does not have, and ValueError
+    for a number that is not finite."""
     if isinstance(value, (bool, np.bool_)):
         return bool(value)
     if isinstance(value, numbers.Integral):
         return int(value)
     if isinstance(value, numbers.Real):
+        if not math.isfinite(value):
+            raise ValueError(f"{field} is {value}: it must be a finite number")
         return float(value)
     if isinstance(value, str):
         return str(value)

@@ -104,8 +104,11 @@ def connect(made: socket.socket, path: str, ends: float, own: bool) -> None:
             raise ConnectionFailed(
                 f"{path} is served by user {peer_uid(made)}, not by you: give the path to use it"
             )
+    except FileNotFoundError as error:
+        remedy = "start it (attnd serve), or give the path that its second log line has"
+        raise ConnectionFailed(f"no engine at {path}: no such socket: {remedy}") from error
     except OSError as error:
-        raise ConnectionFailed(f"no engine at {path}: {error}") from error
+        raise ConnectionFailed(f"no engine at {path}: {error.strerror or error}") from error
 
 
 def peer_uid(connected: socket.socket) -> int | None:

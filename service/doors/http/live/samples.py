@@ -139,6 +139,6 @@ def quantiles(counts: Iterable[float], number: float) -> list[float]:
 
 
 def short(value: float) -> float:
-    """Four significant digits; whole numbers as integers."""
-    rounded = float(f"{value:.4g}")
+    """Seven significant digits, so that a sum over rows is right; whole numbers as integers."""
+    rounded = float(f"{value:.7g}")
     return int(rounded) if rounded.is_integer() else rounded

@@ -36,8 +36,8 @@ export function bytes(value) {
 /** Milliseconds in the unit that suits them. */
 export function duration(ms) {
   if (ms === 0) return "0";
-  if (ms < 1) return `${digits(ms * 1000)}${THIN}µs`;
-  if (ms < 1000) return `${digits(ms)}${THIN}ms`;
+  if (ms < 0.9995) return `${digits(ms * 1000)}${THIN}µs`;
+  if (ms < 999.5) return `${digits(ms)}${THIN}ms`;
   return `${digits(ms / 1000)}${THIN}s`;
 }
 

@@ -27,12 +27,13 @@ const STAGES = {
 const byId = (id) => document.getElementById(id);
 
 const rows = new Rows();
+let layers = 1;
 const map = new PageMap(byId("map"), byId("map-legend"), byId("map-read"));
 const tree = new Icicle(byId("tree"), byId("tree-legend"), byId("tree-read"));
 const chart = (id, options) => new Chart(byId(id), byId(`${id}-legend`), byId(`${id}-read`), rows, options);
 const charts = [
   chart("throughput", {
-    series: [["attention", "attention"], ["other", "others"], ["failed", "refused or failed"]],
+    series: [["attention", "attention"], ["other", "others"], ["failed", "rejected or failed"]],
     unit: (value) => `${plain(value)}/s`,
     empty: "no operations",
     least: 4,
@@ -54,10 +55,10 @@ const charts = [
     steps: byteTicks,
     least: 4096,
   }),
-  chart("refusals", {
+  chart("rejections", {
     series: Object.entries(REASONS),
     unit: (value) => `${plain(value)}/s`,
-    empty: "none refused",
+    empty: "none rejected",
     least: 4,
   }),
   chart("evictions", {
@@ -74,6 +75,7 @@ const drawings = [map, tree, ...charts];
 const handlers = {
   service(info) {
     rows.columns = info.columns;
+    layers = info.num_layers;
     const sizes = { fp32: 4, fp16: 2, bf16: 2 };
     const page = 2 * info.num_kv_heads * info.head_dim * (sizes[info.dtype] ?? 1) * info.page_size * info.num_layers;
     const shape = `${plural(info.num_layers, "layer")} × ${plural(info.num_kv_heads, "KV head")} × ${info.head_dim}, ${info.dtype}`;
@@ -108,8 +110,8 @@ const handlers = {
   summary({ totals, latency, seconds }) {
     write("saved", share(rows.sum("saved"), rows.sum("saved") + rows.sum("read")));
     write("saved-more", `${bytes(totals.saved)} in all`);
-    const refused = Object.keys(REASONS).reduce((sum, name) => sum + rows.sum(name), 0);
-    write("refused", exact(refused));
+    const rejected = Object.keys(REASONS).reduce((sum, name) => sum + rows.sum(name), 0);
+    write("rejected", exact(rejected));
     write("evicted", `${plural(rows.sum("evicted"), "page")} evicted`);
     fillStages(latency);
     byId("latency-title").title = `over ${digits(seconds)} s`;
@@ -121,7 +123,7 @@ const handlers = {
     const of = (name) => row[rows.index(name)] ?? 0;
     write("operations", `${plain(of("attention") + of("other") + of("failed"))}/s`);
     write("operations-more", `${plain(of("attention"))}/s attention`);
-    write("tokens", `${count(of("tokens"))}/s`);
+    write("tokens", `${count(of("tokens") / layers)}/s`);
     for (const one of charts) {
       one.refresh();
       due(one);
