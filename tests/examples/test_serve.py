@@ -163,8 +163,8 @@ def test_answers_of_a_full_batch_and_after_preemptions_equal_generate(
     before = server.preemptions()
     questions = [f"question {number} of many, {'x' * 9 * number}?" for number in range(10)]
     with ThreadPoolExecutor(10) as pool:
-        replies = list(pool.map(lambda one: server.chat(one, max_tokens=120), questions))
-    assert [text_of(reply) for reply in replies] == [expect(one, 120) for one in questions]
+        replies = list(pool.map(lambda one: server.chat(one, max_tokens=60), questions))
+    assert [text_of(reply) for reply in replies] == [expect(one, 60) for one in questions]
     assert server.preemptions() > before
     wait_for(lambda: pages_in_use(server) == 0, "sequences to be deleted")
 
@@ -448,11 +448,11 @@ def survives(server: Server, expect: Any, kill: Callable[[], object]) -> None:
     """Answers that run while attnd is killed are those of `generate`."""
     with ThreadPoolExecutor(4) as pool:
         asked = [f"survivor {number}?" for number in range(4)]
-        futures = [pool.submit(server.chat, one, max_tokens=300) for one in asked]
+        futures = [pool.submit(server.chat, one, max_tokens=150) for one in asked]
         wait_for(lambda: pages_in_use(server) == 4, "answers to run")
         kill()
         replies = [future.result(180) for future in futures]
-        assert [text_of(reply) for reply in replies] == [expect(one, 300) for one in asked]
+        assert [text_of(reply) for reply in replies] == [expect(one, 150) for one in asked]
 
 
 def test_answers_survive_an_attnd_that_is_killed_and_started_again(

@@ -84,7 +84,7 @@ def test_every_reply_conforms_to_the_document(
     operation = api[path][method]
 
     @given(case=operation.as_strategy(generation_mode=mode))
-    @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
     def check(case: Any) -> None:
         (case.headers or {}).pop(DEADLINE, None)  # a short one is a 504, and rightly so
         case.call_and_validate(checks=CHECKS)
