@@ -116,9 +116,10 @@ bench-stale:  ## Changes of the kernels since each results file was measured
 	@for file in bench/results/*.json; do echo "$$file"; git diff --stat --stat-width=100 \
 	  "$$(sed -n 's/^ "commit": "\(.*\)",$$/\1/p' $$file)" -- kernels | tail -n 1; done
 
-map: $(VENV)/.dev  ## Write the pages made from code: docs/files.md, docs/metrics.md, client/METHODS.md
+map: $(VENV)/.dev  ## Write the pages made from code: files, metrics, settings, methods
 	$(BIN)/python docs/map.py
 	$(BIN)/python docs/metrics_page.py
+	$(BIN)/python docs/settings_page.py
 	$(BIN)/python client/methods_page.py
 
 simulate: $(VENV)/.dev  ## Run seeds of the simulated world, SEEDS=n JOBS=j, or find a bug, BUG=name

@@ -178,9 +178,33 @@ def test_every_method_in_the_readmes_list_exists() -> None:
     assert "commit_sequences" in named
 
 
-def test_the_page_of_methods_is_up_to_date() -> None:
-    done = run(sys.executable, CLIENT / "methods_page.py", "--check", cwd=CLIENT / "src")
-    assert done.returncode == 0, "run `make map`"
+@pytest.mark.parametrize(
+    "page", ["client/methods_page.py", "docs/metrics_page.py", "docs/settings_page.py"]
+)
+def test_a_page_made_from_code_is_up_to_date(page: str) -> None:
+    done = run(sys.executable, ROOT / page, "--check", cwd=CLIENT / "src")
+    assert done.returncode == 0, f"run `make map`: {done.stderr}"
+
+
+def test_structures_names_files_that_exist() -> None:
+    text = (ROOT / "docs" / "structures.md").read_text(encoding="utf-8")
+    listed = run("git", "ls-files", check=True).stdout.splitlines()
+    known = {f"/{path}" for path in listed} | {f"/{path.rpartition('/')[0]}/" for path in listed}
+    named = re.findall(r"`((?:[\w.-]+/)*[\w.-]+(?:\.py|/))`", text)
+    missing = {one for one in named if not any(path.endswith(f"/{one}") for path in known)}
+    assert len(named) > 40 and not missing, missing
+
+
+@pytest.mark.long
+def test_the_first_example_of_the_clients_page_can_be_run_twice(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source = blocks("python", (CLIENT / "README.md").read_text(encoding="utf-8"))[0]
+    with attnd() as server:
+        here = source.replace("127.0.0.1:8080", f"127.0.0.1:{server.port}")
+        for _ in range(2):
+            exec(compile(here, "client/README.md", "exec"), {})
+    assert capsys.readouterr().out.count("(2, 32, 128) (2, 32) 2") == 2
 
 
 # The page of examples/serve names lines of its code.

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,6 @@ from bench.driver.servers import attnd, free_port
 from service.families import SPECS
 from service.metrics import Metrics
 from tests.harness.plain_http import http_client
-from tests.harness.processes import run
 from tests.harness.waiting import wait_for
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -86,11 +84,6 @@ def test_the_panels_do_not_overlap_and_have_numbers_of_their_own() -> None:
         for y in range(place["y"], place["y"] + place["h"])
     ]
     assert len(set(cells)) == len(cells) and max(cells)[0] < 24
-
-
-def test_the_page_of_metrics_is_up_to_date() -> None:
-    done = run(sys.executable, ROOT / "docs" / "metrics_page.py", "--check")
-    assert done.returncode == 0, "run `make map`"
 
 
 def test_counters_are_read_as_rates_and_histograms_by_le() -> None:
