@@ -12,6 +12,7 @@ import re
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -142,6 +143,38 @@ class Small:
         want = expected(q, runs, qo_lens, True, scoring, masks)
         self.equals(state, want, ("ragged", qo_len, scoring, masked))
 
+    def step(self, qo_heads: int) -> None:
+        """A decode that stores its sequences' new tokens in the kernel that reads them."""
+        import cupy
+
+        from kernels.cuda.attention.config import AttentionConfig
+
+        g, dtype, scoring = self.geometry, self.dtype, Scoring(self.geometry.head_dim**-0.5)
+        backend: Any = self.backend
+        runs = [self.pooled.add(n, 1) for n in (70, 1, 16, 300)]
+        ones = [1] * len(runs)
+        plan = self.pooled.flat(runs, ones, causal=True)
+        config = AttentionConfig(backend.kv, qo_heads, dtype, scoring, False)
+        device_plan = backend.attention.make([(1, plan)], config)
+        if not device_plan.appends:
+            if qo_heads <= 8 and g.dtype == dtype and g.head_dim >= 128 and not backend.split_keys:
+                raise AssertionError(f"{g}: the narrow kernel stores no new tokens")
+            return
+        q = normal(self.rng, (len(runs), qo_heads, g.head_dim), dtype)
+        new = [normal(self.rng, (len(runs), KV_HEADS, g.head_dim), dtype) for _ in "kv"]
+        for i, run in enumerate(runs):
+            run.k[-1], run.v[-1] = (stored(rows[i], g.dtype, 1.0) for rows in new)
+        on_device = [cupy.asarray(rows.view(np.uint8)) for rows in (q, *new, q)]
+        lse = cupy.empty(q.shape[:2], np.float32)
+        at, k, v, o = (rows.data.ptr for rows in on_device)
+        backend.transfers.finish()
+        with backend.transfers.compute:
+            where = (at, o, lse.data.ptr)
+            backend.attention.enqueue(device_plan, config, 1, where, new=(k, v))
+        backend.transfers.finish()
+        got = AttentionState(on_device[-1].get().view(q.dtype), lse.get())
+        self.equals(got, expected(q, runs, ones, True, scoring), ("step", qo_heads))
+
     def move(self) -> None:
         """Rows in, copied to another page, and out again."""
         run = self.pooled.add(self.geometry.page_size, 1)
@@ -225,6 +258,9 @@ class Small:
         for qo_len in (1, 33):
             self.attend([long], qo_len, Scoring(scale), False)
         self.share(Scoring(scale))
+        if self.kind == "cuda":
+            for qo_heads in (2, 4, 8, 16):  # every way in which lanes share the columns
+                self.step(qo_heads)
         self.move()
         for members, head_dim in ((2, self.geometry.head_dim), (5, 24)):
             self.merge(7, members, head_dim, into=members == 2)
@@ -235,7 +271,7 @@ def run(kind: BackendKind, pools: Pools = POOLS, numerics: Numerics = "fast") ->
     launched: set[str] = set()
     rng = np.random.default_rng(11)
     for head_dim, dtype, q_dtype, layout, page_size in pools:
-        pages = 4000 // page_size + 64
+        pages = 6000 // page_size + 64
         geometry = PoolGeometry(2, pages, page_size, KV_HEADS, head_dim, layout, dtype, 0.5, 2.0)
         backend = make_backend(kind, geometry, poison=True, numerics=numerics)
         library = getattr(backend, "library", None)
