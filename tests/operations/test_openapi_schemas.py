@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import inspect
 import json
-from dataclasses import fields
-from typing import Any
+from dataclasses import fields, make_dataclass
+from typing import Any, TypeVar
 
+import numpy as np
 import pytest
-from attnd.wire.answer_table import ANSWERS, TEXT, layout_of
+from attnd.wire import answer_table
+from attnd.wire.answer_table import ANSWERS, ARRAYS, TEXT, layout_of
 from attnd.wire.answers import Info
 from attnd.wire.operations import ROUTES
 from declared import INFO
 from pydantic import TypeAdapter
+from typing_extensions import TypeAliasType
 
 from service.errors import KINDS, Cancelled, InvalidRequest, NotSupported, UnsupportedMediaType
 from service.image.json_body import image_of_json
@@ -201,3 +204,13 @@ def test_every_operation_has_its_answer_in_the_table_of_clients() -> None:
         described = schemas().get(kind.__name__, {"properties": {}})["properties"]
         for name in described.keys() & texts.keys():
             assert described[name]["description"] == " ".join(texts[name].split())
+
+
+def test_arrays_are_tensors_also_where_their_type_is_an_alias(monkeypatch: Any) -> None:
+    """`type NDArray[S] = ...`, as numpy 2.5 has it."""
+    scalar = TypeVar("scalar", bound=np.generic)
+    alias: Any = TypeAliasType("alias", np.ndarray[Any, np.dtype[scalar]], type_params=(scalar,))
+    monkeypatch.setattr(answer_table, "ARRAYS", (*ARRAYS[:1], alias))
+    made = make_dataclass("made", [("o", alias[np.float32]), ("count", int)])
+    layout = layout_of(made)
+    assert (layout.tensors, layout.members) == (("o",), {"count": int})

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any, Final, get_origin, get_type_hints
 
 import numpy as np
+from numpy.typing import NDArray
 
 from attnd.wire.answers import (
     AppendResult,
@@ -35,6 +36,8 @@ from attnd.wire.states import AttentionState
 
 TEXT: Final = re.compile(r"^`(\w+)`: (.+?)(?=^`|\Z)", re.DOTALL | re.MULTILINE)
 """A field's text in the docstring of a class."""
+ARRAYS: Final = (np.ndarray, NDArray)
+"""What a type of arrays is one of: from numpy 2.5 on `NDArray[...]` is a name of its own."""
 Answer = type[Any] | Mapping[str, Any] | None
 """A class, the types of members by name, or None: no members."""
 SEQUENCES: Final = {"sequences": tuple[SequenceInfo, ...]}
@@ -113,7 +116,7 @@ def layout_of(kind: Any) -> Layout:
     for name, hint in hints.items():
         if hint in (Meta, tuple[AttentionState, ...]):
             continue
-        if get_origin(hint) is np.ndarray:
+        if get_origin(hint) in ARRAYS:
             tensors.append(name)
         elif is_dataclass(hint) and layout_of(hint).tensors:  # type: ignore[arg-type]
             nested[name] = hint
