@@ -1,4 +1,5 @@
 # attnd in a container.
+#   docker build -t attnd --build-arg REVISION="$(git rev-parse HEAD)" .
 #   docker build -t attnd .                            the CPU backend
 #   docker build -t attnd:cuda --build-arg EXTRA=cuda .    CuPy for CUDA 13 (EXTRA=cuda12: CUDA 12)
 # It listens on all addresses of the container, so it needs authentication: set ATTND_AUTH__KEYS_FILE,
@@ -29,7 +30,10 @@ RUN /opt/attnd/bin/pip install --no-cache-dir --no-deps --no-build-isolation . \
 FROM ${BASE}
 ARG EXTRA=cpu
 ARG CUDA_ARCHS=sm_80,sm_90a
+ARG REVISION=
 LABEL org.opencontainers.image.title="attnd" \
+      org.opencontainers.image.version="0.1.0" \
+      org.opencontainers.image.revision="${REVISION}" \
       org.opencontainers.image.description="Attention and KV cache as a service" \
       org.opencontainers.image.licenses="Apache-2.0"
 RUN /usr/sbin/groupadd --gid 10001 attnd \

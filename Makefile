@@ -26,7 +26,7 @@ TEST_EXTRAS := $(EXTRA)$(if $(findstring cuda,$(EXTRA)),,$(COMMA)dev-cpu),dev
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup run chat run-cluster test test-long test-timing test-all test-matrix lint types arrows check map
-.PHONY: bench bench-stale simulate mutants fleet lock clean
+.PHONY: bench bench-stale release simulate mutants fleet lock clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -122,6 +122,13 @@ map: $(VENV)/.dev  ## Write the pages made from code: files, metrics, settings, 
 	$(BIN)/python docs/settings_page.py
 	$(BIN)/python client/methods_page.py
 
+release: $(VENV)/.dev  ## Build the wheels of service and client, and their hashes, into dist/
+	rm -rf dist build client/build
+	$(BIN)/python -m pip --disable-pip-version-check wheel -q --no-deps --no-build-isolation \
+	  -w dist . ./client
+	rm -rf build client/build
+	cd dist && sha256sum *.whl | tee SHA256SUMS
+
 simulate: $(VENV)/.dev  ## Run seeds of the simulated world, SEEDS=n JOBS=j, or find a bug, BUG=name
 	$(BIN)/python -m tests.world --seeds $(or $(SEEDS),1000) --jobs $(or $(JOBS),2) \
 	  $(if $(BUG),--bug $(BUG)) $(ARGS)
@@ -137,5 +144,5 @@ lock: $(BIN)/python  ## Write deploy/locked: the image's packages with their has
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python deploy/lock.py $(ARGS)
 
 clean:  ## Remove .venv and every cache
-	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info client/*.egg-info
+	rm -rf $(VENV) build dist client/build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info client/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -16,6 +16,7 @@ from attnd import AsyncClient, Client, Session
 
 from bench.driver.servers import attnd
 from config.settings import load_settings
+from service import __version__
 from service.errors import KINDS
 from service.keys import line_of, new_key
 from tests.harness.plain_http import http_client
@@ -129,6 +130,20 @@ def test_the_readme_shows_the_defaults_of_the_settings() -> None:
         shown = [value.strip("`") for value in defaults.removesuffix(" pages").split(", ")]
         expected = ["none" if value is None else f"{value}" for value in values]
         assert shown == [one.removesuffix(".0") for one in expected][: len(shown)], names
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    found = {
+        name: re.findall(pattern, (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)[0]
+        for name, pattern in {
+            "pyproject.toml": r'^version = "(.+)"',
+            "client/pyproject.toml": r'^version = "(.+)"',
+            "client/src/attnd/__init__.py": r'^__version__ = "(.+)"',
+            "Dockerfile": r'image\.version="(.+)"',
+            "CHANGELOG.md": r"^## ([0-9]+\.[0-9]+\.[0-9]+)",
+        }.items()
+    }
+    assert set(found.values()) == {__version__}, found
 
 
 def table_rows(page: str, section: str) -> list[list[str]]:

@@ -14,6 +14,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -22,10 +23,12 @@ import fastapi
 import httpx
 import pytest
 
+from service import __version__
+
 pytestmark = pytest.mark.long
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-SOURCES: Final = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
+SOURCES: Final = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "Makefile")
 TREES: Final = ("service", "kernels", "config", "client")
 FOR_OTHER_PROGRAMS: Final = {"grafana", "prometheus.yml", "prometheus-rules.yml"}
 OTHERS: Final = ("service", "kernels", "config")
@@ -72,11 +75,21 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    pip("wheel", "--no-deps", "--no-build-isolation", "-w", folder, sources)
-    (found,) = folder.glob("*.whl")
-    return found
+def dist(sources: Path) -> Path:
+    """The folder that `make release` writes, with this environment."""
+    stale = sources / "build/lib/attnd_service/service/removed.py"
+    stale.parent.mkdir(parents=True)
+    stale.touch()
+    venv_of_tests = sys.prefix
+    command = ["make", f"VENV={venv_of_tests}", "-o", f"{venv_of_tests}/.dev", "release"]
+    done = subprocess.run(command, cwd=sources, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return sources / "dist"
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> Path:
+    return dist / f"attnd-{__version__}-py3-none-any.whl"
 
 
 def pip(*arguments: str | Path) -> None:
@@ -105,6 +118,35 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installe
     return install(tmp_path_factory.mktemp("installed"), wheel)
 
 
+def test_a_release_has_both_wheels_with_their_hashes(dist: Path, wheel: Path) -> None:
+    client = dist / f"attnd_client-{__version__}-py3-none-any.whl"
+    assert sorted(dist.iterdir()) == sorted([dist / "SHA256SUMS", wheel, client])
+    hashes = {sha256(path.read_bytes()).hexdigest(): path.name for path in (wheel, client)}
+    lines = (dist / "SHA256SUMS").read_text(encoding="ascii").splitlines()
+    assert dict(line.split() for line in lines) == hashes
+
+
+CALL: Final = """
+import attnd, numpy as np
+with attnd.Client(uds={socket!r}) as client:
+    name = client.create_sequence().id
+    k = np.ones((3, 1, 8), np.float32)
+    client.append(0, [name], k, k, append_indptr=[0, 3])
+    print(client.decode(0, [name], k[:1]).o[0, 0, 0], client.info().version, attnd.__version__)
+"""
+
+
+def test_the_client_of_a_release_calls_the_service_of_the_release(
+    dist: Path, installed: Installed, tmp_path: Path
+) -> None:
+    own = install(tmp_path, dist / f"attnd_client-{__version__}-py3-none-any.whl")
+    with serving(installed):
+        call = CALL.format(socket=str(installed.folder / "http.sock"))
+        done = own.run(own.python, "-c", call)
+    assert done.stdout.split() == ["1.0", __version__, __version__], done.stderr
+    assert not own.attnd.exists(), "the client has no command"
+
+
 def test_the_wheel_has_two_top_level_names(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         tops = {name.split("/")[0] for name in archive.namelist()}
@@ -118,6 +160,7 @@ def test_the_wheel_has_every_module_and_every_file_that_modules_read(wheel: Path
     for name in OTHERS:
         wanted |= {f"attnd_service/{name}/{path}" for path in below(ROOT / name)}
     assert not wanted - packaged
+    assert not [name for name in packaged if name.endswith("removed.py")], "of an earlier build"
 
 
 def below(folder: Path) -> Iterator[str]:

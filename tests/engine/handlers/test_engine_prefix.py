@@ -72,6 +72,23 @@ async def test_committed_pages_are_found_by_the_next_prompt_with_that_prefix(
     assert sum(numbers[name] for name in ("free", "referenced", "cached", "pinned")) == 96
 
 
+@cpu_engine()
+async def test_a_prompt_that_is_cached_whole_attends_for_its_last_token_without_k_and_v(
+    caller: Caller,
+) -> None:
+    heads = CPU_GEOMETRY.num_kv_heads, CPU_GEOMETRY.head_dim
+    q = np.random.default_rng(0).standard_normal((1, *heads)).astype(np.float32)
+    await begin(caller, "computed", PROMPT[:-1])
+    last = content(PROMPT, 0)[-1:]
+    decode = {"layer": 0, "sequences": ["computed"]}
+    wanted = await caller.call("decode", decode, q=q, k=last, v=-last)
+    await keep(caller, "kept", PROMPT)
+    assert await begin(caller, "whole", PROMPT) == len(PROMPT)
+    found = await caller.call("decode", decode | {"sequences": ["whole"]}, q=q)
+    np.testing.assert_allclose(found.tensors["o"], wanted.tensors["o"], rtol=0, atol=1e-5)
+    assert (await caller.view("whole"))["length"] == len(PROMPT)
+
+
 @pytest.mark.parametrize("count", [2 * PAGE, 5000])
 @cpu_engine()
 async def test_a_sequence_with_a_prefix_is_forked_in_the_request_that_makes_it(
