@@ -211,7 +211,9 @@ class Copy:
                 shutil.copy(path, self.folder)
         self.env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
         paths = (self.folder, self.folder / "client/src", self.folder / "tests")
-        self.env["PYTHONPATH"] = os.pathsep.join(map(str, paths))
+        self.env["PYTHONPATH"] = os.pathsep.join(
+            [*map(str, paths), os.environ.get("PYTHONPATH", "")]
+        )
         self.unfit = set[str]()  # tests that fail here without a mutant
 
     def run(self, *command: str, limit_s: float) -> tuple[int | None, str]:

@@ -184,6 +184,18 @@ class FakeBackend:
         self._called("attend_ragged")
         q: Any = request.q
         state = AttentionState(np.zeros_like(q), np.zeros(q.shape[:2], np.float32))
+        for part, first in enumerate(request.kv_indptr[:-1]):
+            at = np.arange(request.kv_indptr[part + 1] - first)
+            for row in range(request.qo_indptr[part], request.qo_indptr[part + 1]):
+                behind = request.row_positions[row] - at
+                seen = behind >= 0 if request.causal else at >= 0
+                if request.scoring.window_left >= 0:
+                    seen &= behind <= request.scoring.window_left
+                if request.mask is not None:
+                    bit = request.mask.row_offsets[row] + at
+                    seen &= (request.mask.bits[bit // 8] >> (bit % 8) & 1).astype(bool)
+                k, v = (one[first + at[seen]].astype(np.float64) for one in (request.k, request.v))
+                state.o[row], state.lse[row] = dense_row(q[row], k, v, request.scoring.sm_scale)
         return self._later(state, request.out)
 
     def merge(
@@ -196,8 +208,18 @@ class FakeBackend:
         sinks: Any = None,
     ) -> Pending[AttentionState]:
         self._called("merge")
-        rows = indptr[:-1]
-        return self._later(AttentionState(o[rows].copy(), lse[rows].copy()), out)
+        shape = (indptr.size - 1, *o.shape[1:])
+        state = AttentionState(np.zeros(shape, o.dtype), np.full(shape[:2], -np.inf, np.float32))
+        for row in range(shape[0]):
+            span = slice(indptr[row], indptr[row + 1])
+            states, logs = list(o[span]), list(lse[span])
+            if into is not None:
+                states, logs = [*states, into.o[row]], [*logs, into.lse[row]]
+            if logs:
+                state.lse[row] = np.logaddexp.reduce(logs)
+                shares = np.exp(np.asarray(logs) - state.lse[row])
+                state.o[row] = np.einsum("nh,nhd->hd", shares, np.asarray(states))
+        return self._later(state, into or out)
 
     def gather(
         self, layer: int, slots: Int32, dtype: DType, out: tuple[Any, Any] | None = None

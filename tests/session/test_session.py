@@ -439,6 +439,19 @@ def test_a_thread_that_gives_up_leaves_reading_to_the_others(bench: Bench) -> No
             assert (other.result(5).o == Q + i + 1).all()
 
 
+def test_a_thread_reads_although_the_one_that_was_to_do_so_gave_up(bench: Bench) -> None:
+    bench.start(attended)
+    session = bench.session()
+    connection = session._road.connected(time.monotonic() + 5.0)
+    with ThreadPoolExecutor(1) as threads, connection._reading:
+        waits = threads.submit(session.decode, 1, ["a"], Q)
+        while not any(one.gate is not None for one in connection._all_pending()):
+            time.sleep(0.001)
+        connection._reading.release()  # and wakes none
+        assert (waits.result(5).o == Q + 1).all()
+        connection._reading.acquire()
+
+
 def test_a_broken_connection_fails_the_calls_of_every_thread(bench: Bench) -> None:
     engine = bench.start(Never())
     session = bench.session(retries=0)

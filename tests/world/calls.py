@@ -24,6 +24,7 @@ NO_SEQUENCE: Final = (
 """Operations whose `id` is not that of a sequence that must be there."""
 READING: Final = (
     *("decode", "prefill", "step", "gather", "get_sequence", "page_table", "export_sequence"),
+    *("cascade", "ragged_prefill", "merge"),
 )
 """Operations that change no sequence, unless they bring rows."""
 CUTTING: Final = ("truncate", "truncate_sequences")
@@ -116,7 +117,8 @@ class Op:
             self.new = fields["sequences"]
         elif self.name not in NO_SEQUENCE:
             one = [fields["id"]] if "id" in fields else []
-            self.ids = fields.get("sequences") or fields.get("ids") or one
+            levels = [name for level in fields.get("levels", ()) for name in level["sequences"]]
+            self.ids = fields.get("sequences") or fields.get("ids") or levels or one
         self.parents = [new["parent"] for new in self.new if "parent" in new]
 
     @property
@@ -281,16 +283,38 @@ class Step:
         return True
 
 
+def is_right_of_several(op: Op, rule: Rows, there: Sequences) -> bool:
+    """Whether the answer is right of attention to rows that no one sequence has alone."""
+    (_, found), q, (layer,) = op.answer or ({}, {}), op.tensors.get("q"), op.layers
+    ends, parts = op.fields.get("qo_indptr"), op.plan
+    if op.name == "cascade":  # all rows to the first, each to one more
+        first, *others = (there[name].rows[layer] for name in op.ids)
+        parts = [[*first, *rows] for rows in others]
+    elif op.name == "merge":
+        q, parts = parts
+    spans = [slice(*ends[at : at + 2]) for at in range(len(parts))] if ends else None
+    each = zip(spans or [slice(at, at + 1) for at in range(len(parts))], parts, strict=True)
+    return all(
+        attends(q[one], rule.content(rows, layer), (found["o"][one], found["lse"][one]))
+        for one, rows in each
+    )
+
+
 def same(tensors: Any, span: slice, parts: list[Any]) -> bool:
     """Whether k and v hold the content of all parts, one after another."""
     found = [tensors["k"][span], tensors["v"][span]]
     return not parts or np.array_equal(found, np.concatenate(parts, axis=1))
 
 
-def attends(q: Any, content: Any, found: Any, *, causal: bool = False) -> bool:
-    """Whether queries attended to k and v, with o and lse as their result."""
+def attention(q: Any, content: Any, *, causal: bool = False) -> Any:
+    """o and lse of queries over k and v, in float64."""
     k, v = content
     seen = visible(len(q), len(k), causal=causal)
-    o, lse = attend(q, k, v, seen, sm_scale=q.shape[-1] ** -0.5)
+    return attend(q, k, v, seen, sm_scale=q.shape[-1] ** -0.5)
+
+
+def attends(q: Any, content: Any, found: Any, *, causal: bool = False) -> bool:
+    """Whether queries attended to k and v, with o and lse as their result."""
+    o, lse = attention(q, content, causal=causal)
     close = partial(np.allclose, atol=TOLERANCE, rtol=TOLERANCE)
     return bool(close(found[0], o) and close(found[1], lse))

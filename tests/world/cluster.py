@@ -23,13 +23,23 @@ from service.doors.kit import problems
 from service.engine.store.imports import HIDDEN
 from service.tenants import OPEN, SCOPES, Tenant, tenant_of
 from tests.harness.router import blocks_of
-from tests.world.calls import SPACES, Answer, Op, Outcome, Rows, Step, call, check
+from tests.world.calls import (
+    SPACES,
+    Answer,
+    Op,
+    Outcome,
+    Rows,
+    Step,
+    call,
+    check,
+    is_right_of_several,
+)
 from tests.world.doors import DOOR, SECRET, DoorProcess, SimPoll, attach, call_with
 from tests.world.followers import Follower
 from tests.world.history import Effect, History
 from tests.world.network import NEVER, READ, Replaced, SimSocket
 from tests.world.programs import Program
-from tests.world.simulation import LONGEST_S, EngineProcess, Plan, Simulation
+from tests.world.simulation import LONGEST_S, EngineProcess, Plan, Simulation, keys_of
 
 UNCERTAIN_S: Final = 20.0  # a lost call may act as late: engines' deadline, and a door's grace
 REFUSALS: Final = frozenset({"not_ready", "overloaded", "out_of_pages"})
@@ -64,7 +74,7 @@ class ClusterCaller(Program):
                 await self.send(call("get_sequence", id=name))
 
     async def send(self, op: Op) -> Answer | None:
-        world, op.faults = self.world, len(self.world.faults)
+        world, op.faults, op.sent = self.world, len(self.world.faults), self.world.clock.now
         # the router deletes until nothing is left; the client sends a lost truncation again
         repeats = op.name == "delete_sequences" or (op.name == "truncate" and world.has_http)
         is_later = op.name == "import_sequence" and "header" not in op.fields
@@ -76,6 +86,15 @@ class ClusterCaller(Program):
         shown = {one: found[one] for one in ("detail", "done", "lengths") if one in found}
         world.count(op.name, code, op.faults)
         world.note(f"  {self.number} {op.name} {op.fields} {code} {shown}")
+        if (is_revoked := self.space.name == world.revoked) and op.sent > world.revoked_at:
+            check(
+                code in ("unauthorized", "lost"), f"{op.name} was answered to a revoked key", code
+            )
+        is_lawful = is_revoked and world.restored_at > op.sent
+        check(code != "unauthorized" or is_lawful, f"{op.name}: the key is not known")
+        if code == "ok" and op.name in ("ragged_prefill", "merge"):
+            op.answer = found, tensors
+            check(is_right_of_several(op, self.rows, {}), "wrong attention:", op.fields)
         if code == "ok":
             op.answer = found, tensors
             for effect in effects:
@@ -95,7 +114,7 @@ class ClusterCaller(Program):
         if code in LOST and op.plan and op.new:
             world.abandoned.add(op.made[0])  # how many rows it has is not known
             self.own = tuple(f"{one}{self.number}" for one in self.own)
-        if code in REFUSALS:
+        if code in REFUSALS or code == "unauthorized":
             await asyncio.sleep(self.order.choice((0.02, 0.3, 1.0)))
         return op.answer
 
@@ -132,7 +151,7 @@ class ClusterCaller(Program):
         history = self.space
         listed = found.get("sequences") or found.get("lengths") or {str(found.get("value"))}
         named = {name for effect in effects for name in effect.names if name in listed}
-        may_be_refused = REFUSALS | {"length_mismatch", "sequence_changed"}
+        may_be_refused = REFUSALS | {"length_mismatch", "sequence_changed", "unauthorized"}
         if {"kernel fails", "launch fails"} & set(self.world.faults):
             may_be_refused |= {"internal"}
         for effect in effects:
@@ -188,6 +207,7 @@ class ClusterWorld(Simulation):
         self.abandoned: set[str] = set()  # their rows are not known, since an answer was lost
         self.names = [f"engine-{number}" for number in range(self.order.choice((2, 3, 3)))]
         self.drains: dict[str, None] = {}  # engines that are being drained
+        self.restored_at = NEVER  # when the key that was revoked last came back
 
     def begin(self) -> None:
         self.engines |= {name: EngineProcess(self, SECRET) for name in self.names}
@@ -258,11 +278,22 @@ class ClusterWorld(Simulation):
             self.note(f"{name} has {[leaf.id for *_, leaf in self.leaves(process)]}")
         super().fail(error)
 
-    def strike(self, _: ClusterCaller) -> None:
+    def reread(self) -> None:
+        """The door knows at once; engines trust it."""
+        door, now = self.doors[ROUTER], self.clock.now
+        if door.http is not None and door.http.authenticator is not None and not door.is_dead:
+            door.http.authenticator.read_again()
+        is_back = self.keys == keys_of(SPACES)
+        self.revoked_at, self.restored_at = (NEVER, now) if is_back else (now, NEVER)
+
+    def strike(self, caller: ClusterCaller) -> None:
         """What may happen to processes before a statement."""
         order = self.order
         name = order.choice(self.names)
         engine, after = self.engines[name], order.choice((0.01, 0.3, 1.0, 4.0))
+        is_kept = self.has_http and self.has_keys and self.keys == keys_of(SPACES)
+        if is_kept and self.fault("a key is revoked", 0.01):
+            self.revoke(caller.space.name)
         if engine.is_over:
             return
         if self.fault("engine dies", 0.008):
@@ -311,6 +342,7 @@ class ClusterWorld(Simulation):
         following = [self.loop.create_task(one.run()) for one in self.followers]
         await asyncio.gather(*(one.run() for one in callers))
         self.end_faults()
+        self.restore_keys()
         for name in self.names:
             self.restart(name)
         await asyncio.sleep(5.0)

@@ -113,6 +113,12 @@ class WorldDevice(FakeBackend):
 
         return self._launch("attend", kernel)
 
+    def attend_ragged(self, request: Any) -> Any:
+        return self._launch("attend_ragged", super().attend_ragged, request)
+
+    def merge(self, *given: Any, **named: Any) -> Any:
+        return self._launch("merge", partial(super().merge, *given, **named))
+
     def gather(self, layer: int, slots: Int32, dtype: DType, out: Any = None) -> Any:
         return self._launch("gather", super().gather, layer, slots.copy(), dtype, out)
 

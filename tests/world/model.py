@@ -14,7 +14,16 @@ from typing import Any, Final
 from config.settings import ServerSettings
 from kernels.backend import PoolGeometry
 from service.engine.store.store import Store
-from tests.world.calls import CUTTING, SPACES, Op, Rows, Sequences, Step, check
+from tests.world.calls import (
+    CUTTING,
+    SPACES,
+    Op,
+    Rows,
+    Sequences,
+    Step,
+    check,
+    is_right_of_several,
+)
 from tests.world.network import NEVER, Clock
 from tests.world.tiers import TierPlan
 
@@ -34,7 +43,7 @@ MAY_FAIL: Final = {  # operations to which an error may come whatever the model 
     "unknown_import": ("import_sequence", "cancel_import", "get_import"),
     "key_mismatch": ("commit", "commit_sequences"),
     # others may have cut it meanwhile, or aborted a step of the lane
-    "invalid_request": (*MOVING, "prefill", "commit", "commit_sequences", "step"),
+    "invalid_request": (*MOVING, "prefill", "commit", "commit_sequences", "step", "cascade"),
 }
 DEADLINE_S: Final = ServerSettings().deadline_s  # of calls that give none
 
@@ -116,6 +125,7 @@ class Model:
             space.max_pages, space.reserved = quota
             space.quotas = {quota, (None, 0)}
         self.store = store
+        self.is_emptied = False  # takes no new sequences
         self.is_draining = False  # whether it takes no more calls, also as its device is lost
 
     def clear(self, is_graceful: bool) -> None:
@@ -228,7 +238,7 @@ class Model:
             case "deadline_exceeded":
                 return self.clock.now >= op.sent + (op.deadline_s or DEADLINE_S)
             case "not_ready":
-                return self.is_draining
+                return self.is_draining or (self.is_emptied and bool(op.made))
             case "not_erased":  # a disk that has failed is off until the next start
                 return not self.tiers.is_honest
             case "unknown_sequence":
@@ -321,6 +331,16 @@ class Model:
                 check(cached % self.geometry.page_size == 0, "cached_len", cached)
                 check(cached >= least, "held pages were not found:", cached, least)
                 self._check_named(space, op.plan[:cached])
+            case "ragged_prefill" | "merge" | "cascade":
+                check(is_right_of_several(op, self.rows, space.held), "wrong attention:", op.fields)
+            case "snapshot":
+                states, step = op.answer[1]["page_states"], fields["page_step"]
+                is_whole = len(states) == -(-self.geometry.num_pages // step)
+                check(is_whole and max(states) <= 3, "a snapshot", fields, states)
+            case "engines":
+                check([one["name"] for one in fields["engines"]] == ["engine"], "engines", fields)
+            case "drain_engine":
+                self.is_emptied = not op.fields["stop"]
             case "prefetch":
                 self._check_named(space, op.plan[: fields["matched_len"]])
             case "match_prefix":

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from service.operations.transfer import Header
-from tests.world.calls import NUM_LAYERS, Answer, Every, Op, Rows, call
+from tests.world.calls import NUM_LAYERS, Answer, Every, Op, Rows, attention, call
 
 Step = Op | list[Op] | float
 Steps = Generator[Step, Answer | None, Any]
@@ -42,23 +42,16 @@ class Program:
         self.own = (f"p{number}.a", f"p{number}.b", f"p{number}.c")
         self.exports: list[dict[str, Any]] = []
         self.prompts: list[list[int]] = []  # rows of those that were committed
+        self.weights = {name: some[self.in_cluster] for name, some in STATEMENTS.items()}
         self.tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """All statements, some before the one before them has ended."""
-        plan, world = self.world.plan, self.world
-        weights = [some[self.in_cluster] for *some, _ in STATEMENTS.values()]
-        for number in range(plan.statements):
-            if plan.callers * number + self.number in plan.skipped:
+        world = self.world
+        for number in range(world.plan.statements):
+            if (name := self.chosen(number)) is None:
                 continue
-            order = self.order = random.Random(f"{plan.seed} {self.number} {number}")
-            held = self.space.held
-            living = sum(any(held[name].rows) for name in self.names if name in held)
-            name = "prompt"
-            if living >= FEW or order.random() >= 0.5:
-                (name,) = order.choices(list(STATEMENTS), weights)
-            if plan.faults:
-                world.strike(self)
+            order = self.order
             together = not self.in_cluster and order.random() < 0.4
             together = together and name not in ("commit", "commit_many", "rest")
             if not together and self.tasks:
@@ -73,6 +66,21 @@ class Program:
         if self.tasks:
             await asyncio.wait(self.tasks)
 
+    def chosen(self, number: int) -> str | None:
+        """The name of the next statement, after what strikes before it; None if it is left out."""
+        plan = self.world.plan
+        if plan.callers * number + self.number in plan.skipped:
+            return None
+        order = self.order = random.Random(f"{plan.seed} {self.number} {number}")
+        held = self.space.held
+        living = sum(any(held[name].rows) for name in self.names if name in held)
+        name = "prompt"
+        if living >= FEW or order.random() >= 0.5:
+            (name,) = order.choices(list(self.weights), list(self.weights.values()))
+        if plan.faults:
+            self.world.strike(self)
+        return name
+
     def _ended(self, task: asyncio.Task[None]) -> None:
         self.tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -80,7 +88,10 @@ class Program:
 
     async def statement(self, name: str) -> None:
         self.world.note(f"caller {self.number}: {name}")
-        await self.take(STATEMENTS[name][-1](self))
+        await self.take(self.made(name))
+
+    def made(self, name: str) -> Step | Steps:
+        return STATEMENTS[name][-1](self)
 
     async def take(self, step: Step | Steps) -> Answer | None:
         """Takes a step; returns the answer of a single call that succeeded."""
@@ -245,6 +256,51 @@ class Program:
         is_step = fits and self.order.random() < 0.6
         rows = [self.behind(name, layer, 1) for name in names] if is_step else []
         return self.attending("decode", layer, names, q, rows, cascade=cascade)
+
+    def prompts_of(self, counts: list[int]) -> list[list[int]]:
+        return [self.rows.after(0, self.tokens(count)) for count in counts]
+
+    def ragged(self) -> Op:
+        """Prefill over K and V that come with it."""
+        counts = [self.order.randint(1, 4) for _ in range(self.order.randint(1, 3))]
+        every = self.prompts_of(counts)
+        ends = np.cumsum([0, *counts]).tolist()
+        k, v = self.rows.content([row for rows in every for row in rows], 0)
+        fields = {"qo_indptr": ends, "kv_indptr": ends, "causal": False}
+        q = self.queries(ends[-1])
+        return Op("ragged_prefill", fields, {"q": q, "k": k, "v": v}, plan=every)
+
+    def merge(self) -> Op:
+        """States of two parts of each row's keys."""
+        every, layer = self.prompts_of([self.order.randint(2, 6) for _ in range(2)]), 0
+        q, states = self.queries(len(every)), list[Any]()
+        for at, rows in enumerate(every):
+            cut = self.order.randint(1, len(rows) - 1)
+            for part in (rows[:cut], rows[cut:]):
+                states.append(attention(q[at : at + 1], self.rows.content(part, layer)))
+        o, lse = (
+            np.stack(some).astype(np.float32).reshape(len(every), 2, *some[0].shape[1:])
+            for some in zip(*states, strict=True)
+        )
+        return Op("merge", {"lse_base": "e"}, {"o": o, "lse": lse}, plan=(q, every))
+
+    def cascade(self) -> Op:
+        """Rows that share a sequence, and have one more each."""
+        first, *others = [self.name() for _ in range(3)]
+        count = len(others)
+        levels = [
+            {"sequences": [first], "qo_indptr": [0, count]},
+            {"sequences": others, "qo_indptr": list(range(count + 1))},
+        ]
+        fields = {"layer": self.layer(), "levels": levels}
+        return Op("cascade", fields, {"q": self.queries(count)})
+
+    def drain(self) -> Steps:
+        """An engine that takes no new sequences for some time; without others, none moves."""
+        yield call("drain_engine", name="engine", stop=False)
+        yield self.pause()
+        while (yield call("drain_engine", name="engine", stop=True)) is None:
+            yield 0.1
 
     def step(self) -> Op:
         """A token of each sequence at every layer, or none, on the session's lane."""
@@ -433,6 +489,9 @@ STATEMENTS: Final[dict[str, tuple[int, int, Callable[[Program], Step | Steps]]]]
     "decode": (12, 12, Program.decode),
     "step": (8, 0, Program.step),
     "prefill": (4, 0, Program.prefill),
+    "ragged": (1, 1, Program.ragged),
+    "merge": (1, 1, Program.merge),
+    "cascade": (2, 0, Program.cascade),
     "gather": (4, 10, lambda p: call("gather", layer=p.layer(), sequences=p.some(), dtype="fp32")),
     "truncate": (6, 6, Program.truncate),
     "keep": (3, 0, lambda p: p.truncate(keeps=True)),
@@ -441,6 +500,9 @@ STATEMENTS: Final[dict[str, tuple[int, int, Callable[[Program], Step | Steps]]]]
     "look": (3, 6, lambda p: call("get_sequence", id=p.name())),
     "list": (1, 0, lambda _: call("list_sequences")),
     "pool": (1, 0, lambda _: call("pool")),
+    "snapshot": (1, 0, lambda _: call("snapshot")),
+    "engines": (1, 1, lambda _: call("engines")),
+    "drain": (1, 0, Program.drain),
     "page_table": (1, 0, lambda p: call("page_table", sequences=p.some(), layer=p.layer())),
     "export": (3, 1, Program.export),
     "import": (4, 4, Program.import_),

@@ -20,6 +20,7 @@ from typing import Any, Final
 from tests.world.cluster import ClusterWorld
 from tests.world.disk import DiskWorld
 from tests.world.simulation import Plan, Result
+from tests.world.threads import ThreadWorld
 from tests.world.world import World
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -41,7 +42,12 @@ KINDS: Final = {
     "disk lies about a sync, disk reads short, disk writes short",
 }
 """Columns of the table, and the faults that each counts."""
-WORLDS: Final = {"engine": World, "cluster": ClusterWorld, "disk": DiskWorld}
+WORLDS: Final = {
+    "engine": World,
+    "cluster": ClusterWorld,
+    "threads": ThreadWorld,
+    "disk": DiskWorld,
+}
 
 
 def run(plan: Plan) -> Result:

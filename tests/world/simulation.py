@@ -228,6 +228,7 @@ class Simulation(Run):
         self.network = Network(self.clock, plan.seed, self.fault)
         self.geometry = PoolGeometry(NUM_LAYERS, order.choice((20, 40, 80)), 4, 1, 4, dtype="fp32")
         self.keys = keys_of(SPACES)
+        self.revoked, self.revoked_at = "", NEVER  # the namespace, since engine or door know
         engine = EngineSettings(slice_ms=order.choice((1e-5, 0.001, 0.05, 20.0)))
         watermark, history = order.choice((0.5, 0.9, 1.0)), order.choice((1, 64))
         cache = CacheSettings(high_watermark=watermark, events_history=history)
@@ -238,6 +239,20 @@ class Simulation(Run):
         self.selector = SimSelector(self.network, order, self.wait)
         self.loop = asyncio.SelectorEventLoop(self.selector)
         self.engines: dict[str, EngineProcess] = {}
+
+    def reread(self) -> None:
+        """Processes read their keys again."""
+
+    def revoke(self, name: str) -> None:
+        """A namespace has no key for some time; in a file that can be read."""
+        self.keys, self.revoked = keys_of(one for one in SPACES if one != name), name
+        self.revoked_at = NEVER
+        self.reread()
+        self.loop.call_later(self.order.choice((0.05, 0.5, 3.0)), self.restore_keys)
+
+    def restore_keys(self) -> None:
+        self.keys, self.revoked_at = keys_of(SPACES), NEVER
+        self.reread()
 
     def patches(self) -> list[Replaced]:
         """What is replaced in the service."""

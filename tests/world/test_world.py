@@ -34,7 +34,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones(option: str) -> None:
     assert status == 2 and "invalid choice: 'nowhere' (choose from" in output, output
 
 
-@pytest.mark.parametrize("name", ["engine", "cluster", "disk"])
+@pytest.mark.parametrize("name", ["engine", "cluster", "threads", "disk"])
 def test_a_seed_repeats_exactly(name: str) -> None:
     first, second = (world("--world", name, "--seed", "3") for _ in range(2))
     assert first == second

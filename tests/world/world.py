@@ -14,6 +14,7 @@ import numpy as np
 from attnd.wire import frames as f
 from attnd.wire.images import PROBLEM, RESPONSE
 
+from config.settings import ServerSettings
 from service.errors import DeadlineExceeded, NotReady, Unauthorized
 from service.operations.step import ALIGNMENT
 from service.operations.table import BY_NAME
@@ -211,13 +212,13 @@ class World(Simulation):
     """One run."""
 
     has_tiers = True
+    server = ServerSettings()  # with snapshots
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
         self.model = Model(self.geometry, self.clock, self.faults, self.tiers)
         self.rows, self.spaces = self.model.rows, list(self.model.spaces.values())
         self.calls: dict[tuple[int, int], Op] = {}
-        self.revoked, self.revoked_at = "", NEVER  # the namespace, since the engine knows
         self.routers = [EventReader(self, space.name) for space in self.spaces]
 
     def begin(self) -> None:
@@ -259,7 +260,7 @@ class World(Simulation):
 
     def strike(self, caller: CallerProcess) -> None:
         """What may happen to processes before a statement."""
-        process, road = self.engine, caller.road
+        process, road = self.engine, getattr(caller, "road", None)
         if road is not None and self.fault("caller dies", 0.01):
             road.sock.kill()
             road.lose("it died")
@@ -281,17 +282,6 @@ class World(Simulation):
             self.revoke(caller.space.name)
         elif self.fault("device lost", 0.001):
             self.model.is_draining = process.device.is_lost = True
-
-    def revoke(self, name: str) -> None:
-        """A namespace has no key for some time; in a file that can be read."""
-        self.keys, self.revoked = keys_of(one for one in SPACES if one != name), name
-        self.revoked_at = NEVER
-        self.reread()
-        self.loop.call_later(self.order.choice((0.05, 0.5, 3.0)), self.restore_keys)
-
-    def restore_keys(self) -> None:
-        self.keys, self.revoked_at = keys_of(SPACES), NEVER
-        self.reread()
 
     def reread(self) -> None:
         self.engine.keys = self.keys

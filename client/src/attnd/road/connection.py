@@ -249,8 +249,8 @@ class Connection:
         """Wait at the gate; end the session if a signal interrupted the reader with its lock."""
         seen = False
         while not gate.acquire(timeout=max(0.0, min(WATCH_S, ends - time.monotonic()))):
-            if self.broken:
-                return  # an interrupt as the answer was read
+            if self.broken or not self._reading.locked():
+                return  # an interrupt as the answer was read; or the one that was woken gave up
             if time.monotonic() >= ends:
                 raise TimedOut("no answer within the timeout")
             is_stuck = self._reading.locked() and not self._is_read
