@@ -23,7 +23,9 @@ from service.doors.kit import problems
 from service.engine.store.imports import HIDDEN
 from service.tenants import OPEN, SCOPES, Tenant, tenant_of
 from tests.harness.router import blocks_of
-from tests.world.calls import (
+from tests.world.doors import DOOR, SECRET, DoorProcess, SimPoll, attach, call_with
+from tests.world.network import NEVER, READ, Replaced, SimSocket
+from tests.world.oracle.calls import (
     SPACES,
     Answer,
     Op,
@@ -34,10 +36,8 @@ from tests.world.calls import (
     check,
     is_right_of_several,
 )
-from tests.world.doors import DOOR, SECRET, DoorProcess, SimPoll, attach, call_with
-from tests.world.followers import Follower
-from tests.world.history import Effect, History
-from tests.world.network import NEVER, READ, Replaced, SimSocket
+from tests.world.oracle.followers import Follower
+from tests.world.oracle.history import Effect, History
 from tests.world.programs import Program
 from tests.world.simulation import LONGEST_S, EngineProcess, Plan, Simulation, keys_of
 

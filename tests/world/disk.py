@@ -18,7 +18,7 @@ from unittest.mock import patch
 from service.tiers.record_store import RecordStore
 from service.tiers.records import InvalidRecord, NewRecord, RecordLayout
 from service.tiers.shelf import Entry
-from tests.world.calls import SPACES, check
+from tests.world.oracle.calls import SPACES, check
 from tests.world.simulation import Plan, Result, Run
 from tests.world.tiers import MEMORY, SimFiles
 

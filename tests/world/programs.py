@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from service.operations.transfer import Header
-from tests.world.calls import NUM_LAYERS, Answer, Every, Op, Rows, attention, call
+from tests.world.oracle.calls import NUM_LAYERS, Answer, Every, Op, Rows, attention, call
 
 Step = Op | list[Op] | float
 Steps = Generator[Step, Answer | None, Any]

@@ -25,10 +25,10 @@ from service.metrics import Metrics
 from service.road.caller_end import caller as caller_end
 from service.road.engine_end.session import Session
 from service.tenants import SCOPES
-from tests.world.calls import NUM_LAYERS, SPACES, Wrong, check
 from tests.world.device import WorldDevice
-from tests.world.history import Unclear
 from tests.world.network import NEVER, Clock, Listener, Network, Replaced, SimSelector, virtual
+from tests.world.oracle.calls import NUM_LAYERS, SPACES, Wrong, check
+from tests.world.oracle.history import Unclear
 from tests.world.tiers import TierPlan
 
 LONGEST_S: Final = 3000.0  # the clock, which begins at 1000 s, at the end of the longest run

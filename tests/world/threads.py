@@ -26,9 +26,9 @@ from attnd.road import areas, arena, connection, greeting
 from attnd.road.connection import Connection
 from attnd.wire import frames as f
 
-from tests.world.calls import Answer, Op, call, check
 from tests.world.doors import RAW
 from tests.world.network import NEVER, READ, WRITE, Replaced, SimSocket
+from tests.world.oracle.calls import Answer, Op, call, check
 from tests.world.programs import Program, Step, Steps
 from tests.world.simulation import LONGEST_S, Over, Plan
 from tests.world.world import World, parse
@@ -36,7 +36,7 @@ from tests.world.world import World, parse
 CLIENT: Final = Path(connection.__file__).parents[1]
 TRACED: Final = {str(path) for path in (*CLIENT.glob("road/*.py"), CLIENT / "session.py")}
 SWITCHES: Final = (0.0, 0.01, 0.1)  # shares of lines behind which another thread goes on
-UNREAD_S: Final = 0.2  # after which somebody reads what has arrived, at the latest
+UNREAD_S: Final = 0.2  # after which a thread reads what has arrived, at the latest
 LONGEST: Final = (30.0,)
 TIMEOUTS_S: Final = (0.02, 0.3, *LONGEST, *LONGEST)
 SLOW: Final = {"engine stalls", "caller stops reading", "engine dies", "connection breaks"}

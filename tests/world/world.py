@@ -22,10 +22,10 @@ from service.road.caller_end.caller import Answered, Pending, RoadCaller
 from service.road.caller_end.slots import ArenaFull
 from service.road.engine_end.session import Session, problem_image
 from tests.images import read_image, write_image
-from tests.world.calls import SPACES, Answer, Op, Wrong, call, check
-from tests.world.followers import Follower
-from tests.world.model import Model
 from tests.world.network import NEVER, Replaced, SimSocket
+from tests.world.oracle.calls import SPACES, Answer, Op, Wrong, call, check
+from tests.world.oracle.followers import Follower
+from tests.world.oracle.model import Model
 from tests.world.programs import Program
 from tests.world.simulation import EngineProcess, Plan, Simulation, keys_of
 

@@ -12,8 +12,8 @@ from itertools import count, product
 from math import prod
 from typing import Any, Final
 
-from tests.world.calls import ENDING, NOT_NOW, Held, Outcome, Sequences, Step, Wrong
 from tests.world.network import NEVER, Clock
+from tests.world.oracle.calls import ENDING, NOT_NOW, Held, Outcome, Sequences, Step, Wrong
 
 MAX_STATES: Final = 20_000
 SOME_STATES: Final = 200

@@ -10,7 +10,7 @@ from typing import Any, Final
 from service.engine.store.event_history import Page
 from service.engine.store.store import Store
 from tests.harness.router import BlockIndex, blocks_of
-from tests.world.calls import check
+from tests.world.oracle.calls import check
 
 Ask = Callable[[int], Awaitable[Mapping[str, Any] | None]]
 """The page of events after a number; None where no answer came."""

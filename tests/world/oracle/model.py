@@ -14,7 +14,8 @@ from typing import Any, Final
 from config.settings import ServerSettings
 from kernels.backend import PoolGeometry
 from service.engine.store.store import Store
-from tests.world.calls import (
+from tests.world.network import NEVER, Clock
+from tests.world.oracle.calls import (
     CUTTING,
     SPACES,
     Op,
@@ -24,7 +25,6 @@ from tests.world.calls import (
     check,
     is_right_of_several,
 )
-from tests.world.network import NEVER, Clock
 from tests.world.tiers import TierPlan
 
 FAULT_OF: Final = {  # faults that explain an error
