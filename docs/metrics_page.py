@@ -29,7 +29,7 @@ Counters end in `_total`. A histogram has `_bucket` (with the label `le`), `_sum
 Labels have few values, but `namespace`: the 64 namespaces with most pages have their own series,
 `other` counts all the others, and a namespace of that name. A namespace's counters begin at 0 when
 it gets its own series. In a cluster of more than 64 namespaces `other` also changes by what those
-have counted that join it or leave it.
+have counted that join it or leave it. With keys the namespace `cluster` is the router's own.
 """
 OF_PROCESSES: Final = {
     "process_virtual_memory_bytes": "How much address space is mapped?",

@@ -53,8 +53,8 @@ class NamespaceCounts:
         self._hold(dict.fromkeys(self._slots.by_name, NONE_HELD))
 
     def of(self, namespace: str) -> memoryview[float]:
-        """The cells that count for a namespace."""
-        found = self._slots.by_name.get(namespace)
+        """The cells that count for a namespace; for the service's own calls (no name), `OTHER`."""
+        found = self._slots.by_name.get(namespace or OTHER)
         if found is None:
             found = self._slots.claim(namespace)
         return self._slots.by_name[OTHER] if found is None else found
