@@ -31,7 +31,7 @@ from attnd import Client, Session
 
 from bench.cases.loads import Decode, Heads, fill
 from bench.driver.calls import Run
-from bench.driver.servers import Server, attnd
+from bench.driver.servers import attnd
 from bench.driver.ways import Kind, Target
 from bench.driver.worker import Worker
 from bench.report.provenance import RESULTS, ROOT, Results, device_name, provenance, publish
@@ -66,6 +66,7 @@ NAMES: Final = {
 PLACES: Final = {
     "time_sliced": "one GPU, time-sliced",
     "mps": "one GPU, MPS",
+    "embedded": "one process",
     "other_gpu": "two GPUs",
 }
 MPS_CONTROL: Final = "nvidia-cuda-mps-control"
@@ -252,12 +253,15 @@ def placed_row(place: str, caller: int, batch: int, kv_len: int) -> tuple[dict[s
     kernels_us = median_us(Target("kernels"), load, 16 * LAYERS)
     pages = batch * (kv_len // PAGE_SIZE + SPARE_PAGES)
     options = (*HEADS.pool(LAYERS), "--pool.num-pages", str(pages))
+    row = {"place": place, "batch": batch, "kv_len": kv_len, "kernels_us": round(kernels_us, 2)}
+    if place == "embedded":
+        found = torch_steps(("--embedded", *options), caller, batch, kv_len)
+        return row | {"http_us": 0.0} | found, str(found["device"])
     with attnd(*options, kind="cuda") as server:
-        steps = torch_steps(server, caller, batch, kv_len)
+        steps = torch_steps(("--socket", server.socket), caller, batch, kv_len)
         http_us = median_us(Target("client", server.port, server.socket), load, 4 * LAYERS)
         with Client(server.url) as client:
             device = client.info().device
-    row = {"place": place, "batch": batch, "kv_len": kv_len, "kernels_us": round(kernels_us, 2)}
     return row | steps | {"http_us": round(http_us, 1)}, device
 
 
@@ -269,12 +273,12 @@ def median_us(target: Target, load: Decode, count: int) -> float:
     return median(sample.seconds for sample in run.samples) * 1e6
 
 
-def torch_steps(server: Server, device: int, batch: int, kv_len: int) -> dict[str, Any]:
-    """Run bench.driver.torch_steps, and return its figures."""
+def torch_steps(engine: Sequence[str], device: int, batch: int, kv_len: int) -> dict[str, Any]:
+    """Run bench.driver.torch_steps with an engine, and return its figures."""
     numbers = {"device": device, "batch": batch, "kv-len": kv_len, "steps": PLACED_STEPS}
     numbers |= {"heads": HEADS.num_qo, "layers": LAYERS}
     options = [word for name, value in numbers.items() for word in (f"--{name}", str(value))]
-    module = ["-m", "bench.driver.torch_steps", "--socket", server.socket, *options]
+    module = ["-m", "bench.driver.torch_steps", *options, *engine]
     done = subprocess.run(
         [sys.executable, *module], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
     )

@@ -3,9 +3,9 @@
 Conversations of two turns, some of which share a system prompt, all at once; beside transformers'
 continuous batching (`generate_batch`) over the same prompts, and on the CPU beside `generate`, one
 request at a time (for two of the conversations: its rate is the same for all) and in a padded
-batch. Greedy; every answer has the same number of tokens. On the
-CPU the model is SmolLM2-135M-Instruct, on a GPU a Llama of 1.2 B parameters with random weights in
-bf16, under MPS. A turn begins when all answers of the turn before are there.
+batch. Greedy; every answer has the same number of tokens. On the CPU the model is
+SmolLM2-135M-Instruct, on a GPU a Llama of 1.2 B parameters with random weights in bf16 that has the
+engine in its process. A turn begins when all answers of the turn before are there.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import numpy as np
 import torch
-from attnd.torch import TorchSession
+from attnd.torch import EmbeddedSession, TorchSession
 from attnd.transformers import pool_settings
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from bench.driver.servers import attnd
-from bench.gpu_steps import placed
 from bench.report.provenance import RESULTS, ROOT, Results, command_line, provenance, publish
 from bench.report.serving_results import table
 from examples.serve.answers import Delta, Sampling
@@ -117,14 +117,19 @@ def engine(model: Any, tokenizer: Any, work: Work, backend: str) -> Iterator[Way
     """The serving engine of examples/serve, in this process, over an attnd of its own."""
     rows, prompt_tokens = work.chats, 2048 if backend == "cuda" else 512
     tokens = work.system + TURNS * (work.question + work.answer)
-    settings = pool_settings(model) | {
+    settings: dict[str, object] = pool_settings(model) | {
+        "backend.kind": backend,
         "pool.page-size": PAGE_SIZE,
         "pool.num-pages": 3 * work.chats * (tokens // PAGE_SIZE + 2),
         "log.level": "warning",
     }
     options = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-    with attnd(*options, kind=backend) as server:
-        runner = Runner(model, lambda: TorchSession(server.socket), rows, rows + prompt_tokens)
+    with ExitStack() as stack:
+        connect: Callable[[], TorchSession] = partial(EmbeddedSession, settings)
+        if backend == "cpu":
+            server = stack.enter_context(attnd(*options, kind=backend))
+            connect = partial(TorchSession, server.socket)
+        runner = Runner(model, connect, rows, rows + prompt_tokens)
         scheduler = Scheduler(runner, tokenizer, set())
         scheduler.start()
         try:
@@ -264,9 +269,8 @@ def main() -> None:
     if chosen.rows:
         chosen.rows.write_text(json.dumps(measure(chosen.backend, chosen.quick)), encoding="utf-8")
         return
-    place = "mps" if chosen.backend == "cuda" else "one process"
-    with placed(place), TemporaryDirectory(prefix="attnd-serving-") as folder:
-        out = Path(folder, "rows.json")  # of a process of its own: it must open the GPU under MPS
+    with TemporaryDirectory(prefix="attnd-serving-") as folder:
+        out = Path(folder, "rows.json")  # of a process of its own, which ends all that it started
         words = ["-m", "bench.serving", "--backend", chosen.backend, "--rows", str(out)]
         words += ["--quick"] * chosen.quick
         subprocess.run([sys.executable, *words], cwd=ROOT, check=True)

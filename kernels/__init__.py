@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 from kernels.backend import Backend, DeviceLost, Numerics, PoolGeometry
 
@@ -28,13 +28,13 @@ def make_backend(
     """
     match kind:
         case "cpu":
-            return _make("kernels.cpu", "CpuBackend", geometry, device, poison, numerics)
+            return _make(".cpu", "CpuBackend", geometry, device, poison, numerics)
         case "cuda":
             if not cuda_devices():
                 raise DeviceLost(
                     f"backend.kind = cuda: {why_no_device()}, or set backend.kind: cpu"
                 )
-            name = "kernels.cuda.backend", "CudaBackend"
+            name = ".cuda.backend", "CudaBackend"
             return _make(*name, geometry, device, poison, numerics)
         case "auto":
             chosen: BackendKind = "cuda" if cuda_devices() else "cpu"
@@ -44,14 +44,25 @@ def make_backend(
 
 def cuda_devices() -> int:
     """Number of CUDA devices that respond; 0 without cupy, a driver or a device."""
-    count: int = importlib.import_module("kernels.cuda.device.devices").count()
+    count: int = devices().count()
     return count
 
 
 def driver_problem() -> str:
     """Why the driver that this machine has cannot be used, with a remedy; else empty."""
-    problem: str = importlib.import_module("kernels.cuda.device.devices").driver_problem()
+    problem: str = devices().driver_problem()
     return problem
+
+
+def make_thread_own(kind: BackendKind, device: int) -> object:
+    """Before this thread makes a backend in a process whose other threads use the device, too: its
+    current stream is none of theirs, and captures of theirs do not restrict its calls. Keep the
+    result as long as the thread runs."""
+    return devices().make_thread_own(device) if kind == "cuda" else None
+
+
+def devices() -> Any:
+    return importlib.import_module(".cuda.device.devices", __package__)
 
 
 def why_no_device() -> str:
@@ -75,7 +86,7 @@ def _make(
     poison: bool,
     numerics: Numerics,
 ) -> Backend:
-    backend: Backend = getattr(importlib.import_module(module), cls)(
+    backend: Backend = getattr(importlib.import_module(module, __package__), cls)(
         geometry, device=device, poison=poison, numerics=numerics
     )
     return backend

@@ -20,7 +20,7 @@ RECLAIMABLE: Final = ("active_file", "inactive_file", "slab_reclaimable")
 def free_bytes(kind: Kind, device: int = 0) -> int:
     """Bytes free now where the backend `kind` keeps its pool."""
     if kind == "cuda":
-        return int(importlib.import_module("kernels.cuda.device.devices").free_bytes(device))
+        return int(importlib.import_module(".cuda.device.devices", __package__).free_bytes(device))
     return host_free_bytes()
 
 

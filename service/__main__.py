@@ -13,7 +13,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -146,11 +146,14 @@ def supervise(
     commands: Commands,
     files: CheckedFiles,
     secret: str,
+    metrics: Mapping[str, int] | None = None,
 ) -> int:
-    """Start engine and doors on their sockets, and watch them to the end."""
+    """Start engine and doors on their sockets, and watch them to the end. Without sockets of
+    engines these are the doors of one elsewhere, which listens at `addresses.roster` and counts in
+    `metrics`."""
     paths = [one.path for one in addresses.engines]
     is_one = settings.cluster.is_one
-    called = paths[0] if is_one else addresses.roster
+    called = paths[0] if paths and is_one else addresses.roster
     if not is_one:
         list_engines(called, paths)
     children = []
@@ -171,7 +174,8 @@ def supervise(
         engine_socket=str(called),
         url=addresses.url,
         secret=secret,
-        metrics={name: make_shared() for name in (MAIN, *(child.process for child in children))},
+        metrics={name: make_shared() for name in (MAIN, *(child.process for child in children))}
+        | dict(metrics or {}),
         files=files,
     )
     docs = " (API at /docs)" if addresses.uds is None else ""

@@ -10,11 +10,15 @@ Run as a script with the name of a module, it starts a process of the service.
 
 from __future__ import annotations
 
+import builtins
 import runpy
 import signal
 import sys
+from collections.abc import Mapping, Sequence
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
-from typing import Final
+from types import ModuleType
+from typing import Any, Final
 
 HOME: Final = Path(__file__).resolve().parents[1]
 """The folder with the packages `service`, `kernels` and `config`: the root of a clone, or
@@ -35,6 +39,56 @@ def import_from_home() -> None:
     paths = [str(HOME), *([str(client)] if client.is_dir() else [])]
     if sys.path[: len(paths)] != paths:
         sys.path[:0] = paths
+
+
+INSIDE: Final = "attnd_service"
+"""The package with the service's packages where a program has modules of their names."""
+PACKAGES: Final = ("service", "kernels", "config")
+
+
+def import_inside(
+    name: str,
+    globals: Mapping[str, object] | None = None,
+    locals: Mapping[str, object] | None = None,
+    fromlist: Sequence[str] | None = (),
+    level: int = 0,
+) -> Any:
+    """`__import__` for modules of `attnd_service`: the service's own names are inside it."""
+    top = name.partition(".")[0]
+    if level or top not in PACKAGES:
+        return builtins.__import__(name, globals, locals, fromlist or (), level)
+    found = builtins.__import__(f"{INSIDE}.{name}", globals, locals, fromlist or (), 0)
+    return found if fromlist else getattr(found, top)
+
+
+class InsideLoader(SourceFileLoader):
+    """Loads a module whose import statements are `import_inside`."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module)["__builtins__"] = vars(builtins) | {"__import__": import_inside}
+        super().exec_module(module)
+
+
+class InsideFinder:
+    """Finds the modules of `attnd_service` as the other finders do."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not name.startswith(f"{INSIDE}."):
+            return None
+        others = (one for one in sys.meta_path if one is not self)
+        spec = next(filter(None, (one.find_spec(name, path, target) for one in others)), None)
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = InsideLoader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+def import_beside_others() -> None:
+    """Have the service imported as `attnd_service.service`, for a program that runs its own code in
+    this process: its `import config` goes on to find its own module."""
+    if not any(isinstance(one, InsideFinder) for one in sys.meta_path):
+        sys.meta_path.insert(0, InsideFinder())
 
 
 def hold_hang_ups() -> None:

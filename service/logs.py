@@ -138,6 +138,19 @@ def set_up_logs(settings: LogSettings, process: str) -> None:
     logging.getLogger("uvicorn.error").setLevel(max(logging.WARNING, root.level))
 
 
+def log_beside_others(settings: LogSettings) -> None:
+    """Send the service's lines where its caller's process sends its own, or else, where that has
+    set up no logs, to standard error as `set_up_logs` does."""
+    own = logging.getLogger("attnd")
+    own.setLevel(settings.level.upper())
+    if not logging.getLogger().handlers and not own.handlers:
+        handler = BackgroundHandler(2 if sys.stderr is None else sys.stderr.fileno())
+        own.addHandler(handler)
+    for one in own.handlers:
+        if isinstance(one, BackgroundHandler):
+            one.setFormatter((JsonLines if settings.format == "json" else ConsoleLines)("engine"))
+
+
 @lru_cache(maxsize=2)
 def clock(second: int) -> str:
     return datetime.fromtimestamp(second).strftime("%H:%M:%S")

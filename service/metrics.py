@@ -140,9 +140,12 @@ class Metrics:
     def processes(self) -> dict[str, int]:
         """The pids of the service's processes that are alive, by name."""
         siblings = os.getppid() if len(self._all) > 1 else None
+        embedding = None if siblings is None else parent_of(siblings)
+        """The process of an embedded engine is that of its doors' supervisor's parent."""
         pids = {} if siblings is None else {"main": siblings}
         for name, cells in self._all.items():
-            if name == self._process or (siblings and parent_of(cells.pid) == siblings):
+            is_sibling = siblings and parent_of(cells.pid) == siblings
+            if name == self._process or is_sibling or cells.pid == embedding:
                 pids[name] = cells.pid
         return {name: pid for name, pid in pids.items() if parent_of(pid) is not None}
 

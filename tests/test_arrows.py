@@ -65,6 +65,7 @@ ONLY: Final = {
     ),
     "sqlite3": ("service/tiers/index.py",),
     "grpc google": ("service/gateway/*", "service/doors/kit/tls.py"),
+    "attnd_service": ("client/src/attnd/torch/embedded.py",),
     "ray": ("service/cluster/ray/*",),
     "zmq msgspec": ("service/doors/zmq/*",),
     "service.cluster": ("service/cluster/*", "service/__main__.py"),
@@ -181,6 +182,7 @@ ARROWS: Final = (
         "the client's steps need torch and nothing else",
         ("client/src/attnd/torch/*",),
         beyond("torch", "attnd"),
+        but=("client/src/attnd/torch/embedded.py",),
     ),
     Arrow(
         "attnd.transformers imports torch, transformers and xxhash beside the client",

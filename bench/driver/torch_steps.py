@@ -16,11 +16,12 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from attnd.torch import Step, TorchSession
+from attnd.torch import EmbeddedSession, Step, TorchSession
 
 CHUNK: Final = 1024
 FILLED_AT_ONCE: Final = 8
 WARM_STEPS: Final = 8
+ON_DEVICE: Final = {"backend.kind": "cuda", "server.device-arena-bytes": 4 * 2**30}
 
 
 class Runner:
@@ -50,8 +51,8 @@ class Runner:
     def measure(self, run: Callable[[], None], steps: int) -> dict[str, float]:
         """Microseconds of a layer by the device's clock; each step is described one ahead."""
         events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]  # type: ignore[no-untyped-call]
-        ahead = self.step()
         torch.cuda.synchronize()
+        ahead = self.step()
         host, last = 0.0, ahead
         events[0].record()
         for number in range(steps):
@@ -105,7 +106,9 @@ def fill(session: TorchSession, names: list[str], heads: int, layers: int, kv_le
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.driver.torch_steps")
-    parser.add_argument("--socket", required=True)
+    parser.add_argument("--socket")
+    help_of_embedded = "an engine in this process in place of a socket's; its settings follow"
+    parser.add_argument("--embedded", nargs=argparse.REMAINDER, help=help_of_embedded)
     for name in ("device", "batch", "kv-len", "heads", "layers", "steps"):
         parser.add_argument(f"--{name}", type=int, required=True)
     chosen = parser.parse_args()
@@ -113,13 +116,21 @@ def main() -> None:
     warnings.simplefilter("ignore", RuntimeWarning)
     torch.cuda.set_device(chosen.device)
     options: dict[str, Any] = {"device": chosen.device, "arena_bytes": 256 * 2**20}
-    with TorchSession(chosen.socket, timeout=120.0, **options) as session:
+    if chosen.embedded is None:
+        made = TorchSession(chosen.socket, timeout=120.0, **options)
+    else:
+        words = iter(word.removeprefix("--") for word in chosen.embedded)
+        settings: dict[str, object] = {**dict(zip(words, words, strict=True)), **ON_DEVICE}
+        settings["backend.device"] = options.pop("device")
+        made = EmbeddedSession(settings, timeout=120.0, **options)
+    with made as session:
         for name in names:
             session.create_sequence(name)
         fill(session, names, chosen.heads, chosen.layers, chosen.kv_len)
         runner = Runner(session, names, chosen.heads, chosen.layers)
         found: dict[str, Any] = {
             "placement": session.placement.kind,
+            "device": session.info().device,
             "hand_over_us": round(session.placement.hand_over_us, 2),
             "steps": runner.measure(runner.run_layers, chosen.steps),
             "graph": runner.measure(runner.captured(), chosen.steps),

@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 import uvicorn
 from attnd import AttndError, Info
-from attnd.torch import TorchSession
+from attnd.torch import EmbeddedSession, TorchSession
 from attnd.transformers import geometry_of, pool_settings
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
@@ -48,11 +48,11 @@ def run(chosen: argparse.Namespace) -> None:
             runner, live_url = start(chosen, model, stack)
         except (AttndError, ImportError, OSError, RuntimeError, ValueError) as error:
             sys.exit(f"cannot start: {error}")
+        room = longest(model, runner.session.info())
         server = Server(config)
         server.scheduler = Scheduler(runner, tokenizer, end_tokens(model, tokenizer))
-        server.scheduler.start()
+        server.scheduler.start()  # the session is its thread's from now on
         stack.callback(server.scheduler.close)
-        room = longest(model, runner.session.info())
         admission = Admission(
             chosen.host, chosen.allowed_host, chosen.max_running + chosen.max_waiting
         )
@@ -91,16 +91,19 @@ class Server(uvicorn.Server):
 
 def start(chosen: argparse.Namespace, model: Any, stack: ExitStack) -> tuple[Runner, str]:
     """The runner, and the URL of attnd's live page. `stack` ends an attnd that it starts."""
-    place = chosen.attnd
-    if place is None:
-        settings = pool_settings(model, tokens=chosen.pool_tokens)
-        settings |= {"backend.kind": model.device.type, "server.port": chosen.attnd_port}
+    place, connect = chosen.attnd, lambda: TorchSession(place)
+    settings: dict[str, Any] = pool_settings(model, tokens=chosen.pool_tokens)
+    settings |= {"backend.kind": model.device.type}
+    if place is None and model.device.type == "cuda":
+        port, settings["log.level"] = chosen.attnd_port, "warning"
+        settings["backend.device"] = model.device.index or 0
+        place, connect = f"http://127.0.0.1:{port}", lambda: EmbeddedSession(settings, port)
+    elif place is None:
         with stage("starting attnd"):
-            place = stack.enter_context(serve_tcp(settings))
+            place = stack.enter_context(serve_tcp(settings | {"server.port": chosen.attnd_port}))
     rows = chosen.max_running
-    runner = Runner(
-        model, lambda: TorchSession(place), rows, rows + chosen.prompt_tokens, chosen.salt
-    )
+    with stage("connecting"):
+        runner = Runner(model, connect, rows, rows + chosen.prompt_tokens, chosen.salt)
     return runner, chosen.live or (f"{place}/live" if "://" in place else "")
 
 

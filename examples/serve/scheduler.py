@@ -98,6 +98,7 @@ class Scheduler:
         self._thread.join()
 
     def _run(self) -> None:
+        self._runner.session.take_over()
         while not self._closed:
             try:
                 self._round()

@@ -305,6 +305,7 @@ class CudaBackend:
             self.transfers.close()
         self._page_copies = None
         self._pool = None
+        cupy.get_default_memory_pool().free_all_blocks()  # the process may go on
         self._lost = "the backend is closed"
 
 

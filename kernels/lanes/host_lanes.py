@@ -29,6 +29,12 @@ class HostLanes:
     def unpin(self, memory: memoryview) -> None:
         self._backend.unregister(address_of(memory))
 
+    def arena_at(self, address: int) -> None:
+        """None: arenas are the sessions' host memory."""
+
+    def end(self) -> None:
+        """Nothing to do: layers run on request only."""
+
 
 class HostLane:
     """A `Lane` in host memory, without flags: the caller reports layers by messages."""

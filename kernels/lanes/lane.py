@@ -151,6 +151,14 @@ class Lanes(Protocol):
         """`Backend.unregister` for host memory, without waiting for open steps."""
         ...
 
+    def arena_at(self, address: int) -> object:
+        """Keeps the device memory of an arena in this process, whose caller has its address."""
+        ...
+
+    def end(self) -> None:
+        """Bring every open step to its end, whatever its tensors contain."""
+        ...
+
 
 def address_of(memory: memoryview) -> int:
     """The address of host memory."""

@@ -15,7 +15,7 @@ def make_lanes(backend: Backend, device_bytes: int, most: int, queues: int) -> L
     `queues` is the number of hardware queues of a device.
     """
     if backend.name == "cuda":
-        made: Lanes = importlib.import_module("kernels.cuda.lanes.lanes").CudaLanes(
+        made: Lanes = importlib.import_module("..cuda.lanes.lanes", __package__).CudaLanes(
             backend, device_bytes, most, queues
         )
         return made

@@ -29,6 +29,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -192,6 +193,7 @@ def hand_over(child: Child, shared: Shared, sockets: Sequence[int]) -> bytes:
         "metrics": dict(shared.metrics),
         "files": None if shared.files is None else shared.files.fd,
         "supervisor": os.getpid(),
+        "thread": threading.get_native_id(),
     }
     return json.dumps(handed).encode()
 
@@ -220,7 +222,8 @@ def receive(argv: Sequence[str] | None = None) -> Inherited:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     with os.fdopen(handover, "rb") as pipe:
         handed = json.loads(pipe.read())
-    if sys.platform == "linux":  # end with the supervisor, even while busy
+    # end with the supervisor, even while busy; the system takes its thread for it
+    if sys.platform == "linux" and handed["thread"] == handed["supervisor"]:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != handed["supervisor"]:  # elsewhere this and the lifeline have to suffice
         sys.exit(1)

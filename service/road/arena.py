@@ -142,7 +142,8 @@ class Arena:
         self.fd = -1
         large, self.memory = [self.memory], memoryview(b"")
         if self.size > UNMAPPED_AT_ONCE:
-            threading.Thread(target=large.clear, name="unmap", daemon=True).start()
+            with contextlib.suppress(RuntimeError):  # the interpreter ends: `large` goes with this
+                threading.Thread(target=large.clear, name="unmap", daemon=True).start()
         self.size = 0
 
 

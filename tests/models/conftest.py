@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import pytest
 from attnd import Client, Session
-from attnd.torch import TorchSession
+from attnd.torch import EmbeddedSession, TorchSession
 
-from tests.client.running_service import connect, service
+from tests.client.running_service import POOL, connect, service
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,23 @@ def torch_session(client: Client, socket: str) -> Iterator[TorchSession]:
         yield session
 
 
-@pytest.fixture(params=["session", "torch_session"])
+@pytest.fixture(scope="module")
+def engine(request: pytest.FixtureRequest) -> Iterator[EmbeddedSession]:
+    """A session whose engine is in this process, of the same size."""
+    pool = {f"pool.{name}": value for name, value in POOL.items()}
+    num_pages = getattr(request.module, "NUM_PAGES", 128)
+    settings = {"backend.kind": "cpu", **pool, "pool.num-pages": num_pages}
+    with EmbeddedSession(settings) as session:
+        yield session
+
+
+@pytest.fixture
+def embedded_session(engine: EmbeddedSession) -> Iterator[EmbeddedSession]:
+    with all_is_free(engine):
+        yield engine
+
+
+@pytest.fixture(params=["session", "torch_session", "embedded_session"])
 def either(request: pytest.FixtureRequest) -> Session:
     """A test with this argument runs layer by layer, and in steps."""
     made: Session = request.getfixturevalue(request.param)
@@ -55,7 +71,7 @@ def either(request: pytest.FixtureRequest) -> Session:
 
 
 @contextmanager
-def all_is_free(client: Client) -> Iterator[None]:
+def all_is_free(client: Client | Session) -> Iterator[None]:
     """When a test ends every sequence and page of it must be free."""
     yield
     pool = client.pool()

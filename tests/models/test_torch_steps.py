@@ -34,27 +34,32 @@ from tests.session.stepping import (
     Served,
     child,
     decode_slots,
+    embed,
     fresh,
     go_through,
     inputs,
     prefill,
     serve,
+    session_of,
 )
 
-KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+GPU = pytest.mark.gpu
+KINDS = ["cpu", pytest.param("cuda", marks=GPU)]
+PLACES = [*KINDS, "cpu, embedded", pytest.param("cuda, embedded", marks=GPU)]
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=PLACES)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    if request.param == "cuda" and not cuda_devices():
+    kind, _, is_embedded = request.param.partition(", ")
+    if kind == "cuda" and not cuda_devices():
         pytest.skip("no CUDA device")
-    with serve(request.param, tmp_path_factory.mktemp("steps")) as running:
+    with (embed if is_embedded else serve)(kind, tmp_path_factory.mktemp("steps")) as running:
         yield running
 
 
 @pytest.fixture
 def session(served: Served) -> Iterator[TorchSession]:
-    with ignoring_time_slices(), served.session() as made:
+    with ignoring_time_slices(), session_of(served) as made:
         yield made
         for info in list(made.list_sequences()):
             made.delete_sequence(info.id)

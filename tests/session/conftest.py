@@ -9,12 +9,16 @@ from pathlib import Path
 import pytest
 
 from tests.session.scripted_engine import Bench
-from tests.session.stepping import Served, serve
+from tests.session.stepping import Served, embed, serve
+
+EMBEDDED = pytest.param(embed, marks=pytest.mark.long, id="embedded")
 
 
-@pytest.fixture(scope="session")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serve("cpu", tmp_path_factory.mktemp("served")) as running:
+@pytest.fixture(scope="session", params=[pytest.param(serve, id="process"), EMBEDDED])
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    with request.param("cpu", tmp_path_factory.mktemp("served")) as running:
         yield running
 
 

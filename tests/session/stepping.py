@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 from attnd import Session
-from attnd.torch import Slots, Step, TorchSession
+from attnd.torch import EmbeddedSession, Slots, Step, TorchSession
 
-from tests.client.running_service import service
+from tests.client.running_service import POOL, service
 from tests.harness.processes import start
 
 LAYERS = 3
@@ -30,6 +30,8 @@ class Served:
 
     kind: str
     path: str
+    embedded: EmbeddedSession | None = None
+    """The session whose process, this one, the engine is in."""
 
     @property
     def device(self) -> torch.device:
@@ -54,10 +56,41 @@ class Served:
 def serve(kind: str, directory: Path, *arguments: str) -> Iterator[Served]:
     """A service of three layers; its pool poisoned by nothing but what tests write."""
     path = str(directory / "engine.sock")
-    pool = ("--pool.num-layers", str(LAYERS), "--pool.dtype", "fp16" if kind == "cuda" else "fp32")
-    options = ("--backend.kind", kind, *pool, "--server.socket", path, "--server.port", "0")
-    with service(*options, *arguments):
+    options = [f"--{name}={value}" for name, value in options_of(kind, path).items()]
+    with service(*options, "--server.port", "0", *arguments):
         yield Served(kind, path)
+
+
+def options_of(kind: str, path: str) -> dict[str, str]:
+    dtype = "fp16" if kind == "cuda" else "fp32"
+    pool = {f"pool.{name}": value for name, value in POOL.items()}
+    own = {"pool.num-layers": str(LAYERS), "pool.dtype": dtype, "server.socket": path}
+    return {"backend.kind": kind, **pool, **own}
+
+
+@contextmanager
+def embed(kind: str, directory: Path) -> Iterator[Served]:
+    """The same service with its engine in this process."""
+    path = str(directory / "engine.sock")
+    settings = options_of(kind, path) | {"log.level": "warning"}
+    with EmbeddedSession(settings, 0, timeout=TIMEOUT_S, arena_bytes=2**24) as own:
+        yield Served(kind, path, own)
+
+
+@contextmanager
+def session_of(served: Served) -> Iterator[TorchSession]:
+    """A session for one test: with an embedded engine its own one, over a new connection."""
+    if served.embedded is None:
+        with served.session() as made:
+            yield made
+        return
+    road = served.embedded._road
+    if road.stepper is not None:
+        road.stepper.close()
+    if road.connection is not None:
+        road.connection.close()
+    road.stepper = road.connection = None
+    yield served.embedded
 
 
 def fresh(session: Session, names: Sequence[str], parent: str | None = None) -> list[str]:

@@ -127,6 +127,17 @@ def test_a_session_that_is_dropped_leaves_no_descriptor(served: Served) -> None:
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
+def test_a_session_closed_by_a_fork_stays_open_in_the_parent(session: Session) -> None:
+    session.info()
+    connection = session._road.connection
+    if (pid := os.fork()) == 0:
+        session.close()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    session.info()
+    assert session._road.connection is connection
+
+
 def test_a_refused_step_changes_nothing_and_the_next_one_works(session: Session) -> None:
     session.create_sequence("a")
     with pytest.raises(OutOfPages):

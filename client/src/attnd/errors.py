@@ -39,6 +39,15 @@ class NeverReady(TimedOut, TimeoutError):
     """The service was not ready within the timeout of `wait_ready`; the message has its reason."""
 
 
+class EngineFailed(AttndError):
+    """The engine in this process could not start, or ended; the message has the reason. The process
+    can open another one."""
+
+
+class DeviceLost(EngineFailed):
+    """The CUDA context of the process is lost: the process must end."""
+
+
 class ProtocolError(AttndError):
     """The answer breaks the service's contract."""
 

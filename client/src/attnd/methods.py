@@ -234,6 +234,10 @@ class Calls(Operations, make=blocking):
     def send(self, call: Call[T]) -> T:
         """Execute one call, retries included; raises `AttndError`."""
 
+    def _for_thread(self) -> Self:
+        """A view for calls of the present thread."""
+        return self
+
     def list_sequences(self, *, page_size: Int | None = None) -> Iterator[SequenceInfo]:
         """Every sequence by id, fetched `page_size` at a time (None: the service's default)."""
         after: str | None = None

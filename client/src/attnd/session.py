@@ -24,6 +24,7 @@ from attnd.results import Info
 from attnd.retries import Attempt, Retries, execute, options_of
 from attnd.road.attempts import HEALTH, health, send_attempt
 from attnd.road.connection import Connection
+from attnd.road.greeting import Dial, dial_path
 from attnd.steps.host import NUMPY, HostArena, numpy_view
 from attnd.steps.lane import Lane
 from attnd.steps.layout import A, Dtypes
@@ -36,13 +37,12 @@ T = TypeVar("T")
 LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Road:
-    """The engine's socket, and the connection to it while there is one; views share it."""
+    """The way to the engine, and the connection to it while there is one; views share it."""
 
-    path: str
+    dial: Dial
     arena_bytes: int
-    own: bool
     key: str = field(default="", repr=False)
     connection: Connection | None = None
     closed: bool = False
@@ -68,7 +68,7 @@ class Road:
 
     def connect(self, arena_bytes: int, ends: float) -> Connection:
         """A connection of its own, with an arena of `arena_bytes`."""
-        return Connection(self.path, arena_bytes, ends, own=self.own, key=self.key)
+        return Connection(self.dial, arena_bytes, ends, key=self.key)
 
     def close(self) -> None:
         with self.lock:
@@ -105,9 +105,13 @@ class Session(Calls):
         arena_bytes: int = 64 * 2**20,
     ) -> None:
         self._options = options_of(timeout, retries)
+        self._road = Road(self._dial_of(path, port), arena_bytes, api_key or "")
+
+    def _dial_of(self, path: str | os.PathLike[str] | None, port: int) -> Dial:
+        """Raises ValueError for a URL of another host."""
         given = f"http://127.0.0.1:{port}" if path is None else os.fspath(path)
         found = socket_path(given)
-        self._road = Road(found, arena_bytes, found != given, api_key or "")
+        return partial(dial_path, found, found != given)
 
     def metrics(self) -> str:
         """Always raises `NotFound`: only `Client.metrics` has metrics, which HTTP serves."""

@@ -50,6 +50,28 @@ def driver_problem() -> str:
     )
 
 
+RELAXED: Final = 2
+"""`CU_STREAM_CAPTURE_MODE_RELAXED`: captures prohibit no calls of the thread."""
+
+
+def make_thread_own(device: int) -> object:
+    """`kernels.make_thread_own`: the default stream would wait for all that torch does there."""
+    import cupy
+
+    cupy.cuda.Device(device).use()
+    relax_captures()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    stream.use()
+    return stream
+
+
+def relax_captures() -> None:
+    """Captures of other threads, torch's in global mode, do not restrict this thread's calls."""
+    mode = c_int(RELAXED)
+    if status := CDLL(DRIVER).cuThreadExchangeStreamCaptureMode(byref(mode)):
+        raise RuntimeError(f"cuThreadExchangeStreamCaptureMode failed: error {status}")
+
+
 def free_bytes(device: int) -> int:
     """Bytes of memory that are free on one device now."""
     import cupy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -32,6 +33,9 @@ STEP_DTYPES: Final[tuple[DType, ...]] = ("fp16", "bf16")
 MOST_GRAPHS: Final = 8
 CAPTURE_ERRORS: Final = (runtime.CUDARuntimeError, CUDADriverError)
 """CuPy's own calls raise the first, launches and flags the second."""
+ENDING_S: Final = 5.0
+RELEASE_S: Final = 0.001
+"""Between two releases of a step that is given up: two steps have the same flags."""
 SEEN_BEFORE: Final = 2
 """A step is captured the second time it comes: capturing costs more than one step saves."""
 _write_pool: Final = writer(POOL_ROWS, "k", "v")
@@ -56,15 +60,20 @@ class Shared:
 
 @dataclass(slots=True, eq=False)
 class Arena:
-    """Device memory that a session's process maps: an allocation outside CuPy's pool.
+    """Device memory that a session's process maps: an allocation outside CuPy's pool, freed with
+    its last holder.
 
     Its IPC handle, in `access`, shows nothing else. `owner` is the last one that it was given to.
     """
 
-    address: int
+    memory: Any
     size: int
     access: dict[str, Any]
     owner: Owner | None = None
+
+    @property
+    def address(self) -> int:
+        return int(self.memory.ptr)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,6 +155,12 @@ class CudaLane:
             runtime.memsetAsync(self.address, 0, self.arena_bytes, self._stream.ptr)
             self._stream.synchronize()
 
+    def forget(self, arena: Arena) -> None:
+        """Hold an arena no longer, whose steps are over."""
+        if self.arena is arena:
+            self.arena = None
+            self._graphs.clear()
+
     def flags_at(self, offset: int) -> Flags:
         found = self._flags.get(offset)
         if found is None:
@@ -180,6 +195,13 @@ class CudaLane:
     def is_busy(self) -> bool:
         """Whether the stream may be waiting for the caller."""
         return self._under_way() > 0
+
+    def end(self) -> None:
+        """Let the steps run through without their caller, for `ENDING_S` at most."""
+        ends = time.monotonic() + ENDING_S
+        while self.is_busy and time.monotonic() < ends:
+            self._runs[0][0].release()
+            time.sleep(RELEASE_S)
 
     def unblock_caller(self) -> None:
         if self._last is not None:

@@ -7,8 +7,10 @@ Other sessions get memory of their own.
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from threading import Thread
-from typing import Final
+from typing import Any, Final
 
 import cupy
 from cupy.cuda import runtime
@@ -16,11 +18,12 @@ from cupy.cuda import runtime
 from kernels.backend import Backend, Unsupported
 from kernels.compile import Spec
 from kernels.cuda.backend import CudaBackend
+from kernels.cuda.device.devices import relax_captures
 from kernels.cuda.lanes.flags import has_mps, uuid_of
 from kernels.cuda.lanes.lane import Arena, CudaLane, Shared, scale
 from kernels.cuda.lanes.memory import SIDES
 from kernels.cuda.lanes.pool import BlockPool
-from kernels.errors import NoMemory
+from kernels.errors import DeviceLost, NoMemory
 from kernels.lanes.lane import Lane, NoRoom, Owner, address_of
 
 OUT_OF_MEMORY: Final = 2
@@ -100,7 +103,7 @@ class CudaLanes:
                 "the hardware queues)"
             )
         size = max(GRANULE, -(-arena_bytes // GRANULE) * GRANULE)
-        found = self._again(size, owner) or self._make(size)
+        found = self._again(size, owner) or self._make(size, owner)
         lane = self._lane(found)
         self._free.remove(found)
         lane.use(found, owner)
@@ -122,6 +125,14 @@ class CudaLanes:
         with self._guarded():
             if self._backend.transfers.forget(address):
                 Thread(target=unregister, args=(self._device, address, memory), daemon=True).start()
+
+    def arena_at(self, address: int) -> Any:
+        return next((one.memory for one in self._arenas if one.address == address), None)
+
+    def end(self) -> None:
+        with suppress(DeviceLost):
+            for lane in self._lanes:
+                lane.end()
 
     @property
     def _is_busy(self) -> bool:
@@ -159,7 +170,8 @@ class CudaLanes:
         ]
         return min(fit, key=lambda one: one.size, default=None)
 
-    def _make(self, size: int) -> Arena:
+    def _make(self, size: int, owner: Owner) -> Arena:
+        """A caller in this process gets the arena's address, others a handle to map it with."""
         with self._guarded():
             self._drop(size)
             taken = self._taken
@@ -169,19 +181,17 @@ class CudaLanes:
                     "are taken: ask for less, or raise server.device_arena_bytes"
                 )
             try:
-                address = int(runtime.malloc(size))
+                memory = cupy.cuda.Memory(size)
             except runtime.CUDARuntimeError as error:
                 if error.status != OUT_OF_MEMORY:
                     raise
                 raise no_memory(size) from error
-            handle: bytes = runtime.ipcGetMemHandle(address)
-        access = {
-            "kind": "cuda",
-            "handle": handle.hex(),
-            "uuid": self._uuid,
-            "mps": has_mps(self._device),
-        }
-        arena = Arena(address, size, access)
+            access = {"kind": "cuda", "uuid": self._uuid, "mps": has_mps(self._device)}
+            if owner.pid == os.getpid():
+                access["address"] = memory.ptr
+            else:
+                access["handle"] = runtime.ipcGetMemHandle(memory.ptr).hex()
+        arena = Arena(memory, size, access)
         self._arenas.append(arena)
         self._free.append(arena)
         return arena
@@ -199,7 +209,8 @@ class CudaLanes:
             if arena.owner is None or arena.owner.has_ended:
                 self._free.remove(arena)
                 self._arenas.remove(arena)
-                runtime.free(arena.address)
+                for lane in self._idle:
+                    lane.forget(arena)
 
 
 def no_memory(size: int) -> NoRoom:
@@ -212,6 +223,7 @@ def no_memory(size: int) -> NoRoom:
 
 def unregister(device: int, address: int, memory: memoryview) -> None:
     """Unpin `memory`, which stays mapped until then."""
+    relax_captures()
     with cupy.cuda.Device(device):
         runtime.hostUnregister(address)
     del memory

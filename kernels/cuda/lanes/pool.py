@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -27,8 +28,12 @@ class BlockPool:
         self._pool = cupy.cuda.MemoryPool(self._new_block)
 
     def install(self) -> None:
-        """Become the allocator of everything that CuPy allocates from now on."""
-        cupy.cuda.set_allocator(self._pool.malloc)
+        """Become the allocator of all that CuPy allocates from now on; in a thread beside others,
+        of all that it allocates there."""
+        if threading.current_thread() is threading.main_thread():
+            cupy.cuda.set_allocator(self._pool.malloc)
+        else:
+            cupy.cuda.memory._set_thread_local_allocator(self._pool.malloc)
 
     def _new_block(self, size: int) -> Any:
         try:

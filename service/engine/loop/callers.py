@@ -22,7 +22,13 @@ from service.operations.table import BY_NAME
 from service.road.arena import Pinning
 from service.road.engine_end.admission import Admission
 from service.road.engine_end.calls import Call, Event, SessionConfig
-from service.road.engine_end.listening import SpareDescriptor, accept, may_connect, turn_away
+from service.road.engine_end.listening import (
+    Listener,
+    SpareDescriptor,
+    accept,
+    may_connect,
+    turn_away,
+)
 from service.road.engine_end.session import Session, Stages
 from service.road.messages import State
 from service.road.tcp import tune
@@ -43,14 +49,14 @@ class Callers:
 
     def __init__(
         self,
-        listener: socket.socket,
+        listener: Listener,
         selector: selectors.BaseSelector,
         server: ServerSettings,
         backend: Backend,
         info: InfoAnswer,
         admission: Admission,
         unpin: Callable[[memoryview], object],
-        remote: socket.socket | None = None,
+        remote: Listener | None = None,
         share: float = 1.0,
     ) -> None:
         """Doors on other hosts connect to `remote` over TCP. `share`: the part of
@@ -88,7 +94,7 @@ class Callers:
             one.setblocking(False)
             selector.register(one, selectors.EVENT_READ, partial(self.accept, one))
 
-    def accept(self, listener: socket.socket) -> None:
+    def accept(self, listener: Listener) -> None:
         """Accept a connection, unless it is not allowed. It becomes a session with its HELLO."""
         is_remote = listener.family != socket.AF_UNIX
         try:

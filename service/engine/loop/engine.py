@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import selectors
-import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -38,6 +37,7 @@ from service.processes.handed_files import ReadFile, from_disk
 from service.processes.watchdog import Watchdog
 from service.road.engine_end.admission import Admission
 from service.road.engine_end.calls import STEP_ROUTE, Call, Cancel, Ready
+from service.road.engine_end.listening import Listener
 from service.road.messages import State
 
 LOG: Final = logging.getLogger("attnd.engine")
@@ -63,16 +63,17 @@ class Engine:
 
     def __init__(
         self,
-        listener: socket.socket,
+        listener: Listener,
         settings: Settings,
         backend: Backend,
         metrics: Metrics,
         secret: str = "",
-        remote: socket.socket | None = None,
+        remote: Listener | None = None,
         read_file: ReadFile = from_disk,
         selector: selectors.BaseSelector | None = None,
     ) -> None:
-        """`secret` authenticates the service's own doors; doors on other hosts connect to `remote`.
+        """`secret` authenticates the service's own doors; doors on other hosts connect to `remote`,
+        and where `listener` is an embedded engine's inbox, all of its doors.
         `read_file` returns the contents of the key file. `selector` waits for the sockets. Raises
         `KeysError`."""
         self.info = make_info(backend, settings)
@@ -93,7 +94,7 @@ class Engine:
         self_test(self.store)
         if backend.name == "cpu":  # processors differ more than devices do
             calibrate(self.store)
-        lanes = make_lanes(
+        self.lanes = lanes = make_lanes(
             backend, server.device_arena_bytes, server.max_device_sessions, device_queues()
         )
         self._watchdog = Watchdog("engine", metrics)
@@ -162,6 +163,7 @@ class Engine:
         """Send the last answers, and close all sessions."""
         self._stats.record()
         self.callers.close(LAST_ANSWERS_S)
+        self.lanes.end()
         if self.store.loading is not None:
             self.store.loading.close(writes_pool=self.state.state != "lost")
         self._selector.close()

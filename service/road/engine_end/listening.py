@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Protocol
 
 from service.road.messages import refusal
 from service.trusted_paths import check_parents
@@ -30,6 +30,21 @@ class Unusable(Exception):
 
 class CannotListen(Exception):
     """The socket cannot be bound at its path; one line with the reason and the remedy."""
+
+
+class Listener(Protocol):
+    """The engine's use of a socket that listens."""
+
+    @property
+    def family(self) -> int: ...
+
+    def accept(self) -> tuple[socket.socket, Any]: ...
+
+    def setblocking(self, flag: bool, /) -> None: ...
+
+    def fileno(self) -> int: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +172,7 @@ def bind(path: Path, mode: int) -> socket.socket:
     return sock
 
 
-def accept(listener: socket.socket) -> tuple[socket.socket, Peer] | None:
+def accept(listener: Listener) -> tuple[socket.socket, Peer] | None:
     """A new connection and who made it; None when there is none. May raise OSError (EMFILE)."""
     try:
         sock, _ = listener.accept()
@@ -208,7 +223,7 @@ class SpareDescriptor:
     def __init__(self) -> None:
         self.fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
-    def turn_away(self, listener: socket.socket, error: BaseException) -> None:
+    def turn_away(self, listener: Listener, error: BaseException) -> None:
         """After `accept` raised: accept the connection with the spare descriptor, and refuse it."""
         os.close(self.fd)
         try:

@@ -93,7 +93,14 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
         taken[address] = size
         return address
 
-    made.runtime.malloc, made.runtime.free = malloc, freed.append
+    class Memory:
+        def __init__(self, size: int) -> None:
+            self.ptr = malloc(size)
+
+        def __del__(self) -> None:
+            freed.append(self.ptr)
+
+    cuda.Memory = Memory
     made.runtime.ipcGetMemHandle = lambda address: address.to_bytes(8, "little")
     made.runtime.memsetAsync = lambda *_: None
     made.cupy.zeros = lambda *_: SimpleNamespace(data=SimpleNamespace(ptr=1))

@@ -31,7 +31,7 @@ from http_messages import (
 )
 from http_process import listening
 from http_secrets import bearer, keys_file
-from http_service import serving
+from http_service import ARGUMENTS, serving
 
 from service.operations.table import BY_NAME, OPERATIONS
 from service.tenants import SCOPES
@@ -221,10 +221,12 @@ def over_road(session: Session, name: str, body: Body) -> Reply:
     return Reply(answer.status, json.dumps(answer.fields).encode(), answer.fields, tensors)
 
 
-LONG_CLUSTER: Final = pytest.param("a cluster of two", marks=pytest.mark.long)
+LONG: Final = [
+    pytest.param(name, marks=pytest.mark.long) for name in ("a cluster of two", "embedded")
+]
 
 
-@pytest.fixture(scope="module", params=["one engine", "over the road", LONG_CLUSTER])
+@pytest.fixture(scope="module", params=["one engine", "over the road", *LONG])
 def service(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Service]:
@@ -234,6 +236,13 @@ def service(
     if request.param == "a cluster of two":
         with listening(*keys, "--cluster.engines", "2") as (_, url):
             yield Service(url)
+    elif request.param == "embedded":
+        from attnd.torch import EmbeddedSession
+
+        words = [word.removeprefix("--") for word in (*ARGUMENTS, *keys)]
+        settings = dict(zip(words[::2], words[1::2], strict=True))
+        with EmbeddedSession(settings, serve_port=0, api_key=next(iter(named))) as session:
+            yield Service(str(session.url))
     else:
         with serving(*keys) as found:
             is_road = request.param == "over the road"

@@ -17,6 +17,7 @@ from attnd.road.areas import Areas, PlacedCall
 from attnd.road.arena import Slot
 from attnd.road.attempts import ANSWER_ROOM, by_stage, id_bytes, read_answer
 from attnd.road.connection import Connection
+from attnd.road.greeting import dial_path
 from attnd.road.pending import Answer, Pending
 from attnd.wire import images
 from attnd.wire.dtypes import Array
@@ -64,11 +65,13 @@ class AsyncRoad:
         loop = asyncio.get_running_loop()
         connected: asyncio.Future[Connection] = loop.create_future()
 
+        dial = partial(dial_path, path, False)
+
         def connect() -> None:
             ends = time.monotonic() + START_S
             settle: Callable[[], None]
             try:
-                made = Connection(path, arena_bytes, ends, own=False, secret=secret)
+                made = Connection(dial, arena_bytes, ends, secret=secret)
                 settle = partial(connected.set_result, made)
             except errors.AttndError as error:
                 settle = partial(connected.set_exception, error)

@@ -27,7 +27,7 @@ from attnd.errors import (
 from attnd.retries import remaining
 from attnd.road.areas import Areas, PlacedCall
 from attnd.road.arena import Slot
-from attnd.road.greeting import greet, read_object
+from attnd.road.greeting import Dial, greet, read_object
 from attnd.road.pending import Answer, Pending, Reply, StepCall
 from attnd.wire import frames as f
 from attnd.wire.meta import Meta
@@ -41,16 +41,15 @@ class Connection:
 
     def __init__(
         self,
-        path: str,
+        dial: Dial,
         arena_bytes: int,
         ends: float,
         *,
-        own: bool,
         key: str = "",
         secret: str = "",
     ) -> None:
-        """Connect and greet by `ends`; with `own`, an engine of another user is rejected. With the
-        service's `secret` this is a door's: it calls for the tenants that it announces.
+        """Connect and greet by `ends`. With the service's `secret` this is a door's: it calls for
+        the tenants that it announces.
 
         Raises `ConnectionFailed`, `TimedOut`, `ProtocolError`, or the `ServiceError` with which the
         engine refuses the session.
@@ -71,7 +70,7 @@ class Connection:
         """Whether the owner of `_reading` reads; a signal may have interrupted it before."""
         self._only_one_grows = threading.Lock()
         self._socket, self._reader, welcome, self.arena = greet(
-            path, arena_bytes, ends, own, key, secret
+            dial, arena_bytes, ends, key, secret
         )
         self._socket.setblocking(False)
         self.routes = welcome.routes
@@ -412,7 +411,8 @@ class Connection:
             return
         self._closed = True
         self._break("the session is closed")
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads
+        if self.pid == os.getpid():  # else the parent of a fork uses it on
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads
         self._socket.close()
         self.arena.close()

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import struct
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final
@@ -20,6 +21,8 @@ NAME: Final = "attnd-client"
 CREDENTIALS: Final = struct.Struct("3i")
 CLOSE_ON_EXEC: Final = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 MAX_DESCRIPTORS: Final = 4
+Dial = Callable[[float], socket.socket]
+"""Connects to an engine by that `time.monotonic()`. Raises `AttndError`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +37,9 @@ class Welcome:
 
 
 def greet(
-    path: str, arena_bytes: int, ends: float, own: bool, key: str, secret: str = ""
+    dial: Dial, arena_bytes: int, ends: float, key: str, secret: str = ""
 ) -> tuple[socket.socket, f.Reader, Welcome, Arena]:
-    """Connect and greet by `ends`; with `own`, an engine of another user is rejected. With the
-    service's `secret` the session is a door's.
+    """Connect and greet by `ends`. With the service's `secret` the session is a door's.
 
     The reader may hold frames that came after WELCOME. Raises `ConnectionFailed`, `ProtocolError`,
     or the `ServiceError` with which the engine refuses the session.
@@ -45,8 +47,7 @@ def greet(
     reader = f.Reader(f.FROM_ENGINE)
     descriptors: list[int] = []
     with ExitStack() as undo:
-        connected = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        connect(connected, path, ends, own)
+        connected = undo.enter_context(dial(ends))
         try:
             hello = {"version": f.VERSION, "name": NAME, "arena_bytes": arena_bytes}
             hello |= {"door": bool(secret), "key": key, "secret": secret}
@@ -95,8 +96,10 @@ def first_frame(
             return content
 
 
-def connect(made: socket.socket, path: str, ends: float, own: bool) -> None:
-    """Connect a socket; raises `ConnectionFailed`."""
+def dial_path(path: str, own: bool, ends: float) -> socket.socket:
+    """Connect to a socket's path; with `own`, an engine of another user is rejected. Raises
+    `ConnectionFailed`."""
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         made.settimeout(remaining(ends))
         made.connect(path)
@@ -104,11 +107,15 @@ def connect(made: socket.socket, path: str, ends: float, own: bool) -> None:
             raise ConnectionFailed(
                 f"{path} is served by user {peer_uid(made)}, not by you: give the path to use it"
             )
-    except FileNotFoundError as error:
-        remedy = "start it (attnd serve), or give the path that its second log line has"
-        raise ConnectionFailed(f"no engine at {path}: no such socket: {remedy}") from error
-    except OSError as error:
-        raise ConnectionFailed(f"no engine at {path}: {error.strerror or error}") from error
+    except BaseException as error:
+        made.close()
+        if isinstance(error, FileNotFoundError):
+            remedy = "start it (attnd serve), or give the path that its second log line has"
+            raise ConnectionFailed(f"no engine at {path}: no such socket: {remedy}") from error
+        if isinstance(error, OSError):
+            raise ConnectionFailed(f"no engine at {path}: {error.strerror or error}") from error
+        raise
+    return made
 
 
 def peer_uid(connected: socket.socket) -> int | None:

@@ -90,8 +90,12 @@ class DeviceArena:
         self.device = device
         self.num_layers = num_layers
         self.flags = 0
+        self.memory: object = None
+        """Keeps the memory of an engine in this process beyond its end."""
         with torch.cuda.device(device):
-            self.address = mapped(bytes.fromhex(description["handle"]), device)
+            self.address = description.get("address") or mapped(
+                bytes.fromhex(description["handle"]), device
+            )
         self._turns = [driver.operations(turn(self.ready(layer))) for layer in range(num_layers)]
         self._done = driver.operations(
             [
@@ -125,12 +129,18 @@ class DeviceArena:
     @torch.inference_mode(False)
     def array(self, offset: int, dtype: Any, shape: tuple[int, ...], owner: object) -> torch.Tensor:
         held = device_bytes(self.address + offset, prod(shape) * dtype.itemsize, self.device)
-        held.untyped_storage().owner = owner  # type: ignore[attr-defined]
+        held.untyped_storage().owner = owner, self.memory  # type: ignore[attr-defined]
         return plain(held, dtype, shape)
 
     def close(self) -> None:
         """Ends the watch. The memory stays mapped, for tensors that are still in use."""
         self._watch.close()
+        self._turns = [refuse] * self.num_layers
+
+
+def refuse(stream: int) -> None:
+    """In place of a turn, for which a stream would wait for ever."""
+    raise RuntimeError("the arena of these slots is closed: make new ones")
 
 
 def turn(ready: int) -> list[tuple[int, int, int]]:

@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 import torch.utils.dlpack
 
+LAZY_LOADING: Final = 2
 LAZY_PEER_ACCESS: Final = 1
 MPS_ENABLED: Final = 133
 NATIVE_ATOMICS: Final = 3
@@ -72,6 +73,13 @@ def operations(kinds: Sequence[tuple[int, int, int]]) -> Callable[[int], None]:
                 check(status, "cuStreamBatchMemOp")
 
     return run
+
+
+def loads_lazily() -> bool:
+    """Whether the driver loads a kernel when it is first launched."""
+    mode = c.c_int()
+    check(library().cuModuleGetLoadingMode(c.byref(mode)), "cuModuleGetLoadingMode")
+    return mode.value == LAZY_LOADING
 
 
 def device_of(index: int) -> int:

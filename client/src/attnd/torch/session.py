@@ -24,7 +24,14 @@ from attnd.torch import driver
 from attnd.torch.arena import TORCH, DeviceArena, host_view
 from attnd.wire.frames import dump_json
 
-Kind = Literal["host", "other_gpu_nvlink", "other_gpu_pcie", "same_gpu_mps", "same_gpu_time_sliced"]
+Kind = Literal[
+    "host",
+    "other_gpu_nvlink",
+    "other_gpu_pcie",
+    "same_gpu_mps",
+    "same_gpu_time_sliced",
+    "same_process",
+]
 SLOW_US: Final = 120.0
 """A longer round trip on one GPU includes a switch between processes."""
 REMEDY: Final = (
@@ -50,6 +57,8 @@ def find_placement(engine: dict[str, Any], device: torch.device, hand_over_us: f
     """From the engine's description of its GPU and the measured time; warns of time slicing."""
     if engine.get("kind") != "cuda":
         return Placement("host", hand_over_us)
+    if "address" in engine:
+        return Placement("same_process", hand_over_us)
     index = device.index or 0
     if engine.get("uuid") != driver.uuid_of(index):
         theirs = [
@@ -100,6 +109,9 @@ class TorchSession(Session):
         except BaseException:
             self.close()
             raise
+
+    def take_over(self) -> None:
+        """From now on this session is for the calling thread, and no longer for another one."""
 
     def _new_stepper(self, info: Info) -> Stepper[torch.Tensor]:
         return stepper_of(self, info, self._make_arena, TORCH, arena_bytes=self._arena_bytes)

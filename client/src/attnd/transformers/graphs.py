@@ -138,8 +138,15 @@ def graph_of(run: Callable[[], None], device: torch.device) -> Callable[[], None
         return run
     with torch.cuda.device(device):  # and a stream of it: torch's own is the first device's
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            run()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(
+            stream
+        ):  # torch.cuda.graph waits for the device: for open steps, too
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
     replay: Callable[[], None] = graph.replay
     return replay
 

@@ -138,4 +138,4 @@ def delete_behind(control: Session | Client, names: Sequence[str], pid: int) -> 
 
 def delete_quietly(control: Session | Client, names: Sequence[str]) -> None:
     with contextlib.suppress(AttndError, RuntimeError, OSError):
-        delete(control, names)
+        delete(control._for_thread(), names)
