@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from attnd.results import *  # noqa: F403
     from attnd.wire.meta import *  # noqa: F403
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 CLASSES_OF = ("attnd.errors", "attnd.wire.meta", "attnd.wire.answers", "attnd.calls.transfer")
 
 
