@@ -156,6 +156,42 @@ def test_promtool_accepts_the_rules() -> None:
     assert subprocess.run(["promtool", "check", "rules", str(RULES_FILE)]).returncode == 0
 
 
+TIER: Final = 'attnd_tier_up{job="attnd",instance="i",tier="disk"}'
+REJECTED: Final = (
+    'attnd_namespace_rejected_total{job="attnd",instance="i",namespace="a",reason="%s"}'
+)
+FIRES: Final[list[tuple[str, str, str, dict[str, str]]]] = [
+    ("AttndTierDown", TIER, "1x9 0x9", {"tier": "disk"}),
+    ("", TIER, "0x19", {}),  # a service without a disk
+    ("AttndNamespaceOutOfPages", REJECTED % "out_of_pages", "0+1x19", {"namespace": "a"}),
+    ("", REJECTED % "overloaded", "0+1x19", {}),
+]
+"""(alert, or none; a series, its values by the minute; the alert's labels)."""
+
+
+@needs_prometheus
+def test_alerts_fire_when_they_should_and_not_otherwise(tmp_path: Path) -> None:
+    cases = []
+    for alert, series, values, labels in FIRES:
+        checks = []
+        for name in RULES:
+            rule, fired = RULES[name], []
+            if name == alert:
+                known = {"severity": rule["labels"]["severity"], "instance": "i"} | labels
+                texts = {
+                    key: re.sub(r"{{ \$labels\.(\w+) }}", lambda found: known[found[1]], text)  # noqa: B023
+                    for key, text in rule["annotations"].items()
+                }
+                fired = [{"exp_labels": known, "exp_annotations": texts}]
+            checks.append({"eval_time": "18m", "alertname": name, "exp_alerts": fired})
+        given = [{"series": series, "values": values}]
+        cases.append({"interval": "1m", "input_series": given, "alert_rule_test": checks})
+    file = tmp_path / "tests.yml"
+    file.write_text(json.dumps({"rule_files": [str(RULES_FILE)], "tests": cases}))
+    done = subprocess.run(["promtool", "test", "rules", str(file)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @needs_prometheus
 @pytest.mark.long
 def test_prometheus_scrapes_a_service_and_answers_every_query_of_the_dashboard(
