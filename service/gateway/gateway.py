@@ -9,14 +9,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar
 
-from attnd.calls.call import Reply
-from attnd.wire.frames import STAGES
-
 from config.sections import Settings
 from service.doors.kit.ledger import CLIENT_CLOSED, Ledger, Record
-from service.doors.kit.problems import document_of
+from service.doors.kit.problems import ProblemText, document_of
 from service.doors.kit.process import DRAINING
-from service.errors import AnswerTooLarge, Overloaded
+from service.doors.kit.upstream import EngineReply
+from service.errors import AnswerTooLarge, DeadlineExceeded, NotReady, Overloaded
 from service.gateway.models import MODELS, SERVER, VERSION, model_of
 from service.gateway.requests import Inference
 from service.gateway.upstream import Caller, Upstream
@@ -25,7 +23,6 @@ T = TypeVar("T")
 OPEN_METHODS: Final = frozenset({"ServerLive", "ServerReady"})
 """Methods without a key. Methods have their names of gRPC over HTTP, too."""
 LESS: Final = "request less per call, or raise oip.max_message_bytes"
-TIMED: Final = [stage.replace("_", "-") for stage in STAGES]
 
 
 class Refused(Exception):
@@ -81,16 +78,16 @@ class Gateway:
 
     async def infer(
         self, record: Record, caller: Caller, request: Inference, deadline_s: float | None
-    ) -> Reply:
+    ) -> EngineReply:
         """The service's reply, by the earlier one of the request's and the client's deadline."""
         record.op, record.tenant = request.model.name, caller.tenant
         if request.timeout_s is not None:
             deadline_s = min(request.timeout_s, deadline_s or request.timeout_s)
         reply = await self.upstream.call(caller, request, record, deadline_s)
-        size = sum(array.nbytes for array in reply.tensors.values())
+        size = sum(array.nbytes for array in reply.arrays.values())
         if size > (limit := self.settings.oip.max_message_bytes):
             raise AnswerTooLarge(size, limit, LESS)
-        record.stages = [reply.meta.timings.get(stage, 0.0) for stage in TIMED]
+        record.stages = reply.stages
         return reply
 
     async def page(self, name: str, model: str, version: str) -> dict[str, Any]:
@@ -104,12 +101,18 @@ class Gateway:
         if name == "ModelConfig":
             return {"config": model_of(model, version).config()}
         named = {"name": model_of(model, version).name} if name == "ModelReady" else {}
-        state, why = await self.upstream.state()
-        if self.draining.is_set():
-            state, why = "draining", DRAINING
+        why = await self.why_unready()
         if name == "RepositoryIndex":
-            how = {"state": "READY", "reason": ""}
-            if state != "ready":
-                how = {"state": "UNAVAILABLE", "reason": why}
+            how = {"state": "UNAVAILABLE" if why else "READY", "reason": why}
             return {"models": [{"name": one, "version": VERSION, **how} for one in MODELS]}
-        return {"ready": state == "ready", "reason": why, **named}
+        return {"ready": not why, "reason": why, **named}
+
+    async def why_unready(self) -> str:
+        """Empty where calls are served."""
+        if self.draining.is_set():
+            return DRAINING
+        try:
+            await self.upstream.check_ready()
+        except (ProblemText, NotReady, DeadlineExceeded) as error:
+            return str(error) or type(error).__name__
+        return ""

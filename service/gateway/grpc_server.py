@@ -11,7 +11,6 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 import numpy as np
-from attnd.calls.call import Reply
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.json_format import ParseDict
@@ -22,6 +21,7 @@ from service.doors.kit.ledger import Record
 from service.doors.kit.problems import grpc_code
 from service.doors.kit.process import DRAINING, descriptors
 from service.doors.kit.tls import HANDSHAKE_S
+from service.doors.kit.upstream import EngineReply
 from service.errors import InvalidRequest, MalformedBody, NotReady, RequestTimeout
 from service.gateway.gateway import OPEN_METHODS, Gateway, Refused
 from service.gateway.models import DTYPES_BY_DATATYPE, VERSION, model_of
@@ -130,12 +130,12 @@ def parameters_in(made: Any) -> dict[str, Any]:
     return {name: getattr(given[name], kind) if kind else None for name, kind in kinds.items()}
 
 
-def write_reply(response: Any, request: Inference, reply: Reply) -> None:
+def write_reply(response: Any, request: Inference, reply: EngineReply) -> None:
     response.model_name, response.model_version = request.model.name, VERSION
     for name, value in parameters_of(reply.fields).items():
         kind = {bool: "bool", int: "int64", float: "double", str: "string"}[type(value)]
         setattr(response.parameters[name], f"{kind}_param", value)
-    for output, array, _ in request.outputs_of(reply.tensors):
+    for output, array, _ in request.outputs_of(reply.arrays):
         response.outputs.add(**output)
         response.raw_output_contents.append(array.tobytes())
 

@@ -6,7 +6,6 @@ import asyncio
 import re
 from typing import Any, Final
 
-from attnd.calls.call import Reply
 from attnd.wire.images import flat
 from starlette.requests import Request
 
@@ -15,6 +14,7 @@ from service.doors.kit.headers import DEADLINE, JSON, OCTETS, PROBLEM, deadline_
 from service.doors.kit.hosts import HostRule
 from service.doors.kit.ledger import Record
 from service.doors.kit.problems import problem_headers
+from service.doors.kit.upstream import EngineReply
 from service.errors import (
     InvalidRequest,
     MethodNotAllowed,
@@ -129,12 +129,12 @@ class Application:
         return answer_of(read, await unless_gone(request, work))
 
 
-def answer_of(request: Inference, reply: Reply) -> Answer:
+def answer_of(request: Inference, reply: EngineReply) -> Answer:
     head: dict[str, Any] = {"model_name": request.model.name, "model_version": VERSION}
     head |= {"id": request.id} if request.id else {}
     head |= {"parameters": given} if (given := parameters_of(reply.fields)) else {}
     outputs, data = [], []
-    for output, array, is_binary in request.outputs_of(reply.tensors):
+    for output, array, is_binary in request.outputs_of(reply.arrays):
         if is_binary:
             data.append(flat(array))
             outputs.append(dump_json(output | {"parameters": {"binary_data_size": array.nbytes}}))

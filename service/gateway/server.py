@@ -62,16 +62,18 @@ class Server:
 
     def make_upstream(self) -> Upstream:
         """Raises ValueError for a URL that is none, and OSError for an unusable certificate."""
-        deadline_s, cert = self.settings.server.deadline_s, self.settings.oip.client_cert
+        cert = self.settings.oip.client_cert
         if not self.url:
-            return OnHost(deadline_s, self.keys)
+            return OnHost(self.settings.server, self.keys)
         is_own = bool(self.setup.secret)  # at whose address no other can listen: it needs no check
         if is_own and cert is None and self.settings.server.tls_client_ca is not None:
             rule = "the service asks it for a certificate (server.tls_client_ca): set"
             raise ValueError(f"oip.client_cert = None: {rule} a PEM file with certificate and key")
         uds = self.url.removeprefix("unix:") if self.url.startswith("unix:") else None
         base = "http://localhost" if uds else self.url
-        return Elsewhere(origin_of(base, uds, verify=not is_own, cert=cert), deadline_s)
+        return Elsewhere(
+            origin_of(base, uds, verify=not is_own, cert=cert), self.settings.server.deadline_s
+        )
 
     async def serve_both(self, gateway: Gateway, upstream: Upstream) -> None:
         """Serve until the drain has ended. Raises CannotListen, RuntimeError."""

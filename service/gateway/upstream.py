@@ -13,22 +13,23 @@ from attnd.http.async_transport import LoopTransport
 from attnd.http.messages import reply_of, request_of
 from attnd.http.origin import KEY, Origin
 from attnd.retries import Attempt
-from attnd.road.async_road import AsyncRoad
+from attnd.wire.frames import STAGES
 
+from config.server import ServerSettings
+from service.doors.kit.headers import call_id_of
 from service.doors.kit.ledger import Record
+from service.doors.kit.link import Link
 from service.doors.kit.problems import ProblemText
-from service.errors import DeadlineExceeded, InvalidRequest, NotReady, Overloaded, Unauthorized
+from service.doors.kit.upstream import EngineReply, call_engine
+from service.errors import DeadlineExceeded, InvalidRequest, NotReady, Unauthorized
 from service.gateway.requests import Inference
-from service.image.json_body import dump_fields
 from service.image.json_text import dump_json
 from service.keys import Authenticator
 from service.tenants import ANONYMOUS, OPEN, Tenant
 
-ARENA_BYTES: Final = 16 * 2**20
 GRACE_S: Final = 5.0
 """The service keeps deadlines itself. A call fails when it is silent this long after one."""
-STALE_S: Final = 5.0
-"""An engine reports its state every second; one silent for this long is not ready."""
+TIMED: Final = [stage.replace("_", "-") for stage in STAGES]
 KNOWN_S: Final = 5.0
 """How long a service's key is known before it is asked again."""
 MAX_KNOWN: Final = 4096
@@ -49,8 +50,6 @@ def as_service_error(error: errors.AttndError) -> Exception:
     match error:
         case errors.ServiceError() if error.code:
             return ProblemText(dump_json(error.problem))
-        case errors.ArenaFull():
-            return Overloaded(f"requests and replies in flight: {error}", retry_after_s=1.0)
         case errors.TimedOut():
             return DeadlineExceeded("no reply in time; the operation may have been applied")
         case _:
@@ -60,18 +59,13 @@ def as_service_error(error: errors.AttndError) -> Exception:
 class OnHost:
     """The engine of the gateway's own service, as a door on a session."""
 
-    def __init__(self, deadline_s: float, authenticator: Authenticator | None) -> None:
-        self.deadline_s, self.authenticator = deadline_s, authenticator
-        self.road: AsyncRoad | None = None
+    def __init__(self, limits: ServerSettings, authenticator: Authenticator | None) -> None:
+        self.authenticator = authenticator
+        self.link = Link(limits, authenticator is not None)
 
     async def connect(self, path: str, name: str, secret: str) -> None:
-        """Raises ConnectionError where the engine has ended, and NotReady."""
-        try:
-            self.road = await AsyncRoad.connect(path, ARENA_BYTES, secret)
-        except errors.ConnectionFailed as error:
-            raise ConnectionError(str(error)) from error
-        except errors.AttndError as error:
-            raise NotReady(str(error)) from error
+        """Raises OSError, NotReady, FrameError."""
+        await self.link.connect(path, name, secret)
 
     async def caller(self, authorization: str) -> Caller:
         if self.authenticator is None:
@@ -79,39 +73,25 @@ class OnHost:
         tenant = self.authenticator.tenant_of(authorization.encode("latin-1", "replace"))
         return Caller(tenant.namespace, tenant)
 
-    async def state(self) -> tuple[str, str]:
-        if self.road is None:
-            return "starting", "the service is starting: its engine has not replied yet"
-        connection = self.road.connection
-        if connection.broken:
-            return "lost", connection.broken
-        if (age := asyncio.get_running_loop().time() - self.road.heard) > STALE_S:
-            text = f"the engine has been silent for {age:.0f} s: resume it, or restart the service"
-            return "silent", text
-        return connection.state, connection.reason
+    async def check_ready(self) -> None:
+        self.link.check_heard()
 
     async def call(
         self, caller: Caller, request: Inference, record: Record, deadline_s: float | None
-    ) -> Reply:
-        road, tenant = self.road, caller.tenant
-        if road is None or road.connection.broken or road.connection.state != "ready":
-            raise NotReady((await self.state())[1])
-        try:
-            return await road.call(
-                request.model.name,
-                dump_fields(request.fields),
-                request.arrays,
-                record.request_id.decode("ascii"),
-                deadline_us=0 if deadline_s is None else max(1, int(deadline_s * 1e6)),
-                timeout_s=(deadline_s or self.deadline_s) + GRACE_S,
-                tenant=road.tenant(tenant.namespace, tenant.scopes) if caller.share else 0,
-            )
-        except errors.AttndError as error:
-            raise as_service_error(error) from error
+    ) -> EngineReply:
+        self.link.ready()
+        return await call_engine(
+            self.link,
+            request.model.operation,
+            request.fields,
+            caller.tenant,
+            request.arrays,
+            0 if deadline_s is None else max(1, int(deadline_s * 1e6)),
+            call_id_of(record.request_id),
+        )
 
     async def close(self) -> None:
-        if self.road is not None:
-            self.road.close()
+        self.link.close()
 
 
 class Elsewhere:
@@ -164,23 +144,22 @@ class Elsewhere:
         call = Call(operation, parse=lambda reply: reply)
         await self.send(authorization, call, Record.begin("-", "-", "-", {}.get), GRACE_S)
 
-    async def state(self) -> tuple[str, str]:
-        try:
-            await self.check("", "ready")
-        except (ProblemText, NotReady, DeadlineExceeded) as error:
-            return "unready", str(error)
-        return "ready", ""
+    async def check_ready(self) -> None:
+        await self.check("", "ready")
 
     async def call(
         self, caller: Caller, request: Inference, record: Record, deadline_s: float | None
-    ) -> Reply:
+    ) -> EngineReply:
         name, fields, arrays = request.model.name, request.fields, request.arrays
         call = Call(name, parse=lambda reply: reply, fields=fields, arrays=arrays)
-        return await self.send(caller.authorization, call, record, deadline_s)
+        reply = await self.send(caller.authorization, call, record, deadline_s)
+        stages = tuple(reply.meta.timings.get(stage, 0.0) for stage in TIMED)
+        return EngineReply(reply.fields, dict(reply.tensors), stages)
 
     async def close(self) -> None:
         await self.transport.aclose()
 
 
 Upstream = OnHost | Elsewhere
-"""Their methods raise the errors of `service.errors`, and ProblemText."""
+"""Their methods raise the errors of `service.errors`, and ProblemText; `check_ready` NotReady too,
+or DeadlineExceeded."""

@@ -58,7 +58,7 @@ def image_of_json(body: bytes, given: Mapping[str, Any]) -> list[Part]:
     return parts
 
 
-def dump_fields(fields: dict[str, Any]) -> str:
+def dump_fields(fields: Mapping[str, Any]) -> str:
     """The fields as JSON; `InvalidRequest` naming one with a number beyond float64, as 1e400."""
     try:
         return dump_json(fields)

@@ -188,6 +188,10 @@ class Running:
         assert self.server.door is not None
         return self.server.door
 
+    @property
+    def routes_app(self) -> Any:
+        return self.server.application.dispatcher.app
+
     def counted(self, code: str, op: str) -> float:
         """Requests counted under a code."""
         text = self.metrics.render()[0].decode()

@@ -12,7 +12,7 @@ import pytest
 from images import write_image
 from scripted import Running, decode_body, only, post, receive_all, request, serving, wait_for
 
-from service.doors.http import connection
+from service.doors.http import bodies
 from service.doors.http.bodies import BodyShares
 from service.errors import Overloaded
 
@@ -76,8 +76,8 @@ def test_a_large_body_comes_through_whole(small: Running, form: str, pieces: int
 def test_a_pass_of_the_loop_receives_a_limited_number_of_bytes(
     small: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "PASS_BYTES", 2**18)
-    budget = connection.ReadBudget(small.door.loop)
+    monkeypatch.setattr(bodies, "PASS_BYTES", 2**18)
+    budget = bodies.ReadBudget(small.door.loop)
     monkeypatch.setattr(small.door, "read_budget", budget)
     passes = [0]
     is_spent, renew = budget.is_spent, budget._renew
@@ -95,7 +95,7 @@ def test_a_pass_of_the_loop_receives_a_limited_number_of_bytes(
         for peer in peers:
             assert only(receive_all(peer)).status == 200
     assert sum(passes) > 3 * len(LARGE)
-    assert max(passes) <= 2**18 + 4 * connection.LEAST_BYTES
+    assert max(passes) <= 2**18 + 4 * bodies.LEAST_BYTES
 
 
 def test_shares_of_the_arena() -> None:

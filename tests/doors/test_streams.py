@@ -11,7 +11,7 @@ import pytest
 from images import write_image
 from scripted import Heard, Running, serving, wait_for
 
-from service.doors.http import door as door_module
+from service.doors.http.dispatch import Dispatcher
 from service.doors.http.endpoints import events as events_module
 from service.doors.kit.turns import AT_ONCE, Turns, Waiters
 
@@ -111,7 +111,7 @@ def test_requests_of_many_connections_begin_over_several_passes_of_the_loop(
 ) -> None:
     number = 0
     passes: list[int] = []
-    run = door_module.run
+    run = Dispatcher.run
 
     async def noted(*given: Any) -> None:
         passes.append(number)
@@ -120,7 +120,7 @@ def test_requests_of_many_connections_begin_over_several_passes_of_the_loop(
     with serving(tmp_path) as door:
         peers = [door.connect() for _ in range(LISTENERS)]
         wait_for(lambda: len(door.door.connections) == LISTENERS, "the connections")
-        monkeypatch.setattr(door_module, "run", noted)
+        monkeypatch.setattr(Dispatcher, "run", noted)
         loop = door.server.loop
         assert loop is not None
 
@@ -178,7 +178,7 @@ def test_a_listener_that_leaves_in_the_middle_of_a_body_ends_its_stream(tmp_path
 
 def sent(door: Running) -> int:
     """The number of the newest event that the feed has."""
-    routes = {one.path: one for one in door.door.app.router.routes}
+    routes = {one.path: one for one in door.routes_app.router.routes}
     (feed,) = routes["/v1/events"].endpoint.by_method["GET"].__self__.feeds.values()
     return int(feed.newest)
 

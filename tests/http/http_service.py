@@ -121,6 +121,10 @@ class Service:
         return self.doors[0][0].door
 
     @property
+    def routes_app(self) -> Any:
+        return self.doors[0][0].application.dispatcher.app
+
+    @property
     def num_waiting(self) -> int:
         """Operations in the engine whose turn has not come."""
         return self.engine.scheduler.queue.count

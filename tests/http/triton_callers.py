@@ -96,8 +96,9 @@ class Gateway:
         return self.server.gateway
 
     @property
-    def road(self) -> Any:
-        return self.core.upstream.road
+    def link(self) -> Any:
+        """Its session with the engine."""
+        return self.core.upstream.link
 
     def http(self) -> AbstractContextManager[Triton]:
         address = self.url.partition("://")[2]
@@ -144,7 +145,7 @@ def is_ready(server: Server) -> bool:
             if probe.connect_ex(("127.0.0.1", port)):
                 return server.failed != ""
     upstream: Any = server.gateway and server.gateway.upstream
-    return bool(server.url or upstream.road)
+    return bool(server.url or (upstream and upstream.link.caller))
 
 
 def fill(triton: Triton, rng: np.random.Generator, name: str, n: int) -> tuple[Any, Any]:

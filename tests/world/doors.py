@@ -18,6 +18,7 @@ from attnd.errors import ReplyLost, ServiceError
 from service.cluster.membership.roster import RosterEntry
 from service.cluster.routing.router import Router
 from service.doors.http.connection import Connection
+from service.doors.http.dispatch import Dispatcher
 from service.doors.http.door import Door
 from service.doors.kit.asgi import AsgiServer
 from service.doors.kit.hosts import HostRule
@@ -124,9 +125,10 @@ class Application:
 
     def __init__(self, door: Door) -> None:
         self.door = door
+        self.dispatcher = Dispatcher(door)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await self.door.serve(scope, receive, send)
+        await self.dispatcher.serve(scope, receive, send)
 
 
 async def attach(loop: Any, sock: SimSocket, protocol: Any) -> Any:

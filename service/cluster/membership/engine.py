@@ -8,17 +8,17 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-import numpy as np
 from attnd.wire.dtypes import Array
 from attnd.wire.frames import NO_REQUEST_ID
-from attnd.wire.images import PROBLEM, RESPONSE
+from attnd.wire.images import PROBLEM
 
 from service.cluster.placement.cost import Load, Pace, busy_until_s
 from service.doors.kit.arena import DoorArena
 from service.doors.kit.link import Link
 from service.doors.kit.problems import ProblemText
+from service.doors.kit.upstream import EngineReply, reply_of
 from service.errors import NotReady
-from service.image.json_body import fields_text_of_image, read_image
+from service.image.json_body import fields_text_of_image
 from service.image.json_text import dump_json
 from service.image.reading import REQUEST, Layout, place, split
 from service.image.writing import image
@@ -64,15 +64,6 @@ class Call:
     def arrays(self, layout: Layout) -> dict[str, Array]:
         """The request's tensors, as views of the image."""
         return place(self.image, split(self.image)[1], layout)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineReply:
-    """A successful reply, copied out of the arena."""
-
-    fields: dict[str, Any]
-    arrays: dict[str, Array]
-    stages: tuple[float, ...]
 
 
 class Engine:
@@ -179,12 +170,7 @@ class Engine:
         """As `send`; the reply is copied out of the arena."""
         answered, slot = await self.send(call, fields, arrays or {})
         try:
-            whole = answered.image
-            if not len(whole):
-                return EngineReply({}, {}, answered.stages)
-            found, arrays = read_image(whole, RESPONSE)
-            copied = {name: np.array(array) for name, array in arrays.items()}
-            return EngineReply(found, copied, answered.stages)
+            return reply_of(answered)
         finally:
             self.arena.give_back(slot)
 

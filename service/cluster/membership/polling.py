@@ -7,10 +7,11 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from service.cluster.membership.engine import SILENT_S, Engine, EngineReply
+from service.cluster.membership.engine import SILENT_S, Engine
 from service.cluster.membership.member import Member
 from service.cluster.placement.cost import Load, Pace
 from service.doors.kit.problems import ProblemText
+from service.doors.kit.upstream import EngineReply
 from service.errors import AttndError
 from service.families import STATES
 from service.operations.table import BY_NAME

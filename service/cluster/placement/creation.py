@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 from attnd.wire.dtypes import Array
 
-from service.cluster.membership.engine import Call, Engine, EngineReply, RawReply
+from service.cluster.membership.engine import Call, Engine, RawReply
 from service.cluster.membership.members import Members
 from service.cluster.placement.inflight_prompts import InflightPrompt, Wait
 from service.cluster.placement.placer import Placer
@@ -22,6 +22,7 @@ from service.cluster.routing.replies import longest, reply, results_of
 from service.cluster.routing.sequence_calls import SequenceCalls
 from service.core.keys import Prefix
 from service.doors.kit.problems import ProblemText
+from service.doors.kit.upstream import EngineReply
 from service.errors import (
     AttndError,
     DeadlineExceeded,

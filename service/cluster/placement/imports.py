@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from service.cluster.membership.engine import Call, Engine, EngineReply, RawReply
+from service.cluster.membership.engine import Call, Engine, RawReply
 from service.cluster.placement.creation import is_unclear, refuse_unless_dead
 from service.cluster.placement.placer import Placer
 from service.cluster.placement.prefixes import prefix_of
@@ -10,6 +10,7 @@ from service.cluster.routing.ids import Ids
 from service.cluster.routing.outcomes import NEXT_ENGINE, Outcome, outcome_of
 from service.cluster.routing.replies import results_of
 from service.doors.kit.problems import ProblemText
+from service.doors.kit.upstream import EngineReply
 from service.errors import AttndError
 from service.operations.schema.page_names import PromptNames
 from service.operations.schema.spec import Prepared

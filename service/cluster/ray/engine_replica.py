@@ -19,12 +19,13 @@ from ray.serve.exceptions import RayServeException
 from config.server import ServerSettings
 from config.settings import Settings
 from service.addresses import engine_path, engine_paths, listen_tcp
-from service.cluster.membership.engine import Engine, EngineReply
+from service.cluster.membership.engine import Engine
 from service.cluster.membership.processes import ENGINE, Processes
 from service.cluster.placement.cost import Load
 from service.cluster.ray.router_replica import REPORT_S, Place
 from service.doors.kit.arena import DoorArena
 from service.doors.kit.link import Link
+from service.doors.kit.upstream import EngineReply
 from service.errors import NotReady
 from service.logs import set_up_logs
 from service.operations.schema.spec import Operation

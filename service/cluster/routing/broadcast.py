@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from attnd.wire.dtypes import Array
 
-from service.cluster.membership.engine import Call, Engine, EngineReply, RawReply, in_time
+from service.cluster.membership.engine import Call, Engine, RawReply, in_time
 from service.cluster.membership.members import Members
 from service.cluster.membership.polling import restate
 from service.cluster.placement.inflight_prompts import InflightPrompts
@@ -16,6 +16,7 @@ from service.cluster.routing.ids import Ids, tag_in
 from service.cluster.routing.joins import JOINS, join_snapshots, shares
 from service.cluster.routing.replies import longest, reply, results_of, whole
 from service.doors.kit.problems import ProblemText
+from service.doors.kit.upstream import EngineReply
 from service.errors import NotReady, UnknownLease
 from service.operations.prefix import MATCH, MAX_HOLDS
 from service.operations.schema.spec import Prepared

@@ -13,7 +13,7 @@ import numpy as np
 from attnd.wire.bounds import MAX_VALUES
 from attnd.wire.dtypes import Array
 
-from service.cluster.membership.engine import Call, Engine, EngineReply, RawReply
+from service.cluster.membership.engine import Call, Engine, RawReply
 from service.cluster.membership.members import Members
 from service.cluster.placement.inflight_prompts import InflightPrompts
 from service.cluster.routing.batch_split import Piece, has_mask, join, row_sums, split_batch
@@ -21,6 +21,7 @@ from service.cluster.routing.ids import Ids, Places
 from service.cluster.routing.outcomes import Outcome, outcome_of, unknown_ids
 from service.cluster.routing.replies import gather_all, longest, reply, results_of, with_full_engine
 from service.doors.kit.problems import ProblemText, document_of
+from service.doors.kit.upstream import EngineReply
 from service.errors import AttndError, DeadlineExceeded, InvalidRequest, LostSequence, NotReady
 from service.image.json_text import dump_json
 from service.image.reading import split

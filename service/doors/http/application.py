@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 
+from service.doors.http.dispatch import Dispatcher
 from service.doors.http.door import Door
 from service.doors.http.exchange import Receive, Scope, Send
 from service.doors.kit.hosts import HostRule
@@ -28,11 +29,12 @@ class Application:
         self.tracing = make_tracing(setup.settings.log.otlp_endpoint, setup.name)
         self.failed = ""
         self.door: Door
+        self.dispatcher: Dispatcher
         self.connecting: asyncio.Task[None]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            await self.door.serve(scope, receive, send)
+            await self.dispatcher.serve(scope, receive, send)
         elif scope["type"] == "lifespan":
             await receive()
             self.open()
@@ -53,6 +55,7 @@ class Application:
             self.setup.make_upstream,
             HostRule(settings),
         )
+        self.dispatcher = Dispatcher(self.door)
         self.connecting = asyncio.get_running_loop().create_task(self.connect())
 
     async def connect(self) -> None:

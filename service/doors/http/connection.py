@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from service.doors.http.bodies import LARGE_BYTES, Body
+from service.doors.http.bodies import LARGE_BYTES, LEAST_BYTES, Body
+from service.doors.http.door import Door
 from service.doors.http.endpoints.responses import problem_bytes
 from service.doors.http.exchange import CONNECTION, EXCHANGE, Exchange
 from service.errors import AttndError, HeadersTooLarge, MalformedRequest
@@ -20,8 +21,6 @@ from service.errors import AttndError, HeadersTooLarge, MalformedRequest
 if TYPE_CHECKING:
     from uvicorn.config import Config
     from uvicorn.server import ServerState
-
-    from service.doors.http.door import Door
 
 HEAD_END: Final = b"\r\n\r\n"
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -98,6 +97,10 @@ class Connection(HttpToolsProtocol):
         if timer is None or self.transport.get_write_buffer_size():
             return 0.0
         return timer.when()
+
+    def resume_reading(self) -> None:
+        if not self.flow.read_paused and not self.transport.is_closing():
+            self.transport.resume_reading()
 
     def wait_for_head(self) -> None:
         """End the connection if it stays silent."""
@@ -206,7 +209,8 @@ class Connection(HttpToolsProtocol):
 
     def refuse(self, error: AttndError) -> None:
         """Respond to bytes that are no request, and close."""
-        self.transport.write(problem_bytes(self.door, error, self.client))
+        defaults = self.server_state.default_headers
+        self.transport.write(problem_bytes(self.door, error, self.client, defaults))
         self.transport.close()
 
 
@@ -225,7 +229,7 @@ class Receiver(asyncio.BufferedProtocol):
         self.body.got(nbytes)
         if self.body.is_complete:
             self.connection.end_body()
-        if nbytes >= LEAST_BYTES and self.budget.is_spent(nbytes, self.connection):
+        if nbytes >= LEAST_BYTES and self.budget.is_spent(nbytes, self.connection.resume_reading):
             self.connection.transport.pause_reading()
 
     def eof_received(self) -> None:
@@ -239,41 +243,3 @@ class Receiver(asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         self.connection.resume_writing()
-
-
-PASS_BYTES: Final = 2 * 2**20
-"""Received in a pass, over all connections: some milliseconds, as new pages of shared memory are
-slow to write."""
-LEAST_BYTES: Final = 16 * 2**10
-"""Received at once from each further connection in the same pass. Less is not counted."""
-
-
-class ReadBudget:
-    """Sixteen connections with 8 MiB each in the system's buffers would stall a loop for 0.2 s."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._left = PASS_BYTES
-        self._paused: list[Connection] = []
-        """Connections that have received their part of a pass."""
-
-    def room(self, view: memoryview) -> memoryview:
-        """The part of a body's room that may be filled now."""
-        return view[: max(self._left, LEAST_BYTES)]
-
-    def is_spent(self, nbytes: int, connection: Connection) -> bool:
-        """Counts received bytes. If True the connection must pause until the next pass."""
-        if self._left == PASS_BYTES:
-            self._loop.call_soon(self._renew)
-        self._left -= nbytes
-        if self._left > 0:
-            return False
-        self._paused.append(connection)
-        return True
-
-    def _renew(self) -> None:
-        self._left = PASS_BYTES
-        paused, self._paused = self._paused, []
-        for connection in paused:
-            if not connection.flow.read_paused and not connection.transport.is_closing():
-                connection.transport.resume_reading()

@@ -1,5 +1,4 @@
-"""The HTTP door: the link to the engine, its limits, the drain; and the FastAPI application, one
-router made from the table of operations."""
+"""The state of an HTTP door: the link to the engine, its limits, its connections and the drain."""
 
 from __future__ import annotations
 
@@ -7,27 +6,14 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from email.utils import formatdate
-from functools import cache
 from typing import Final
-
-from fastapi import FastAPI
 
 from config.sections import Settings
 from config.server import ServerSettings
-from service import __version__
-from service.doors.http.bodies import Body, BodyShares
-from service.doors.http.connection import Connection, ReadBudget
-from service.doors.http.endpoints.events import PATH as EVENTS_PATH
-from service.doors.http.endpoints.events import EventStream
-from service.doors.http.endpoints.openapi import DESCRIPTION, document
-from service.doors.http.endpoints.operation import OperationEndpoint
-from service.doors.http.endpoints.pages import Pages
-from service.doors.http.endpoints.responses import Header, Respond, finish, route, run
-from service.doors.http.exchange import EXCHANGE, Exchange, Receive, Scope, Send
-from service.doors.http.live.page import live_routes
+from service.doors.http.bodies import Body, BodyShares, ReadBudget
+from service.doors.http.exchange import ClientConnection, Exchange, Scope
 from service.doors.kit.hosts import HostRule
-from service.doors.kit.ledger import CLIENT_CLOSED, Ledger, Tracing
+from service.doors.kit.ledger import Ledger, Tracing
 from service.doors.kit.link import QUIET_S, Link
 from service.doors.kit.process import descriptors
 from service.doors.kit.turns import Turns
@@ -35,8 +21,6 @@ from service.doors.kit.upstream import MakeUpstream, trim
 from service.errors import AttndError, NotReady, Overloaded, RequestTimeout
 from service.keys import Authenticator
 from service.metrics import Metrics
-from service.operations.schema.spec import Operation
-from service.operations.table import OPERATIONS
 from service.tenants import ANONYMOUS
 
 LOG: Final = logging.getLogger("attnd.http")
@@ -65,7 +49,7 @@ class Door:
         self.ledger = Ledger(metrics, tracing)
         self.link = make_upstream(limits, authenticator is not None, metrics)
         self.turns = Turns()
-        self.connections: dict[Connection, None] = {}
+        self.connections: dict[ClientConnection, None] = {}
         self.shares = BodyShares(limits.max_inflight_bytes)
         self.read_budget = ReadBudget(self.loop)
         soft, spare = descriptors()
@@ -79,35 +63,12 @@ class Door:
         self.last_complaint = 0.0
         self.last_work = self.loop.time()
         self.is_trimmed = True
-        self.app, self.endpoints = make_application(self)
         self.sweeping = self.loop.call_soon(self.sweep)
 
     @property
     def draining(self) -> str:
         """Why no more requests are accepted; empty while they are."""
         return self.link.draining
-
-    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request, as ASGI calls an application."""
-        exchange: Exchange = scope.pop(EXCHANGE, None) or self.begin(scope)
-        exchange.receive, exchange.send = receive, send
-        exchange.task = asyncio.current_task()
-        if exchange.connection is not None:
-            exchange.connection.exchange = exchange
-        self.active[exchange] = None
-        self.busy[exchange.caller] += 1
-        try:
-            if not self.turns.take():
-                await self.turns.wait(exchange.caller)
-            await run(self, exchange, scope)
-        except asyncio.CancelledError:  # before its turn
-            if not exchange.status:
-                finish(self, exchange, CLIENT_CLOSED, "client_gone")
-        finally:
-            del self.active[exchange]
-            self.busy[exchange.caller] -= 1
-            if not self.busy[exchange.caller]:
-                del self.busy[exchange.caller]
 
     def begin(self, scope: Scope) -> Exchange:
         """Read a request's head: its tenant, or its refusal."""
@@ -145,14 +106,14 @@ class Door:
         try:
             if self.draining:
                 raise NotReady(self.draining)
-            return Body(self, exchange.caller, size)
+            return Body(self.shares, self.link.arena, exchange.caller, size)
         except AttndError as error:
             exchange.refuse(error)
             return None
 
     # connections
 
-    def admit(self, connection: Connection) -> AttndError | None:
+    def admit(self, connection: ClientConnection) -> AttndError | None:
         """Add a connection, in the place of an idle one if there are too many: of the host with the
         most, the longest idle. Returns the error for one that may not stay."""
         self.connections[connection] = None
@@ -175,10 +136,6 @@ class Door:
             what = "idle connections are closed for new ones" if idle else "new ones are refused"
             LOG.warning("%s: %s", what, full)
         return None if idle else Overloaded(full, retry_after_s=1.0)
-
-    @property
-    def date(self) -> tuple[Header, ...]:
-        return ((b"date", formatdate(usegmt=True).encode()),)
 
     def sweep(self) -> None:
         """Check the deadlines of bodies, and unused memory, twice a second."""
@@ -213,42 +170,3 @@ class Door:
         self.sweeping.cancel()
         self.ledger.settle()
         self.link.close()
-
-
-def make_application(door: Door) -> tuple[FastAPI, dict[tuple[str, str], Respond]]:
-    """The application of one door, and the endpoints of its fixed paths, by method and path.
-
-    Steps call the latter, without a walk through the router. Errors leave the application as
-    exceptions.
-    """
-    app = FastAPI(
-        title="attnd",
-        version=__version__,
-        description=DESCRIPTION,
-        docs_url=None,
-        redoc_url=None,
-        openapi_url=None,
-        redirect_slashes=False,
-    )
-    app.openapi = cache(document)  # type: ignore[method-assign]
-    routes = app.router.routes
-    fixed: dict[tuple[str, str], Respond] = {}
-    for path, operations in by_path().items():
-        by_method = {one.method: OperationEndpoint(door, one).run for one in operations}
-        routes.append(route(path, by_method))
-        if "{" not in path:
-            fixed |= {(method, path): run for method, run in by_method.items()}
-    routes.append(route(EVENTS_PATH, {"GET": EventStream(door).run}))
-    if door.limits.live:
-        routes.extend(live_routes(door))
-    routes.extend(Pages(door, app.openapi).routes())
-    return app, fixed
-
-
-def by_path() -> dict[str, list[Operation]]:
-    """The operations of each path; fixed paths come before paths with parameters, which have the
-    methods that those do not: of a sequence named `delete`, for example."""
-    paths: dict[str, list[Operation]] = {}
-    for operation in sorted(OPERATIONS, key=lambda one: "{" in one.path):
-        paths.setdefault(operation.path, []).append(operation)
-    return paths

@@ -6,10 +6,11 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from random import getrandbits
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 from attnd.wire.frames import NO_STAGES
 
+from service.doors.http.bodies import Body
 from service.doors.kit.headers import (
     JSON,
     REQUEST_ID,
@@ -18,12 +19,8 @@ from service.doors.kit.headers import (
     traceparent_of,
 )
 from service.errors import AttndError, UnsupportedMediaType, without_frames
+from service.road.caller_end.slots import Slot
 from service.tenants import OPEN
-
-if TYPE_CHECKING:
-    from service.doors.http.bodies import Body
-    from service.doors.http.connection import Connection
-    from service.road.caller_end.slots import Slot
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -33,6 +30,18 @@ CONNECTION: Final = "attnd.connection"
 have none."""
 EXCHANGE: Final = "attnd.exchange"
 """The key of a scope's `Exchange`, once there is one."""
+
+
+class ClientConnection(Protocol):
+    """A connection, to a door: `exchange` is the request whose client it watches."""
+
+    exchange: Exchange | None
+    transport: asyncio.Transport
+
+    @property
+    def address(self) -> str: ...
+    @property
+    def idle_until(self) -> float: ...
 
 
 class Exchange:
@@ -48,7 +57,7 @@ class Exchange:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.query: bytes = scope["query_string"]
-        self.connection: Connection | None = scope.pop(CONNECTION, None)
+        self.connection: ClientConnection | None = scope.pop(CONNECTION, None)
         self.client: tuple[str, int] | None = scope["client"]
         self.receive: Receive
         self.send: Send

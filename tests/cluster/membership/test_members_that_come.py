@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from service.cluster.membership import polling
-from service.cluster.membership.engine import EngineReply
 from service.cluster.membership.roster import RosterEntry
 from service.core.keys import KEY_BYTES
 from service.core.pool.named_pages import Stored
+from service.doors.kit.upstream import EngineReply
 from service.engine.store.event_history import PAGES_AN_EVENT, EventHistory
 from service.errors import NotReady
 from service.metrics import MOST_ENGINES, Metrics

@@ -77,7 +77,7 @@ def test_many_listeners_share_one_poll_that_ends_with_them(
     with listening(client) as first, listening(client) as second:
         clear(client)
         assert next(first) == next(second)
-        routes = {one.path: one for one in service.door.app.router.routes}
+        routes = {one.path: one for one in service.routes_app.router.routes}
         feeds = routes["/v1/events"].endpoint.by_method["GET"].__self__.feeds
         wait_for(
             lambda: [feed.listeners for feed in feeds.values()] == [2],

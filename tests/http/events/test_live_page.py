@@ -50,7 +50,7 @@ def first(stream: Iterator[tuple[str, Any]], name: str, **fields: Any) -> Any:
 
 
 def feed_of(service: Service) -> Any:
-    routes = {one.path: one for one in service.door.app.router.routes}
+    routes = {one.path: one for one in service.routes_app.router.routes}
     return routes["/live/stream"].endpoint.by_method["GET"].__self__.feed
 
 

@@ -105,10 +105,10 @@ def test_a_call_that_its_client_cancels_is_taken_back(
         first = begin(over_grpc, "decode", {"q": q}, ended)
         assert service.backend.entered.wait(WAIT_S)
         second = begin(over_grpc, "decode", {"q": q, "k": k, "v": k}, ended)
-        pending = gateway.road.connection._calls
+        pending = gateway.link.caller.pending
         wait_for(lambda: len(pending) == 2, "the second call")
         second.cancel()
-        wait_for(lambda: any(one.is_abandoned for one in list(pending.values())), "the news")
+        wait_for(lambda: any(one.future.cancelled() for one in list(pending.values())), "the news")
         assert ended.get(timeout=WAIT_S).status() == "StatusCode.CANCELLED"
     assert ended.get(timeout=WAIT_S) is None
     assert over_grpc.infer("get_sequence", id="a")[0]["lengths"][0] == 3
@@ -226,7 +226,7 @@ def test_accepted_calls_are_answered_before_the_gateway_ends(rng: np.random.Gene
                 assert service.backend.entered.wait(WAIT_S)
                 fields = {"layer": 0, "sequences": ["a"]}
                 late = pool.submit(other.infer, "decode", {"q": q}, **fields)
-                pending = gateway.road.connection._calls
+                pending = gateway.link.caller.pending
                 wait_for(lambda: len(pending) == 2, "the second call")
                 gateway.call_soon(gateway.server.drain)
                 wait_for(gateway.core.draining.is_set, "the drain")
@@ -255,11 +255,11 @@ def test_the_arena_is_as_free_after_calls_as_before(
     triton: Triton, gateway: Gateway, rng: np.random.Generator
 ) -> None:
     q = filled(triton, rng)
-    slots = gateway.road.connection.arena.slots
+    arena = gateway.link.arena
 
     def is_free() -> bool:
-        slots._collect()
-        return bool(slots.free == slots.size)
+        gateway.call_soon(arena.spare.free)
+        return bool(arena.slots.free() == arena.slots.size)
 
     for name in ("a", "b"):
         with suppress(InferenceServerException):

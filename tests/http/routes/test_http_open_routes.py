@@ -112,7 +112,7 @@ def asking(guarded: tuple[Service, set[str]]) -> Iterator[Asking]:
 def routes_of(service: Service) -> list[tuple[str, str]]:
     """Methods, also those that it does not have, and path of every route of the application."""
     found = []
-    for route in service.door.app.router.routes:
+    for route in service.routes_app.router.routes:
         assert isinstance(route, Route), f"{route} is of another kind: enumerate it, too"
         for method in sorted({"GET", "POST", "DELETE", "PUT", *(route.methods or ())}):
             found.append((method, filled(route.path)))

@@ -7,9 +7,10 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from urllib.parse import parse_qsl
 
+from service.doors.http.door import Door
 from service.doors.http.endpoints.operation import number
 from service.doors.http.endpoints.responses import (
     KEEP_ALIVE,
@@ -26,9 +27,6 @@ from service.image.json_text import dump_json
 from service.operations.events import FROM_NOW
 from service.operations.schema.fields import refuse
 from service.tenants import Tenant
-
-if TYPE_CHECKING:
-    from service.doors.http.door import Door
 
 PATH: Final = "/v1/events"
 POLL_S: Final = 0.05

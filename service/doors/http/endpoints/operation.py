@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from urllib.parse import parse_qsl
 
 from attnd.wire.bounds import MAX_JSON_BYTES
 from attnd.wire.dtypes import Part
 from attnd.wire.images import PROBLEM, header
 
-from service.doors.http.bodies import read_body
+from service.doors.http.door import Door
 from service.doors.http.endpoints.responses import CONTENT_TYPES, Header, respond
 from service.doors.http.exchange import Exchange
+from service.doors.http.receiving import read_body
 from service.doors.kit.headers import JSON, SAFETENSORS, call_id_of
 from service.doors.kit.link import LESS
 from service.doors.kit.problems import ProblemText
@@ -31,9 +32,6 @@ from service.operations.schema.fields import refuse
 from service.operations.schema.spec import Operation
 from service.road.caller_end.caller import Answered
 from service.road.caller_end.slots import Slot
-
-if TYPE_CHECKING:
-    from service.doors.http.door import Door
 
 COPY_BYTES: Final = 64 * 2**10
 """Replies up to this length are copied, and leave the arena at once."""

@@ -7,22 +7,20 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import cache
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import fastapi_offline
 from fastapi.openapi.docs import get_swagger_ui_html
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from service.doors.http.door import Door
 from service.doors.http.endpoints.responses import respond, route
 from service.doors.http.exchange import Exchange
 from service.doors.kit.headers import JSON
 from service.doors.kit.ledger import OTHERS_S
 from service.errors import InvalidRequest, NoSuchRoute
 from service.image.json_text import dump_json
-
-if TYPE_CHECKING:
-    from service.doors.http.door import Door
 
 Params = Mapping[str, Any]
 Page = Callable[[Exchange, Params], Awaitable[Response]]

@@ -1,44 +1,37 @@
-"""Runs a request's endpoint, and takes its response or error to the client and the ledger.
+"""Takes a request's response or error to the client and the ledger.
 
 Errors are application/problem+json documents, with the headers that belong to them.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from attnd.wire.dtypes import Part
 from starlette.exceptions import HTTPException
-from starlette.routing import Match, Route
+from starlette.routing import Route
 
+from service.doors.http.door import Door
 from service.doors.http.exchange import EXCHANGE, Exchange, Receive, Scope, Send
 from service.doors.kit.headers import JSON, PROBLEM, SAFETENSORS, server_timing
-from service.doors.kit.ledger import CLIENT_CLOSED
 from service.doors.kit.problems import ProblemText, document_of, problem_headers
 from service.errors import (
     AttndError,
     Internal,
-    MalformedRequest,
     MethodNotAllowed,
     NoSuchRoute,
-    NotReady,
 )
 from service.image.json_text import dump_json
 from service.keys import Authenticator
-
-if TYPE_CHECKING:
-    from service.doors.http.door import Door
 
 Header = tuple[bytes, bytes]
 CONTENT_TYPES: Final = {name: (b"content-type", name.encode()) for name in (SAFETENSORS, JSON)}
 """The header for each media type."""
 CLOSE: Final = (b"connection", b"close")
-CUT_OFF: Final = "the drain ended while the engine ran the operation; it may have been applied"
 KEEP_ALIVE: Final = b": still here\n\n"
 """A comment: may come between the events of a stream."""
 EVENT_HEADERS: Final = (
@@ -48,64 +41,10 @@ EVENT_HEADERS: Final = (
 )
 """Proxies pass each event on at once: they neither buffer nor compress."""
 NO_BODY: Final = frozenset({204, 304})
-NO_PARAMS: Final[dict[str, str]] = {}
 Respond = Callable[[Exchange, Mapping[str, Any]], Awaitable[None]]
 """Responds to a request, with the path's parameters."""
 Write = Callable[[bytes], Awaitable[None]]
 """Sends a part of a stream, once the client has read most of it."""
-
-
-async def run(door: Door, exchange: Exchange, scope: Scope) -> None:
-    """One request, from its head to its entry in the ledger."""
-    try:
-        endpoint = door.endpoints.get((exchange.method, exchange.path))
-        if endpoint is not None and exchange.refusal is None:
-            await endpoint(exchange, NO_PARAMS)
-        else:
-            await run_application(door, exchange, scope)
-    except asyncio.CancelledError:
-        if exchange.is_disconnected or not door.draining:
-            finish(door, exchange, CLIENT_CLOSED, "client_gone")
-        else:
-            await respond_problem(door, exchange, NotReady(CUT_OFF))
-    except Exception as error:
-        await respond_problem(door, exchange, error)
-
-
-async def run_application(door: Door, exchange: Exchange, scope: Scope) -> None:
-    """Have the application's router find the endpoint.
-
-    Skips FastAPI's middleware for exceptions, dependencies and telemetry, which nothing here uses
-    and which costs three times as much as the router.
-    """
-    if not exchange.path.isprintable():
-        text = f"the path {exchange.path[:100]!r} has a control character: remove it"
-        raise MalformedRequest(text)
-    scope["app"], scope[EXCHANGE] = door.app, exchange
-    try:
-        if exchange.refusal is None:
-            await door.app.router(scope, exchange.receive, exchange.send)
-        else:
-            await run_without_key(door, exchange, exchange.refusal, scope)
-    finally:
-        del scope[EXCHANGE]  # the exchange refers to the scope
-    if not exchange.is_answered:
-        raise Internal(f"{exchange.method} {exchange.path} has no response: this is a bug")
-
-
-async def run_without_key(
-    door: Door, exchange: Exchange, refusal: AttndError, scope: Scope
-) -> None:
-    """Run an endpoint that declares that it needs no key, else respond with the refusal."""
-    for route in door.app.router.routes:
-        match, child = route.matches(scope)
-        if match is Match.FULL:
-            if not getattr(child["endpoint"], "needs_no_key", False):
-                break
-            scope.update(child)
-            await route.handle(scope, exchange.receive, exchange.send)
-            return
-    await respond_problem(door, exchange, refusal)
 
 
 class Endpoint:
@@ -213,14 +152,17 @@ def problem_of(
     return document, (content_type, *((name.encode(), text.encode()) for name, text in more))
 
 
-def problem_bytes(door: Door, error: AttndError, client: tuple[str, int] | None) -> bytes:
-    """The whole response to bytes that are no request; the connection closes after it."""
+def problem_bytes(
+    door: Door, error: AttndError, client: tuple[str, int] | None, defaults: Sequence[Header]
+) -> bytes:
+    """The whole response to bytes that are no request; the connection closes after it. `defaults`:
+    the server's own headers."""
     nothing: Scope = {"method": "-", "path": "-", "query_string": b"", "headers": ()}
     exchange = Exchange({**nothing, "client": client})
     document, headers = problem_of(error, exchange)
     status, body = document["status"], dump_json(document).encode()
     closing = (*(() if door.draining else (CLOSE,)), (b"content-length", b"%d" % len(body)))
-    lines = response_start(door, exchange, status, (*door.date, *headers, *closing))["headers"]
+    lines = response_start(door, exchange, status, (*defaults, *headers, *closing))["headers"]
     finish(door, exchange, status, document["code"])
     head = b"".join(b"%b: %b\r\n" % line for line in lines)
     return b"HTTP/1.1 %d %b\r\n%b\r\n%b" % (

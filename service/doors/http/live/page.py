@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 from attnd.wire.dtypes import Array
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
+from service.doors.http.door import Door
 from service.doors.http.endpoints.events import KEEP_ALIVE_S
 from service.doors.http.endpoints.pages import page_route
 from service.doors.http.endpoints.responses import (
@@ -34,9 +35,6 @@ from service.errors import AttndError, InvalidRequest, NoSuchRoute, NotReady
 from service.image.json_text import dump_json
 from service.operations.status import INFO, SNAPSHOT
 from service.tenants import OPEN, Tenant, tenant_of
-
-if TYPE_CHECKING:
-    from service.doors.http.door import Door
 
 PERIOD_S: Final = 0.25
 LOAD: Final = ("inflight", "waiting", "sessions")
@@ -99,12 +97,13 @@ class Feed:
         link = self.door.link
         try:
             if "service" not in self.parts:
-                info, _ = await call_engine(link, INFO, {}, self.tenant)
-                self.put("service", info | {"columns": COLUMNS})
-            pool, arrays = await call_engine(link, SNAPSHOT, {}, self.tenant)
+                info = await call_engine(link, INFO, {}, self.tenant)
+                self.put("service", info.fields | {"columns": COLUMNS})
+            taken = await call_engine(link, SNAPSHOT, {}, self.tenant)
         except (AttndError, ProblemText):
             return
         self.seen = self.door.loop.time()
+        pool, arrays = taken.fields, taken.arrays
         self.put("pages", pages_of(pool.pop("page_step"), arrays.pop("page_states")))
         self.put("tree", tree_of(pool.pop("namespaces"), arrays))
         self.put("pool", pool)
