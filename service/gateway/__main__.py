@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-from service.doors.kit.process import Server, Setup, run_door
+from service.doors.kit.process import DoorServer, Setup, run_door
 
 
 def main(argv: list[str]) -> int:
@@ -16,10 +16,10 @@ def main(argv: list[str]) -> int:
         url = argv[2]
         del argv[1:3]
 
-    def load() -> Callable[[Setup], Server]:
+    def load() -> Callable[[Setup], DoorServer]:
         from service.gateway import server
 
-        return partial(server.Server, url=url)
+        return partial(server.GatewayServer, url=url)
 
     return run_door("oip", load)
 

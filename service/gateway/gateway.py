@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar
 
 from config.sections import Settings
-from service.doors.kit.ledger import CLIENT_CLOSED, Ledger, Record
+from service.doors.kit.ledger import CLIENT_CLOSED, GatewayRequest, RequestLedger
 from service.doors.kit.problems import ProblemText, document_of
 from service.doors.kit.process import DRAINING
 from service.doors.kit.upstream import EngineReply
@@ -25,7 +25,7 @@ OPEN_METHODS: Final = frozenset({"ServerLive", "ServerReady"})
 LESS: Final = "request less per call, or raise oip.max_message_bytes"
 
 
-class Refused(Exception):
+class RefusedRequest(Exception):
     """The request is answered by this problem document; `text` is what clients show."""
 
     def __init__(self, problem: dict[str, Any]) -> None:
@@ -37,7 +37,7 @@ class Refused(Exception):
 class Gateway:
     """Requests of both protocols, on one event loop."""
 
-    def __init__(self, settings: Settings, upstream: Upstream, ledger: Ledger) -> None:
+    def __init__(self, settings: Settings, upstream: Upstream, ledger: RequestLedger) -> None:
         self.settings, self.upstream, self.ledger = settings, upstream, ledger
         self.calls: Counter[str] = Counter()
         """Calls under way, by their caller's share."""
@@ -61,8 +61,8 @@ class Gateway:
             self.calls[caller.share] -= 1
             self.calls = +self.calls  # without zeros
 
-    async def run(self, record: Record, work: Callable[[], Awaitable[T]]) -> T:
-        """The result of a request's work; records how it ends. Raises Refused."""
+    async def run(self, record: GatewayRequest, work: Callable[[], Awaitable[T]]) -> T:
+        """The result of a request's work; records how it ends. Raises RefusedRequest."""
         try:
             return await work()
         except asyncio.CancelledError:
@@ -74,10 +74,12 @@ class Gateway:
         finally:
             record.seconds = time.perf_counter() - record.started
             self.ledger.add(record)
-        raise Refused(problem)  # outside of the handler, so that the error's frames are freed
+        raise RefusedRequest(
+            problem
+        )  # outside of the handler, so that the error's frames are freed
 
     async def infer(
-        self, record: Record, caller: Caller, request: Inference, deadline_s: float | None
+        self, record: GatewayRequest, caller: Caller, request: Inference, deadline_s: float | None
     ) -> EngineReply:
         """The service's reply, by the earlier one of the request's and the client's deadline."""
         record.op, record.tenant = request.model.name, caller.tenant

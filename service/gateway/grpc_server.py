@@ -17,15 +17,15 @@ from google.protobuf.json_format import ParseDict
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
-from service.doors.kit.ledger import Record
+from service.doors.kit.ledger import GatewayRequest
 from service.doors.kit.problems import grpc_code
 from service.doors.kit.process import DRAINING, descriptors
 from service.doors.kit.tls import HANDSHAKE_S
 from service.doors.kit.upstream import EngineReply
 from service.errors import InvalidRequest, MalformedBody, NotReady, RequestTimeout
-from service.gateway.gateway import OPEN_METHODS, Gateway, Refused
+from service.gateway.gateway import OPEN_METHODS, Gateway, RefusedRequest
 from service.gateway.models import DTYPES_BY_DATATYPE, VERSION, model_of
-from service.gateway.requests import Body, Inference, parameters_of, read_body
+from service.gateway.requests import Inference, RequestBody, parameters_of, read_body
 from service.gateway.upstream import Caller
 from service.image.json_text import dump_json
 from service.image.reading import MAX_TENSORS
@@ -108,7 +108,7 @@ def read_request(data: bytes) -> Inference:
     outputs = [{"name": one.name, "parameters": parameters_in(one)} for one in made.outputs]
     parameters = {"binary_data_output": True} | parameters_in(made)
     body = {"id": made.id, "parameters": parameters, "inputs": inputs, "outputs": outputs}
-    return read_body(model, validate(Body, body))
+    return read_body(model, validate(RequestBody, body))
 
 
 def numbers_of(given: Any) -> bytes | None:
@@ -160,18 +160,18 @@ class GrpcService:
     async def serve(self, method: Any, _: Any, context: Any) -> None:
         metadata = dict(context.invocation_metadata() or ())
         path = f"/{SERVICE.full_name}/{method.name}"
-        begin = partial(Record.begin, method.name, path, context.peer(), metadata.get)
+        begin = partial(GatewayRequest.begin, method.name, path, context.peer(), metadata.get)
         record = begin()
         try:
             await self.gateway.run(record, lambda: self.answer(record, begin, method, context))
-        except Refused as refused:
+        except RefusedRequest as refused:
             problem, document = refused.problem, dump_json(refused.problem)
             code = grpc.StatusCode[grpc_code(problem)]
             more = (("attnd-problem", document),) if len(document) <= MAX_PROBLEM else ()
             await context.abort(code, refused.text[:MAX_TEXT], (*record.trailing, *more))
         context.set_trailing_metadata(record.trailing)
 
-    async def answer(self, record: Record, begin: Any, method: Any, context: Any) -> None:
+    async def answer(self, record: GatewayRequest, begin: Any, method: Any, context: Any) -> None:
         """Write the response, or those of a stream, in the place that the key has."""
         name, made = method.name, message(method.output_type.name)
         if name in OPEN_METHODS:
@@ -198,13 +198,15 @@ class GrpcService:
                 page = await self.gateway.page(name, model, version)
                 await context.write(ParseDict(page, made(), ignore_unknown_fields=True))
 
-    async def stream_one(self, record: Record, caller: Caller, context: Any, data: bytes) -> Any:
+    async def stream_one(
+        self, record: GatewayRequest, caller: Caller, context: Any, data: bytes
+    ) -> Any:
         """The response to one request of a stream, which an error does not end."""
         response = message("ModelStreamInferResponse")()
         work = partial(self.infer, record, caller, context, data, response.infer_response)
         try:
             await self.gateway.run(record, work)
-        except Refused as refused:
+        except RefusedRequest as refused:
             response.error_message = refused.text
         return response
 
@@ -225,7 +227,7 @@ class GrpcService:
             draining.cancel()
 
     async def infer(
-        self, record: Record, caller: Caller, context: Any, data: bytes, response: Any
+        self, record: GatewayRequest, caller: Caller, context: Any, data: bytes, response: Any
     ) -> None:
         request, left = read_request(data), context.time_remaining()
         response.id = request.id

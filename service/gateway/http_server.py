@@ -12,7 +12,7 @@ from starlette.requests import Request
 from service.doors.kit.asgi import read_whole, send_whole, unless_gone
 from service.doors.kit.headers import DEADLINE, JSON, OCTETS, PROBLEM, deadline_us_of
 from service.doors.kit.hosts import HostRule
-from service.doors.kit.ledger import Record
+from service.doors.kit.ledger import GatewayRequest
 from service.doors.kit.problems import problem_headers
 from service.doors.kit.upstream import EngineReply
 from service.errors import (
@@ -22,7 +22,7 @@ from service.errors import (
     NotReady,
     UnsupportedMediaType,
 )
-from service.gateway.gateway import OPEN_METHODS, Gateway, Refused
+from service.gateway.gateway import OPEN_METHODS, Gateway, RefusedRequest
 from service.gateway.models import VERSION, Model, model_of
 from service.gateway.requests import Inference, parameters_of, read_json
 from service.gateway.upstream import Caller
@@ -54,7 +54,7 @@ Answer = tuple[bytes, dict[str, str]]
 """A response's body and headers."""
 
 
-class Application:
+class OipApplication:
     """The ASGI application of one gateway."""
 
     def __init__(self, gateway: Gateway) -> None:
@@ -64,10 +64,10 @@ class Application:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         request = Request(scope, receive)
         peer = ":".join(map(str, scope.get("client") or ("unix",)))
-        record = Record.begin(request.method, scope["path"], peer, request.headers.get)
+        record = GatewayRequest.begin(request.method, scope["path"], peer, request.headers.get)
         try:
             await self.gateway.run(record, lambda: self.answer(record, request, send))
-        except Refused as refused:
+        except RefusedRequest as refused:
             body = dump_json(refused.problem | {"error": refused.text}).encode()
             more = problem_headers(refused.problem) | {"content-type": PROBLEM}
             await send_whole(send, refused.problem["status"], body, more | dict(record.trailing))
@@ -75,7 +75,7 @@ class Application:
             if not await request.is_disconnected():
                 raise
 
-    async def answer(self, record: Record, request: Request, send: Any) -> None:
+    async def answer(self, record: GatewayRequest, request: Request, send: Any) -> None:
         """Respond to a request, in the place that its key has until its client has read."""
         path, headers = record.path, request.headers
         if (match := ROUTE.fullmatch(path)) is None:
@@ -106,7 +106,9 @@ class Application:
             raise NotReady(page["reason"])
         return dump_json(page.get(WHOLE.get(name, ""), page)).encode(), {"content-type": JSON}
 
-    async def infer(self, record: Record, request: Request, caller: Caller, model: Model) -> Answer:
+    async def infer(
+        self, record: GatewayRequest, request: Request, caller: Caller, model: Model
+    ) -> Answer:
         headers, settings = request.headers, self.gateway.settings
         if encoding := headers.get("content-encoding"):
             text = f"Content-Encoding is {encoding[:100]}: send the body unencoded"

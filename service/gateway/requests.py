@@ -26,13 +26,13 @@ NO_REGIONS: Final = (
 )
 
 
-class Part(BaseModel):
+class OipObject(BaseModel):
     """An object of a request, in the protocol's words."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class TensorParameters(Part):
+class TensorParameters(OipObject):
     binary_data_size: Annotated[int, Field(ge=0)] | None = None
     binary_data: bool | None = None
     content_type: Any = None
@@ -42,25 +42,25 @@ class TensorParameters(Part):
     shared_memory_offset: Any = None
 
 
-class Output(Part):
+class RequestedOutput(OipObject):
     name: str
     parameters: TensorParameters = TensorParameters()
 
 
-class Input(Output):
+class Input(RequestedOutput):
     datatype: str
     shape: Annotated[list[Annotated[int, Field(ge=0, lt=2**63)]], Field(max_length=MAX_RANK)]
     data: Any = None
     """Its numbers, or its bytes, row-major and little-endian."""
 
 
-class Body(Part):
+class RequestBody(OipObject):
     id: str = ""
     model_name: str | None = None
     model_version: str | None = None
     parameters: dict[str, Any] = {}
     inputs: Annotated[list[Input], Field(max_length=MAX_TENSORS)] = []
-    outputs: Annotated[list[Output], Field(max_length=MAX_TENSORS)] = []
+    outputs: Annotated[list[RequestedOutput], Field(max_length=MAX_TENSORS)] = []
 
 
 class CallParameters(BaseModel):
@@ -124,7 +124,7 @@ def read_json(model: Model, text: bytes, data: memoryview) -> Inference:
     document = load_json(text, "the request")
     if not isinstance(document, dict):
         raise MalformedBody("the request is not a JSON object")
-    body, begin = validate(Body, document), 0
+    body, begin = validate(RequestBody, document), 0
     for one in body.inputs:
         if (size := one.parameters.binary_data_size) is not None:
             if one.data is not None:
@@ -137,7 +137,7 @@ def read_json(model: Model, text: bytes, data: memoryview) -> Inference:
     return read_body(model, body)
 
 
-def read_body(model: Model, body: Body) -> Inference:
+def read_body(model: Model, body: RequestBody) -> Inference:
     """The call of a request; the service checks its fields and tensors. Raises MalformedBody,
     InvalidRequest, NotSupported."""
     if body.model_name not in (None, model.name):

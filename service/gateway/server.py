@@ -11,12 +11,12 @@ from attnd.http.origin import origin_of
 
 from service.addresses import listen_tcp
 from service.doors.kit.asgi import AsgiServer
-from service.doors.kit.ledger import Ledger, make_tracing
+from service.doors.kit.ledger import RequestLedger, make_tracing
 from service.doors.kit.process import ENGINE_LATER_S, Setup, connect
 from service.doors.kit.tls import GrpcCredentials, make_tls
 from service.gateway.gateway import Gateway
 from service.gateway.grpc_server import make_server
-from service.gateway.http_server import Application
+from service.gateway.http_server import OipApplication
 from service.gateway.upstream import Elsewhere, OnHost, Upstream
 from service.keys import make_authenticator
 from service.road.engine_end.listening import CannotListen
@@ -24,7 +24,7 @@ from service.road.engine_end.listening import CannotListen
 LOG: Final = logging.getLogger("attnd.gateway")
 
 
-class Server:
+class GatewayServer:
     """Serves until it is drained. `failed` says why it could not serve."""
 
     def __init__(self, setup: Setup, url: str = "") -> None:
@@ -47,7 +47,7 @@ class Server:
         self.ended = asyncio.Event()
         self.loop = asyncio.get_running_loop()
         self.setup.on_loop(self.loop, self)
-        ledger = Ledger(self.setup.metrics, self.tracing)
+        ledger = RequestLedger(self.setup.metrics, self.tracing)
         try:
             upstream = self.make_upstream()
             self.gateway = Gateway(self.settings, upstream, ledger)
@@ -78,7 +78,7 @@ class Server:
     async def serve_both(self, gateway: Gateway, upstream: Upstream) -> None:
         """Serve until the drain has ended. Raises CannotListen, RuntimeError."""
         limits, oip = self.settings.server, self.settings.oip
-        http, grpc = AsgiServer(Application(gateway), limits, self.tls), make_server(gateway)
+        http, grpc = AsgiServer(OipApplication(gateway), limits, self.tls), make_server(gateway)
         sockets = self.listen("oip.http_port", oip.http_port)
         for one in self.listen("oip.grpc_port", oip.grpc_port):
             one.close()  # it is free: grpc binds it itself

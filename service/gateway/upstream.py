@@ -17,7 +17,7 @@ from attnd.wire.frames import STAGES
 
 from config.server import ServerSettings
 from service.doors.kit.headers import call_id_of
-from service.doors.kit.ledger import Record
+from service.doors.kit.ledger import GatewayRequest
 from service.doors.kit.link import Link
 from service.doors.kit.problems import ProblemText
 from service.doors.kit.upstream import EngineReply, call_engine
@@ -77,7 +77,7 @@ class OnHost:
         self.link.check_heard()
 
     async def call(
-        self, caller: Caller, request: Inference, record: Record, deadline_s: float | None
+        self, caller: Caller, request: Inference, record: GatewayRequest, deadline_s: float | None
     ) -> EngineReply:
         self.link.ready()
         return await call_engine(
@@ -107,7 +107,11 @@ class Elsewhere:
         """Nothing: connections are made when they are needed."""
 
     async def send(
-        self, authorization: str, call: Call[Any], record: Record, deadline_s: float | None = None
+        self,
+        authorization: str,
+        call: Call[Any],
+        record: GatewayRequest,
+        deadline_s: float | None = None,
     ) -> Reply:
         seconds = (deadline_s or self.deadline_s) + GRACE_S
         request_id = record.request_id.decode("ascii")
@@ -142,13 +146,13 @@ class Elsewhere:
     async def check(self, authorization: str, operation: str) -> None:
         """Raises the service's error unless this key may call the operation."""
         call = Call(operation, parse=lambda reply: reply)
-        await self.send(authorization, call, Record.begin("-", "-", "-", {}.get), GRACE_S)
+        await self.send(authorization, call, GatewayRequest.begin("-", "-", "-", {}.get), GRACE_S)
 
     async def check_ready(self) -> None:
         await self.check("", "ready")
 
     async def call(
-        self, caller: Caller, request: Inference, record: Record, deadline_s: float | None
+        self, caller: Caller, request: Inference, record: GatewayRequest, deadline_s: float | None
     ) -> EngineReply:
         name, fields, arrays = request.model.name, request.fields, request.arrays
         call = Call(name, parse=lambda reply: reply, fields=fields, arrays=arrays)

@@ -9,7 +9,7 @@ import pytest
 
 from bench.cache import exact_lru
 from bench.cases.trace import BLOCK_TOKENS, generated_trace, multiplied, num_distinct
-from service.cluster.placement.cost import Load, choose
+from service.cluster.placement.cost import EngineLoad, choose
 from simulation.block_pool import BlockPool
 from simulation.fleet import Fleet, Simulation
 from simulation.gpu_costs import GpuCosts, Line
@@ -50,7 +50,7 @@ def test_a_prompt_goes_to_the_engine_that_the_routers_rule_chooses() -> None:
         for engine in range(5):
             placing.took(engine, (), (), int(held[engine]), float(queue_s[engine]))
             pages, waited_s = PAGES * int(held[engine]), float(queue_s[engine])
-            load = Load(PAGES * total - pages, held=pages, queue_s=waited_s, pace=pace)
+            load = EngineLoad(PAGES * total - pages, held=pages, queue_s=waited_s, pace=pace)
             loads[str(engine)] = load
         blocks = tuple(range(needed))
         if matched:

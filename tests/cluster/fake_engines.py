@@ -11,9 +11,9 @@ from attnd.wire.frames import NO_STAGES
 from attnd.wire.images import PROBLEM, RESPONSE
 
 from config.server import ServerSettings
-from service.cluster.membership.engine import Engine, RawReply
+from service.cluster.membership.engine import EngineSession, RawReply
 from service.cluster.membership.member import Member
-from service.cluster.placement.cost import Load
+from service.cluster.placement.cost import EngineLoad
 from service.cluster.routing.router import Router
 from service.doors.kit.arena import DoorArena
 from service.doors.kit.link import Link
@@ -145,7 +145,7 @@ class FakeCluster(Cluster):
 
     links: dict[str, FakeLink] = field(default_factory=dict)
 
-    def engine_of(self, name: str) -> Engine:
+    def engine_of(self, name: str) -> EngineSession:
         return self.router.members.by_tag[8 * name]
 
     def lose(self, name: str, *, is_dead: bool) -> None:
@@ -168,9 +168,9 @@ async def fake_cluster(names: str, has_keys: bool = False) -> AsyncIterator[Fake
     cluster = FakeCluster(router, Any)
     for name in names:
         link = cluster.links[name] = FakeLink(router.arena)
-        engine = Engine(name, cast(Link, link), router.arena)
+        engine = EngineSession(name, cast(Link, link), router.arena)
         engine.learn(INFO.model_copy(update={"instance_id": 32 * name}))
-        engine.load = Load(free=1000)
+        engine.load = EngineLoad(free=1000)
         members.by_name[name] = Member(name, f"/{name}", 0.0, engine=engine, tag=engine.tag)
         members.by_name[name].is_known = True
         members.by_tag[engine.tag] = engine

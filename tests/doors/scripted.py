@@ -17,7 +17,7 @@ from images import read_image, write_image
 from road.scripted_engine_end import ScriptedEnd, scripted_end
 
 from config.settings import load_settings
-from service.doors.http.server import Server
+from service.doors.http.server import HttpServer
 from service.doors.kit.process import Setup
 from service.errors import AnswerTooLarge, AttndError, Internal
 from service.metrics import Metrics
@@ -150,7 +150,7 @@ class Engine:
 class Running:
     """A running door."""
 
-    server: Server
+    server: HttpServer
     thread: threading.Thread
     engine: Engine
     metrics: Metrics
@@ -233,7 +233,7 @@ def serving(
     metrics = Metrics()
     with scripted_end(directory, engine.behave, RULES) as end:
         engine.end = end
-        server = Server(
+        server = HttpServer(
             Setup(settings, metrics, str(end.path), "http-0", SECRET, sockets=[listener])
         )
         thread = threading.Thread(target=server.run, name="door")

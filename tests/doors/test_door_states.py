@@ -23,7 +23,7 @@ from scripted import (
 )
 
 from config.settings import load_settings
-from service.doors.http.server import Server
+from service.doors.http.server import HttpServer
 from service.doors.kit.process import Setup
 from service.metrics import Metrics
 from tests.harness.plain_http import http_client
@@ -71,10 +71,10 @@ def test_before_the_engine_answers_the_door_is_live_and_not_ready(tmp_path: Path
 
 
 @contextmanager
-def door_before(path: Path) -> Iterator[tuple[Server, str]]:
+def door_before(path: Path) -> Iterator[tuple[HttpServer, str]]:
     """A door before this socket and its URL."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = Server(
+        server = HttpServer(
             Setup(load_settings([]), Metrics(), str(path), "http-0", "", sockets=[listener])
         )
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"  # the door may close the listener

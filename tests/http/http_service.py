@@ -21,7 +21,7 @@ from http_secrets import bearer
 from config.settings import Settings, load_settings
 from kernels import make_backend
 from kernels.backend import Backend
-from service.doors.http.server import Server
+from service.doors.http.server import HttpServer
 from service.doors.kit.process import Setup
 from service.engine.loop.engine import Engine
 from service.engine.store.setup import geometry
@@ -105,7 +105,7 @@ class Service:
     settings: Settings
     running: Running
     backend: GatedBackend
-    doors: list[tuple[Server, threading.Thread]] = field(default_factory=list)
+    doors: list[tuple[HttpServer, threading.Thread]] = field(default_factory=list)
     url: str = ""
 
     @property
@@ -206,7 +206,7 @@ def serving(*arguments: str) -> Iterator[Service]:
         listener = ending.enter_context(socket.create_server(("127.0.0.1", 0), backlog=128))
         path, metrics = service.engine_socket, Metrics("http-0", shared)
         setup = Setup(service.settings, metrics, path, "http-0", SECRET, sockets=[listener])
-        server = Server(setup)
+        server = HttpServer(setup)
         thread = threading.Thread(target=server.run, name="door")
         service.doors.append((server, thread))
         scheme = "http" if server.tls is None else "https"

@@ -21,7 +21,7 @@ from bench.driver.servers import free_port
 from config.sections import OipSettings
 from config.settings import load_settings
 from service.doors.kit.process import Setup
-from service.gateway.server import Server
+from service.gateway.server import GatewayServer
 from service.metrics import Metrics
 from tests.harness.waiting import WAIT_S, wait_for
 
@@ -78,7 +78,7 @@ def unspell(value: Any) -> Any:
 class Gateway:
     """A running gateway, in a thread of this process."""
 
-    server: Server
+    server: GatewayServer
 
     @property
     def url(self) -> str:
@@ -124,7 +124,7 @@ def gateway_of(service: Service, *arguments: str, url: str = "") -> Iterator[Gat
     settings = service.settings.model_copy(update={"oip": OipSettings(**given)})
     secret = "" if url else SECRET
     setup = Setup(settings, Metrics("oip-0"), service.engine_socket, "oip-0", secret)
-    server = Server(setup, url)
+    server = GatewayServer(setup, url)
     thread = threading.Thread(target=server.run, name="gateway")
     thread.start()
     try:
@@ -138,7 +138,7 @@ def gateway_of(service: Service, *arguments: str, url: str = "") -> Iterator[Gat
         assert not server.failed, server.failed
 
 
-def is_ready(server: Server) -> bool:
+def is_ready(server: GatewayServer) -> bool:
     """Whether it listens on both ports, and has its session with the engine."""
     for port in (server.settings.oip.http_port, server.settings.oip.grpc_port):
         with socket.socket() as probe:

@@ -18,7 +18,7 @@ from attnd import AsyncClient
 from attnd.http import async_transport
 
 from config.settings import ServerSettings
-from service.cluster.membership import members
+from service.cluster.membership import sessions
 from service.doors.kit import problems
 from service.engine.store.imports import HIDDEN
 from service.tenants import OPEN, SCOPES, Tenant, tenant_of
@@ -246,7 +246,7 @@ class ClusterWorld(Simulation):
         return [
             *super().patches(),
             (asyncio.SelectorEventLoop, "create_connection", self.dial_http),
-            (members.LOG, "exception", self.logged),
+            (sessions.LOG, "exception", self.logged),
             (problems.LOG, "error", self.logged),
             (async_transport, "select", poll),
         ]
@@ -348,7 +348,7 @@ class ClusterWorld(Simulation):
         await asyncio.sleep(5.0)
         for name in self.names:
             check(await self.drain(name, stop=True) == "ok", "a drain does not stop")
-        with patch.object(members, "POLL_S", IDLE_POLL_S):
+        with patch.object(sessions, "POLL_S", IDLE_POLL_S):
             await asyncio.sleep(SETTLED_S)
         self.is_settled = True
         for caller in callers:

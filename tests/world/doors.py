@@ -70,9 +70,9 @@ class DoorProcess:
             self.http = Door(server, Metrics(), authenticator, None, Router, rule)
             self.server = AsgiServer(Application(self.http), server, None, Connection)
         self.router: Any = self.http.link if self.http else Router(server, world.has_keys)
-        known = self.router.members
-        known.door, known.secret = self.name, SECRET
-        known.update([RosterEntry(one, one) for one in world.names])
+        sessions = self.router.sessions
+        sessions.door, sessions.secret = self.name, SECRET
+        sessions.update([RosterEntry(one, one) for one in world.names])
 
     def kill(self) -> None:
         """kill -9: nothing that it does afterwards reaches an engine."""

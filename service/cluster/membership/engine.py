@@ -12,7 +12,7 @@ from attnd.wire.dtypes import Array
 from attnd.wire.frames import NO_REQUEST_ID
 from attnd.wire.images import PROBLEM
 
-from service.cluster.placement.cost import Load, Pace, busy_until_s
+from service.cluster.placement.cost import EngineLoad, Pace, busy_until_s
 from service.doors.kit.arena import DoorArena
 from service.doors.kit.link import Link
 from service.doors.kit.problems import ProblemText
@@ -43,7 +43,7 @@ RawReply = tuple[Answered, Slot]
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class DoorCall:
     """One call of a door: the request's image, and the other fields of its frame.
 
     Not frozen: that would cost 2 µs a call.
@@ -66,7 +66,7 @@ class Call:
         return place(self.image, split(self.image)[1], layout)
 
 
-class Engine:
+class EngineSession:
     """Calls to one engine. `tag` ends the ids of the sequences that are made there."""
 
     def __init__(self, name: str, link: Link, arena: DoorArena) -> None:
@@ -74,7 +74,7 @@ class Engine:
         self.link = link
         self.arena = arena
         self.tag = ""
-        self.load = Load()
+        self.load = EngineLoad()
         """As of the latest poll; `load_now` adds what happened since."""
         self.pace = Pace()
         """As the engine reports it; `load` has it within bounds."""
@@ -114,11 +114,11 @@ class Engine:
     # load
 
     @property
-    def load_now(self) -> Load:
+    def load_now(self) -> EngineLoad:
         """The latest poll, updated by the replies since."""
         load = self.load
         work_s = max(self.busy_until_s - time.monotonic(), self.num_waiting * self.call_s)
-        return Load(
+        return EngineLoad(
             load.free + load.held - self.held,
             load.cached,
             self.held,
@@ -148,14 +148,14 @@ class Engine:
     # calls: all raise ProblemText for an error reply, NotReady where the session is lost,
     # AnswerTooLarge and Overloaded
 
-    async def call(self, call: Call) -> RawReply:
+    async def call(self, call: DoorCall) -> RawReply:
         """The reply to the call's own image."""
         if call.request is None:
             raise RuntimeError("a call without an image cannot be forwarded: this is a bug")
         return await self.exchange(call, call.request, len(call.image))
 
     async def send(
-        self, call: Call, fields: Mapping[str, Any], arrays: Mapping[str, Array]
+        self, call: DoorCall, fields: Mapping[str, Any], arrays: Mapping[str, Array]
     ) -> RawReply:
         """The reply to other fields and tensors."""
         request, length = self.arena.lay(image(REQUEST, dump_json(fields), arrays))
@@ -165,7 +165,7 @@ class Engine:
             self.arena.give_back(request)
 
     async def ask(
-        self, call: Call, fields: Mapping[str, Any], arrays: Mapping[str, Array] | None = None
+        self, call: DoorCall, fields: Mapping[str, Any], arrays: Mapping[str, Array] | None = None
     ) -> EngineReply:
         """As `send`; the reply is copied out of the arena."""
         answered, slot = await self.send(call, fields, arrays or {})
@@ -174,7 +174,7 @@ class Engine:
         finally:
             self.arena.give_back(slot)
 
-    async def exchange(self, call: Call, request: Slot, length: int) -> RawReply:
+    async def exchange(self, call: DoorCall, request: Slot, length: int) -> RawReply:
         if self.is_silent and not call.is_poll:
             raise NotReady(f"{self.name} does not respond and may resume at any time: retry later")
         is_work = call.operation.has_tensors  # status requests are not
@@ -215,11 +215,11 @@ class Engine:
     ) -> EngineReply:
         """The reply to a call of the router's own; `is_poll`: also to an engine that is silent."""
         most, us = self.link.limits.max_answer_bytes, int(ASK_S * 1e6)
-        call = Call(operation, NO_IMAGE, most, us, NO_REQUEST_ID, tenant, is_poll=is_poll)
+        call = DoorCall(operation, NO_IMAGE, most, us, NO_REQUEST_ID, tenant, is_poll=is_poll)
         return await self.ask(call, fields)
 
 
-async def in_time(asking: Awaitable[EngineReply], engine: Engine) -> EngineReply:
+async def in_time(asking: Awaitable[EngineReply], engine: EngineSession) -> EngineReply:
     """A reply within `SILENT_S`. Raises NotReady where none comes."""
     try:
         async with asyncio.timeout(SILENT_S):

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Final
 
-from service.cluster.membership.engine import Engine
+from service.cluster.membership.engine import EngineSession
 from service.doors.kit.problems import ProblemText
 from service.road.caller_end.greeting import PeerProcess
 
@@ -28,7 +28,7 @@ class Member:
     met_until: float
     """On `time.monotonic()`: until then a new router waits for its first session."""
     is_leaving: bool = False
-    engine: Engine | None = None
+    engine: EngineSession | None = None
     why: str = "no response yet"
     """Why there is no session."""
     tag: str = ""

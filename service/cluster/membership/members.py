@@ -1,4 +1,4 @@
-"""The engines of a cluster, and a session with each."""
+"""The engines of a cluster, with and without a session: which can be called, and which are dead."""
 
 from __future__ import annotations
 
@@ -6,22 +6,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection
-from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Final
-
-from attnd.wire.frames import FrameError
+from typing import Final, Protocol
 
 from config.server import ServerSettings
-from service.cluster.membership.engine import ASK_S, Engine
-from service.cluster.membership.member import FIRST_SESSION_S, Member
-from service.cluster.membership.polling import ask, poll, poll_to_the_end, read_events
-from service.cluster.membership.roster import RosterEntry, read_roster
+from service.cluster.membership.engine import EngineSession
+from service.cluster.membership.member import Member
 from service.cluster.placement.prefixes import Prefixes
 from service.doors.kit.arena import DoorArena
-from service.doors.kit.link import Link
-from service.doors.kit.problems import ProblemText
-from service.errors import AttndError, NotReady
+from service.errors import NotReady
 from service.families import STATES
 from service.metrics import Metrics
 from service.operations.schema.fields import InfoAnswer
@@ -29,38 +21,24 @@ from service.road.caller_end.caller import RoadCaller
 from service.road.caller_end.greeting import PeerProcess
 from service.tenants import OPEN, SCOPES, Tenant, tenant_of
 
-if TYPE_CHECKING:
-    from service.cluster.routing.ids import Ids
-
 LOG: Final = logging.getLogger("attnd.cluster")
-ROSTER_S: Final = 0.1
-"""How often the roster is looked at."""
-POLL_S: Final = 0.25
-"""How often an engine is polled."""
-FIRST_WAIT_S: Final = 0.05
-LONGEST_WAIT_S: Final = 1.0
-"""Before another session is tried."""
-ALIKE: Final = (
-    "num_layers",
-    "page_size",
-    "num_kv_heads",
-    "head_dim",
-    "dtype",
-    "k_scale",
-    "v_scale",
-)
-"""Settings of the pool that all engines must share."""
 EXIT_S: Final = 0.5
 """A killed process closes its sockets before it counts as having exited."""
 REMOVED: Final = "removed from the cluster"
-SESSION_ERRORS: Final = (OSError, AttndError, FrameError, ProblemText, TimeoutError)
-"""What ends a session, or keeps it from beginning."""
+
+
+class IdsByEngine(Protocol):
+    """The map from ids to engines, as far as it depends on them: `routing/ids.py`."""
+
+    def bury(self, tag: str) -> None: ...
+    def has_too_many(self, tag: str, num_sequences: int) -> bool: ...
+    async def read(self, engine: EngineSession) -> None: ...
 
 
 class Members:
     """The engines of one router. `by_tag` has those with a session."""
 
-    ids: Ids
+    ids: IdsByEngine
     """Set by the map itself."""
 
     def __init__(
@@ -75,7 +53,7 @@ class Members:
         self.has_keys = has_keys
         self.arena = arena
         self.by_name: dict[str, Member] = {}
-        self.by_tag: dict[str, Engine] = {}
+        self.by_tag: dict[str, EngineSession] = {}
         self.changes = 0
         """Counts the engines that come, leave, die or fall silent."""
         self.first_info: InfoAnswer | None = None
@@ -83,20 +61,18 @@ class Members:
         """By namespace, for namespaces that have used prefixes."""
         self.tenant = tenant_of("cluster", SCOPES) if has_keys else OPEN
         """The tenant of the router's own questions."""
-        self.door = self.secret = ""
         self.draining = ""
         """Why the router accepts no more requests; empty while it does."""
-        self.watching: asyncio.Task[None] | None = None
         self.met = asyncio.Event()
         self.death = asyncio.Event()
         """Set, and replaced, whenever an engine is known to be dead."""
 
     @property
-    def engines(self) -> list[Engine]:
+    def engines(self) -> list[EngineSession]:
         return list(self.by_tag.values())
 
     @property
-    def open_engines(self) -> dict[str, Engine]:
+    def open_engines(self) -> dict[str, EngineSession]:
         """The engines that take new sequences, by tag."""
         return {tag: one for tag, one in self.by_tag.items() if one.takes_new}
 
@@ -131,50 +107,12 @@ class Members:
         why = "; ".join(f"{member.name}: {member.why}" for member in self.by_name.values())
         return f"no engine can be called: {why or 'the cluster has none yet'}"
 
-    def least_busy(self, but: Collection[str] = ()) -> Engine:
+    def least_busy(self, but: Collection[str] = ()) -> EngineSession:
         """The ready engine with the fewest calls, except these tags. Raises NotReady."""
         among = [one for one in self.by_tag.values() if one.is_ready and one.tag not in but]
         if not among:
             raise NotReady(self.why_none or "no other engine can be called")
         return min(among, key=lambda one: (one.num_waiting, one.queue_s))
-
-    # the roster
-
-    async def watch(self, path: str, door: str, secret: str) -> None:
-        """Follows the roster from now on; returns when one engine can be called."""
-        self.door, self.secret = door, secret
-        self.watching = asyncio.get_running_loop().create_task(self.follow_roster(Path(path)))
-        await self.met.wait()
-
-    async def follow_roster(self, path: Path) -> None:
-        """Reads the roster whenever it has been replaced."""
-        seen: tuple[int, int] | None = None
-        while True:
-            with suppress(FileNotFoundError):
-                found = path.stat()
-                if seen != (found.st_mtime_ns, found.st_ino):
-                    seen = found.st_mtime_ns, found.st_ino
-                    self.update(read_roster(path))
-            await asyncio.sleep(ROSTER_S)
-
-    def update(self, entries: Collection[RosterEntry]) -> None:
-        by_name = {one.name: one for one in entries}
-        for name, member in list(self.by_name.items()):
-            if name not in by_name or by_name[name].address != member.address:
-                self.remove(name)
-        for name, one in by_name.items():
-            if name not in self.by_name:
-                self.add(name, one.address)
-            member = self.by_name[name]
-            member.is_leaving = one.is_leaving
-            if member.engine is not None:
-                member.engine.is_leaving = one.is_leaving
-
-    def add(self, name: str, address: str) -> None:
-        """Keeps a session with an engine from now on. A router that is ready stays so."""
-        waits_s = FIRST_SESSION_S if self.state[0] != "ready" else 0.0
-        member = self.by_name[name] = Member(name, address, time.monotonic() + waits_s)
-        member.session = asyncio.get_running_loop().create_task(self.keep_session(member))
 
     def remove(self, name: str) -> None:
         """Ends the session with an engine, which then counts as dead."""
@@ -185,78 +123,9 @@ class Members:
         self.mark_dead(member)
 
     def close(self) -> None:
-        if self.watching is not None:
-            self.watching.cancel()
         self.changes += 1
         for name in list(self.by_name):
             self.remove(name)
-
-    # sessions
-
-    async def keep_session(self, member: Member) -> None:
-        """One session after another."""
-        wait = FIRST_WAIT_S
-        while True:
-            try:
-                engine = await self.connect(member)
-                wait = FIRST_WAIT_S
-                while member.engine is engine:
-                    if not member.is_known:
-                        await self.ids.read(engine)
-                        member.is_known = True
-                    await poll_to_the_end(self, member, engine)
-                    await asyncio.sleep(POLL_S)
-            except SESSION_ERRORS as error:
-                self.disconnect(member, str(error) or type(error).__name__)
-            except Exception:
-                LOG.exception("the session with %s failed: this is a bug", member.name)
-                self.disconnect(member, "a bug, see the log")
-            await asyncio.sleep(wait)
-            wait = min(2 * wait, LONGEST_WAIT_S)
-
-    async def connect(self, member: Member) -> Engine:
-        """A session with an engine whose pool is like the others'. Raises SESSION_ERRORS."""
-        link = Link(self.limits, self.has_keys, arena=self.arena)
-        try:
-            await link.connect(member.address, self.door, self.secret)
-            engine = Engine(member.name, link, self.arena)
-            async with asyncio.timeout(ASK_S):
-                info = await ask(engine, "info", self.tenant)
-                engine.learn(InfoAnswer.model_validate(info.fields))
-                self.check_alike(member, engine)
-                await poll(self, member, engine)
-        except BaseException:
-            link.close()
-            raise
-        if link.caller is not None:
-            link.caller.on_lost = lambda why: self.disconnect(member, why)
-        engine.is_leaving = member.is_leaving
-        if self.metrics is not None and not self.metrics.has_process(member.name):
-            engine.has_own_counts = True
-        if member.tag != engine.tag:  # it has restarted, without its sequences
-            self.mark_dead(member)
-            member.is_known = False
-        member.stop_watching()
-        member.tag, member.is_dead = engine.tag, False
-        self.changes += 1
-        member.engine = self.by_tag[engine.tag] = engine
-        member.positions.clear()
-        self.met.set()
-        LOG.info("%s is engine %s", member.name, engine.tag)
-        return engine
-
-    def check_alike(self, member: Member, engine: Engine) -> None:
-        """Raises NotReady for an engine whose pool has other settings than those of the others that
-        are there or may come back."""
-        others = (one for one in self.by_name.values() if one is not member and one.tag)
-        if self.first_info is None or all(one.is_dead and one.engine is None for one in others):
-            self.first_info = engine.info
-        first = self.first_info
-        for name in ALIKE:
-            if (got := getattr(engine.info, name)) != (want := getattr(first, name)):
-                if member.tag != engine.tag:  # the one before it cannot come back
-                    self.mark_dead(member)
-                raise NotReady(f"pool.{name} = {got}, expected {want} as in the other engines")
 
     def disconnect(self, member: Member, why: str) -> None:
         """Ends the session. The engine is dead only when its process has exited."""
@@ -344,13 +213,6 @@ class Members:
                 return
 
     # cached prefixes
-
-    async def follow(self, namespace: str) -> None:
-        """Reads a namespace's events, now and with every poll."""
-        self.prefixes_of(namespace)
-        for member in list(self.by_name.values()):
-            if member.engine is not None:
-                await read_events(self, member, member.engine, namespace)
 
     def prefixes_of(self, namespace: str) -> Prefixes:
         """The cached pages of a namespace, which is followed from the first call on."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from service.cluster.membership.engine import SILENT_S, Engine
+from service.cluster.membership.engine import SILENT_S, EngineSession
 from service.cluster.membership.member import Member
-from service.cluster.placement.cost import Load, Pace
+from service.cluster.membership.members import Members
+from service.cluster.placement.cost import EngineLoad, Pace
 from service.doors.kit.problems import ProblemText
 from service.doors.kit.upstream import EngineReply
 from service.errors import AttndError
@@ -17,15 +18,12 @@ from service.families import STATES
 from service.operations.table import BY_NAME
 from service.tenants import OPEN, Tenant, tenant_of
 
-if TYPE_CHECKING:
-    from service.cluster.membership.members import Members
-
 LOG: Final = logging.getLogger("attnd.cluster")
 MAX_EVENT_PAGES: Final = 64
 """Pages of events that one poll reads; the rest comes with the next poll."""
 
 
-async def ask(engine: Engine, name: str, tenant: Tenant, **fields: Any) -> EngineReply:
+async def ask(engine: EngineSession, name: str, tenant: Tenant, **fields: Any) -> EngineReply:
     """The reply to a question of the router's own, which silent engines get as well."""
     try:
         return await engine.question(BY_NAME[name], tenant, fields, is_poll=True)
@@ -33,7 +31,7 @@ async def ask(engine: Engine, name: str, tenant: Tenant, **fields: Any) -> Engin
         engine.heard_s = time.monotonic()
 
 
-async def poll_to_the_end(members: Members, member: Member, engine: Engine) -> None:
+async def poll_to_the_end(members: Members, member: Member, engine: EngineSession) -> None:
     """Polls an engine, however long that takes; it is silent after `SILENT_S` without a reply to
     any question. An error reply is a sign of life."""
     polling = asyncio.ensure_future(poll(members, member, engine))
@@ -57,7 +55,7 @@ async def poll_to_the_end(members: Members, member: Member, engine: Engine) -> N
         members.changes += 1
 
 
-async def poll(members: Members, member: Member, engine: Engine) -> None:
+async def poll(members: Members, member: Member, engine: EngineSession) -> None:
     """Updates the load and the cached prefixes of an engine."""
     promised = engine.promised
     fields = {"counts": True} if engine.has_own_counts else {}
@@ -66,7 +64,7 @@ async def poll(members: Members, member: Member, engine: Engine) -> None:
     held = view["referenced"] + view["pinned"]
     engine.pace = Pace(view["page_s"], view["pair_s"], view["read_s"])
     pace = engine.pace.near([one.pace for one in {engine, *members.by_tag.values()}])
-    engine.load = Load(view["free"], view["cached"], held, pace=pace)
+    engine.load = EngineLoad(view["free"], view["cached"], held, pace=pace)
     engine.is_draining = view["draining"]
     if members.ids.has_too_many(engine.tag, view["sequences"]):
         await members.ids.read(engine)
@@ -83,7 +81,9 @@ async def poll(members: Members, member: Member, engine: Engine) -> None:
             LOG.debug("the events of %s are not known: %s", member.name, error)
 
 
-async def read_events(members: Members, member: Member, engine: Engine, namespace: str) -> None:
+async def read_events(
+    members: Members, member: Member, engine: EngineSession, namespace: str
+) -> None:
     """Reads a namespace's events since the last time."""
     known = members.prefixes[namespace]
     tenant = reader_of(members, namespace)
@@ -104,6 +104,14 @@ async def read_events(members: Members, member: Member, engine: Engine, namespac
         member.positions[namespace] = page["next"]
         if not page["events"]:
             return
+
+
+async def follow(members: Members, namespace: str) -> None:
+    """Reads a namespace's events, now and with every poll."""
+    members.prefixes_of(namespace)
+    for member in list(members.by_name.values()):
+        if member.engine is not None:
+            await read_events(members, member, member.engine, namespace)
 
 
 async def restate(members: Members, namespace: str) -> None:

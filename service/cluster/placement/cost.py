@@ -68,7 +68,7 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class EngineLoad:
     """An engine's pages and work. `free` and `cached` pages are available to new sequences."""
 
     free: int = 0
@@ -131,7 +131,7 @@ def fits(held: Number, missing: Number, total: Number) -> Any:
 
 
 def choose(
-    loads: Mapping[str, Load],
+    loads: Mapping[str, EngineLoad],
     matched: Mapping[str, int],
     needed: int,
     loaded: Mapping[str, int] = NOTHING,
@@ -165,7 +165,7 @@ def choose(
     return min(among or loads, key=rank)
 
 
-def spread(loads: Sequence[Load], least_free: float, most_queue_s: float) -> int:
+def spread(loads: Sequence[EngineLoad], least_free: float, most_queue_s: float) -> int:
     """The number of engines to run, from the loads of the present ones: one more where pages are
     short or callers wait, one fewer where the rest would have room and no call waits."""
     count = len(loads)

@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 from attnd.wire.dtypes import Array
 
-from service.cluster.membership.engine import Call, Engine, RawReply
+from service.cluster.membership.engine import DoorCall, EngineSession, RawReply
 from service.cluster.membership.members import Members
 from service.cluster.placement.inflight_prompts import InflightPrompt, Wait
 from service.cluster.placement.placer import Placer
@@ -36,9 +36,9 @@ from service.road.caller_end.caller import AnswerLost
 PIECE_S: Final = 0.005
 """Seconds of placing in one pass of the loop."""
 Fields = dict[str, Any]
-Groups = dict[Engine, list[int]]
+Groups = dict[EngineSession, list[int]]
 """The positions of the sequences that each engine is asked to make."""
-Errors = dict[Engine, Exception]
+Errors = dict[EngineSession, Exception]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class New:
     prompt: InflightPrompt = field(default_factory=InflightPrompt)
 
 
-def new_sequences(call: Call, prepared: Prepared, page_size: int) -> list[New]:
+def new_sequences(call: DoorCall, prepared: Prepared, page_size: int) -> list[New]:
     """The sequences to make, each with its part of the tensors. Raises InvalidRequest."""
     fields = prepared.fields
     arrays = call.arrays(prepared.layout)
@@ -74,14 +74,14 @@ class Creation:
     them, others where the placer says. An engine that fails is excluded from then on."""
 
     def __init__(
-        self, placer: Placer, calls: SequenceCalls, call: Call, prepared: Prepared
+        self, placer: Placer, calls: SequenceCalls, call: DoorCall, prepared: Prepared
     ) -> None:
         self.placer, self.members, self.ids = placer, placer.members, calls.ids
         self.prompts = calls.prompts
         self.call, self.tenant = call, call.tenant
         self.new = new_sequences(call, prepared, self.members.info.page_size)
         self.index = {one.id: at for at, one in enumerate(self.new) if one.id is not None}
-        self.parents: dict[str, Engine] = {}
+        self.parents: dict[str, EngineSession] = {}
         """Engines of the parents that exist already."""
         self.excluded: set[str] = set()
 
@@ -120,10 +120,10 @@ class Creation:
     def chosen(self, some: Sequence[int]) -> list[str]:
         return [name for at in some if (name := self.new[at].id) is not None]
 
-    async def place(self) -> tuple[list[Engine], list[Wait]]:
+    async def place(self) -> tuple[list[EngineSession], list[Wait]]:
         """The engine of each, and the prompts to wait for. Raises SequenceExists for a fork's id
         that another engine has than its parent's; NotReady."""
-        homes: list[Engine] = []
+        homes: list[EngineSession] = []
         waits, began = list[Wait](), time.monotonic()
         for one in self.new:
             if time.monotonic() - began > PIECE_S:
@@ -254,7 +254,7 @@ async def refuse_unless_dead(members: Members, tag: str, error: Exception) -> No
         raise DeadlineExceeded(text) from error
 
 
-def request_for(home: Engine, new: list[New]) -> tuple[Fields, dict[str, Array]]:
+def request_for(home: EngineSession, new: list[New]) -> tuple[Fields, dict[str, Array]]:
     """What one engine is asked to make. Sequences without an id get one with its tag."""
     fields: Fields = {"sequences": [one.fields | {"id": one.id or new_id(home.tag)} for one in new]}
     names = {name for one in new for name in one.arrays}

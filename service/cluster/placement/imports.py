@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from service.cluster.membership.engine import Call, Engine, RawReply
+from service.cluster.membership.engine import DoorCall, EngineSession, RawReply
 from service.cluster.placement.creation import is_unclear, refuse_unless_dead
 from service.cluster.placement.placer import Placer
 from service.cluster.placement.prefixes import prefix_of
@@ -17,7 +17,7 @@ from service.operations.schema.spec import Prepared
 from service.operations.transfer import GET_IMPORT, IMPORT, MAX_IDLE_S
 
 
-async def call_for_import(placer: Placer, ids: Ids, call: Call, prepared: Prepared) -> RawReply:
+async def call_for_import(placer: Placer, ids: Ids, call: DoorCall, prepared: Prepared) -> RawReply:
     """The reply to a call for an import, which its first call begins."""
     name, tenant = prepared.fields.id, call.tenant
     if getattr(prepared.fields, "header", None) is not None:
@@ -34,7 +34,7 @@ async def call_for_import(placer: Placer, ids: Ids, call: Call, prepared: Prepar
     return answered
 
 
-async def begin_import(placer: Placer, ids: Ids, call: Call, prepared: Prepared) -> RawReply:
+async def begin_import(placer: Placer, ids: Ids, call: DoorCall, prepared: Prepared) -> RawReply:
     """Begins an import, or continues the one that an engine has. One without room for it has
     neither the import nor a sequence of its id: then the next one is tried."""
     name, tenant = prepared.fields.id, call.tenant
@@ -61,7 +61,7 @@ async def begin_import(placer: Placer, ids: Ids, call: Call, prepared: Prepared)
                 ids.importing(tenant, name, MAX_IDLE_S)
 
 
-async def engine_of_import(ids: Ids, call: Call, name: str) -> Engine | None:
+async def engine_of_import(ids: Ids, call: DoorCall, name: str) -> EngineSession | None:
     """The engine that has the id by the map, else the one that has the import when all are asked,
     after a restart of the router. Raises NotReady."""
     if (home := ids.home_of_new(name, call.tenant)) is not None:
@@ -76,7 +76,9 @@ async def engine_of_import(ids: Ids, call: Call, name: str) -> Engine | None:
     return None
 
 
-async def placed(placer: Placer, call: Call, prepared: Prepared, excluded: set[str]) -> Engine:
+async def placed(
+    placer: Placer, call: DoorCall, prepared: Prepared, excluded: set[str]
+) -> EngineSession:
     """The engine to begin an import at. Raises NotReady."""
     fields = prepared.fields
     header = fields.header

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from service.cluster.membership.engine import Call
+from service.cluster.membership.engine import DoorCall
 from service.operations.rows import APPEND
 from service.operations.schema.spec import Operation
 
@@ -84,7 +84,7 @@ class InflightPrompts:
             del self.num_fruitless[space]
             self.no_wait_until_s[space] = time.monotonic() + NO_WAIT_S
 
-    async def wait(self, call: Call, waits: Sequence[Wait]) -> None:
+    async def wait(self, call: DoorCall, waits: Sequence[Wait]) -> None:
         """Waits until these prompts have ended, within their limits and half of the call's
         deadline, which is shortened by the wait."""
         space, begun = call.tenant.namespace, time.monotonic()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import islice, tee
 from typing import Final
 
-from service.cluster.membership.engine import Engine
+from service.cluster.membership.engine import EngineSession
 from service.cluster.membership.members import Members
 from service.cluster.placement.cost import choose
 from service.cluster.placement.inflight_prompts import InflightPrompt, Wait
@@ -27,7 +27,7 @@ class Placement:
     """An engine, the number of a prompt's first pages that it has or will have, and the prompt to
     wait for."""
 
-    engine: Engine
+    engine: EngineSession
     matched: int = 0
     wait: Wait | None = None
 
@@ -38,7 +38,7 @@ class Placer:
 
     members: Members
 
-    def candidates(self, excluded: Collection[str]) -> dict[str, Engine]:
+    def candidates(self, excluded: Collection[str]) -> dict[str, EngineSession]:
         """Engines that take new sequences, by tag."""
         return {tag: one for tag, one in self.members.open_engines.items() if tag not in excluded}
 

@@ -20,7 +20,7 @@ from ray.serve.deployment import Application
 
 from config.settings import Settings, load_settings
 from service import __version__
-from service.cluster.placement.cost import Load, spread
+from service.cluster.placement.cost import EngineLoad, spread
 from service.cluster.ray.engine_replica import APP, ROUTER, EngineReplica
 from service.cluster.ray.router_replica import REPORT_S, RouterReplica
 
@@ -102,9 +102,11 @@ class Policy:
         return spread(loads, self.least_free, self.most_queue_s), {}
 
 
-def load_of(means: Mapping[str, float]) -> Load:
+def load_of(means: Mapping[str, float]) -> EngineLoad:
     """A load from Serve's means of a replica's reports."""
-    return Load(int(means["free"]), int(means["cached"]), int(means["held"]), means["queue_s"])
+    return EngineLoad(
+        int(means["free"]), int(means["cached"]), int(means["held"]), means["queue_s"]
+    )
 
 
 LOG: Final = logging.getLogger("attnd.cluster")

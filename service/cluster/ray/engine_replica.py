@@ -19,9 +19,9 @@ from ray.serve.exceptions import RayServeException
 from config.server import ServerSettings
 from config.settings import Settings
 from service.addresses import engine_path, engine_paths, listen_tcp
-from service.cluster.membership.engine import Engine
+from service.cluster.membership.engine import EngineSession
 from service.cluster.membership.processes import ENGINE, Processes
-from service.cluster.placement.cost import Load
+from service.cluster.placement.cost import EngineLoad
 from service.cluster.ray.router_replica import REPORT_S, Place
 from service.doors.kit.arena import DoorArena
 from service.doors.kit.link import Link
@@ -78,7 +78,7 @@ class EngineReplica:
         LOG.info("%s: sessions at %s", self.name, path)
         self.arena = DoorArena(settings.server)
         self.tenant = tenant_of("cluster", SCOPES) if settings.auth.keys_file else OPEN
-        self.engine: Engine | None = None
+        self.engine: EngineSession | None = None
         self.connecting = asyncio.Lock()
         self.has_replied = self.is_leaving = self.is_over = False
         self.reported_s = time.monotonic()
@@ -118,7 +118,7 @@ class EngineReplica:
             return {}
         (pages,) = view.fields["engines"]
         held = pages["referenced"] + pages["pinned"]
-        load = Load(pages["free"], pages["cached"], held, queue_s=view.stages[0])
+        load = EngineLoad(pages["free"], pages["cached"], held, queue_s=view.stages[0])
         return {name: float(getattr(load, name)) for name in ("free", "cached", "held", "queue_s")}
 
     async def ask(
@@ -130,7 +130,7 @@ class EngineReplica:
                 if self.engine is None or not self.engine.is_ready:
                     link = Link(self.settings.server, self.tenant is not OPEN, arena=self.arena)
                     await link.connect(str(self.listening.path), "replica", self.secret)
-                    self.engine = Engine(self.name, link, self.arena)
+                    self.engine = EngineSession(self.name, link, self.arena)
                 return await self.engine.question(operation, self.tenant, dict(fields))
         except (NotReady, OSError, TimeoutError):
             return None

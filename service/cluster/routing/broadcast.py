@@ -8,9 +8,9 @@ from typing import Any, Final
 
 from attnd.wire.dtypes import Array
 
-from service.cluster.membership.engine import Call, Engine, RawReply, in_time
+from service.cluster.membership.engine import DoorCall, EngineSession, RawReply, in_time
 from service.cluster.membership.members import Members
-from service.cluster.membership.polling import restate
+from service.cluster.membership.polling import follow, restate
 from service.cluster.placement.inflight_prompts import InflightPrompts
 from service.cluster.routing.ids import Ids, tag_in
 from service.cluster.routing.joins import JOINS, join_snapshots, shares
@@ -32,10 +32,10 @@ WITHOUT_SILENT: Final = frozenset({"info", "pool", "engines", "snapshot", "match
 
 async def ask_all(
     members: Members,
-    call: Call,
+    call: DoorCall,
     parts: Fields | Sequence[Fields],
     arrays: dict[str, Array] | None = None,
-) -> list[tuple[Engine, EngineReply]]:
+) -> list[tuple[EngineSession, EngineReply]]:
     """The reply of each engine, to the same fields or to its part. Leaves out those lost meanwhile.
 
     Raises the first error (`IF_THERE`: only where all fail), NotReady before others.
@@ -43,13 +43,13 @@ async def ask_all(
     name, engines = call.operation.name, members.engines
     may_miss, if_there = name in WITHOUT_SILENT, name in IF_THERE
 
-    async def ask(engine: Engine, part: Fields) -> EngineReply:
+    async def ask(engine: EngineSession, part: Fields) -> EngineReply:
         asking = engine.ask(call, part, arrays)
         return await (in_time(asking, engine) if may_miss else asking)
 
     every = [parts] * len(engines) if isinstance(parts, dict) else parts
     asking = [ask(engine, part) for engine, part in zip(engines, every, strict=True)]
-    replies: list[tuple[Engine, EngineReply]] = []
+    replies: list[tuple[EngineSession, EngineReply]] = []
     errors: list[BaseException] = []
     for engine, one in zip(engines, await results_of(asking), strict=True):
         if isinstance(one, EngineReply):
@@ -69,7 +69,7 @@ async def ask_all(
     return replies
 
 
-def arrays_of(call: Call, prepared: Prepared) -> dict[str, Array]:
+def arrays_of(call: DoorCall, prepared: Prepared) -> dict[str, Array]:
     """The names of pages; token ids are sent as a tensor, which is faster than JSON."""
     arrays = call.arrays(prepared.layout)
     if prepared.fields.ids_array is not None:
@@ -85,7 +85,7 @@ class Broadcast:
     ids: Ids
     prompts: InflightPrompts
 
-    async def call(self, call: Call, prepared: Prepared) -> RawReply:
+    async def call(self, call: DoorCall, prepared: Prepared) -> RawReply:
         fields = prepared.fields.model_dump(exclude_unset=True, exclude={"token_ids"})
         if call.operation.name in BY_ALL:
             self.members.check_all_respond()
@@ -109,13 +109,15 @@ class Broadcast:
             case name:
                 return await self.joined(call, name, prepared, fields)
 
-    async def joined(self, call: Call, name: str, prepared: Prepared, fields: Fields) -> RawReply:
+    async def joined(
+        self, call: DoorCall, name: str, prepared: Prepared, fields: Fields
+    ) -> RawReply:
         parts = shares(name, fields, len(self.members.engines))
         replies = await ask_all(self.members, call, parts)
         joined = JOINS[name](prepared.fields.model_dump(), [one.fields for _, one in replies])
         return self.reply(call, joined, replies)
 
-    async def match(self, call: Call, prepared: Prepared, fields: Fields) -> RawReply:
+    async def match(self, call: DoorCall, prepared: Prepared, fields: Fields) -> RawReply:
         """The longest match of the engines that take new sequences, or of all where none does; only
         that engine gives a lease, and loads from its other tiers."""
         arrays = arrays_of(call, prepared)
@@ -127,7 +129,7 @@ class Broadcast:
                 match["lease"]["id"] += f".{engine.tag}"
         return self.reply(call, match, [(engine, best)])
 
-    async def prefetch(self, call: Call, prepared: Prepared, fields: Fields) -> RawReply:
+    async def prefetch(self, call: DoorCall, prepared: Prepared, fields: Fields) -> RawReply:
         """The reply of the engine with the longest match in all its tiers."""
         arrays = arrays_of(call, prepared)
         engine, _ = await self.longest_match(replace(call, operation=MATCH), fields, arrays)
@@ -135,13 +137,13 @@ class Broadcast:
         return self.reply(call, reply.fields, [(engine, reply)])
 
     async def longest_match(
-        self, call: Call, fields: Fields, arrays: dict[str, Array]
-    ) -> tuple[Engine, EngineReply]:
+        self, call: DoorCall, fields: Fields, arrays: dict[str, Array]
+    ) -> tuple[EngineSession, EngineReply]:
         replies = await ask_all(self.members, call, fields | {"lease_s": 0.0}, arrays)
         among = [one for one in replies if one[0].takes_new] or replies
         return max(among, key=lambda one: one[1].fields["num_pages"])
 
-    async def holds(self, call: Call) -> RawReply:
+    async def holds(self, call: DoorCall) -> RawReply:
         """All leases; a pin that several engines have is listed once."""
         replies = await ask_all(self.members, call, {})
         pins: dict[tuple[str, str], Fields] = {}
@@ -154,7 +156,7 @@ class Broadcast:
                     leases.append(hold | {"lease": f"{hold['lease']}.{engine.tag}"})
         return self.reply(call, {"holds": [*pins.values(), *leases][:MAX_HOLDS]}, replies)
 
-    async def evict(self, call: Call, fields: Fields) -> RawReply:
+    async def evict(self, call: DoorCall, fields: Fields) -> RawReply:
         """Evicts from one engine after another until enough pages are free."""
         left = fields["num_pages"]
         for engine in self.members.engines:
@@ -162,11 +164,11 @@ class Broadcast:
                 left -= (await engine.ask(call, {"num_pages": left})).fields["num_pages"]
         return self.reply(call, {"num_pages": fields["num_pages"] - left})
 
-    async def events(self, call: Call, prepared: Prepared) -> RawReply:
+    async def events(self, call: DoorCall, prepared: Prepared) -> RawReply:
         """The cluster's events, at most a poll interval old; read now at the first call."""
         fields, members, space = prepared.fields, self.members, call.tenant.namespace
         if space not in members.prefixes:
-            await members.follow(space)
+            await follow(members, space)
         for member in members.by_name.values():
             if member.engine is not None and member.no_events is not None:
                 raise member.no_events
@@ -176,7 +178,7 @@ class Broadcast:
                 await restate(members, space)
         return self.reply(call, log.page(fields.after, fields.limit))
 
-    async def engines(self, call: Call, fields: Fields) -> RawReply:
+    async def engines(self, call: DoorCall, fields: Fields) -> RawReply:
         replies = await ask_all(self.members, call, fields)
         views = [
             view | {"name": engine.name}
@@ -185,7 +187,7 @@ class Broadcast:
         ]
         return self.reply(call, {"engines": sorted(views, key=lambda view: str(view["name"]))})
 
-    async def snapshot(self, call: Call, fields: Fields) -> RawReply:
+    async def snapshot(self, call: DoorCall, fields: Fields) -> RawReply:
         """The pools of all engines as one, in the order of the engines' names."""
         replies = await ask_all(self.members, call, fields)
         replies.sort(key=lambda one: one[0].name)
@@ -193,7 +195,7 @@ class Broadcast:
         joined, arrays = join_snapshots(names, [(one.fields, one.arrays) for _, one in replies])
         return self.reply(call, joined, replies, arrays)
 
-    async def lease(self, call: Call, prepared: Prepared) -> RawReply:
+    async def lease(self, call: DoorCall, prepared: Prepared) -> RawReply:
         """The reply of the engine in a lease's id. Raises UnknownLease; NotReady where that engine
         cannot be called."""
         name = prepared.fields.id
@@ -214,7 +216,7 @@ class Broadcast:
         shown = one.fields | ({"id": name} if "id" in one.fields else {})
         return self.reply(call, shown, [(engine, one)])
 
-    async def delete(self, call: Call, prepared: Prepared) -> RawReply:
+    async def delete(self, call: DoorCall, prepared: Prepared) -> RawReply:
         """Deletes sequences by ids, each at its engine, or at all where that is not known; or by a
         prefix at all. Other engines have deleted theirs where one refuses or does not reply."""
         fields, tenant = prepared.fields, call.tenant
@@ -224,7 +226,7 @@ class Broadcast:
             self.members.check_all_respond()
         while True:  # again where an engine has come meanwhile, which may have some
             changes, engines = self.members.changes, self.members.engines
-            wanted: dict[Engine, Fields] = {}
+            wanted: dict[EngineSession, Fields] = {}
             if fields.prefix is not None:
                 wanted = dict.fromkeys(engines, request)
             for name in fields.names:
@@ -247,9 +249,9 @@ class Broadcast:
 
     def reply(
         self,
-        call: Call,
+        call: DoorCall,
         fields: Mapping[str, Any],
-        replies: Sequence[tuple[Engine, EngineReply]] = (),
+        replies: Sequence[tuple[EngineSession, EngineReply]] = (),
         arrays: dict[str, Array] | None = None,
     ) -> RawReply:
         """A reply with the longest stages of the engines' replies."""

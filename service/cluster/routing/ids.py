@@ -17,9 +17,10 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from service.cluster.membership.engine import TAG_DIGITS, Engine, in_time
+from service.cluster.membership.engine import TAG_DIGITS, EngineSession, in_time
+from service.cluster.membership.members import Members
 from service.cluster.routing.outcomes import unknown_ids
 from service.cluster.routing.replies import results_of
 from service.doors.kit.problems import ProblemText
@@ -28,9 +29,6 @@ from service.operations.rows import GATHER
 from service.operations.sequences import LIST_SEQUENCES, MAX_LISTED
 from service.operations.status import LIST_NAMESPACES
 from service.tenants import OPEN, SCOPES, Tenant, tenant_of
-
-if TYPE_CHECKING:
-    from service.cluster.membership.members import Members
 
 TAGGED: Final = re.compile(rf".*\.([0-9a-f]{{{TAG_DIGITS}}})")
 IDS_PER_CALL: Final = 1024
@@ -44,7 +42,7 @@ SPARE_IDS: Final = 4096
 have expired, or sessions have deleted them."""
 Name = tuple[str, str]
 """Namespace and id."""
-Places = dict[Engine, list[int]]
+Places = dict[EngineSession, list[int]]
 """The positions of a batch's sequences, by their engine; that of the first sequence comes first."""
 
 
@@ -84,7 +82,7 @@ class Ids:
 
     # entries
 
-    def home(self, name: str, tenant: Tenant) -> Engine | None:
+    def home(self, name: str, tenant: Tenant) -> EngineSession | None:
         """Where a sequence should be; None where that is not known, or cannot be called."""
         return self.members.by_tag.get(self.tag((tenant.namespace, name)))
 
@@ -159,7 +157,7 @@ class Ids:
         key = tenant.namespace, name
         return key in self.held and key not in self.entries
 
-    def home_of_new(self, name: str, tenant: Tenant) -> Engine | None:
+    def home_of_new(self, name: str, tenant: Tenant) -> EngineSession | None:
         """The engine that a new sequence of an id is sent to: the one of the map, which knows
         whether it has the id still. Raises NotReady where that is not known, or cannot be called
         now."""
@@ -170,7 +168,7 @@ class Ids:
             self.members.check_known()
         return home
 
-    async def taken(self, engine: Engine, names: Sequence[str], tenant: Tenant) -> list[str]:
+    async def taken(self, engine: EngineSession, names: Sequence[str], tenant: Tenant) -> list[str]:
         """Those of some ids that an engine has or imports; forgets the others. Raises ProblemText,
         NotReady."""
         since, now = self.clock, time.monotonic()
@@ -181,7 +179,7 @@ class Ids:
 
     # an engine's ids
 
-    async def read(self, engine: Engine) -> None:
+    async def read(self, engine: EngineSession) -> None:
         """Reads the ids of all sequences of an engine, and removes entries of others. Raises
         ProblemText, NotReady."""
         gone, since = set(self.by_tag.get(engine.tag, ())), self.clock
@@ -201,7 +199,7 @@ class Ids:
             if self.tag((namespace, name)) == engine.tag:
                 self.forget(tenant_of(namespace, SCOPES), [name], since)
 
-    async def tenants(self, engine: Engine) -> list[Tenant]:
+    async def tenants(self, engine: EngineSession) -> list[Tenant]:
         """All that may have sequences there."""
         if not self.members.has_keys:
             return [OPEN]
@@ -248,7 +246,7 @@ class Ids:
         for begin in range(0, len(ids), IDS_PER_CALL):
             some, engines = ids[begin : begin + IDS_PER_CALL], self.members.engines
             looks = await results_of([known_at(engine, some, acting) for engine in engines])
-            found: dict[str, Engine] = {}
+            found: dict[str, EngineSession] = {}
             for engine, known in zip(engines, looks, strict=True):
                 if isinstance(known, BaseException):
                     await self.members.wait_for_fate([engine.tag])
@@ -274,7 +272,7 @@ class Ids:
         raise LostSequence(lost) if lost else UnknownSequence(missing)
 
 
-async def known_at(engine: Engine, ids: Sequence[str], tenant: Tenant) -> list[str]:
+async def known_at(engine: EngineSession, ids: Sequence[str], tenant: Tenant) -> list[str]:
     """The sequences that an engine has: a gather of no rows reports the unknown ones. Raises
     ProblemText, NotReady."""
     fields = {"layer": 0, "sequences": list(ids), "stop": 0}

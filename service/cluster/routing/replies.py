@@ -10,7 +10,7 @@ from attnd.wire.dtypes import Array
 from attnd.wire.frames import NO_STAGES
 from attnd.wire.images import RESPONSE
 
-from service.cluster.membership.engine import Call, Engine, RawReply
+from service.cluster.membership.engine import DoorCall, EngineSession, RawReply
 from service.doors.kit.arena import DoorArena
 from service.doors.kit.link import LESS
 from service.doors.kit.problems import ProblemText
@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 def reply(
     arena: DoorArena,
-    call: Call,
+    call: DoorCall,
     fields: Mapping[str, Any],
     arrays: Mapping[str, Array] | None = None,
     stages: Stages = NO_STAGES,
@@ -48,7 +48,7 @@ def with_full_engine(error: ProblemText, name: str) -> ProblemText:
     return ProblemText(dump_json(problem | {"engine": name}))
 
 
-def with_room(error: ProblemText, engines: Sequence[Engine]) -> ProblemText:
+def with_room(error: ProblemText, engines: Sequence[EngineSession]) -> ProblemText:
     """Adds the engines that have room to an out-of-pages error; returns any other as it is."""
     problem = error.problem
     if problem["code"] != OUT_OF_PAGES or "engines_with_room" in problem or len(engines) < 2:

@@ -17,8 +17,9 @@ from functools import lru_cache, partial
 from typing import Final
 
 from config.server import ServerSettings
-from service.cluster.membership.engine import Call, RawReply
+from service.cluster.membership.engine import DoorCall, RawReply
 from service.cluster.membership.members import Members
+from service.cluster.membership.sessions import Sessions
 from service.cluster.placement.creation import Creation
 from service.cluster.placement.imports import call_for_import
 from service.cluster.placement.inflight_prompts import InflightPrompts
@@ -58,12 +59,13 @@ class Router:
         self.arena = DoorArena(limits)
         self.members = Members(limits, has_keys, self.arena, metrics)
         self.ids = Ids(self.members)
+        self.sessions = Sessions(self.members)
         self.prompts = InflightPrompts()
         self.placer = Placer(self.members)
         self.sequences = SequenceCalls(self.members, self.ids, self.prompts, self.prepared)
         self.broadcast = Broadcast(self.members, self.ids, self.prompts)
         self.remembered = lru_cache(MAX_REMEMBERED)(self.read)
-        self.routes: dict[Routing, Callable[[Call, Prepared], Awaitable[RawReply]]] = {
+        self.routes: dict[Routing, Callable[[DoorCall, Prepared], Awaitable[RawReply]]] = {
             "together": self.sequences.together,
             "placed": self.create,
             "imported": partial(call_for_import, self.placer, self.ids),
@@ -75,7 +77,7 @@ class Router:
 
     async def connect(self, path: str, name: str, secret: str) -> None:
         """Connects to the engines of the roster at `path`; returns when one is ready."""
-        await self.members.watch(path, name, secret)
+        await self.sessions.watch(path, name, secret)
 
     @property
     def draining(self) -> str:
@@ -120,7 +122,7 @@ class Router:
         return any(engine.link.is_pinned for engine in self.members.engines)
 
     def close(self) -> None:
-        self.members.close()
+        self.sessions.close()
         self.arena.close()
 
     # calls
@@ -138,7 +140,7 @@ class Router:
         """As `Upstream.call`. An engine's error reply is raised as ProblemText."""
         tenant.require(operation.scope, operation.name)  # before engines are asked for an id
         image = request.view(length)
-        call = Call(operation, image, most, deadline_us, request_id, tenant, request)
+        call = DoorCall(operation, image, most, deadline_us, request_id, tenant, request)
         seconds = GRACE_S + (deadline_us * 1e-6 or self.limits.deadline_s)
         request.hold()  # the image stays until the call is over, even if the caller has left
         try:
@@ -152,7 +154,7 @@ class Router:
         finally:
             request.free()
 
-    async def route(self, call: Call) -> RawReply:
+    async def route(self, call: DoorCall) -> RawReply:
         """The reply of the call's engines."""
         header, _ = split(call.image)
         try:
@@ -163,7 +165,7 @@ class Router:
         except ProblemText as error:
             raise with_room(error, self.members.engines) from None
 
-    def prepared(self, call: Call, header: bytes) -> Prepared:
+    def prepared(self, call: DoorCall, header: bytes) -> Prepared:
         """The request, checked as its engine will check it. Raises MalformedBody, InvalidRequest,
         NotReady."""
         room = len(call.image) - len(header) - LENGTH_BYTES
@@ -174,10 +176,10 @@ class Router:
     def read(self, operation: Operation, header: bytes, room: int) -> Prepared:
         return prepare(operation, header, room, self.members.info)
 
-    async def create(self, call: Call, prepared: Prepared) -> RawReply:
+    async def create(self, call: DoorCall, prepared: Prepared) -> RawReply:
         return await Creation(self.placer, self.sequences, call, prepared).run()
 
-    async def anywhere(self, call: Call, _: Prepared) -> RawReply:
+    async def anywhere(self, call: DoorCall, _: Prepared) -> RawReply:
         """The reply of any engine, tried one after another where sessions end."""
         tried: set[str] = set()
         while True:
@@ -189,7 +191,7 @@ class Router:
                 if len(tried) >= len(self.members.engines):
                     raise
 
-    async def drain(self, call: Call, prepared: Prepared) -> RawReply:
+    async def drain(self, call: DoorCall, prepared: Prepared) -> RawReply:
         """Has a named engine refuse new sequences, or accept them again."""
         name, stop = prepared.fields.name, prepared.fields.stop
         member = self.members.by_name.get(name)

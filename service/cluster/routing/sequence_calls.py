@@ -13,7 +13,7 @@ import numpy as np
 from attnd.wire.bounds import MAX_VALUES
 from attnd.wire.dtypes import Array
 
-from service.cluster.membership.engine import Call, Engine, RawReply
+from service.cluster.membership.engine import DoorCall, EngineSession, RawReply
 from service.cluster.membership.members import Members
 from service.cluster.placement.inflight_prompts import InflightPrompts
 from service.cluster.routing.batch_split import Piece, has_mask, join, row_sums, split_batch
@@ -51,7 +51,7 @@ class SequenceCalls:
         members: Members,
         ids: Ids,
         prompts: InflightPrompts,
-        prepare: Callable[[Call, bytes], Prepared],
+        prepare: Callable[[DoorCall, bytes], Prepared],
     ) -> None:
         """`prepare` checks a request that cannot be forwarded unread."""
         self.members = members
@@ -60,7 +60,7 @@ class SequenceCalls:
         self.prepare = prepare
         self.remembered = lru_cache(MAX_REMEMBERED)(ids_in)
 
-    async def call(self, call: Call, header: bytes) -> RawReply:
+    async def call(self, call: DoorCall, header: bytes) -> RawReply:
         """The reply to a call for the sequences that its header names. A request is checked before
         engines are asked for its sequences; the engine checks it where they are known."""
         is_short = len(header) <= MAX_REMEMBERED_BYTES
@@ -80,7 +80,7 @@ class SequenceCalls:
 
         return await self.at_home(call, ids, lambda home: self.forward(call, ids, home), apart)
 
-    async def together(self, call: Call, prepared: Prepared) -> RawReply:
+    async def together(self, call: DoorCall, prepared: Prepared) -> RawReply:
         """The reply of the one engine that all the sequences are on. Raises InvalidRequest."""
         levels = getattr(prepared.fields, "levels", None)
         named = prepared.fields.ids if levels is None else [i for one in levels for i in one.ids]
@@ -94,7 +94,7 @@ class SequenceCalls:
         return await self.at_home(call, ids, lambda home: self.forward(call, ids, home), apart)
 
     async def ask(
-        self, call: Call, ids: Sequence[str], fields: Fields, arrays: Arrays, *, changes: bool
+        self, call: DoorCall, ids: Sequence[str], fields: Fields, arrays: Arrays, *, changes: bool
     ) -> EngineReply:
         """The joined reply to other fields and tensors for these sequences. `changes`: an error
         lists the sequences that were changed all the same."""
@@ -107,9 +107,9 @@ class SequenceCalls:
 
     async def at_home(
         self,
-        call: Call,
+        call: DoorCall,
         ids: Sequence[str],
-        send: Callable[[Engine], Awaitable[T]],
+        send: Callable[[EngineSession], Awaitable[T]],
         apart: Callable[[Places], Awaitable[T]],
     ) -> T:
         """What `send` returns for the engine of all these sequences, or `apart` for several."""
@@ -126,7 +126,7 @@ class SequenceCalls:
                 await self.recover(call, ids, home, error)
         raise RuntimeError("the last attempt returns or raises: this is a bug")
 
-    async def forward(self, call: Call, ids: Sequence[str], home: Engine) -> RawReply:
+    async def forward(self, call: DoorCall, ids: Sequence[str], home: EngineSession) -> RawReply:
         """The reply of an engine to the call as it is."""
         since = self.ids.clock
         prompts = self.prompts.computed_by(call.operation, call.tenant.namespace, ids)
@@ -140,7 +140,7 @@ class SequenceCalls:
 
     async def ask_each(
         self,
-        call: Call,
+        call: DoorCall,
         ids: Sequence[str],
         places: Places,
         fields: Fields,
@@ -170,7 +170,7 @@ class SequenceCalls:
         return EngineReply(joined, tensors, longest(one.stages for one in whole))
 
     async def masked_lengths(
-        self, call: Call, ids: Sequence[str], fields: Fields, *, appends: bool
+        self, call: DoorCall, ids: Sequence[str], fields: Fields, *, appends: bool
     ) -> Int32:
         """The tokens of each sequence that a prefill's mask covers: those at the layer, and those
         that the call appends. The engines check them."""
@@ -182,7 +182,7 @@ class SequenceCalls:
         appended = np.diff(row_sums(fields, len(ids))) if appends else 0
         return np.array(lengths, np.int32) + appended
 
-    def succeeded(self, call: Call, ids: Sequence[str], since: int) -> None:
+    def succeeded(self, call: DoorCall, ids: Sequence[str], since: int) -> None:
         """Forgets sequences that were deleted after `since`; ends waits for committed prompts."""
         name = call.operation.name
         if name == "delete_sequence":
@@ -192,7 +192,9 @@ class SequenceCalls:
 
     # where an attempt has failed
 
-    async def recover(self, call: Call, ids: Sequence[str], home: Engine, error: Exception) -> None:
+    async def recover(
+        self, call: DoorCall, ids: Sequence[str], home: EngineSession, error: Exception
+    ) -> None:
         """Finds the sequences that `home` does not have; raises for all other outcomes."""
         match outcome_of(error), error:
             case Outcome.UNKNOWN, _:
@@ -205,7 +207,7 @@ class SequenceCalls:
                 raise error
 
     async def lost(
-        self, call: Call, home: Engine, ids: Sequence[str], error: Exception
+        self, call: DoorCall, home: EngineSession, ids: Sequence[str], error: Exception
     ) -> Exception:
         """The error of a call during which the session was lost: NotReady while the engine may come
         back, or has; DeadlineExceeded where it may then have the call's change, since clients
@@ -247,7 +249,7 @@ def ids_in(operation: Operation, header: bytes) -> tuple[str, ...]:
     return tuple(ids)
 
 
-def may_change(call: Call) -> bool:
+def may_change(call: DoorCall) -> bool:
     """Whether a call changes sequences."""
     operation = call.operation
     if operation.scope != "read" or not operation.appended_with:

@@ -13,7 +13,7 @@ from config.server import ServerSettings
 from service.doors.http.bodies import Body, BodyShares, ReadBudget
 from service.doors.http.exchange import ClientConnection, Exchange, Scope
 from service.doors.kit.hosts import HostRule
-from service.doors.kit.ledger import Ledger, Tracing
+from service.doors.kit.ledger import RequestLedger, Tracing
 from service.doors.kit.link import QUIET_S, Link
 from service.doors.kit.process import descriptors
 from service.doors.kit.turns import Turns
@@ -46,7 +46,7 @@ class Door:
         self.host_rule = host_rule or HostRule(Settings())
         self.metrics = metrics
         self.loop = asyncio.get_running_loop()
-        self.ledger = Ledger(metrics, tracing)
+        self.ledger = RequestLedger(metrics, tracing)
         self.link = make_upstream(limits, authenticator is not None, metrics)
         self.turns = Turns()
         self.connections: dict[ClientConnection, None] = {}

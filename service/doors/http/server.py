@@ -19,7 +19,7 @@ LAST_BYTES_S: Final = 0.2
 """Time for the last responses when the drain has taken all of its own."""
 
 
-class Server(AsgiServer):
+class HttpServer(AsgiServer):
     """Serves until it is drained. `failed` says why it could not serve."""
 
     def __init__(self, setup: Setup) -> None:

@@ -33,7 +33,7 @@ CLIENT_CLOSED: Final = 499
 """The status logged for a client that closed its connection before the response."""
 
 
-class Request(Protocol):
+class AnsweredRequest(Protocol):
     """An answered request of any protocol. `status` is HTTP's, `started` by the performance
     counter; `traceparent` is empty for a caller without a trace."""
 
@@ -54,7 +54,7 @@ class Request(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Record:
+class GatewayRequest:
     """A request of the gateway, and its outcome."""
 
     method: str
@@ -71,7 +71,7 @@ class Record:
     tenant: Tenant = ANONYMOUS
 
     @classmethod
-    def begin(cls, method: str, path: str, peer: str, given: Callable[..., Any]) -> Record:
+    def begin(cls, method: str, path: str, peer: str, given: Callable[..., Any]) -> GatewayRequest:
         """`given` returns a header's value, or its second argument."""
         request_id, trace = (given(key, "").encode() for key in ("x-request-id", "traceparent"))
         return cls(method, path, peer, request_id_of(request_id), traceparent_of(trace))
@@ -83,15 +83,15 @@ class Record:
         return ("x-request-id", self.request_id.decode("ascii")), ("server-timing", timing)
 
 
-class Ledger:
+class RequestLedger:
     """The records of one event loop; `settle` writes them at once (for `/metrics`, at the end)."""
 
     def __init__(self, metrics: Metrics, tracing: Tracing | None = None) -> None:
         self._metrics = metrics
         self._tracing = tracing
-        self._answered: list[Request] = []
+        self._answered: list[AnsweredRequest] = []
 
-    def add(self, request: Request) -> None:
+    def add(self, request: AnsweredRequest) -> None:
         if not self._answered:
             asyncio.get_running_loop().call_later(DELAY_S, self.settle)
         self._answered.append(request)
@@ -105,10 +105,10 @@ class Ledger:
         log(answered)
 
 
-def log(answered: Sequence[Request]) -> None:
+def log(answered: Sequence[AnsweredRequest]) -> None:
     """Write access lines, in one record: a record costs as much as several lines."""
-    usual: list[Request] = []
-    quiet: list[Request] = []
+    usual: list[AnsweredRequest] = []
+    quiet: list[AnsweredRequest] = []
     for request in answered:
         (quiet if request.op in QUIET and request.status == 200 else usual).append(request)
     for level, requests in ((logging.INFO, usual), (logging.DEBUG, quiet)):
@@ -116,7 +116,7 @@ def log(answered: Sequence[Request]) -> None:
             ACCESS.log(level, "request", extra={"each": [fields_of(one) for one in requests]})
 
 
-def fields_of(request: Request) -> dict[str, object]:
+def fields_of(request: AnsweredRequest) -> dict[str, object]:
     fields: dict[str, object] = {
         "id": request.request_id.decode("ascii"),
         "op": request.op,
@@ -158,7 +158,7 @@ class Tracing:
         self.provider.add_span_processor(BatchSpanProcessor(exporter))
         self.tracer = self.provider.get_tracer("attnd", __version__)
 
-    def record(self, request: Request) -> None:
+    def record(self, request: AnsweredRequest) -> None:
         """Record a span for an answered request, if its caller samples."""
         trace = request.traceparent
         if not trace or not int(trace[53:55], 16) & SAMPLED:
@@ -190,7 +190,7 @@ class Tracing:
         await asyncio.get_running_loop().run_in_executor(None, self.provider.shutdown)
 
 
-def attributes(request: Request) -> dict[str, str | int]:
+def attributes(request: AnsweredRequest) -> dict[str, str | int]:
     return {
         "http.request.method": request.method,
         "url.path": request.path,
@@ -201,7 +201,9 @@ def attributes(request: Request) -> dict[str, str | int]:
     }
 
 
-def stage_ends(request: Request, started: float, ended: float) -> list[tuple[str, float, float]]:
+def stage_ends(
+    request: AnsweredRequest, started: float, ended: float
+) -> list[tuple[str, float, float]]:
     """Name, seconds and end of each stage that the request reached. Stages follow one another, and
     the last one ends with the request."""
     found: list[tuple[str, float, float]] = []

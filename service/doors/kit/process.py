@@ -61,13 +61,13 @@ class Setup:
     """Returns the contents of key and certificate files."""
     sockets: Sequence[socket] = ()
     """HTTP's listening sockets."""
-    on_loop: Callable[[asyncio.AbstractEventLoop, Server], object] = lambda loop, server: None
+    on_loop: Callable[[asyncio.AbstractEventLoop, DoorServer], object] = lambda loop, server: None
     """Called when the server's event loop runs."""
     on_ready: Callable[[], object] = lambda: None
     """Called in the loop's thread when the engine is connected."""
 
 
-class Server(Protocol):
+class DoorServer(Protocol):
     """A door's server. `failed` says why it could not serve."""
 
     @property
@@ -84,7 +84,7 @@ class Server(Protocol):
 
 
 def run_door(
-    kind: str, load: Callable[[], Callable[[Setup], Server]], make_upstream: MakeUpstream = Link
+    kind: str, load: Callable[[], Callable[[Setup], DoorServer]], make_upstream: MakeUpstream = Link
 ) -> int:
     """Run a door, `http` or `zmq`, or the gateway `oip`, until it is drained; returns the process's
     exit status. `load` imports its server."""
@@ -97,7 +97,7 @@ def run_door(
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # every connection is an open file
 
-    def on_loop(loop: asyncio.AbstractEventLoop, server: Server) -> None:
+    def on_loop(loop: asyncio.AbstractEventLoop, server: DoorServer) -> None:
         loop.add_reader(inherited.lifeline, os._exit, 1)
         loop.add_signal_handler(signal.SIGTERM, server.drain)
         on_hang_up(lambda: loop.call_soon_threadsafe(server.read_again))

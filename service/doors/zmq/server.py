@@ -109,7 +109,7 @@ MAX_BYTES: Final = 1024
 """Longest message of a subscriber; one that sends more is disconnected."""
 
 
-class Server:
+class ZmqServer:
     """Publishes one namespace's events until drained. `failed` says why it could not."""
 
     def __init__(self, setup: Setup) -> None:

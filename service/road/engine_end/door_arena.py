@@ -15,7 +15,7 @@ from service.road.messages import Hello
 CLOSE_ON_EXEC: Final = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
-class DoorArena:
+class ReceivedArena:
     """A descriptor that was received, until `arena` uses it or `drop` closes it."""
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ from service.road.engine_end.calls import (
     SessionConfig,
     read_stepping,
 )
-from service.road.engine_end.door_arena import DoorArena
+from service.road.engine_end.door_arena import ReceivedArena
 from service.road.engine_end.incoming import Incoming
 from service.road.engine_end.listening import permit_descriptors
 from service.road.messages import Challenge, Grow, Grown, Hello, State, Welcome, message, read
@@ -88,7 +88,7 @@ class Session:
         answers = config.max_arena_bytes if is_remote else 0
         self.output = Output(sock, config.max_output_bytes + answers)
         self.arena: Arena | None = None
-        self.door_arena = DoorArena()
+        self.door_arena = ReceivedArena()
         self.repeated: dict[Any, Any] = {}
         """Requests that the engine remembers by their places in the arena; cleared when those
         move."""

@@ -26,7 +26,7 @@ async def test_a_door_that_is_ready_stays_ready_while_an_engine_that_joins_start
         members = cluster.router.members
         known = RosterEntry("a", "/a")
         assert members.state == ("ready", "ready")
-        members.update([known, RosterEntry("b", "/not-there")])
+        cluster.router.sessions.update([known, RosterEntry("b", "/not-there")])
         await asyncio.sleep(0.01)
         assert members.state == ("ready", "ready")
 
@@ -119,7 +119,7 @@ async def test_two_readers_of_the_same_events_log_each_once() -> None:
         link.replies["events"] = {"events": events, "next": 2, "too_old": False}
         known, arrived = members.prefixes_of("default"), asyncio.Event()
         link.do_next("events", arrived.wait, arrived.wait)
-        reading = asyncio.gather(*(members.follow("default") for _ in range(2)))
+        reading = asyncio.gather(*(polling.follow(members, "default") for _ in range(2)))
         while len(link.calls("events")) < 2:
             await asyncio.sleep(0)
         arrived.set()

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from service.cluster.membership.polling import follow
 from service.cluster.placement import prefixes
-from service.cluster.placement.cost import Load, Pace
+from service.cluster.placement.cost import EngineLoad, Pace
 from service.cluster.placement.inflight_prompts import InflightPrompt, Wait
 from service.cluster.placement.prefixes import (
     EXPECTED_PAGES,
@@ -59,7 +60,7 @@ async def test_a_prompt_waits_twice_as_long_as_its_engine_needs_for_the_pages() 
     prefix = Prefix(np.arange(4 * PAGE, dtype=np.uint32))
     async with fake_cluster("a") as cluster:
         engine = cluster.engine_of("a")
-        engine.load, engine.queue_s = Load(free=100, pace=Pace(page_s=0.1)), 0.5
+        engine.load, engine.queue_s = EngineLoad(free=100, pace=Pace(page_s=0.1)), 0.5
         placer, prompts = cluster.router.placer, [InflightPrompt(), InflightPrompt()]
         first, second = [await placer.place_sequence("default", prefix, (), one) for one in prompts]
         assert (first.matched, first.wait) == (0, None)
@@ -123,7 +124,7 @@ async def test_new_sequences_with_long_prompts_share_the_loop_with_others(
     """Two calls at once look up 20 prompts of 500 pages each, which took one pass."""
     monkeypatch.setattr(prefixes, "KEYS_PER_PIECE", 100, raising=False)
     ids, number, looked_up = list(range(500 * PAGE)), 0, Counter[int]()
-    await cluster.router.members.follow("default")  # events of the tests before come first
+    await follow(cluster.router.members, "default")  # events of the tests before come first
     known = cluster.router.members.prefixes_of("default")
     chain = chained_keys(Prefix(np.array(ids, np.uint32)), "default", PAGE)
     event = {"type": "stored", "namespace": "default", "page_keys": [key.hex() for key in chain]}

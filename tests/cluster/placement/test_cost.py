@@ -6,10 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from service.cluster.placement.cost import MOST_WORK_S, Load, Pace, busy_until_s, choose, spread
+from service.cluster.placement.cost import (
+    MOST_WORK_S,
+    EngineLoad,
+    Pace,
+    busy_until_s,
+    choose,
+    spread,
+)
 
 PACE = Pace(page_s=1e-3, read_s=1e-6)
-IDLE = Load(free=1000, pace=PACE)
+IDLE = EngineLoad(free=1000, pace=PACE)
 
 
 def test_a_prompt_goes_where_its_longest_prefix_is() -> None:
@@ -18,27 +25,30 @@ def test_a_prompt_goes_where_its_longest_prefix_is() -> None:
 
 
 def test_without_a_prefix_it_goes_where_least_is_held() -> None:
-    assert choose({"a": Load(free=500, held=500), "b": Load(free=800, held=200)}, {}, 20) == "b"
+    assert (
+        choose({"a": EngineLoad(free=500, held=500), "b": EngineLoad(free=800, held=200)}, {}, 20)
+        == "b"
+    )
 
 
 def test_equal_engines_are_taken_by_room_and_then_by_name() -> None:
     assert choose({"b": IDLE, "a": IDLE}, {}, 20) == "a"
-    assert choose({"a": Load(free=900), "b": Load(free=900, cached=50)}, {}, 20) == "b"
+    assert choose({"a": EngineLoad(free=900), "b": EngineLoad(free=900, cached=50)}, {}, 20) == "b"
 
 
 def test_an_engine_that_is_too_full_is_passed_over_whatever_it_has_cached() -> None:
-    loads = {"a": Load(free=10, held=990), "b": IDLE}
+    loads = {"a": EngineLoad(free=10, held=990), "b": IDLE}
     assert choose(loads, {"a": 100}, 120) == "b"
 
 
 def test_when_all_are_too_full_the_cheapest_is_asked_all_the_same() -> None:
-    loads = {"a": Load(free=10, held=990), "b": Load(free=5, held=995)}
+    loads = {"a": EngineLoad(free=10, held=990), "b": EngineLoad(free=5, held=995)}
     assert choose(loads, {}, 120) == "a"
 
 
 def test_a_prompt_waits_for_its_pages_no_longer_than_they_are_worth() -> None:
     for queue_s, work_s in ((0.0, 30.0), (30.0, 0.0)):
-        busy = Load(free=10_000, queue_s=queue_s, work_s=work_s, pace=PACE)
+        busy = EngineLoad(free=10_000, queue_s=queue_s, work_s=work_s, pace=PACE)
         loads = {"a": busy, "b": replace(IDLE, free=10_000)}
         assert choose(loads, {"a": 100}, 1000) == "b", "100 ms of work are saved there"
         assert choose(loads, {"a": 2000}, 2000) == "a", "2 s are"
@@ -106,14 +116,16 @@ def test_the_assumed_work_of_an_engine_is_bounded() -> None:
 def test_a_shared_beginning_does_not_draw_everything_to_one_engine() -> None:
     work_s = {"a": 0.0, "b": 0.0}
     for _ in range(400):
-        loads = {name: Load(free=10_000, work_s=some, pace=PACE) for name, some in work_s.items()}
+        loads = {
+            name: EngineLoad(free=10_000, work_s=some, pace=PACE) for name, some in work_s.items()
+        }
         chosen = choose(loads, {"a": 5}, 50)
         work_s[chosen] += PACE.span_s(5.0 if chosen == "a" else 0.0, 50)
     assert work_s["b"] > 0.9 * work_s["a"], work_s
 
 
 def test_pages_promised_since_the_latest_poll_count() -> None:
-    loads = {"a": Load(free=1000, promised=500), "b": Load(free=1000, held=20)}
+    loads = {"a": EngineLoad(free=1000, promised=500), "b": EngineLoad(free=1000, held=20)}
     assert choose(loads, {}, 10) == "b"
 
 
@@ -126,16 +138,16 @@ def test_no_engine_is_a_bug() -> None:
     ("loads", "count"),
     [
         ([], 1),
-        ([Load(free=10, held=90)], 2),
-        ([Load(free=90, held=10, queue_s=1.0)], 2),
-        ([Load(free=50, held=50)], 1),
-        ([Load(free=100), Load(free=90, held=10)], 1),
-        ([Load(free=40, held=60), Load(free=40, held=60)], 2),
-        ([Load(free=100), Load(free=90, held=10, queue_s=0.4)], 2),
+        ([EngineLoad(free=10, held=90)], 2),
+        ([EngineLoad(free=90, held=10, queue_s=1.0)], 2),
+        ([EngineLoad(free=50, held=50)], 1),
+        ([EngineLoad(free=100), EngineLoad(free=90, held=10)], 1),
+        ([EngineLoad(free=40, held=60), EngineLoad(free=40, held=60)], 2),
+        ([EngineLoad(free=100), EngineLoad(free=90, held=10, queue_s=0.4)], 2),
     ],
 )
 def test_engines_are_added_for_want_of_pages_or_time_and_taken_away_with_room_to_spare(
-    loads: list[Load], count: int
+    loads: list[EngineLoad], count: int
 ) -> None:
     assert spread(loads, least_free=0.2, most_queue_s=0.5) == count
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.cluster.membership.engine import Call
-from service.cluster.placement.cost import Load
+from service.cluster.membership.engine import DoorCall
+from service.cluster.placement.cost import EngineLoad
 from service.cluster.placement.inflight_prompts import InflightPrompts
 from service.errors import (
     InvalidRequest,
@@ -211,7 +211,10 @@ async def test_an_entry_of_a_sequence_that_has_expired_does_not_keep_its_id_from
 
 async def test_an_id_that_an_engine_may_have_made_without_a_reply_stays_its_own() -> None:
     async with fake_cluster("ab") as cluster:
-        cluster.engine_of("a").load, cluster.engine_of("b").load = Load(free=1000), Load(free=900)
+        cluster.engine_of("a").load, cluster.engine_of("b").load = (
+            EngineLoad(free=1000),
+            EngineLoad(free=900),
+        )
         link = cluster.links["a"]
 
         async def makes_and_breaks() -> None:
@@ -320,7 +323,7 @@ async def test_a_deleted_id_is_unknown_when_its_engine_dies() -> None:
 async def test_a_prompt_that_has_waited_leaves_its_engine_the_rest_of_the_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def waits(self: Any, call: Call, _: Any) -> None:
+    async def waits(self: Any, call: DoorCall, _: Any) -> None:
         call.deadline_us //= 2
 
     deadlines, ask = [], FakeLink.call

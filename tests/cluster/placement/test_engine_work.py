@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from service.cluster.membership.engine import Engine
-from service.cluster.placement.cost import MOST_WORK_S, Load, Pace
+from service.cluster.membership.engine import EngineSession
+from service.cluster.placement.cost import MOST_WORK_S, EngineLoad, Pace
 from service.operations.attention import PREFILL
 from service.operations.rows import APPEND
 from service.operations.sequences import CREATE_SEQUENCES, DELETE_SEQUENCES
@@ -16,9 +16,9 @@ UNUSED: Any = None
 """Neither link nor arena is asked for anything."""
 
 
-def engine() -> Engine:
-    made = Engine("a", UNUSED, UNUSED)
-    made.load = Load(free=100, pace=Pace(page_s=1.0, pair_s=0.5))
+def engine() -> EngineSession:
+    made = EngineSession("a", UNUSED, UNUSED)
+    made.load = EngineLoad(free=100, pace=Pace(page_s=1.0, pair_s=0.5))
     return made
 
 

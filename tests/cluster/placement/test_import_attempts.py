@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.cluster.placement.cost import Load
+from service.cluster.placement.cost import EngineLoad
 from service.cluster.placement.prefixes import POOL, chained_keys, prefix_of
 from service.errors import InvalidRequest, NotReady, OutOfPages, Overloaded
 from service.operations.schema.page_names import PromptNames
@@ -61,7 +61,7 @@ async def test_an_import_begins_where_there_is_room(
     error: Exception | None, tried: list[int], expected: tuple[int, str]
 ) -> None:
     async with fake_cluster("ab") as cluster:
-        cluster.engine_of("b").load = Load(free=900)
+        cluster.engine_of("b").load = EngineLoad(free=900)
         if error is not None:
             cluster.links["a"].do_next("import_sequence", error)
         found = await step(cluster, "new", BEGIN)

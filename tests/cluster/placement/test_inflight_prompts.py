@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.cluster.membership.engine import Call
+from service.cluster.membership.engine import DoorCall
 from service.cluster.placement import inflight_prompts, placer
 from service.cluster.placement.inflight_prompts import (
     MAX_FRUITLESS,
@@ -34,9 +34,9 @@ def begun(prompts: InflightPrompts) -> InflightPrompt:
     return one
 
 
-def call_of(space: str = "default", deadline_us: int = 0) -> Call:
+def call_of(space: str = "default", deadline_us: int = 0) -> DoorCall:
     tenant = tenant_of(space, ("append",))
-    return Call(CREATE_SEQUENCES, memoryview(b""), 0, deadline_us, bytes(16), tenant)
+    return DoorCall(CREATE_SEQUENCES, memoryview(b""), 0, deadline_us, bytes(16), tenant)
 
 
 async def waited(prompts: InflightPrompts, *waits: Wait, space: str = "default") -> bool:

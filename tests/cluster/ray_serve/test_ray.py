@@ -22,7 +22,7 @@ import httpx
 import numpy as np
 import pytest
 
-from service.cluster.placement.cost import Load
+from service.cluster.placement.cost import EngineLoad
 
 ROOT = Path(__file__).resolve().parents[3]
 WAIT_S = 240.0
@@ -267,7 +267,7 @@ def test_engines_of_two_nodes_are_one_service_and_a_node_that_is_lost_is_replace
 def test_the_policy_decides_when_all_engines_have_reported() -> None:
     from service.cluster.ray.app import Policy
 
-    def context(current: int, *loads: Load) -> Any:
+    def context(current: int, *loads: EngineLoad) -> Any:
         fields = ("free", "cached", "held", "queue_s")
         means = {name: {n: getattr(one, name) for n, one in enumerate(loads)} for name in fields}
         return SimpleNamespace(
@@ -275,7 +275,7 @@ def test_the_policy_decides_when_all_engines_have_reported() -> None:
         )
 
     policy = Policy(least_free=0.1, most_queue_s=0.25)
-    full, idle = Load(free=1, held=99), Load(free=100)
+    full, idle = EngineLoad(free=1, held=99), EngineLoad(free=100)
     assert policy(context(1, full))[0] == 2
     assert policy(context(2, full))[0] == 2, "the second has not reported yet"
     assert policy(context(2, idle, idle))[0] == 1

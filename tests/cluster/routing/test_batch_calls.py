@@ -9,7 +9,7 @@ import numpy as np
 import oracle
 import pytest
 
-from service.cluster.membership.engine import Engine
+from service.cluster.membership.engine import EngineSession
 from service.cluster.routing.sequence_calls import joint_error
 from service.doors.kit.problems import ProblemText, document_of
 from service.errors import DeadlineExceeded, LengthMismatch, LostSequence, NotReady
@@ -61,7 +61,7 @@ def test_a_joint_error_lists_what_all_pieces_have_done(
     assert lost is None or reply["sequences"] == lost
 
 
-async def apart(cluster: Cluster, book: Book) -> tuple[Engine, Engine]:
+async def apart(cluster: Cluster, book: Book) -> tuple[EngineSession, EngineSession]:
     """`a` on one engine, `b` and `c` on another."""
     first, second, *_ = cluster.router.members.engines
     for name, at in (("a", first), ("b", second), ("c", second)):

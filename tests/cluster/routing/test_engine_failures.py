@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.cluster.placement.cost import Load
+from service.cluster.placement.cost import EngineLoad
 from service.cluster.routing import router
 from service.errors import (
     InvalidRequest,
@@ -101,7 +101,7 @@ async def test_a_full_engine_is_named_with_those_that_have_room() -> None:
     async with fake_cluster("abcde") as cluster:
         await known(cluster, here="a")
         for name, free in zip("abcde", (9, 5, 4, 9, 9), strict=True):
-            cluster.engine_of(name).load = Load(free=free)
+            cluster.engine_of(name).load = EngineLoad(free=free)
         cluster.engine_of("d").is_draining = True
         cluster.links["a"].do_next("truncate", OutOfPages(5, 0, 9, {}))
         problem = (await cluster.call("truncate", TRUNCATE)).fields

@@ -20,7 +20,7 @@ from http_service import SECRET, Service, serving
 from config.settings import SettingsError, load_settings
 from service.doors.kit.process import Setup
 from service.doors.zmq import server
-from service.doors.zmq.server import Server, payload
+from service.doors.zmq.server import ZmqServer, payload
 from service.metrics import Metrics
 from tests.harness.plain_http import http_client
 from tests.harness.waiting import WAIT_S, wait_for
@@ -186,8 +186,10 @@ def test_a_publisher_of_arrays_sends_arrays(tmp_path: Path) -> None:
 
 
 @contextmanager
-def publishing(service: Service) -> Iterator[Server]:
-    made = Server(Setup(service.settings, Metrics("zmq-0"), service.engine_socket, "zmq-0", SECRET))
+def publishing(service: Service) -> Iterator[ZmqServer]:
+    made = ZmqServer(
+        Setup(service.settings, Metrics("zmq-0"), service.engine_socket, "zmq-0", SECRET)
+    )
     thread = threading.Thread(target=lambda: asyncio.run(made.serve()), name="zmq")
     thread.start()
     try:

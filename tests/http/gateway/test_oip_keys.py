@@ -18,7 +18,7 @@ from tritonclient.utils import InferenceServerException
 
 from config.settings import load_settings
 from service.doors.kit.process import Setup
-from service.gateway.server import Server
+from service.gateway.server import GatewayServer
 from service.metrics import Metrics
 
 RED, BLUE, READER, _ = map(bearer, KEYS)
@@ -155,7 +155,7 @@ def test_a_gateway_of_a_cluster_that_asks_for_certificates_has_one(
     files = write_files(tmp_path, trustme.CA())
     given = (*files.served, "--server.tls-client-ca", files.ca, "--oip.http-port", "1", *more)
     setup = Setup(load_settings(given), Metrics("oip-0"), "", "oip-0", SECRET)
-    server = Server(setup, "https://127.0.0.1:1")
+    server = GatewayServer(setup, "https://127.0.0.1:1")
     server.run()
     assert words in server.failed
 

@@ -46,7 +46,7 @@ class Page:
     too_old: bool
 
 
-class Feed:
+class EventFeed:
     """The newest events of one tenant, up to number `newest`, while a client listens."""
 
     def __init__(self, door: Door, tenant: Tenant, newest: int) -> None:
@@ -103,7 +103,7 @@ class EventStream:
 
     def __init__(self, door: Door) -> None:
         self.door = door
-        self.feeds: dict[Tenant, Feed] = {}
+        self.feeds: dict[Tenant, EventFeed] = {}
 
     async def run(self, exchange: Exchange, params: Mapping[str, Any]) -> None:
         exchange.op = "stream_events"
@@ -117,7 +117,7 @@ class EventStream:
         tenant = exchange.tenant
         feed = self.feeds.get(tenant)
         if feed is None or feed.is_over:
-            feed = self.feeds[tenant] = Feed(self.door, tenant, page.next)
+            feed = self.feeds[tenant] = EventFeed(self.door, tenant, page.next)
         feed.listeners += 1
         try:
             while not feed.is_over and is_still_valid(self.door.authenticator, exchange):

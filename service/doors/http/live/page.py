@@ -44,7 +44,7 @@ WATCHER: Final = tenant_of("default", ("read", "admin"))
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PagePart:
     """A part of the page, as an event; every version has another number."""
 
     number: int
@@ -52,13 +52,13 @@ class Part:
     event: bytes
 
 
-class Feed:
+class LiveFeed:
     """The feed of one door, while it has viewers."""
 
     def __init__(self, door: Door, samples: Samples) -> None:
         self.door = door
         self.samples = samples
-        self.parts: dict[str, Part] = {}
+        self.parts: dict[str, PagePart] = {}
         self.viewers = 0
         self.seen = door.loop.time()
         """When the engine replied last."""
@@ -121,7 +121,7 @@ class Feed:
         before, data = self.parts.get(name), dump_json(value)
         if before is None or before.data != data:
             number = 1 if before is None else before.number + 1
-            self.parts[name] = Part(number, data, event(name, data))
+            self.parts[name] = PagePart(number, data, event(name, data))
 
     def after(self, had: dict[str, int]) -> list[bytes]:
         """The events that a viewer lacks; `had` has the numbers of those it was sent."""
@@ -204,7 +204,7 @@ class LiveStream:
     def __init__(self, door: Door) -> None:
         self.door = door
         self.samples = Samples(door.metrics, door.loop)
-        self.feed: Feed | None = None
+        self.feed: LiveFeed | None = None
         keys = door.authenticator
         self.needs_no_key = keys is not None and keys.auth.open_live
 
@@ -223,7 +223,7 @@ class LiveStream:
         state only."""
         feed = self.feed
         if feed is None or feed.is_over:
-            feed = self.feed = Feed(self.door, self.samples)
+            feed = self.feed = LiveFeed(self.door, self.samples)
         feed.viewers += 1
         had: dict[str, int] = {}
         try:
