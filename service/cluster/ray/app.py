@@ -21,13 +21,16 @@ from ray.serve.deployment import Application
 from config.settings import Settings, load_settings
 from service import __version__
 from service.cluster.placement.cost import EngineLoad, spread
-from service.cluster.ray.engine_replica import APP, ROUTER, EngineReplica
+from service.cluster.ray.engine_replica import APP, REPLY_S, ROUTER, EngineReplica
 from service.cluster.ray.router_replica import REPORT_S, RouterReplica
+from service.supervisor import GRACE_S
 
 HEALTH_CHECK_S: Final = 2.0
 MAX_SILENT_S: Final = 600.0
 """Serve kills an engine, with all its sequences, whose actor has not replied for so long. The death
 of an actor is seen at once."""
+LEAVING_S: Final = GRACE_S + 3 * REPLY_S
+"""Time of an engine beyond its drains: to report that it leaves, and to write to its disk."""
 SECRET_BYTES: Final = 32
 LOAD: Final = ("free", "cached", "held", "queue_s")
 
@@ -49,7 +52,7 @@ def application(settings: Settings) -> Application:
         ray_actor_options={"num_cpus": 1, "num_gpus": 1 if settings.backend.kind == "cuda" else 0},
         health_check_period_s=HEALTH_CHECK_S,
         health_check_timeout_s=MAX_SILENT_S,
-        graceful_shutdown_timeout_s=cluster.drain_s + settings.server.drain_timeout_s,
+        graceful_shutdown_timeout_s=cluster.drain_s + settings.server.drain_timeout_s + LEAVING_S,
         **scaling(settings),
     )(EngineReplica)
     resource = cluster.ingress_resource

@@ -32,6 +32,7 @@ from service.operations.schema.spec import Operation
 from service.operations.status import DRAIN_ENGINE, ENGINE_NAME, ENGINES
 from service.processes.handover import Child
 from service.road.engine_end.listening import CannotListen, Listening, listen
+from service.supervisor import GRACE_S
 from service.tenants import OPEN, SCOPES, tenant_of
 
 LOG: Final = logging.getLogger("attnd.cluster")
@@ -137,7 +138,8 @@ class EngineReplica:
 
     async def __del__(self) -> None:
         """Called by Serve when it scales down: serves the sequences that are left, for at most
-        `cluster.drain_s`, while a router calls it; then ends the process."""
+        `cluster.drain_s`, while a router calls it; then ends the process, which first writes what
+        only memory has to the disk."""
         self.is_leaving = True
         await self.report()
         ends = time.monotonic() + self.settings.cluster.drain_s
@@ -151,7 +153,7 @@ class EngineReplica:
             async with asyncio.timeout(REPLY_S):
                 await serve.get_deployment_handle(ROUTER, APP).leave.remote(self.name)
                 await asyncio.sleep(2 * REPORT_S)  # until the router has read it
-        self.processes.end()
+        await asyncio.to_thread(self.processes.end, self.settings.server.drain_timeout_s + GRACE_S)
         self.listening.unlink()
         self.arena.close()
 

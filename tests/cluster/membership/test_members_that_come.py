@@ -139,7 +139,7 @@ async def test_an_engine_that_stores_other_numbers_is_refused(name: str) -> None
         other = cluster.engine_of("b")
         other.info = INFO.model_copy(update={name: 2.0})
         with pytest.raises(NotReady, match=rf"pool\.{name} = 2\.0, expected"):
-            cluster.router.members.check_alike(b, other)
+            cluster.router.sessions.check_alike(b, other)
 
 
 async def test_engines_of_another_geometry_can_replace_all_engines() -> None:
@@ -151,15 +151,15 @@ async def test_engines_of_another_geometry_can_replace_all_engines() -> None:
         new.tag = "restarted"
         cluster.lose("a", is_dead=False)
         with pytest.raises(NotReady, match=r"pool\.page_size = 8, expected 4"):
-            members.check_alike(a, new)
+            cluster.router.sessions.check_alike(a, new)
         assert a.is_dead, "another engine has its address"
         cluster.lose("b", is_dead=False)
         with pytest.raises(NotReady, match=r"pool\.page_size = 8, expected 4"):
-            members.check_alike(a, new)
+            cluster.router.sessions.check_alike(a, new)
         members.mark_dead(b)
-        members.check_alike(a, new)
+        cluster.router.sessions.check_alike(a, new)
         assert members.info is new.info
         a.engine = new
         with pytest.raises(NotReady, match=r"pool\.page_size = 4, expected 8"):
-            members.check_alike(b, old)
+            cluster.router.sessions.check_alike(b, old)
         assert members.info is new.info

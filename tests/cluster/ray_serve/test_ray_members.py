@@ -125,3 +125,32 @@ async def test_an_engine_is_reported_from_its_first_reply_on(
     async with asyncio.timeout(10):
         await reported.wait()
     watching.cancel()
+
+
+async def test_an_engine_that_leaves_has_time_to_write_to_its_disk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from service.cluster.ray import engine_replica
+
+    settings, ended = load_settings(["--server.drain-timeout-s", "7"]), list[float]()
+
+    async def nothing(*_: Any) -> int:
+        return 0
+
+    left = SimpleNamespace(leave=SimpleNamespace(remote=nothing))
+    monkeypatch.setattr(engine_replica, "REPORT_S", 0.01)
+    monkeypatch.setattr(engine_replica.serve, "get_deployment_handle", lambda *_: left)
+    made: Any = SimpleNamespace(
+        settings=settings,
+        name="engine",
+        is_over=False,
+        report=nothing,
+        ask=nothing,
+        num_left=nothing,
+        watching=SimpleNamespace(cancel=lambda: None),
+        processes=SimpleNamespace(end=lambda seconds=0.0: ended.append(seconds)),
+        listening=SimpleNamespace(unlink=lambda: None),
+        arena=SimpleNamespace(close=lambda: None),
+    )
+    await engine_replica.EngineReplica.__del__(made)
+    assert ended == [7.0 + engine_replica.GRACE_S]
