@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import re
+from dataclasses import dataclass
 from typing import Any, Final
 
 from attnd.wire.images import flat
-from starlette.requests import Request
 
-from service.doors.kit.asgi import read_whole, send_whole, unless_gone
+from service.doors.kit.asgi import Receive, read_whole, send_whole, unless_gone
 from service.doors.kit.headers import DEADLINE, JSON, OCTETS, PROBLEM, deadline_us_of
 from service.doors.kit.hosts import HostRule
 from service.doors.kit.ledger import GatewayRequest
@@ -54,6 +54,15 @@ Answer = tuple[bytes, dict[str, str]]
 """A response's body and headers."""
 
 
+@dataclass(frozen=True, slots=True)
+class HttpRequest:
+    """A request without its body; of a header that is repeated the last one counts."""
+
+    scope: Any
+    headers: dict[str, str]
+    receive: Receive
+
+
 class OipApplication:
     """The ASGI application of one gateway."""
 
@@ -62,20 +71,30 @@ class OipApplication:
         self.host_rule = HostRule(gateway.settings)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        request = Request(scope, receive)
+        given = scope["headers"]
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in given}
         peer = ":".join(map(str, scope.get("client") or ("unix",)))
-        record = GatewayRequest.begin(request.method, scope["path"], peer, request.headers.get)
+        record = GatewayRequest.begin(scope["method"], scope["path"], peer, headers.get)
+        has_left = False
+
+        async def received() -> Any:
+            nonlocal has_left
+            message = await receive()
+            has_left |= message["type"] == "http.disconnect"
+            return message
+
         try:
+            request = HttpRequest(scope, headers, received)
             await self.gateway.run(record, lambda: self.answer(record, request, send))
         except RefusedRequest as refused:
             body = dump_json(refused.problem | {"error": refused.text}).encode()
             more = problem_headers(refused.problem) | {"content-type": PROBLEM}
             await send_whole(send, refused.problem["status"], body, more | dict(record.trailing))
         except asyncio.CancelledError:
-            if not await request.is_disconnected():
+            if not has_left:
                 raise
 
-    async def answer(self, record: GatewayRequest, request: Request, send: Any) -> None:
+    async def answer(self, record: GatewayRequest, request: HttpRequest, send: Any) -> None:
         """Respond to a request, in the place that its key has until its client has read."""
         path, headers = record.path, request.headers
         if (match := ROUTE.fullmatch(path)) is None:
@@ -83,9 +102,9 @@ class OipApplication:
         end, model, version, model_end = match.groups("")
         name = MODEL_METHODS[model_end] if model else METHODS[end]
         allow = ("POST",) if name in ("ModelInfer", "RepositoryIndex") else ("GET", "HEAD")
-        if request.method not in allow:
-            raise MethodNotAllowed(f"{request.method} {path}: use {' or '.join(allow)}", allow)
-        if query := request.url.query:
+        if record.method not in allow:
+            raise MethodNotAllowed(f"{record.method} {path}: use {' or '.join(allow)}", allow)
+        if query := request.scope["query_string"].decode("latin-1"):
             raise InvalidRequest("query", query, "this route takes no parameters")
         if name in OPEN_METHODS:
             body, more = await self.page(name, "", "")
@@ -107,17 +126,17 @@ class OipApplication:
         return dump_json(page.get(WHOLE.get(name, ""), page)).encode(), {"content-type": JSON}
 
     async def infer(
-        self, record: GatewayRequest, request: Request, caller: Caller, model: Model
+        self, record: GatewayRequest, request: HttpRequest, caller: Caller, model: Model
     ) -> Answer:
         headers, settings = request.headers, self.gateway.settings
         if encoding := headers.get("content-encoding"):
             text = f"Content-Encoding is {encoding[:100]}: send the body unencoded"
             raise UnsupportedMediaType(text)
-        deadline = headers.get(DEADLINE)
+        deadline = headers.get(DEADLINE.lower())
         deadline_s = None if deadline is None else deadline_us_of(deadline.encode()) * 1e-6
         limit, seconds = settings.oip.max_message_bytes, settings.server.receive_timeout_s
-        body = memoryview(await read_whole(request, limit, seconds))
-        given, size = headers.get(LENGTH), len(body)
+        body = memoryview(await read_whole(request.scope, request.receive, limit, seconds))
+        given, size = headers.get(LENGTH.lower()), len(body)
         if given is not None:
             if not (given.isdecimal() and len(given) < 16 and int(given) <= size):
                 rule = f"must be a count of at most the body's {size} bytes"
@@ -128,7 +147,7 @@ class OipApplication:
             raise InvalidRequest("JSON", f"{size} bytes", rule)
         read = read_json(model, bytes(body[:size]), body[size:])
         work = self.gateway.infer(record, caller, read, deadline_s)
-        return answer_of(read, await unless_gone(request, work))
+        return answer_of(read, await unless_gone(request.receive, work))
 
 
 def answer_of(request: Inference, reply: EngineReply) -> Answer:

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import uvicorn
-from starlette.requests import ClientDisconnect, Request
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from config.server import ServerSettings
@@ -19,6 +18,9 @@ from service.doors.kit.tls import Tls
 from service.errors import BodyTooLarge, RequestTimeout
 
 T = TypeVar("T")
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+UNREAD_BYTES: Final = 64 * 2**10
+"""Of a response, that the transport takes before the client reads."""
 
 
 class AsgiServer(uvicorn.Server):
@@ -63,28 +65,27 @@ class AsgiServer(uvicorn.Server):
         yield
 
 
-async def read_whole(request: Request, limit: int, seconds: float) -> bytes:
+async def read_whole(scope: Any, receive: Receive, limit: int, seconds: float) -> bytes:
     """The body of a request. Raises BodyTooLarge, RequestTimeout, and CancelledError where the
     client has left."""
-    declared = request.headers.get("content-length", "")
-    size, chunks = int(declared) if declared.isdigit() else 0, []
+    declared = dict(scope["headers"]).get(b"content-length", b"")
+    size, pieces, has_more = int(declared) if declared.isdigit() else 0, list[bytes](), True
     try:
         async with asyncio.timeout(seconds):
             if size <= limit:
                 size = 0
-                async for chunk in request.stream():
-                    size += len(chunk)
-                    if size > limit:
-                        break
-                    chunks.append(chunk)
-    except ClientDisconnect:
-        raise asyncio.CancelledError from None
+            while has_more and size <= limit:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise asyncio.CancelledError
+                pieces.append(message.get("body", b""))
+                size, has_more = size + len(pieces[-1]), message.get("more_body", False)
     except TimeoutError:
         raise RequestTimeout(f"the body did not arrive within {seconds:g} s") from None
     if size > limit:
         text = f"the body is {size} bytes or more, the limit is {limit}"
         raise BodyTooLarge(text, size=size, limit=limit)
-    return b"".join(chunks)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 async def send_whole(send: Any, status: int, body: bytes, headers: Mapping[str, str]) -> None:
@@ -92,19 +93,24 @@ async def send_whole(send: Any, status: int, body: bytes, headers: Mapping[str, 
     lines = [(name.encode(), text.encode("latin-1")) for name, text in headers.items()]
     lines.append((b"content-length", b"%d" % len(body)))
     await send({"type": "http.response.start", "status": status, "headers": lines})
-    await send({"type": "http.response.body", "body": body, "more_body": True})
-    await send({"type": "http.response.body"})  # waits for the client to read
+    is_long = len(body) > UNREAD_BYTES
+    await send({"type": "http.response.body", "body": body, "more_body": is_long})
+    if is_long:
+        await send({"type": "http.response.body"})  # waits for the client to read
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of the work, which is cancelled when the request's client hangs up."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(request.receive())
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
+async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
+    """The result of the work, whose task is cancelled when the request's client hangs up."""
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        if task is not None:
             task.cancel()
-        return await task
+
+    watching = loop.create_task(watch())
+    try:
+        return await work
     finally:
-        task.cancel()
-        gone.cancel()
+        watching.cancel()
