@@ -72,11 +72,6 @@ class Members:
         return list(self.by_tag.values())
 
     @property
-    def open_engines(self) -> dict[str, EngineSession]:
-        """The engines that take new sequences, by tag."""
-        return {tag: one for tag, one in self.by_tag.items() if one.takes_new}
-
-    @property
     def info(self) -> InfoAnswer:
         """Of any engine. Raises NotReady before the first session."""
         if self.first_info is None:

@@ -110,7 +110,7 @@ class Prompt:
         """The cost of an engine that has the first `there` pages, `loaded` of them in lower tiers
         only."""
         missing_s = pace.span_s(there, self.needed)
-        again_s = pace.span_s(there, self.most)
+        again_s = pace.span_s(there, self.most) if self.most else 0.0
         answer_s = ANSWER_TOKENS * pace.read_s * held
         extra_s = EXTRA_WAIT_S / self.needed * (self.most - there + LOAD_SHARE * loaded)
         if loaded:
@@ -144,25 +144,14 @@ def choose(
     if not loads:
         raise ValueError("no engine to choose from: this is a bug")
     there = {name: min(matched.get(name, 0), needed) for name in loads}
-    prompt = Prompt(needed, max(there.values()))
-    among = {
-        name: load
-        for name, load in loads.items()
-        if fits(
-            float(load.held + load.promised),
-            float(needed - there[name] + loaded.get(name, 0)),
-            float(load.total),
-        )
-    }
-
-    def rank(name: str) -> tuple[float, float, str]:
-        load = loads[name]
-        held = float(load.held + load.promised)
-        in_tiers = float(min(loaded.get(name, 0), there[name]))
-        cost_s = prompt.cost_s(float(there[name]), load.wait_s, held, load.pace, in_tiers)
-        return cost_s, -load.room, name
-
-    return min(among or loads, key=rank)
+    prompt, ranks = Prompt(needed, max(there.values())), []
+    for name, load in loads.items():
+        first, held = there[name], float(load.held + load.promised)
+        below = loaded.get(name, 0)
+        is_full = not fits(held, float(needed - first + below), float(load.total))
+        cost_s = prompt.cost_s(float(first), load.wait_s, held, load.pace, float(min(below, first)))
+        ranks.append((is_full, cost_s, -load.room, name))
+    return min(ranks)[-1]
 
 
 def spread(loads: Sequence[EngineLoad], least_free: float, most_queue_s: float) -> int:

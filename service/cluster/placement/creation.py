@@ -56,7 +56,7 @@ class New:
 def new_sequences(call: DoorCall, prepared: Prepared, page_size: int) -> list[New]:
     """The sequences to make, each with its part of the tensors. Raises InvalidRequest."""
     fields = prepared.fields
-    arrays = call.arrays(prepared.layout)
+    arrays = call.arrays(prepared.layout) if prepared.layout.entries else {}
     sums, found = fields.prefix_indptr, []
     for index, one in enumerate(fields.sequences):
         rows: dict[str, Array] = {}
@@ -87,8 +87,10 @@ class Creation:
 
     async def run(self) -> RawReply:
         names = [one.parent for one in self.new if one.parent and one.parent not in self.index]
-        await self.find(list(dict.fromkeys(names)))
-        async with self.ids.making(self.tenant, self.index):
+        if names:
+            await self.find(list(dict.fromkeys(names)))
+        held = await self.ids.hold(self.tenant, self.index)
+        try:
             while True:
                 homes, waits = await self.place()
                 await self.prompts.wait(self.call, waits)
@@ -106,6 +108,8 @@ class Creation:
                     return made
                 self.learn({home: groups[home] for home in errors if is_unclear(errors[home])})
                 await self.recover(groups, errors)
+        finally:
+            self.ids.release(held)
 
     async def find(self, parents: Sequence[str]) -> None:
         """Finds the engines of parents that exist already."""
@@ -115,7 +119,8 @@ class Creation:
     def learn(self, groups: Groups) -> None:
         """These engines have the chosen ids of their groups, or may have them."""
         for home, some in groups.items():
-            self.ids.learn(self.tenant, self.chosen(some), home.tag)
+            if chosen := self.chosen(some):
+                self.ids.learn(self.tenant, chosen, home.tag)
 
     def chosen(self, some: Sequence[int]) -> list[str]:
         return [name for at in some if (name := self.new[at].id) is not None]

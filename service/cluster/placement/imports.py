@@ -21,8 +21,11 @@ async def call_for_import(placer: Placer, ids: Ids, call: DoorCall, prepared: Pr
     """The reply to a call for an import, which its first call begins."""
     name, tenant = prepared.fields.id, call.tenant
     if getattr(prepared.fields, "header", None) is not None:
-        async with ids.making(tenant, [name]):
+        held = await ids.hold(tenant, [name])
+        try:
             return await begin_import(placer, ids, call, prepared)
+        finally:
+            ids.release(held)
     engine = await engine_of_import(ids, call, name)
     if engine is None:
         return await ids.members.least_busy().call(call)  # replies unknown_import

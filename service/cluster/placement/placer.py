@@ -40,7 +40,8 @@ class Placer:
 
     def candidates(self, excluded: Collection[str]) -> dict[str, EngineSession]:
         """Engines that take new sequences, by tag."""
-        return {tag: one for tag, one in self.members.open_engines.items() if tag not in excluded}
+        every = self.members.by_tag
+        return {tag: one for tag, one in every.items() if one.takes_new and tag not in excluded}
 
     async def place(
         self,

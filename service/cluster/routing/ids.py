@@ -15,8 +15,7 @@ import re
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from service.cluster.membership.engine import TAG_DIGITS, EngineSession, in_time
@@ -136,21 +135,20 @@ class Ids:
 
     # new ids
 
-    @asynccontextmanager
-    async def making(self, tenant: Tenant, names: Iterable[str]) -> AsyncIterator[None]:
-        """A call makes sequences of these ids: other calls that make one of them wait for it. Where
-        the map does not have an id, it is unknown to all calls until then."""
+    async def hold(self, tenant: Tenant, names: Iterable[str]) -> list[Name]:
+        """A call makes sequences of these ids, until it releases what this returns: other calls
+        that make one of them wait for it. Where the map does not have an id, it is unknown to all
+        calls until then."""
         keys = [(tenant.namespace, name) for name in names]
-        while others := [self.held[key] for key in keys if key in self.held]:
-            await others[0].wait()
-        ended = asyncio.Event()
-        self.held |= dict.fromkeys(keys, ended)
-        try:
-            yield
-        finally:
-            for key in keys:
-                del self.held[key]
-            ended.set()
+        while not self.held.keys().isdisjoint(keys):
+            await next(self.held[key] for key in keys if key in self.held).wait()
+        self.held |= dict.fromkeys(keys, asyncio.Event())
+        return keys
+
+    def release(self, keys: Sequence[Name]) -> None:
+        """The call that made these ids is over."""
+        for key in keys:
+            self.held.pop(key).set()
 
     def is_only_made(self, name: str, tenant: Tenant) -> bool:
         """Whether a call makes this id, which the map does not have."""
@@ -161,10 +159,11 @@ class Ids:
         """The engine that a new sequence of an id is sent to: the one of the map, which knows
         whether it has the id still. Raises NotReady where that is not known, or cannot be called
         now."""
-        home = self.home(name, tenant)
+        tag = self.tag((tenant.namespace, name))
+        home = self.members.by_tag.get(tag)
         if home is None:
-            tag = self.tag((tenant.namespace, name))
-            self.members.check_reachable([tag] if tag else ())
+            if tag:
+                self.members.check_reachable([tag])
             self.members.check_known()
         return home
 
