@@ -13,7 +13,7 @@ from typing import Final
 
 from service.families import BY_NAMESPACE, Spec
 from service.processes.cells import Cells, Key, add_block
-from service.processes.slots import Slots, read_slots, size_of_slots
+from service.processes.slots import NamedSlots, read_slots, size_of_slots
 
 NAMED: Final = 64
 """Maximum number of namespaces with series of their own."""
@@ -47,7 +47,7 @@ class NamespaceCounts:
 
     def __init__(self, cells: Cells) -> None:
         block = cells.block(BLOCK, size_of_slots(NAMED + 1, len(SERIES)))
-        self._slots = Slots(block, len(SERIES))
+        self._slots = NamedSlots(block, len(SERIES))
         if OTHER not in self._slots.by_name:
             self._slots.claim(OTHER)
         self._hold(dict.fromkeys(self._slots.by_name, NONE_HELD))

@@ -20,7 +20,7 @@ def size_of_slots(count: int, width: int) -> int:
     return 1 + count * (NAME_WORDS + width)
 
 
-class Slots:
+class NamedSlots:
     """The writer's view of a block; a successor finds the names again."""
 
     def __init__(self, block: memoryview[float], width: int) -> None:

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from service.metrics import Metrics, series_of
 from service.namespace_counts import BLOCK, NAMED, OTHER, REQUESTS, SERIES, NamespaceCounts
 from service.processes.cells import Cells, make_shared
-from service.processes.slots import Slots, read_slots, size_of_slots
+from service.processes.slots import NamedSlots, read_slots, size_of_slots
 
 Found = dict[tuple[str, ...], float]
 
@@ -109,11 +109,11 @@ def test_a_change_that_was_cut_off_shows_nothing_and_its_successor_begins_again(
 ) -> None:
     width = len(SERIES)
     block = Cells().block(BLOCK, size_of_slots(2, width))
-    assert Slots(block, width).claim("a") is not None
+    assert NamedSlots(block, width).claim("a") is not None
     assert read_slots(block, width).keys() == {"a"}
     block[0] = version
     assert read_slots(block, width) == {}
-    successor = Slots(block, width)
+    successor = NamedSlots(block, width)
     assert successor.by_name == {}
     assert successor.claim("b") is not None and successor.claim("c") is not None
     assert successor.claim("d") is None, "there are two slots"
