@@ -45,7 +45,7 @@ PAIRS: Final = (
 SWAPPED: Final = {**dict(PAIRS), **{two: one for one, two in PAIRS}, ast.Mod: ast.FloorDiv}
 MUTED: Final = re.compile(r"\b(LOG|log|logger|warnings|metrics?)\b")  # reports: no behaviour
 STARTED: Final = re.compile(r"service\.(.*__main__|doors\..*\.server)$")  # by a service
-FAILED: Final = re.compile(r"^(?:FAILED|ERROR) (\S+?)(?: - .*)?$", re.MULTILINE)
+FAILED: Final = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +214,7 @@ class Copy:
         self.env["PYTHONPATH"] = os.pathsep.join(
             [*map(str, paths), os.environ.get("PYTHONPATH", "")]
         )
+        self.collected = dict[str, bool]()  # by test file
         self.unfit = set[str]()  # tests that fail here without a mutant
 
     def run(self, *command: str, limit_s: float) -> tuple[int | None, str]:
@@ -240,6 +241,12 @@ class Copy:
         for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
             compiled.unlink()
 
+    def is_collected(self, test: str) -> bool:
+        """Whether a file can be collected without a mutant."""
+        if test not in self.collected:
+            self.collected[test] = self.run("pytest", "-q", "--co", test, limit_s=120)[0] in (0, 5)
+        return self.collected[test]
+
     def failing(self, mutant: Mutant, tests: list[str]) -> str:
         """A test that fails with the mutant only."""
         marks = ("-m", "not long and not timing and not gpu", "--timeout", "60")
@@ -255,8 +262,14 @@ class Copy:
             names = FAILED.findall(output)
             if status in (0, 5) or (status is None and not names):
                 return ""
-            if not names:
-                return f"pytest ends with {status}"
+            if not names:  # what cannot be collected here, a package is missing for
+                missing = {one for one in tests if not self.is_collected(one)}
+                if not missing:
+                    return f"pytest ends with {status}"
+                tests = [one for one in tests if one not in missing]
+                if not tests:
+                    return ""
+                continue
             alone = ("pytest", "-q", "-n", "0", *(() if "::" in names[0] else ("--co",)), names[0])
             if self.run(*alone, limit_s=self.limit_s)[0] == 0:
                 return str(names[0])

@@ -297,6 +297,12 @@ def check_named(node: Node, books: NamedPages) -> None:
         raise IntegrityError(f"{where} is in state {name.state}, the books have another")
     if name.state != state or (name.place != OUT) != (state == CACHED):
         raise IntegrityError(f"{where} is in state {name.state}, place {name.place}, not {state}")
+    kept, due = books.retention, books.retention.ends.due(node)
+    ends = [one for one in (name.keep.priority_ends, name.keep.soft_ends) if one > kept.now]
+    if due > min(ends, default=FOREVER):
+        raise IntegrityError(f"{where} is kept until {min(ends)}, and looked at at {due}")
+    if state == CACHED and due > kept.now and name.rank != (rank := kept.rank(name)):
+        raise IntegrityError(f"{where} has rank {name.rank} among those to evict, not {rank}")
 
 
 def _is_live(child: object) -> bool:

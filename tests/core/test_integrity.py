@@ -13,7 +13,7 @@ from core_pool import TokenPool, int32
 from service.core import integrity
 from service.core.errors import CoreError, IntegrityError
 from service.core.keys import Prefix
-from service.core.nodes import Leaf, Name, Node
+from service.core.nodes import Leaf, Name, Node, Retention, named
 from service.core.plans.plan import explicit_levels
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec
@@ -108,6 +108,28 @@ def never_expires(pool: TokenPool) -> None:
     pool.tree.books.expiry.cancel(leaf(pool, "d"))
 
 
+def pinned_softly(pool: TokenPool) -> Node:
+    """The cached node of a deleted sequence, kept for five seconds."""
+    prefix = Prefix(np.arange(8, dtype=np.uint32))
+    pool.tree.commits.commit("a", prefix, Retention(soft_ends=5.0))
+    pool.tree.free(["a", "b", "c"])
+    return next(one for one in pool.tree.cache.named.nodes if one is not None)
+
+
+def never_unpinned(pool: TokenPool) -> None:
+    pool.tree.cache.named.retention.ends.cancel(pinned_softly(pool))
+
+
+def evicted_too_early(pool: TokenPool) -> None:
+    found = pinned_softly(pool)
+    name = named(found)
+    name.root.namespace.order.rank_again(found, name, 0)
+
+
+def key_material_of_no_page(pool: TokenPool) -> None:
+    pool.tree.cache.named.has_extra[9] = True
+
+
 DAMAGE: list[tuple[Callable[[TokenPool], None], str]] = [
     (other_page_in_table, "b with 3 pages of 4 differs from its parent after page 0"),
     (two_leaves_write_one_page, r"page \d+ has [02] holders and refcount 1 \(2 such pages\)"),
@@ -126,6 +148,9 @@ DAMAGE: list[tuple[Callable[[TokenPool], None], str]] = [
     (leaked_page, "has 0 holders and refcount 1"),
     (released_page, "has 1 holders and refcount 0"),
     (never_expires, "is looked at at inf, its life ends at"),
+    (key_material_of_no_page, "0 pages have key material beside their ids"),
+    (never_unpinned, r"is kept until \S+, and looked at at inf"),
+    (evicted_too_early, "has rank 0 among those to evict, not 1"),
     (page_free_twice, r"12 pages free \(11 distinct\) \+ 4 referenced != 16 in total"),
 ]
 

@@ -57,6 +57,25 @@ def test_a_fork_without_a_length_takes_the_least_over_layers(pool) -> None:
     assert pool.read("b", 0) == [0, 1, 2, 3, 4, 90]
 
 
+@pytest.mark.parametrize(
+    ("length", "is_right"), [(3, False), (4, True), (6, True), (7, True), (8, False)]
+)
+def test_a_cut_of_one_layer_ends_between_its_shared_pages_and_its_length(
+    pool, length: int, is_right: bool
+) -> None:
+    pool.start("a", range(7))
+    pool.fork("b", "a")
+    before = everything(pool.tree)
+    if is_right:
+        pool.tree.cut_layer("b", 1, length)
+        assert pool.tree.describe("b").lengths == (7, length)
+        assert (pool.read("b", 0), pool.read("b", 1)) == ([*range(7)], [*range(length)])
+        return
+    with pytest.raises(InvalidRequest, match=r"4 \(tokens in shared pages\) to 7"):
+        pool.tree.cut_layer("b", 1, length)
+    assert everything(pool.tree) == before
+
+
 def test_truncate_into_a_shared_page_needs_no_free_page_when_it_gives_one_up() -> None:
     pool = TokenPool(num_pages=3)
     pool.start("a", range(8))

@@ -88,3 +88,12 @@ def test_a_worker_that_is_closed_finishes_tasks_that_are_polled() -> None:
     assert worker.close(time.monotonic() + 30.0)
     assert worker.take_done()
     assert ended == ["polled"]
+
+
+def test_a_worker_with_a_task_that_does_not_end_is_closed_in_time() -> None:
+    gate = threading.Event()
+    worker = Worker("w", 2, lambda: None)
+    worker.add(lambda: partial(bool, gate.wait(30.0)))
+    assert not worker.close(time.monotonic() + 0.05)
+    gate.set()
+    assert worker.close(time.monotonic() + 30.0)

@@ -203,6 +203,9 @@ class Program:
         name = self.name()
         length = self.length(name)
         op = call("truncate", id=name, length=self.order.randint(0, length))
+        if not keeps and not self.in_cluster and self.order.random() < 0.2:
+            op.fields["layer"] = layer = self.layer()
+            op.fields["length"] = self.order.randint(0, len(self.at(name, layer)))
         if keeps:
             behind = range(op.fields["length"], length)
             op.fields["keep"] = [at for at in behind if self.order.random() < 0.5]

@@ -202,6 +202,9 @@ class EngineProcess:
             "imports": store.imports.count(None),
             "leases": store.tree.cache.num_leases,
             "work": self.engine.scheduler.is_busy,
+            "uses by steps": self.engine.scheduler.steps._users,
+            "loads": store.loading is not None and store.loading._by_id,
+            "sums of what is left behind": +store.ledger._totals,
         }
         check(not any(left.values()), "something is left:", left)
         check(not store.ledger._counts, "left behind:", store.ledger._counts)

@@ -200,6 +200,14 @@ class Step:
         made, rows = there[name]
         if op.name in CUTTING:
             length, keep = self.cut
+            if "layer" in op.fields:
+                at = op.fields["layer"]
+                if length > len(rows[at]):
+                    return ("invalid_request",)
+                every = list(rows)
+                every[at] = rows[at][:length]
+                there[name] = Held(made, tuple(every))
+                return ("ok", there[name].rows)
             if max([length, *(at + 1 for at in keep)]) > min(map(len, rows)):
                 return ("invalid_request",)
             rows = tuple((*some[:length], *(some[at] for at in keep)) for some in rows)

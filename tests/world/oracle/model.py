@@ -260,6 +260,8 @@ class Model:
             case "invalid_request" if op.name == "set_namespace":
                 others = sum(one.reserved for one in self.spaces.values() if one is not space)
                 return bool(others + op.fields["reserved_pages"] > self.geometry.num_pages)
+            case "invalid_request" if op.name == "truncate" and "layer" in op.fields:
+                return True  # not within shared pages
             case "invalid_request" | "length_mismatch":
                 wrong = [step.apply(dict(space.held), 0) for step in op.steps]
                 return any(code in one or "unknown_sequence" in one for one in wrong)
