@@ -9,12 +9,13 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import select
 import selectors
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from config.settings import Settings
@@ -31,19 +32,28 @@ from service.road.engine_end.inbox import Inbox, close_copy
 from service.supervisor import ENGINE, GRACE_S
 
 LOG: Final = logging.getLogger("attnd.engine")
-PAUSE_S: Final = 30e-6
-"""Where the loop would poll without a pause, which takes the interpreter from its caller's thread.
-"""
+AWAITED_S: Final = 30e-6
+PAUSE_S: Final = 500e-6
+"""Longest pauses between two looks where the loop would poll without any: while its own session
+waits for it, and else, when polling would take the interpreter from the session's thread."""
+MAX_FD: Final = 1024
+"""Of `select`, the only call that waits for less than a millisecond."""
 LIVING: Final[weakref.WeakSet[EmbeddedEngine]] = weakref.WeakSet()
 
 
 class PausingSelector(selectors.DefaultSelector):
-    """Pauses before a second look where a poll found nothing."""
+    """Where a poll finds nothing, pauses until something comes or it is time for another look."""
+
+    is_awaited: Callable[[], bool] = staticmethod(lambda: True)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         ready = super().select(timeout)
         if not ready and timeout == 0:
-            time.sleep(PAUSE_S)
+            pause_s = AWAITED_S if self.is_awaited() else PAUSE_S
+            if (fd := self.fileno()) < MAX_FD:
+                select.select((fd,), (), (), pause_s)
+            else:
+                time.sleep(pause_s)
             ready = super().select(0)
         return ready
 
@@ -64,6 +74,7 @@ class EmbeddedEngine:
         self.error: BaseException | None = None
         """What ended it, or why it could not start."""
         self.doors = None if serve_port is None else Doors(self.settings)
+        self.selector = PausingSelector()
         self._inbox = Inbox()
         self._engine: Engine | None = None
         self._pid = os.getpid()
@@ -105,7 +116,7 @@ class EmbeddedEngine:
                     Metrics(ENGINE, None if doors is None else doors.metrics),
                     "" if doors is None else doors.secret,
                     None if doors is None else doors.road,
-                    selector=PausingSelector(),
+                    selector=self.selector,
                 )
                 self._is_settled.set()
                 engine.run()

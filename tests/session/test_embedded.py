@@ -21,6 +21,8 @@ import pytest
 from attnd import Client, DeviceLost, EngineFailed, NotReady, Session, Unauthorized
 from attnd.torch import EmbeddedSession, TorchSession
 
+from service.embedded import engine as embedded_engine
+from service.embedded.engine import PausingSelector
 from service.keys import line_of, new_key
 from service.road.engine_end.inbox import Inbox
 from tests.harness.processes import is_alive, start
@@ -424,3 +426,18 @@ def test_an_inbox_passes_connections_on_and_ends_those_that_wait() -> None:
         assert waiting.recv(1) == b""
     with pytest.raises(OSError):
         inbox.connect()
+
+
+def test_a_pause_of_the_loop_ends_when_something_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded_engine, "PAUSE_S", 60.0)
+    reading, writing = os.pipe()
+    with PausingSelector() as selector:
+        selector.is_awaited = lambda: False
+        selector.register(reading, 1)
+        threading.Timer(0.01, os.write, (writing, b"x")).start()
+        assert [key.fd for key, _ in selector.select(0)] == [reading]
+        os.read(reading, 1)
+        selector.is_awaited = lambda: True
+        assert selector.select(0) == []
+    for fd in (reading, writing):
+        os.close(fd)

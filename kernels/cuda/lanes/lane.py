@@ -63,12 +63,11 @@ class Arena:
     """Device memory that a session's process maps: an allocation outside CuPy's pool, freed with
     its last holder.
 
-    Its IPC handle, in `access`, shows nothing else. `owner` is the last one that it was given to.
+    Its IPC handle shows nothing else. `owner` is the last one that it was given to.
     """
 
     memory: Any
     size: int
-    access: dict[str, Any]
     owner: Owner | None = None
 
     @property
@@ -142,12 +141,12 @@ class CudaLane:
         self._runs: deque[tuple[CudaRun, Any]] = deque()
         """Steps that may not be over, each with the graph that it runs."""
 
-    def use(self, arena: Arena, owner: Owner) -> None:
+    def use(self, arena: Arena, owner: Owner, access: dict[str, Any]) -> None:
         """Take an arena into use for `owner`, who must not see what others left in it."""
         if arena is not self.arena:
             self._flags.clear()
             self._graphs.clear()
-        self.arena, self.access = arena, arena.access
+        self.arena, self.access = arena, access
         self.address, self.arena_bytes = arena.address, arena.size
         arena.owner = owner
         self._last = None

@@ -22,7 +22,7 @@ from kernels.cuda.device.devices import relax_captures
 from kernels.cuda.lanes.flags import has_mps, uuid_of
 from kernels.cuda.lanes.lane import Arena, CudaLane, Shared, scale
 from kernels.cuda.lanes.memory import SIDES
-from kernels.cuda.lanes.pool import BlockPool
+from kernels.cuda.lanes.pool import install_pool
 from kernels.errors import DeviceLost, NoMemory
 from kernels.lanes.lane import Lane, NoRoom, Owner, address_of
 
@@ -68,7 +68,7 @@ class CudaLanes:
             aside = cupy.cuda.Stream(non_blocking=True, priority=-1)
             with backend.transfers.compute:
                 self._load_kernels()
-            BlockPool(lambda: not self._is_busy).install()
+            install_pool(lambda: not self._is_busy)
             backend.transfers.reserve()
         backend.library.before_load = self._check_load
         self._shared = Shared(
@@ -103,10 +103,10 @@ class CudaLanes:
                 "the hardware queues)"
             )
         size = max(GRANULE, -(-arena_bytes // GRANULE) * GRANULE)
-        found = self._again(size, owner) or self._make(size, owner)
+        found = self._again(size, owner) or self._make(size)
         lane = self._lane(found)
         self._free.remove(found)
-        lane.use(found, owner)
+        lane.use(found, owner, self._access(found, owner))
         return lane
 
     def close(self, lane: Lane) -> None:
@@ -170,8 +170,15 @@ class CudaLanes:
         ]
         return min(fit, key=lambda one: one.size, default=None)
 
-    def _make(self, size: int, owner: Owner) -> Arena:
+    def _access(self, arena: Arena, owner: Owner) -> dict[str, Any]:
         """A caller in this process gets the arena's address, others a handle to map it with."""
+        access = {"kind": "cuda", "uuid": self._uuid, "mps": has_mps(self._device)}
+        if owner.pid == os.getpid():
+            return access | {"address": arena.address}
+        with self._guarded():
+            return access | {"handle": runtime.ipcGetMemHandle(arena.address).hex()}
+
+    def _make(self, size: int) -> Arena:
         with self._guarded():
             self._drop(size)
             taken = self._taken
@@ -186,12 +193,7 @@ class CudaLanes:
                 if error.status != OUT_OF_MEMORY:
                     raise
                 raise no_memory(size) from error
-            access = {"kind": "cuda", "uuid": self._uuid, "mps": has_mps(self._device)}
-            if owner.pid == os.getpid():
-                access["address"] = memory.ptr
-            else:
-                access["handle"] = runtime.ipcGetMemHandle(memory.ptr).hex()
-        arena = Arena(memory, size, access)
+        arena = Arena(memory, size)
         self._arenas.append(arena)
         self._free.append(arena)
         return arena

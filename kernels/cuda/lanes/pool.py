@@ -15,8 +15,8 @@ OUT_OF_MEMORY: Final = 2
 """`cudaErrorMemoryAllocation`."""
 
 
-class BlockPool:
-    """A pool that frees its blocks for a new one only while `may_wait()`.
+class NewBlock:
+    """Allocates the blocks of a pool that frees its blocks for a new one only while `may_wait()`.
 
     To free a block the driver waits for all streams. Where one waits for its caller, that could
     take until the caller's deadline, and the engine would do nothing meanwhile. The allocation
@@ -25,17 +25,8 @@ class BlockPool:
 
     def __init__(self, may_wait: Callable[[], bool]) -> None:
         self._may_wait = may_wait
-        self._pool = cupy.cuda.MemoryPool(self._new_block)
 
-    def install(self) -> None:
-        """Become the allocator of all that CuPy allocates from now on; in a thread beside others,
-        of all that it allocates there."""
-        if threading.current_thread() is threading.main_thread():
-            cupy.cuda.set_allocator(self._pool.malloc)
-        else:
-            cupy.cuda.memory._set_thread_local_allocator(self._pool.malloc)
-
-    def _new_block(self, size: int) -> Any:
+    def __call__(self, size: int) -> Any:
         try:
             return cupy.cuda.MemoryPointer(cupy.cuda.Memory(size), 0)
         except runtime.CUDARuntimeError as error:
@@ -45,3 +36,13 @@ class BlockPool:
                 f"the device has no {size} bytes left, and no block can be freed while steps are "
                 "open: try again, or lower pool.memory_fraction"
             ) from error
+
+
+def install_pool(may_wait: Callable[[], bool]) -> None:
+    """Have CuPy allocate all from now on from a pool of such blocks; in a thread beside others, all
+    that this thread allocates. The pool ends with the thread."""
+    pool = cupy.cuda.MemoryPool(NewBlock(may_wait))
+    if threading.current_thread() is threading.main_thread():
+        cupy.cuda.set_allocator(pool.malloc)
+    else:
+        cupy.cuda.memory._set_thread_local_allocator(pool.malloc)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ from kernels.cuda.lanes import memory as memory_module
 from kernels.cuda.lanes import pool as pool_module
 from kernels.cuda.lanes.lane import CudaLane, Laid, ends_with
 from kernels.cuda.lanes.lanes import CudaLanes, most_lanes
-from kernels.cuda.lanes.pool import BlockPool
+from kernels.cuda.lanes.pool import NewBlock
 from kernels.errors import NoMemory
 from kernels.lanes.lane import NoRoom, Owner, StepWork
 
@@ -324,6 +325,19 @@ def test_a_third_step_on_a_lane_is_refused(
     lane.begin(WORK)
 
 
+def test_a_caller_in_this_process_gets_an_arenas_address_also_if_another_had_it(
+    device: FakeDevice, living: set[int]
+) -> None:
+    lanes = lanes_of(device)
+    before = opened(lanes, owner(1))
+    assert "address" not in before.access
+    lanes.close(before)
+    living.discard(1)
+    after = opened(lanes, owner(os.getpid()))
+    assert (after.address, "handle" in after.access) == (after.access["address"], False)
+    assert lanes.arena_at(after.address) is after.arena.memory  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("busy", [False, True])
 def test_blocks_are_not_freed_while_a_stream_waits_for_its_caller(
     device: FakeDevice, monkeypatch: pytest.MonkeyPatch, busy: bool
@@ -337,9 +351,9 @@ def test_blocks_are_not_freed_while_a_stream_waits_for_its_caller(
     device.cupy.cuda.MemoryPointer = lambda memory, offset: memory
     fake = SimpleNamespace(memGetInfo=lambda: (7, 9), CUDARuntimeError=type(full))
     monkeypatch.setattr(pool_module, "runtime", fake)
-    pool = BlockPool(lambda: not busy)
+    allocate = NewBlock(lambda: not busy)
     with pytest.raises(NoMemory if busy else type(full)) as caught:
-        pool._new_block(100)
+        allocate(100)
     if busy:
         assert "try again" in str(caught.value)
 

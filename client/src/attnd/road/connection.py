@@ -86,6 +86,11 @@ class Connection:
         """Whether the session is open and belongs to this process (not to the parent of a fork)."""
         return not self.broken and self.pid == os.getpid()
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a thread waits for a reply."""
+        return self._reading.locked()
+
     # Calls.
 
     def announce(self, number: int, namespace: str, scopes: list[str], ends: float) -> None:

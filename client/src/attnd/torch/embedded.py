@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from copy import copy
+from functools import partial
 from importlib import import_module
 from typing import Any, Final, Self, TypeVar
 
@@ -17,6 +18,7 @@ import torch
 from attnd.calls.call import Call
 from attnd.errors import ConnectionFailed, DeviceLost, EngineFailed
 from attnd.road.greeting import Dial
+from attnd.session import Road
 from attnd.steps.lane import Lane
 from attnd.steps.stepper import Stepper
 from attnd.torch import driver
@@ -81,6 +83,7 @@ class EmbeddedSession(TorchSession):
                 timeout=timeout, api_key=api_key, device=backend.device, arena_bytes=arena_bytes
             )
             weakref.finalize(self._road, made.close)
+            made.selector.is_awaited = partial(is_awaited, weakref.ref(self._road))
         except BaseException:
             made.close()
             raise
@@ -161,6 +164,12 @@ class EmbeddedSession(TorchSession):
                 f"the engine is in process {self._pid}, this is a fork of it: give this one a "
                 "TorchSession at serve_port"
             )
+
+
+def is_awaited(road: weakref.ref[Road]) -> bool:
+    """Whether the session's thread waits for the engine, and so leaves it the interpreter."""
+    found = road()
+    return found is not None and found.connection is not None and found.connection.is_awaited
 
 
 def check_engine(engine: Any) -> None:
