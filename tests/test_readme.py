@@ -239,6 +239,8 @@ def test_line_references_point_at_the_definitions_that_they_name() -> None:
 
 
 TUTORIALS: Final = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+MOST_LINES: Final = 55
+"""Maximum lines of the scheduler in place of a block manager's."""
 TENANTS: Final = {
     "SEARCH_KEY": ("search", ("read", "append")),
     "MAIL_KEY": ("mail", ("read", "append")),
@@ -267,3 +269,10 @@ def test_a_tutorial_prints_the_output_in_its_text(
             here = here.replace("Session(port=8080)", f"Session({server.socket!r})")
             exec(compile(here, page.name, "exec"), names)
     assert capsys.readouterr().out == "".join(blocks("text", text))
+
+
+def test_the_scheduler_without_a_block_manager_is_short() -> None:
+    page = ROOT / "docs" / "tutorials" / "from-a-block-manager.md"
+    scheduler = blocks("python", page.read_text(encoding="utf-8"))[0]
+    assert "class Scheduler" in scheduler
+    assert sum(bool(line.strip()) for line in scheduler.splitlines()) <= MOST_LINES

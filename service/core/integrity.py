@@ -260,6 +260,8 @@ def check_leaf(leaf: Leaf, books: SequenceBooks, page_size: int) -> None:
         raise IntegrityError(f"{where} has lengths {lengths.tolist()}")
     if leaf.reserve.size > max(0, -(-leaf.reserved_len // page_size) - pages):
         raise IntegrityError(f"{where} reserves {leaf.reserve.size} for {leaf.reserved_len} tokens")
+    if leaf.chain is not None and leaf.chain.known > lengths.max():
+        raise IntegrityError(f"{where} knows {leaf.chain.known} ids of {lengths.tolist()} tokens")
     above = 0 if leaf.parent is None else leaf.parent.end
     if leaf.start != above or leaf.start * page_size > lengths.min():
         raise IntegrityError(

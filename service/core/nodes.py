@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.core.errors import IntegrityError, InvalidRequest
-from service.core.keys import root_key
+from service.core.keys import Extra, root_key
 from service.core.page_table import NO_PAGES, PageTable
 from service.core.timers import Timers
 
@@ -102,6 +102,19 @@ class Node:
 
 
 @dataclass(slots=True, eq=False)
+class Chain:
+    """How the pages of a sequence get their names by themselves: the ids of its first `known`
+    tokens are known. `extra` is key material beside the ids, by page. `is_stuck`: an equal page
+    is cached, or its name contradicts, so that this one and those behind it stay without names.
+    """
+
+    cache_salt: str
+    extra: Extra | None
+    known: int = 0
+    is_stuck: bool = False
+
+
+@dataclass(slots=True, eq=False)
 class Leaf:
     """The private end of one sequence's path: the only part that is written.
 
@@ -109,6 +122,7 @@ class Leaf:
     (in the books) are valid. Pages from `start` on are the leaf's own. `index` is the sequence's
     column in the books; `origin` the id it was forked from; `owner` the namespace its pages count
     for. `reserve` are its pages behind the table, for growth to `reserved_len` tokens.
+    `chain` None: its pages get names by commits only.
     """
 
     id: str
@@ -120,6 +134,7 @@ class Leaf:
     table: PageTable
     reserve: Int32 = field(default_factory=NO_PAGES.copy)
     reserved_len: int = 0
+    chain: Chain | None = None
 
 
 def named(node: Node) -> Name:

@@ -6,6 +6,7 @@ An operation that raises has changed nothing: each method checks first, then cha
 from __future__ import annotations
 
 from collections.abc import Generator, Hashable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from service.core.pool.links import Links
 from service.core.pool.named_pages import NamedPages
 from service.core.prefix.cache import PrefixCache
 from service.core.prefix.commits import Commits
+from service.core.prefix.naming import PageNaming
 from service.core.sequences.books import Ids, SequenceBooks, first_lengths
 from service.core.sequences.cuts import Cuts
 from service.core.values import (
@@ -49,7 +51,8 @@ class PrefixTree:
 
     Not thread-safe: one thread owns it. The planner and the integrity check read `allocator`,
     `books` and the leaves' links. `budget` allocates pages within quotas, `cache` finds committed
-    pages, `commits` names the pages of sequences, `cuts` cuts sequences, many at once.
+    pages, `commits` names the pages of sequences, `naming` those whose ids are known,
+    by itself, `cuts` cuts sequences, many at once.
     """
 
     def __init__(self, num_pages: int, page_size: int, num_layers: int) -> None:
@@ -70,7 +73,8 @@ class PrefixTree:
         self.budget = Budget(self.allocator, named, self.links)
         self.cache = PrefixCache(self.links, self.budget)
         self.commits = Commits(self.books, self.links, self.budget)
-        self.cuts = Cuts(self.books, self.budget, self.links, page_size)
+        self.naming = PageNaming(self.books, named, self.commits)
+        self.cuts = Cuts(self.books, self.budget, self.links, self.naming, page_size)
 
     def create(self, new: Sequence[NewSpec]) -> RowCopies:
         """Create sequences; all or none.
@@ -117,6 +121,7 @@ class PrefixTree:
         """
         leaves = self.books.leaves(self.books.look_up_distinct(ids).indices)
         for leaf in leaves:
+            self.naming.due.pop(leaf, None)
             self.cuts.lower_reserve(leaf, 0)
             self.cuts.drop_pages(leaf, leaf.start)
             self.links.detach(leaf, leaf.parent)
@@ -134,6 +139,8 @@ class PrefixTree:
             rule = f"{shared} (tokens in shared pages) to {longest} (the layer's length)"
             raise InvalidRequest("length", length, rule)
         self.books.lengths[layer, leaf.index] = length
+        if leaf.chain is not None:
+            leaf.chain.known = min(leaf.chain.known, length)
         longest = int(self.books.lengths[:, leaf.index].max())
         self.cuts.drop_pages(leaf, -(-longest // self.page_size))
         self.books.renew(leaf)
@@ -238,6 +245,8 @@ class PrefixTree:
                     f"{leaf.start} pages are shared"
                 )
         books.lengths[np.ix_(layers, index)] = extension.before
+        if extension.known is not None:
+            self.naming.undo(extension.leaves, extension.known)
         for leaf, count in zip(extension.grown, extension.num_new_pages.tolist(), strict=True):
             self.cuts.drop_pages(leaf, int(books.num_pages[leaf.index]) - count)
             # The next extension can reach the same length on other pages.
@@ -277,11 +286,17 @@ class PrefixTree:
 
     def describe(self, name: str) -> SequenceView:
         """The view of one sequence. Raises `UnknownSequence`."""
-        return self.books.view(self.books.leaf(name), self.page_size)
+        return self._view(self.books.leaf(name))
 
     def list(self, after: str | None, limit: int) -> Views:
         """Up to `limit` sequences in order of id, after `after` (None: from the first)."""
-        return [self.books.view(leaf, self.page_size) for leaf in self.books.after(after, limit)]
+        return [self._view(leaf) for leaf in self.books.after(after, limit)]
+
+    def _view(self, leaf: Leaf) -> SequenceView:
+        known, committed = self.naming.known(leaf), self.naming.num_named(leaf) * self.page_size
+        return replace(
+            self.books.view(leaf, self.page_size), known_len=known, committed_len=committed
+        )
 
     def tick(self, now: float) -> None:
         """Advance the time to `now` seconds: leases, priorities and soft pins expire."""
@@ -329,6 +344,8 @@ class PrefixTree:
         owner = self.budget.namespace(spec.namespace)
         leaf = self.books.add(spec, owner, length, table)
         self.links.attach(leaf, node)
+        if parent is not None and parent.chain is not None:
+            self.naming.fork(parent, leaf, length)
 
     def _add_cached(self, spec: NewSpec, prefix: Prefix) -> None:
         """Add a sequence with the longest cached beginning of `prefix`."""
@@ -337,7 +354,9 @@ class PrefixTree:
         table = PageTable.of(found.table(), self.books.blocks)
         owner = self.budget.namespace(spec.namespace)
         length = found.num_pages * self.page_size
-        self.links.attach(self.books.add(spec, owner, length, table), node)
+        leaf = self.books.add(spec, owner, length, table)
+        self.links.attach(leaf, node)
+        self.naming.begin(leaf, prefix, found.num_pages)
 
     def _grow(self, grown: Indices, missing: Int32) -> None:
         """Give each leaf of the columns `grown` the fresh pages that it is `missing`."""

@@ -64,7 +64,8 @@ class Extension:
     order. `lengths` int32 [B]: kv_len afterwards. For the undo: the `leaves` and their lengths
     `before`; the leaves that got pages (`grown`), how many each got (`num_new_pages`), and how many
     each has now (`num_pages`); and `others`, more layers with the same lengths: all layers share
-    one page table, so the slots and pages are theirs, too.
+    one page table, so the slots and pages are theirs, too. `known`: numbers of tokens with known
+    ids before, where the call brought ids.
     """
 
     slots: Int32
@@ -76,6 +77,7 @@ class Extension:
     num_new_pages: Int32
     num_pages: Int32
     others: Indices | None = None
+    known: list[int] | None = None
 
     @property
     def num_stored(self) -> int:
@@ -90,7 +92,8 @@ class SequenceView:
     `pages` is the size of its page table and `last_page_len` the tokens in the last page, at the
     longest layer. `parent` is the id of the sequence it was forked from, which may be deleted.
     `ttl_s`: idle seconds before deletion (None: never). `reserved_len`: the length up to which
-    pages are kept for it (0: none).
+    pages are kept for it (0: none). `known_len` tokens have known ids, `committed_len` are in
+    named pages.
     """
 
     id: str
@@ -101,3 +104,5 @@ class SequenceView:
     parent: str | None
     ttl_s: float | None = None
     reserved_len: int = 0
+    known_len: int = 0
+    committed_len: int = 0

@@ -24,6 +24,7 @@ from service.operations.schema.fields import (
     Scale,
     check_batch,
     check_ids,
+    check_ids_given,
     check_indptr,
     check_layer,
     check_mask_length,
@@ -34,7 +35,7 @@ from service.operations.schema.fields import (
     refuse,
 )
 from service.operations.schema.spec import Operation
-from service.operations.schema.tensors import MASKS, pair, query, row, sinks, state
+from service.operations.schema.tensors import MASKS, ROW_IDS, pair, query, row, sinks, state
 
 MAX_LEVELS: Final = 16
 
@@ -67,6 +68,7 @@ class PagedFields(ExpectingFields, WindowFields):
         """Rules that decode and prefill share."""
         check_layer(self.layer, info)
         check_batch(self)
+        check_ids_given(self, entries, entries["q"].shape[0], len(self.sequences))
         missing = [name for name in ("k", "v") if name not in entries]
         if len(missing) == 1:
             refuse(f"tensors.{missing[0]}", None, "k and v are given together or not at all")
@@ -174,7 +176,7 @@ DECODE: Final = operation(
     description="k and v, if given, are appended first; all or none. KV that forked sequences "
     "share is read once if `cascade` allows.",
     fields=DecodeFields,
-    takes=(query("B"), *pair("B", "to append first", optional=True), sinks()),
+    takes=(query("B"), *pair("B", "to append first", optional=True), sinks(), ROW_IDS),
     gives=state(),
     scope="read",
     appended_with="k",
@@ -188,7 +190,7 @@ PREFILL: Final = operation(
     description="k and v, if given, are appended first, by the same qo_indptr. A mask covers the "
     "whole kv_len, appended rows included, and applies in addition to causal and window_left.",
     fields=PrefillFields,
-    takes=(query(), *pair("n", "to append first", optional=True), *MASKS, sinks()),
+    takes=(query(), *pair("n", "to append first", optional=True), *MASKS, sinks(), ROW_IDS),
     gives=state(),
     scope="read",
     appended_with="k",

@@ -23,6 +23,7 @@ from service.operations.schema.fields import (
     LseBase,
     check_batch,
     check_ids,
+    check_ids_given,
     check_indptr,
     check_layer,
     int32,
@@ -31,7 +32,7 @@ from service.operations.schema.fields import (
     refuse,
 )
 from service.operations.schema.spec import Operation, TensorSpec
-from service.operations.schema.tensors import pair, row, sinks
+from service.operations.schema.tensors import ROW_IDS, pair, row, sinks
 
 
 class AppendFields(ExpectingFields):
@@ -79,6 +80,7 @@ class AppendFields(ExpectingFields):
         batch = len(self.sequences)
         rows = entries["k"].shape[0 if self.layers is None else 1]
         check_indptr("append_indptr", self.indptr(rows), rows, batch)
+        check_ids_given(self, entries, rows, batch)
 
 
 class GatherFields(BatchFields):
@@ -115,7 +117,7 @@ APPEND: Final = operation(
     "executed twice. `layers` instead of `layer` appends at many layers, with k and v "
     "`[L, n, Hkv, D]`.",
     fields=AppendFields,
-    takes=pair("n", "to append", ragged=("L", "n", "Hkv", "D")),
+    takes=(*pair("n", "to append", ragged=("L", "n", "Hkv", "D")), ROW_IDS),
     scope="append",
     answer_text="The lengths after the append.",
     example={"layer": 0, "sequences": ["chat-1"], "tensors": row("k", 1) | row("v", 1)},

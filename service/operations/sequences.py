@@ -10,7 +10,6 @@ from attnd.wire.bounds import MAX_BATCH, MAX_DELETED, MAX_KEPT, MAX_NEW
 from pydantic import Field
 
 from service.operations.schema.fields import (
-    BatchFields,
     Count,
     Counts,
     Entries,
@@ -18,8 +17,11 @@ from service.operations.schema.fields import (
     Ids,
     Indptr,
     InfoAnswer,
+    NamingFields,
     SequenceId,
+    TokenId,
     check_ids,
+    check_ids_given,
     check_indptr,
     check_layer,
     check_one_each,
@@ -133,16 +135,18 @@ class TruncateFields(Fields):
     reserve: Count | None = None
     """Lowers the sequence's reserve to at most that number of tokens behind its new length; 0
     releases it. Absent: it stays, and tokens that are cut can be written again."""
+    token_ids: Annotated[list[TokenId], Field(max_length=MAX_KEPT, fail_fast=True)] | None = None
+    """Ids of the tokens that it has then, from `known_len` on, but at most from `length` on."""
 
     def check(self, entries: Entries, info: InfoAnswer) -> None:
         if self.layer is not None:
             check_layer(self.layer, info)
-            for name in ("keep", "reserve"):
+            for name in ("keep", "reserve", "token_ids"):
                 if getattr(self, name) is not None:
                     refuse(name, "given", "goes with a cut of every layer: leave layer out")
 
 
-class TruncateSequencesFields(BatchFields):
+class TruncateSequencesFields(NamingFields):
     sequences: Annotated[Ids, Field(max_length=MAX_BATCH)]
     """Sequences to truncate; all or none."""
     lengths: Annotated[Counts, Field(min_length=1)]
@@ -159,6 +163,9 @@ class TruncateSequencesFields(BatchFields):
         check_ids(self.sequences)
         batch = len(self.sequences)
         check_one_each("lengths", self.lengths, batch)
+        check_ids_given(self, {}, len(self.keep or ()), batch)
+        if self.token_ids is not None and self.ids_indptr is None:
+            refuse("ids_indptr", None, "must be given with token_ids")
         if self.keep is None:
             if self.keep_indptr is not None:
                 refuse("keep_indptr", "given", "goes with keep: leave it out")

@@ -18,8 +18,11 @@ from service.operations.schema.fields import (
     Indptr,
     InfoAnswer,
     Int32,
+    NamingFields,
     Offsets,
+    TokenIds,
     check_ids,
+    check_ids_given,
     check_indptr,
     check_one_each,
     int32,
@@ -72,6 +75,13 @@ class StepFields(ScoringFields):
     window_left: Window | Annotated[list[Window], Field(min_length=1, fail_fast=True)] = -1
     """Window size as in decode: one for all layers, or one for each of `layers`."""
     cascade: Literal["auto", "always", "never"] = "auto"
+    token_ids: TokenIds | None = None
+    """Ids of tokens, as in decode."""
+    ids_indptr: Indptr | None = None
+    """int32 [B+1], as in decode."""
+
+    ids_array = NamingFields.ids_array
+    ids_indptr_array = NamingFields.ids_indptr_array
 
     @cached_property
     def ids(self) -> tuple[str, ...]:
@@ -126,6 +136,7 @@ class StepFields(ScoringFields):
             refuse("qo_indptr", self.qo_indptr, "must be given for prefill, and only there")
         if self.qo_indptr is not None:
             check_indptr("qo_indptr", self.qo_indptr_array, self.rows, len(self.ids))
+        check_ids_given(self, entries, self.rows, len(self.ids))
 
 
 STEP: Final = Operation(

@@ -26,9 +26,9 @@ from service.operations.schema.spec import Operation, prepare
 from service.operations.table import BY_NAME, OPERATIONS
 
 TENSORS = {
-    "append": ({"k", "v"}, set()),
-    "decode": ({"q", "k", "v", "sinks"}, {"o", "lse"}),
-    "prefill": ({"q", "k", "v", "mask", "packed_mask", "sinks"}, {"o", "lse"}),
+    "append": ({"k", "v", "token_ids"}, set()),
+    "decode": ({"q", "k", "v", "sinks", "token_ids"}, {"o", "lse"}),
+    "prefill": ({"q", "k", "v", "mask", "packed_mask", "sinks", "token_ids"}, {"o", "lse"}),
     "ragged_prefill": ({"q", "k", "v", "mask", "packed_mask", "sinks"}, {"o", "lse"}),
     "cascade": ({"q", "sinks"}, {"o", "lse", "o.{i}", "lse.{i}"}),
     "merge": ({"o", "lse", "sinks"}, {"o", "lse"}),
@@ -105,7 +105,7 @@ def test_parameters_of_the_path_are_not_in_the_body() -> None:
     (parameter,) = operation_object(BY_NAME["truncate"])["parameters"]
     assert (parameter["name"], parameter["in"], parameter["required"]) == ("id", "path", True)
     body = schemas()["TruncateFields"]
-    assert set(body["properties"]) == {"length", "keep", "layer", "reserve"}
+    assert set(body["properties"]) == {"length", "keep", "layer", "reserve", "token_ids"}
     assert body["required"] == ["length"]
 
 

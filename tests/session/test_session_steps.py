@@ -12,7 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attnd import InvalidRequest, NewSequence, NotSupported, OutOfPages, Session
+from attnd import (
+    InvalidRequest,
+    KeyMismatch,
+    NewSequence,
+    NotSupported,
+    OutOfPages,
+    Prefix,
+    Session,
+)
 
 from tests.session.stepping import HEADS, LAYERS, Served, serve
 
@@ -242,3 +250,40 @@ def test_a_forked_process_has_steps_of_its_own_and_leaves_its_parents(
             step.attend(layer)
     step.wait()
     assert [session.get_sequence(name).length for name in ("a", "b")] == [2, 1]
+
+
+def test_pages_of_a_session_get_names_by_token_ids_in_every_call(session: Session) -> None:
+    """The prompt by steps and calls, then drafts of which a truncation accepts some."""
+    size, layers = session.info().page_size, range(session.info().num_layers)
+    prompt = [*range(100, 100 + 2 * size)]
+    session.create_sequences([NewSequence(name, prefix=Prefix([])) for name in ("a", "b")])
+    slots = session.slots(3 * size, HEADS)
+
+    def step(counts: list[int], token_ids: Any) -> Any:
+        indptr = [0, *np.cumsum(counts).tolist()]
+        with session.step(["a", "b"], slots, qo_indptr=indptr, token_ids=token_ids) as step:
+            for layer in layers:
+                step.attend(layer)
+        step.wait()
+        return step
+
+    made = step([size + 1, 1], [*prompt[: size + 1], 7])
+    assert (made.known_len, made.committed_len) == ((size + 1, 1), (0, 0))
+    made = step([size, 2], [prompt[size + 1 : 2 * size], [8]])
+    assert (made.known_len, made.committed_len) == ((2 * size, 2), (size, 0))
+    assert session.match_prefix(Prefix(prompt), lease_s=0).matched_len == 2 * size
+    shape = (len(layers), 2, KV_HEADS, DIM)
+    k = np.zeros(shape, np.float32)
+    added = session.append([*layers], ["a", "b"], k, k, token_ids=[[1, 2], [9, 10]])
+    assert (added.known_len, added.committed_len) == ((2 * size + 2, 4), (2 * size, 0))
+    kept = session.truncate("b", 2, keep=[3], token_ids=[10])
+    assert (kept.length, kept.known_len) == (3, 3)
+    (cut,) = session.truncate_sequences(["a"], [2 * size], token_ids=[[]])
+    assert (cut.known_len, cut.committed_len) == (2 * size, 2 * size)
+    q = np.zeros((2, HEADS, DIM), np.float32)
+    with pytest.raises(KeyMismatch, match="id 10, not 11"):
+        session.decode(0, ["a", "b"], q, token_ids=[prompt[-1], 11])
+    found = session.decode(0, ["a", "b"], q, token_ids=[prompt[-1], 10])
+    assert (found.known_len, found.committed_len) == ((2 * size, 3), (2 * size, 0))
+    session.delete_sequences(prefix="")
+    session.clear()

@@ -53,7 +53,7 @@ class Program:
                 continue
             order = self.order
             together = not self.in_cluster and order.random() < 0.4
-            together = together and name not in ("commit", "commit_many", "rest")
+            together = together and name not in ("commit", "commit_many", "named", "rest")
             if not together and self.tasks:
                 await asyncio.wait(self.tasks)
             task = asyncio.create_task(self.statement(name))
@@ -305,9 +305,9 @@ class Program:
         while (yield call("drain_engine", name="engine", stop=True)) is None:
             yield 0.1
 
-    def step(self) -> Op:
+    def step(self, names: list[str] | None = None) -> Op:
         """A token of each sequence at every layer, or none, on the session's lane."""
-        names, layers = self.some(), list(range(NUM_LAYERS))
+        names, layers = names or self.some(), list(range(NUM_LAYERS))
         fits = all(len(self.at(name, 0)) < MAX_ROWS for name in names)
         rows = [self.behind(name, 0, 1) for name in names] if fits else []
         fields: dict[str, Any] = {"layers": layers, "sequences": names, "append": bool(rows)}
@@ -420,6 +420,54 @@ class Program:
         if (yield Op("commit", fields)) is not None:
             self.prompts = [*self.prompts[-3:], list(rows)]
 
+    def named(self) -> Steps:
+        """Rows of a sequence with a chain of keys, whose ids come with a layer's rows, or when some
+        of them are accepted; pages get their names by themselves."""
+        name, draw = self.order.choice(self.own), self.order.random
+        if name not in self.space.held:
+            yield self.creation({"id": name, "prefix": {"token_ids": []}})
+        if (answer := (yield call("get_sequence", id=name))) is None:
+            return
+        known, (rows, *others) = answer[0]["known_len"], self.every(name)
+        is_level = {rows} == {*others} and self.rows.is_chain(rows) and known <= len(rows)
+        has_chain = known > 0 or not rows
+        if not is_level or not has_chain or not self.is_certain(name):
+            return
+        new = self.behind(name, 0, self.order.randint(1, 5))
+        ids = {"token_ids": [self.rows.tokens[row] for row in (*rows[known:], *new)]}
+        accepts, is_step = draw() < 0.3, draw() < 0.3
+        if is_step and (op := self.step([name])).rows:
+            new = op.rows[0]
+            ids["token_ids"] = [self.rows.tokens[row] for row in (*rows[known:], *new)]
+            op.fields |= {} if accepts else ids
+            every = [op]
+        else:
+            every = [self.written(name, layer, new) for layer in self.order.sample(range(2), 2)]
+            every[self.order.randrange(2)].fields.update({} if accepts else ids)
+        for op in every:
+            if (yield op) is None:
+                return
+        if accepts:
+            kept = [at for at in range(len(new)) if draw() < 0.6]
+            chain = self.rows.is_chain([*rows, *(new[at] for at in kept)])
+            ids["token_ids"][len(rows) - known :] = [self.rows.tokens[new[at]] for at in kept]
+            keep = [len(rows) + at for at in kept]
+            more = {"token_ids": ids["token_ids"]} if chain else {}
+            yield call("truncate", id=name, length=len(rows), keep=keep, **more)
+        self.prompts = [*self.prompts[-3:], list(self.at(name, 0))]
+        if draw() < 0.5:
+            yield call("get_sequence", id=name)
+
+    def written(self, name: str, layer: int, rows: list[int]) -> Op:
+        """Rows of a sequence at one layer: appended, or attended as well."""
+        ends = [0, len(rows)]
+        if self.order.random() < 0.5:
+            q = self.queries(len(rows))
+            return self.attending("prefill", layer, [name], q, [rows], causal=True, qo_indptr=ends)
+        k, v = self.rows.content(rows, layer)
+        fields = {"sequences": [name], "append_indptr": ends, "layer": layer}
+        return Op("append", fields, {"k": k, "v": v}, [rows])
+
     def commit_many(self) -> Steps:
         """Several sequences, all or none: now and then one has pages of other names already."""
         level = [one for one in self.own if len({*self.every(one)}) == 1 and self.at(one, 0)]
@@ -513,6 +561,7 @@ STATEMENTS: Final[dict[str, tuple[int, int, Callable[[Program], Step | Steps]]]]
     "from_prefix": (4, 3, Program.from_prefix),
     "match": (5, 1, Program.match),
     "commit_many": (4, 0, Program.commit_many),
+    "named": (6, 0, Program.named),
     "cut_many": (2, 0, Program.cut_many),
     "prefetch": (2, 0, lambda p: p.match("prefetch")),
     "get_import": (1, 0, lambda p: call("get_import", id=p.name())),

@@ -15,7 +15,7 @@ from service.operations.schema.fields import Int32, check_mask_length
 Arrays = dict[str, Array]
 Int64 = NDArray[np.int64]
 INDPTRS: Final = ("qo_indptr", "append_indptr", "keep_indptr", "names_indptr")
-BY_ROW: Final = ("keep", "token_ids", "page_keys")
+BY_ROW: Final = ("keep", "page_keys")
 """Lists with an entry for each row that an indptr counts."""
 WHOLE: Final = ("sinks",)
 """Tensors that every piece gets."""
@@ -94,10 +94,19 @@ def piece_of(given: dict[str, Any], arrays: Arrays, group: Sequence[int], sums: 
     for name in BY_ROW:
         if given.get(name) is not None:
             fields[name] = [given[name][at] for at in rows]
+    arrays = dict(arrays)
+    own = given.get("ids_indptr")
+    ids_sums = sums if own is None else np.array(own, np.int32)
+    ids = np.concatenate([np.arange(*ids_sums[at : at + 2], dtype=np.int32) for at in group])
+    if own is not None:
+        fields["ids_indptr"] = [0, *np.cumsum(np.diff(ids_sums)[list(group)]).tolist()]
+    if given.get("token_ids") is not None:
+        fields["token_ids"] = [given["token_ids"][at] for at in ids]
+    named = {"token_ids": arrays.pop("token_ids")[ids]} if "token_ids" in arrays else {}
     # with `layers` the rows are the second axis
     every = (slice(None), rows) if given.get("layers") is not None else rows
     parts = {name: one if name in WHOLE else one[every] for name, one in arrays.items()}
-    return Piece(tuple(group), rows, fields, parts)
+    return Piece(tuple(group), rows, fields, parts | named)
 
 
 def join(
@@ -147,6 +156,8 @@ def in_order(pieces: Sequence[Piece], values: Sequence[list[Any]]) -> list[Any]:
 JOINED: Final[dict[str, Callable[[Sequence[Piece], Sequence[Any]], Any]]] = {
     "lengths": in_order,
     "sequences": in_order,
+    "known_len": in_order,
+    "committed_len": in_order,
     "committed_lens": in_order,
     "num_pages": in_order,
     "last_keys": in_order,

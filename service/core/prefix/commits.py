@@ -69,6 +69,24 @@ class Commits:
         more = 2 * len(plans)  # a commit may split one node of a path, and add one
         return [self._commit(leaf, prefix, stop, keep, more) for leaf, prefix, stop in plans]
 
+    def name_own(self, leaf: Leaf, prefix: Prefix, stop: int) -> bool:
+        """Name a sequence's pages behind the skipped ones, all of which have names, up to page
+        `stop`; its page table stays as it is. False where the first is cached, or its name
+        contradicts."""
+        above, names = None, self._named
+        if prefix.skipped:
+            above = names.nodes[names.node_of[leaf.table.page(prefix.skipped - 1)]]
+        root = leaf.owner.root(prefix.cache_salt) if above is None else named(above).root
+        if root.cache_salt != prefix.cache_salt:
+            return False
+        found = walk(names, root, above, prefix, stop)
+        if found.num_pages > prefix.skipped:
+            return False
+        try:
+            return self._commit_rest(leaf, root, found, prefix, prefix.skipped, stop, DEFAULT)
+        except KeyMismatch:
+            return False
+
     def _check(self, leaf: Leaf, prefix: Prefix, stop: int) -> None:
         """Raise the errors of `_commit` without changing anything."""
         path = self._named_path(leaf, prefix)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
 from service.core.errors import InvalidRequest
+from service.core.keys import TokenIds
 from service.core.nodes import Leaf, check_depth, owner_of
 from service.core.page_table import NO_PAGES
 from service.core.pool.budget import Budget
@@ -49,6 +51,18 @@ class Cut:
         return self.length + self.keep.size
 
 
+class ChainKeeper(Protocol):
+    """The known ids of sequences' tokens."""
+
+    def kept(self, leaf: Leaf, length: int, keep: Int32) -> TokenIds:
+        """Those that a cut moves or copies."""
+        ...
+
+    def cut(self, leaf: Leaf, length: int, kept: TokenIds) -> None:
+        """The cut is done."""
+        ...
+
+
 class Cuts:
     """Cuts sequences of a tree, whose books, links and pages it shares.
 
@@ -56,10 +70,18 @@ class Cuts:
     (`copies`), then `finish` updates the books, which may free the pages that were read.
     """
 
-    def __init__(self, books: SequenceBooks, budget: Budget, links: Links, page_size: int) -> None:
+    def __init__(
+        self,
+        books: SequenceBooks,
+        budget: Budget,
+        links: Links,
+        chains: ChainKeeper,
+        page_size: int,
+    ) -> None:
         self._books = books
         self._budget = budget
         self._links = links
+        self._chains = chains
         self._page_size = page_size
 
     def prepare(
@@ -152,6 +174,9 @@ class Cuts:
         """Cut every layer."""
         for cut in cuts:
             leaf, length = cut.leaf, cut.length_after
+            kept = None
+            if leaf.chain is not None:
+                kept = self._chains.kept(leaf, cut.length, cut.keep)
             self._forget(cut)
             if cut.is_shared:
                 self._leave_shared(cut)
@@ -159,6 +184,8 @@ class Cuts:
                 self.drop_pages(leaf, -(-length // self._page_size))
             self._books.lengths[:, leaf.index] = length
             self._books.renew(leaf)
+            if kept is not None:
+                self._chains.cut(leaf, cut.length // self._page_size * self._page_size, kept)
 
     def _planned(self, leaf: Leaf, length: int, keep: Int32) -> tuple[Cut, int]:
         """A cut without its fresh pages, and how many it needs.

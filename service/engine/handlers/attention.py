@@ -15,8 +15,10 @@ from attnd.wire.images import Shaped
 from kernels.backend import Attend, AttentionState, Int32, Mask, Scoring
 from kernels.masks import mask_row_offsets, packbits
 from kernels.tensor import Array, host_array
+from service.core.nodes import Leaf
 from service.engine.handlers.rows import write_slices
 from service.engine.handlers.slices import cut_attend, paced_spans, row_keys, shared_keys
+from service.engine.handlers.token_ids import has_ids, learn, lens_text, room
 from service.engine.store.plan_cache import Planned
 from service.engine.store.store import Store, write_cost
 from service.engine.work.request import AnswerLayout, Request, answer_bytes
@@ -71,11 +73,17 @@ def attend(store: Store, request: Request, seconds: Seconds) -> Work:
     request.place.require_bytes(facts.answer_bytes)
     sinks = copied_sinks(tensors["sinks"]) if "sinks" in tensors else None
     batch = store.look_up(request)
-    extension, writing = None, False
-    if "k" in tensors:
+    extension, writing, is_naming = None, False, has_ids(request)
+    if is_naming and "k" not in tensors:
+        none = np.zeros(qo_indptr.size - 1, np.int32)
+        extension = store.extend(fields.layer, batch, none, fields.offset_array, seconds)
+        learn(store, request, extension, qo_indptr)
+    elif "k" in tensors:
         rows = (tensors["k"], tensors["v"])
         added = np.diff(qo_indptr)
         extension = store.extend(fields.layer, batch, added, fields.offset_array, seconds)
+        if is_naming:
+            learn(store, request, extension, qo_indptr)
         writing = store.pace.is_long("append", write_cost(rows))
         if not writing:
             store.write(extension, rows, seconds)  # read before the attention behind it is done
@@ -93,7 +101,10 @@ def attend(store: Store, request: Request, seconds: Seconds) -> Work:
             store, request, planned, facts.kind
         )
         seconds.plan += time.monotonic() - started
-        laid = request.place.lay_out(plan.answer)
+        if is_naming and extension is not None:
+            laid = lay_reporting(store, request, planned, extension.leaves)
+        else:
+            laid = request.place.lay_out(plan.answer)
     except BaseException:
         store.undo(extension)
         raise
@@ -116,12 +127,25 @@ def attend(store: Store, request: Request, seconds: Seconds) -> Work:
     return SlicedWork(slices(), partial(store.undo, extension), counts=counts)
 
 
+def lay_reporting(
+    store: Store, request: Request, planned: Planned, leaves: Sequence[Leaf]
+) -> dict[str, Array]:
+    """The answer to a call with token ids; what is known of them then is filled in at the end."""
+    place, start = request.place, answer_text(request.fields.lse_base, planned)[:-1]
+
+    def text() -> str:
+        return start + lens_text(store, leaves) + "}"
+
+    request.report = lambda: place.lay_again(text())
+    return place.lay_text(text(), state_shapes(request.tensors["q"]))
+
+
 def query_facts(request: Request) -> QueryFacts:
     """Made once for a request that repeats."""
     fields, q = request.fields, request.tensors["q"]
     options = (fields.sm_scale, fields.logits_soft_cap, fields.window_left, fields.lse_base)
-    room = answer_bytes(TEXT_BYTES, state_shapes(q))
-    facts = request.known["query"] = QueryFacts(room, (q.shape, q.dtype, options))
+    needed = answer_bytes(TEXT_BYTES + room(request), state_shapes(q))
+    facts = request.known["query"] = QueryFacts(needed, (q.shape, q.dtype, options))
     return facts
 
 

@@ -19,6 +19,7 @@ from service.core.plans.ragged import token_slots
 from service.core.sequences.books import Batch
 from service.core.values import Extension
 from service.engine.handlers.slices import even_spans, paced_spans
+from service.engine.handlers.token_ids import has_ids, learn, lens_of, room
 from service.engine.store.store import Store, write_cost
 from service.engine.work.request import Request
 from service.engine.work.work import (
@@ -47,18 +48,32 @@ PAGING: Final = "request fewer sequences, or a part of each with start and stop"
 def append(store: Store, request: Request, seconds: Seconds) -> Work:
     fields, rows = request.fields, (request.tensors["k"], request.tensors["v"])
     ids, layers = fields.ids, fields.layers
-    request.place.require(64 + NUMBER_BYTES * len(ids))
+    request.place.require(64 + NUMBER_BYTES * len(ids) + room(request))
     counts = np.diff(fields.indptr(rows[0].shape[0 if layers is None else 1]))
     batch = store.look_up(request)
     if layers is not None:
         return append_layers(store, request, batch, counts, seconds)
     extension = store.extend(fields.layer, batch, counts, fields.offset_array, seconds)
-    request.place.lay({"lengths": extension.lengths.tolist()})
+    lay_lengths(store, request, extension, counts)
     counted = Counts(appended=extension.num_stored)
     if store.pace.is_long("append", write_cost(rows)):
         slices = write_slices(store, extension, rows)
         return SlicedWork(slices, partial(store.undo, extension), counts=counted)
     return Completed(extension, (store.write(extension, rows, seconds),), counted)
+
+
+def lay_lengths(store: Store, request: Request, extension: Extension, counts: Int32) -> None:
+    """The answer to an append; the ids that it brings are learned first."""
+    lengths = {"lengths": extension.lengths.tolist()}
+    request.place.lay(lengths)
+    if has_ids(request):
+        learn(store, request, extension, prefix_sums(counts))
+        place, leaves = request.place, extension.leaves
+
+        def report() -> None:
+            place.lay(lengths | lens_of(store, leaves))
+
+        request.report = report
 
 
 def append_layers(
@@ -69,7 +84,7 @@ def append_layers(
     started = time.monotonic()
     every = store.tree.extend_layers(fields.layers, batch, counts, fields.offset_array)
     seconds.plan += time.monotonic() - started
-    request.place.lay({"lengths": every.lengths.tolist()})
+    lay_lengths(store, request, every, counts)
     counted = Counts(appended=every.num_stored * len(fields.layers))
     parts = [(layer, k, v) for layer, k, v in zip(fields.layers, *rows, strict=True)]
 

@@ -39,7 +39,7 @@ NAMED_AT_ONCE: Final = 4096
 """Token ids or keys of prefixes looked up between two reads of the clock, likewise."""
 EVICTED_AT_ONCE: Final = 256
 """Pages evicted for a reserve between two reads of the clock: up to a millisecond or two."""
-VIEW_BYTES: Final = 448
+VIEW_BYTES: Final = 512
 """Room for one sequence in an answer, beside its ids and lengths."""
 LONGEST_ID: Final = 128
 
@@ -263,6 +263,8 @@ def sequence_fields(view: SequenceView, tenant: Tenant) -> Fields:
         "parent": None if view.parent is None else tenant.shown(view.parent),
         "ttl_s": view.ttl_s,
         "reserved_len": view.reserved_len,
+        "known_len": view.known_len,
+        "committed_len": view.committed_len,
     }
 
 

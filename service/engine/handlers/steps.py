@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 from attnd.wire.dtypes import DTYPES
 
 from kernels.backend import Attend, Scoring
@@ -16,6 +17,7 @@ from kernels.tensor import host_array
 from service.core.sequences.books import Batch
 from service.core.values import Extension
 from service.engine.handlers.attention import LOG2_E, attend_slices, counts_of, paged_cost
+from service.engine.handlers.token_ids import has_ids, learn, lens_of
 from service.engine.store.plan_cache import Planned
 from service.engine.store.store import Store
 from service.engine.work.request import Request
@@ -47,7 +49,10 @@ def step(store: Store, request: Request, seconds: Seconds) -> OpenedStep:
         return OpenedStep(run, lambda: None, where.lane, where.send_done)
     batch = store.tree.books.look_up(fields.ids)
     extension = extend(store, fields, batch)
-
+    report: dict[str, list[int]] = {}
+    if has_ids(request) and extension is not None:
+        learn(store, request, extension, fields.qo_indptr_array)
+        report = lens_of(store, extension.leaves)
     try:
         planned = store.plans.sequences(
             batch,
@@ -56,27 +61,30 @@ def step(store: Store, request: Request, seconds: Seconds) -> OpenedStep:
             fields.causal and fields.op == "prefill",
             fields.cascade,
         )
-        slots = None if extension is None else extension.slots
+        slots = extension.slots if extension is not None and fields.append else None
         work = step_work(fields, planned, slots, store.geometry.head_dim)
         run = where.lane.begin(replace(work, attend=partial(attend_in_pieces, store, planned)))
     except BaseException:
         store.undo(extension)
         raise
     seconds.plan += time.monotonic() - started
-    where.send_opened({"levels": planned.num_levels, "cascade": planned.is_cascade})
+    where.send_opened({"levels": planned.num_levels, "cascade": planned.is_cascade} | report)
     return OpenedStep(
         run,
         partial(store.undo, extension),
         where.lane,
         where.send_done,
         counts_of_step(store, fields, planned, extension),
+        rows=extension,
     )
 
 
 def extend(store: Store, fields: StepFields, batch: Batch) -> Extension | None:
-    """Reserve pages for the new tokens at every layer; None where there are none."""
-    if fields.append:
-        return store.tree.extend_layers(fields.layers, batch, fields.counts, fields.offset_array)
+    """Reserve pages for the new tokens at every layer; None where there are neither tokens nor
+    ids."""
+    if fields.append or fields.token_ids is not None:
+        counts = fields.counts if fields.append else np.zeros_like(fields.counts)
+        return store.tree.extend_layers(fields.layers, batch, counts, fields.offset_array)
     store.tree.check_level(fields.layers, batch)
     if fields.offset_array is not None:
         store.tree.check_lengths(batch, fields.layers[0], fields.offset_array)

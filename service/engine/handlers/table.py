@@ -19,6 +19,7 @@ from service.engine.handlers import (
     truncate,
 )
 from service.engine.handlers.prefix import ANSWER_BYTES
+from service.engine.handlers.token_ids import has_ids
 from service.engine.store.store import Store
 from service.engine.work.request import Request
 from service.engine.work.work import Answer, Seconds
@@ -36,8 +37,8 @@ def one_id(request: Request) -> Iterable[str]:
 
 
 def appended_ids(request: Request) -> Iterable[str]:
-    """Attention writes to its sequences when the request has k and v."""
-    return ids_of(request) if "k" in request.tensors else ()
+    """Attention changes its sequences when the request has k and v, or token ids."""
+    return ids_of(request) if "k" in request.tensors or has_ids(request) else ()
 
 
 def level_ids(request: Request) -> Iterable[str]:

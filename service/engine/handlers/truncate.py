@@ -6,6 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Final
@@ -15,8 +16,10 @@ from attnd.wire.bounds import MAX_DELETED
 
 from kernels.backend import NUMPY_DTYPES, Done
 from kernels.errors import NoMemory
+from service.core.keys import TokenIds
+from service.core.page_table import NO_PAGES
 from service.core.sequences.cuts import Cut
-from service.core.values import RowCopies
+from service.core.values import Int32, RowCopies
 from service.engine.handlers.sequences import (
     LONGEST_ID,
     VIEW_BYTES,
@@ -62,9 +65,11 @@ def truncate(store: Store, request: Request, _: Seconds) -> Work:
         store.tree.cut_layer(name, layer, fields.length)
         answer()
         return Completed()
-    keep = np.array(fields.keep or (), np.int32)
+    keep, ids = np.array(fields.keep or (), np.int32), np.array(fields.token_ids or (), np.uint32)
     cuts = store.tree.cuts.prepare((name,), (fields.length,), (keep,))
-    return cut(store, cuts, partial(finished, store, (name,), fields.reserve, answer))
+    ends = Ends((name,), [fields.length], [keep], [ids], fields.reserve)
+    request.report = answer if fields.token_ids else None
+    return cut(store, cuts, ends, answer)
 
 
 def truncate_sequences(store: Store, request: Request, _: Seconds) -> Work:
@@ -81,22 +86,50 @@ def truncate_sequences(store: Store, request: Request, _: Seconds) -> Work:
         request.place.lay({"sequences": views})
 
     cuts = store.tree.cuts.prepare(ids, fields.lengths, keeps, batch=True)
-    return cut(store, cuts, partial(finished, store, ids, fields.reserve, answer))
+    named = [] if fields.ids_array is None else np.split(fields.ids_array, fields.ids_indptr[1:-1])
+    ends = Ends(ids, fields.lengths, keeps or [NO_PAGES] * len(ids), named, fields.reserve)
+    request.report = answer if fields.token_ids else None
+    return cut(store, cuts, ends, answer)
 
 
-def finished(
-    store: Store, ids: Sequence[str], reserve: int | None, answer: Callable[[], None]
-) -> None:
-    """Lower the reserves of sequences that are cut, where that was asked for, and answer."""
-    if reserve is not None:
-        for name in ids:
-            store.tree.cuts.lower_reserve(store.tree.books.leaf(name), reserve)
-    answer()
+@dataclass(frozen=True, slots=True, eq=False)
+class Ends:
+    """How sequences are after a cut: `names` are the ids of tokens from `lengths` on, or before,
+    where they are not known; none: no more ids. `reserve`: tokens of each (None: unchanged)."""
+
+    ids: Sequence[str]
+    lengths: Sequence[int]
+    keeps: Sequence[Int32]
+    names: Sequence[TokenIds]
+    reserve: int | None
+
+    def check(self, store: Store) -> None:
+        """Raises `InvalidRequest` and `KeyMismatch` for the names, before the cut."""
+        for at, ids in enumerate(self.names):
+            if ids.size:
+                leaf = store.tree.books.leaf(self.ids[at])
+                store.tree.naming.check_cut(leaf, self.lengths[at], self.keeps[at], ids)
+
+    def apply(self, store: Store) -> None:
+        leaves = [store.tree.books.leaf(name) for name in self.ids]
+        if any(ids.size for ids in self.names):
+            sums = np.cumsum([0, *(ids.size for ids in self.names)], dtype=np.int32)
+            before = np.array(self.lengths, np.int32)
+            ends = before + np.array([keep.size for keep in self.keeps], np.int32)
+            store.tree.naming.learn(leaves, before, ends, np.concatenate(self.names), sums)
+        if self.reserve is not None:
+            for leaf in leaves:
+                store.tree.cuts.lower_reserve(leaf, self.reserve)
 
 
-def cut(store: Store, cuts: Sequence[Cut], answer: Callable[[], None]) -> Work:
+def cut(store: Store, cuts: Sequence[Cut], ends: Ends, answer: Callable[[], None]) -> Work:
     """Carry out prepared cuts. Rows are copied and move first, while their pages are still
     referenced."""
+    try:
+        ends.check(store)
+    except BaseException:
+        store.tree.cuts.release(cuts)
+        raise
     sources, targets = store.tree.cuts.moves(cuts)
     copies = store.tree.cuts.copies(cuts)
     if not sources.size:
@@ -106,6 +139,7 @@ def cut(store: Store, cuts: Sequence[Cut], answer: Callable[[], None]) -> Work:
             store.tree.cuts.release(cuts)
             raise
         store.tree.cuts.finish(cuts)
+        ends.apply(store)
         answer()
         return Completed()
     begun, failing_since = False, math.inf
@@ -141,6 +175,7 @@ def cut(store: Store, cuts: Sequence[Cut], answer: Callable[[], None]) -> Work:
             while todo:
                 yield Slice(partial(move, todo), "move", cost)
         store.tree.cuts.finish(cuts)
+        ends.apply(store)
         answer()
 
     def undo() -> None:

@@ -190,6 +190,7 @@ class Engine:
             scheduler.run_layers()  # of steps in host memory
             if scheduler.steps.count or scheduler.steps.num_aborted:
                 scheduler.steps.advance()  # through their layers
+            scheduler.name_pages()  # that are complete
             scheduler.launches.reply()
             if self._lanes.by_session:
                 self._lanes.serve()  # device arenas, to sessions

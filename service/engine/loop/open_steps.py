@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kernels.lanes.lane import Lane, Lanes
+from service.core.values import Extension
 from service.engine.handlers.table import HANDLERS
 from service.engine.loop.job import Job
 from service.engine.loop.long_work import unwanted
@@ -125,6 +126,11 @@ class OpenSteps:
             return
         if not had_ready:
             self._ready.append(job.request.tenant.namespace, work.lane)
+
+    @property
+    def extensions(self) -> list[Extension | None]:
+        """The rows of all open steps, which may yet be undone."""
+        return [work.rows for steps in self._by_lane.values() for _, work in steps.jobs]
 
     @property
     def num_ready(self) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kernels.lanes.lane import Lanes
+from service.core.nodes import Leaf
 from service.core.pool.budget import NO_LIMIT, EvictionPaused
 from service.engine.handlers.table import HANDLERS, sharing_of
 from service.engine.loop.job import Job, refusal_of
@@ -38,6 +39,10 @@ EVICTED_A_TURN: Final = 1024
 LEAST_ROUND_S: Final = 1e-3
 LOOKS_PER_ROUND: Final = 4
 """Factor by which a round may be longer where many jobs wait for locked sequences."""
+NAMING_S: Final = 1e-3
+"""Longest time for naming pages before a reply, and in a round."""
+LONGEST: Final = 2**31
+"""More tokens than a sequence has."""
 NOTED_S: Final = 1e-3
 """Shortest time that is reported to the watchdog."""
 
@@ -76,6 +81,8 @@ class Scheduler:
         self.launches = Launches(store, metrics, self._begin, self._answer, self._charge)
         self.long_work = LongWork(store, metrics, self._end, self._charge)
         self.steps = OpenSteps(lanes, self._end, self._charge)
+        self._unnamed: dict[Leaf, None] = {}
+        """Sequences that may have pages to name now."""
 
     @property
     def is_busy(self) -> bool:
@@ -86,6 +93,7 @@ class Scheduler:
             or self.launches.group
             or self.long_work.count
             or self.steps.count
+            or self._unnamed
         )
 
     def cancel(self, job: Job) -> None:
@@ -273,9 +281,42 @@ class Scheduler:
 
     def _answer(self, job: Job) -> None:
         if job.error is None:
+            if self._store.tree.naming.due:
+                started = time.monotonic()
+                self._find_unnamed(job)
+                self.name_pages()
+                self._charge(job, time.monotonic() - started)
+            if job.request.report is not None:
+                job.request.report()
             self._reply(job)
         else:
             self._refuse(job, job.error)
+
+    def _find_unnamed(self, job: Job) -> None:
+        """Rows of a job's sequences are stored for good: their pages may be named now."""
+        books, due = self._store.tree.books, self._store.tree.naming.due
+        for name in HANDLERS[job.request.operation.name].writes(job.request):
+            if name in books and (leaf := books.leaf(name)) in due:
+                self._unnamed[leaf] = None
+
+    def name_pages(self) -> None:
+        """Name pages whose rows are stored, for a fraction of a slice; the next round continues.
+        Rows that may yet be undone, and all behind them, do not count."""
+        if not self._unnamed:
+            return
+        ends, naming = time.monotonic() + NAMING_S, self._store.tree.naming
+        stored: dict[Leaf, int] = {}
+        for rows in (*(job.extension for job in self.launches.jobs), *self.steps.extensions):
+            if rows is not None:
+                for leaf, before in zip(rows.leaves, rows.before.tolist(), strict=True):
+                    stored[leaf] = min(before, stored.get(leaf, before))
+        for leaf in list(self._unnamed):
+            if leaf.id in self._locks:
+                continue
+            if not naming.name(leaf, stored.get(leaf, LONGEST)):
+                del self._unnamed[leaf]
+            if time.monotonic() > ends:
+                return
 
     def _refuse(self, job: Job, error: Exception) -> None:
         started = time.monotonic()

@@ -62,8 +62,8 @@ class SessionLanes:
             tenant.require(STEP.scope, STEP.name)
             fields = validate(StepFields, load_json(description, "the step's description"))
             fields.check({}, info)
-            if fields.append and fields.op != "echo":
-                tenant.require("append", "a step that appends")
+            if fields.op != "echo" and (fields.append or fields.token_ids is not None):
+                tenant.require("append", "a step that appends or names tokens")
             fields.put_before_ids(tenant.prefix)
             return fields
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -88,6 +88,15 @@ class AnswerPlace:
         """As `lay`, with the fields as JSON."""
         return self.lay_out(AnswerLayout.of(text, shapes))
 
+    def lay_again(self, text: str) -> None:
+        """Write other fields, as long as those laid last, before the same tensors."""
+        if self.image is None or self.layout is None:
+            raise RuntimeError("nothing is laid: this is a bug")
+        head = header(RESPONSE, text, self.layout.tensors)
+        if len(head) != len(self.layout.head):
+            raise RuntimeError("fields of another length: this is a bug")
+        self.image[: len(head)] = head
+
     def lay_out(self, layout: AnswerLayout) -> dict[str, Array]:
         """As `lay`, with the header made already."""
         head, end = layout.head, layout.size
@@ -132,3 +141,5 @@ class Request:
     known: dict[str, Any] = field(default_factory=dict)
     step: Any = None
     """A step's lane: `StepPlace`."""
+    report: Callable[[], None] | None = None
+    """Completes the answer once nothing can be undone any more: what is known of token ids."""

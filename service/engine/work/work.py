@@ -145,6 +145,8 @@ class OpenedStep:
     layer_done: Callable[[int], None]
     counts: Counts = NOTHING
     extension: None = None
+    rows: Extension | None = None
+    """What its `undo` takes back."""
 
 
 Work = Completed | SharedAttention | SoloLaunch | SlicedWork | OpenedStep

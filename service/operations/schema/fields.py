@@ -11,7 +11,7 @@ from functools import cache, cached_property
 from typing import Annotated, Any, Final, Literal, NoReturn, get_args
 
 import numpy as np
-from attnd.wire.bounds import MAX_SEQUENCES
+from attnd.wire.bounds import MAX_NAMES, MAX_SEQUENCES
 from attnd.wire.dtypes import Array
 from attnd.wire.images import Entry
 from numpy.typing import NDArray
@@ -63,6 +63,8 @@ Counts = Annotated[list[Count], Field(fail_fast=True)]
 Indptr = Annotated[Counts, Field(min_length=2)]
 """Prefix sums over at least one sequence."""
 Offsets = Annotated[Counts, Field(min_length=1)]
+TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+TokenIds = Annotated[list[TokenId], Field(max_length=MAX_NAMES, fail_fast=True)]
 LseBase = Literal["e", "2"]
 Scale = Annotated[float, Field(ge=SCALE_SMALLEST, le=SCALE_LARGEST)]
 Cap = Annotated[float, Field(ge=0.0, le=SCALE_LARGEST), AfterValidator(check_cap)]
@@ -160,7 +162,27 @@ class BatchFields(Fields):
         return tuple(self.sequences)
 
 
-class ExpectingFields(BatchFields):
+class NamingFields(BatchFields):
+    """Fields of an operation that may name the tokens of its sequences."""
+
+    token_ids: TokenIds | None = None
+    """Ids of tokens of sequences that were made with a prefix, or of their forks: one for each row
+    of the request. A page is committed by itself once its ids are known and its rows are stored at
+    every layer."""
+    ids_indptr: Indptr | None = None
+    """int32 [B+1]: sequence b has the ids `ids_indptr[b]:ids_indptr[b+1]`, from its `known_len` on,
+    but at most from the first row of the request on. Optional for one sequence."""
+
+    @cached_property
+    def ids_array(self) -> NDArray[np.uint32] | None:
+        return None if self.token_ids is None else np.array(self.token_ids, np.uint32)
+
+    @cached_property
+    def ids_indptr_array(self) -> Int32 | None:
+        return None if self.ids_indptr is None else int32(self.ids_indptr)
+
+
+class ExpectingFields(NamingFields):
     """Fields of an operation on a batch in an expected state."""
 
     offsets: Offsets | None = None
@@ -272,6 +294,29 @@ def check_batch(fields: BatchFields) -> None:
     """Ids are distinct, with one offset each."""
     check_ids(fields.sequences)
     check_one_each("offsets", getattr(fields, "offsets", None), len(fields.sequences))
+
+
+def check_ids_given(fields: Any, entries: Entries, rows: int, batch: int) -> None:
+    """Check the number of token ids in a field or a tensor: one for each of `rows`, or as
+    `ids_indptr` says."""
+    given = fields.token_ids
+    if "token_ids" in entries:
+        if given is not None:
+            refuse("token_ids", "given", "is also given as a tensor: omit the field")
+        count = entries["token_ids"].shape[0]
+        if count > MAX_NAMES:
+            refuse("token_ids", f"{count} items", f"at most {MAX_NAMES} in a call")
+    elif given is None:
+        if fields.ids_indptr is not None:
+            refuse("ids_indptr", "given", "goes with token_ids: leave it out")
+        return
+    else:
+        count = len(given)
+    if fields.ids_indptr is not None:
+        check_indptr("ids_indptr", fields.ids_indptr_array, count, batch)
+    elif count != rows and batch > 1:
+        rule = f"must be {rows}, one for each row, or say with ids_indptr whose they are"
+        refuse("token_ids", f"{count} ids", rule)
 
 
 def check_sinks(sinks: Array) -> None:

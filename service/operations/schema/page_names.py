@@ -11,7 +11,7 @@ from attnd.wire.bounds import MAX_NAMES
 from numpy.typing import NDArray
 from pydantic import Field
 
-from service.operations.schema.fields import Count, Entries, Fields, InfoAnswer, refuse
+from service.operations.schema.fields import Count, Entries, Fields, InfoAnswer, TokenId, refuse
 from service.operations.schema.spec import TensorSpec
 
 UInt32 = NDArray[np.uint32]
@@ -27,7 +27,6 @@ MAX_EXTRA_BYTES: Final = 32
 EXTRA_PATTERN: Final = rf"^([0-9a-f]{{2}}){{1,{MAX_EXTRA_BYTES}}}$"
 
 PageKey = Annotated[str, Field(pattern=KEY_PATTERN, examples=["0f" * 16])]
-TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 CacheSalt = Annotated[str, Field(pattern=SALT_PATTERN)]
 Seconds = Annotated[float, Field(gt=0.0, le=365 * 86400.0)]
 

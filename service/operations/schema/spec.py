@@ -162,8 +162,10 @@ def prepare(
     entries = {entry.name: entry for entry in layout.entries}
     check_tensors(operation.takes, entries, fields.sizes(info), fields.is_ragged())
     fields.check(entries, info)
-    if operation.appended_with in entries:
-        tenant.require("append", f"{operation.name} with {operation.appended_with}")
+    names = "token_ids" in entries or getattr(fields, "token_ids", None) is not None
+    if operation.appended_with and (names or operation.appended_with in entries):
+        with_what = operation.appended_with if operation.appended_with in entries else "token_ids"
+        tenant.require("append", f"{operation.name} with {with_what}")
     fields.put_before_ids(tenant.prefix)
     return Prepared(operation, fields, Layout({}, layout.entries))
 

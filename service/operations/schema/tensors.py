@@ -57,6 +57,11 @@ MASKS: Final = (
 )
 
 
+ROW_IDS: Final = TensorSpec(
+    "token_ids", ("U32",), ("t",), "token ids, instead of the field", optional=True
+)
+
+
 def sinks(heads: str = "Hq") -> TensorSpec:
     """One sink for each head."""
     words = "logit of each head that enters the softmax's denominator only, natural; -inf: none"

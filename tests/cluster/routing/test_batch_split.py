@@ -47,10 +47,26 @@ def test_rows_of_many_layers_go_with_their_sequences() -> None:
         layers=[0, 1], sequences=["a", "b", "c", "d"], append_indptr=[0, 2, 2, 3, 6]
     )
     k = np.arange(12.0).reshape(2, 6, 1, 1)
-    pieces = split_batch(dumped(fields), {"k": k}, GROUPS)
+    ids = np.arange(6, dtype=np.uint32)
+    pieces = split_batch(dumped(fields), {"k": k, "token_ids": ids}, GROUPS)
+    named = [piece.arrays["token_ids"].tolist() for piece in pieces]
+    assert named == [[0, 1, 3, 4, 5], [], [2]], "one for each row"
     assert [piece.fields["layers"] for piece in pieces] == [[0, 1]] * 3
     rows = [piece.arrays["k"][:, :, 0, 0].tolist() for piece in pieces]
     assert rows == [[[0, 1, 3, 4, 5], [6, 7, 9, 10, 11]], [[], []], [[2], [8]]]
+
+
+def test_token_ids_go_with_their_sequences_whatever_the_rows() -> None:
+    fields = {"sequences": ["a", "b", "c", "d"], "ids_indptr": [0, 2, 2, 3, 4]}
+    ids = np.arange(4, dtype=np.uint32)
+    pieces = split_batch(fields | {"token_ids": ids.tolist()}, {}, GROUPS)
+    arrays = split_batch(fields, {"token_ids": ids}, GROUPS)
+    for found in (pieces, arrays):
+        assert [one.fields["ids_indptr"] for one in found] == [[0, 2, 3], [0, 0], [0, 1]]
+    assert [one.fields["token_ids"] for one in pieces] == [[0, 1, 3], [], [2]]
+    assert [one.arrays["token_ids"].tolist() for one in arrays] == [[0, 1, 3], [], [2]]
+    known = [({"known_len": [1, 4]}, {}), ({"known_len": [2]}, {}), ({"known_len": [3]}, {})]
+    assert join(pieces, known) == ({"known_len": [1, 2, 3, 4]}, {})
 
 
 def test_truncations_and_kept_rows_go_with_their_sequences() -> None:

@@ -113,7 +113,7 @@ async def test_sequences_are_made_with_ids_of_their_own_listed_cut_and_deleted(
     assert [view["id"] for view in rest["sequences"]] == sorted(names)[2:]
     assert rest["next"] is None
     wanted = {"id": "b", "length": 6, "lengths": [6, 6], "pages": 2, "last_page_len": 1}
-    wanted |= {"parent": None, "ttl_s": None, "reserved_len": 0}
+    wanted |= {"parent": None, "ttl_s": None, "reserved_len": 0, "known_len": 0, "committed_len": 0}
     assert (await caller.submit(truncate("b", 6))).fields == wanted
     for name in names:
         assert (await caller.submit(delete(name))).status == 204

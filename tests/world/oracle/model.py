@@ -174,7 +174,7 @@ class Model:
         """The engine answered `op` with `code` ("ok": with these fields and tensors)."""
         self.outstanding.discard(op)
         space: Namespace = op.space
-        if code in ("cancelled", "deadline_exceeded", "not_ready"):
+        if code in ("cancelled", "deadline_exceeded", "not_ready") or "token_ids" in op.fields:
             space.named |= self._names_of(op)
         if code != "ok":
             right = self._is_explained(space, op, code, fields)
@@ -200,7 +200,6 @@ class Model:
     def _change(self, space: Namespace, step: Step) -> None:
         """The rows of a sequence; it may be new, or be deleted."""
         op, name, size = step.op, step.name, self.geometry.page_size
-        fields = op.answer[0] if op.answer else {}
         if op.made and name in space.held and space.may_have_ended(name):
             space.drop(name)
         outcome = step.apply(space.held, 0)
@@ -216,11 +215,24 @@ class Model:
             space.lives[name] = Life(op.sent, new.get("ttl_s") or NEVER, 0, end)
         life = space.lives[name]
         if op.name in CUTTING:
-            view = fields["sequences"][step.at] if "sequences" in fields else fields
+            view = view_of(step)
             check(view["reserved_len"] <= life.reserved, "a cut made a reserve:", step.text, view)
             life.reserved = view["reserved_len"]
         kept = step.cut[0] if op.name in CUTTING else min(map(len, rows))
         life.committed = min(life.committed, kept // size * size)
+        if op.name in ("get_sequence", *CUTTING):
+            self._check_committed(space, step, view_of(step), rows)
+
+    def _check_committed(
+        self, space: Namespace, step: Step, view: dict[str, Any], rows: Sequence[Sequence[int]]
+    ) -> None:
+        """Committed tokens are in pages that every layer has, and that were named."""
+        count, life = view["committed_len"], space.lives[step.name]
+        whole = min(map(len, rows)) // self.geometry.page_size * self.geometry.page_size
+        check(life.committed <= count <= whole, "committed_len:", step.text, count, life.committed)
+        check({some[:count] for some in rows} == {rows[0][:count]}, "named too early:", step.text)
+        self._check_named(space, list(rows[0][:count]))
+        life.committed = count
 
     def _is_explained(self, space: Namespace, op: Op, code: str, problem: dict[str, Any]) -> bool:
         """Whether an error is right in the present state."""
@@ -385,7 +397,12 @@ class Model:
                 check(fields["used"] <= most, "more pages than the quota:", fields, most)
 
     def _names_of(self, op: Op) -> set[int]:
-        """Rows of pages that a commit may name."""
+        """Rows of pages that a commit, or a call with token ids, may name."""
+        if "token_ids" in op.fields and op.ids and op.name not in ("commit", "commit_sequences"):
+            held = [op.space.held[name].rows for name in op.ids if name in op.space.held]
+            return {
+                row for one in (*op.rows, *(some for rows in held for some in rows)) for row in one
+            }
         if op.name not in ("commit", "commit_sequences"):
             return set()
         every = op.plan or [op.fields["token_ids"]]
@@ -456,6 +473,12 @@ class Model:
         if key is not None:
             old = space.keys.setdefault(key, names[:count])
             check(old == names[:count], "one key for two contents:", key)
+
+
+def view_of(step: Step) -> dict[str, Any]:
+    """What an answer says of a sequence."""
+    fields: dict[str, Any] = step.op.answer[0] if step.op.answer else {}
+    return fields["sequences"][step.at] if "sequences" in fields else fields
 
 
 def quota_of(op: Op) -> tuple[int | None, int]:

@@ -17,12 +17,14 @@ from attnd.calls.call import (
     attend,
     landed,
     lengths_after,
+    lens_of,
     mask_tensor,
     no_recovery,
     reads,
     state_bytes,
     tensor_call,
 )
+from attnd.calls.prefix import RowIds, row_ids
 from attnd.errors import ServiceError
 from attnd.wire.answers import AppendResult, AttentionResult, GatherResult, MergeResult
 from attnd.wire.states import LseBase
@@ -64,7 +66,8 @@ class CascadeLevel:
 
 
 def appended(reply: Reply) -> AppendResult:
-    return AppendResult(tuple(reply.fields["lengths"]), reply.meta)
+    fields, meta = reply.fields, reply.meta
+    return AppendResult(tuple(fields["lengths"]), meta, *lens_of(fields))
 
 
 def append(
@@ -75,6 +78,7 @@ def append(
     *,
     append_indptr: Indices | None = None,
     offsets: Indices | None = None,
+    token_ids: RowIds | None = None,
 ) -> Call[AppendResult]:
     """Append rows `append_indptr[b]:[b+1]` of `k, v [n, num_kv_heads, head_dim]` to sequence b.
 
@@ -84,14 +88,22 @@ def append(
 
     `offsets` are the kv_len that each sequence is believed to have: a difference raises
     `LengthMismatch`, and with them a lost reply is retried safely.
-    Raises `UnknownSequence`, `LengthMismatch`, `OutOfPages`, `InvalidRequest`.
+
+    `token_ids` name tokens of sequences that were made with a `Prefix`, or of their forks: one id
+    for each row, or a list for each sequence, which begins at its `known_len`, but at most at the
+    first row. A full page is committed by itself once its ids are known and its rows are stored at
+    every layer, unless an equal page is cached: page tables never change by that.
+    Raises `UnknownSequence`, `LengthMismatch`, `OutOfPages`, `InvalidRequest`, and `KeyMismatch`
+    for ids that contradict earlier ones.
     """
     sequences = sequence_ids(sequences)
+    ids, sums = row_ids(token_ids)
     fields = {
         **layer_fields(layer),
         "sequences": sequences,
         "append_indptr": whole_numbers(append_indptr, "append_indptr"),
         "offsets": whole_numbers(offsets, "offsets"),
+        "ids_indptr": sums,
     }
 
     def recover(error: ServiceError) -> Settled[AppendResult] | None:
@@ -100,7 +112,7 @@ def append(
             return None
         return Settled(AppendResult(tuple([after[name] for name in sequences]), error.meta))
 
-    known, arrays = offsets is not None, {"k": k, "v": v}
+    known, arrays = offsets is not None, {"k": k, "v": v, "token_ids": ids}
     recovery = recover if known else no_recovery
     return tensor_call("append", fields, arrays, appended, repeatable=known, recover=recovery)
 
@@ -121,20 +133,23 @@ def decode(
     k: Array | None = None,
     v: Array | None = None,
     offsets: Indices | None = None,
+    token_ids: RowIds | None = None,
     **options: Unpack[Options],
 ) -> Call[AttentionResult]:
     """One query row per sequence, `q [B, num_qo_heads, head_dim]`, over all of its KV.
 
     With `k, v [B, num_kv_heads, head_dim]` they are appended first; then `offsets` are as in
-    `append`. Raises what `append` raises.
+    `append`. `token_ids` are as in `append`. Raises what `append` raises.
     """
+    ids, sums = row_ids(token_ids)
     fields = {
         "layer": layer,
         "sequences": sequence_ids(sequences),
         "offsets": whole_numbers(offsets, "offsets"),
+        "ids_indptr": sums,
         **options,
     }
-    return attend("decode", fields, {"q": q, "k": k, "v": v})
+    return attend("decode", fields, {"q": q, "k": k, "v": v, "token_ids": ids})
 
 
 def prefill(
@@ -148,24 +163,28 @@ def prefill(
     offsets: Indices | None = None,
     causal: bool = False,
     mask: Array | None = None,
+    token_ids: RowIds | None = None,
     **options: Unpack[Options],
 ) -> Call[AttentionResult]:
     """Rows `qo_indptr[b]:qo_indptr[b+1]` of `q [n, num_qo_heads, head_dim]` attend sequence b.
 
     With `k, v` they are appended first by the same indptr. `causal` is aligned to the end of the
     sequence. `mask` is every request's `qo_len x kv_len` visibility, flattened and concatenated:
-    bool elements, or uint8 bits (little order, each request padded to a byte). Raises what `append`
-    raises.
+    bool elements, or uint8 bits (little order, each request padded to a byte). `token_ids`
+    are as in `append`. Raises what `append` raises.
     """
+    ids, sums = row_ids(token_ids)
     fields = {
         "layer": layer,
         "sequences": sequence_ids(sequences),
         "qo_indptr": whole_numbers(qo_indptr, "qo_indptr"),
         "offsets": whole_numbers(offsets, "offsets"),
         "causal": causal,
+        "ids_indptr": sums,
         **options,
     }
-    return attend("prefill", fields, {"q": q, "k": k, "v": v, **mask_tensor(mask)})
+    arrays = {"q": q, "k": k, "v": v, "token_ids": ids, **mask_tensor(mask)}
+    return attend("prefill", fields, arrays)
 
 
 def ragged_prefill(

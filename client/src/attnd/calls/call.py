@@ -24,6 +24,8 @@ from attnd.wire.meta import NO_META, Meta
 from attnd.wire.states import AttentionState, LseBase
 
 T = TypeVar("T")
+LENS_BYTES: Final = 24
+"""Of the numbers of one sequence in the reply to a call with token ids."""
 EMPTY: Final[Mapping[str, Array]] = MappingProxyType({})
 
 
@@ -202,16 +204,18 @@ def attend(
     def recover(error: ServiceError) -> Call[AttentionResult] | None:
         if not landed(error, lengths_after(fields)):
             return None
-        return attend(operation, {**fields, "offsets": None}, {**arrays, "k": None, "v": None})
+        left = {**fields, "offsets": None, "ids_indptr": None}  # its ids are known by then
+        return attend(operation, left, {**arrays, **dict.fromkeys(("k", "v", "token_ids"))})
 
     q = arrays["q"]
+    lens = 0 if arrays.get("token_ids") is None else LENS_BYTES * len(fields["sequences"])
     return tensor_call(
         operation,
         fields,
         arrays,
         attention_of,
         repeatable=not appends or known,
-        answer_bytes=0 if q is None else states * state_bytes(q),
+        answer_bytes=0 if q is None else states * state_bytes(q) + lens,
         recover=recover if known else no_recovery,
     )
 
@@ -229,7 +233,12 @@ def attention_of(reply: Reply) -> AttentionResult:
     while f"o.{(i := len(states))}" in arrays:  # the state of each level
         states += (AttentionState(arrays[f"o.{i}"], arrays[f"lse.{i}"], base),)
     o, lse, levels, cascade = arrays["o"], arrays["lse"], fields["levels"], fields["cascade"]
-    return AttentionResult(o, lse, base, levels, cascade, states, reply.meta)
+    return AttentionResult(o, lse, base, levels, cascade, states, reply.meta, *lens_of(fields))
+
+
+def lens_of(fields: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """`known_len` and `committed_len` of a reply to a call with token ids; else empty."""
+    return tuple(fields.get("known_len", ())), tuple(fields.get("committed_len", ()))
 
 
 def mask_tensor(mask: Array | None) -> dict[str, Array | None]:

@@ -20,7 +20,7 @@ from attnd.calls.arguments import (
     whole_numbers,
 )
 from attnd.calls.call import Call, Reply, nothing, reads, settled_by
-from attnd.calls.prefix import Prefix, indptr_of, prefix_of
+from attnd.calls.prefix import Prefix, TokenIds, indptr_of, prefix_of, row_ids
 from attnd.errors import UnknownSequence
 from attnd.wire.answers import (
     EngineInfo,
@@ -138,19 +138,28 @@ def delete_sequence(sequence: str) -> Call[None]:
 
 
 def truncate(
-    sequence: str, length: Int, *, keep: Indices | None = None, reserve: Int | None = None
+    sequence: str,
+    length: Int,
+    *,
+    keep: Indices | None = None,
+    reserve: Int | None = None,
+    token_ids: TokenIds | None = None,
 ) -> Call[SequenceInfo]:
     """Cut every layer to `length` tokens, and keep those at `keep` as well.
 
     `keep` are tokens behind `length`, in rising order, counted from the start of the sequence, such
     as the accepted path of a tree of drafts. They move up to follow `length`. The sequence's
-    reserve stays, or is lowered to `reserve` tokens behind the new length (0: released). Raises
-    `UnknownSequence`, `InvalidRequest`, `OutOfPages`.
+    reserve stays, or is lowered to `reserve` tokens behind the new length (0: released).
+    `token_ids` are those of tokens that it has then, from its `known_len` on, but at most from
+    `length` on. Raises `UnknownSequence`, `InvalidRequest`, `OutOfPages`, `KeyMismatch`.
     """
     kept = whole_numbers(keep, "keep")
     named = sequence_id(sequence, many="truncate_sequences")
     given = {"length": whole_number(length, "length"), "keep": kept, "reserve": reserve}
-    fields = plain_fields({"id": named, **given})
+    ids, _ = row_ids(token_ids)
+    fields = plain_fields(
+        {"id": named, **given, "token_ids": None if ids is None else ids.tolist()}
+    )
     # Without `keep`, cutting to the same length again changes nothing.
     return Call("truncate", reads("truncate"), repeatable=not kept, fields=fields)
 
@@ -161,16 +170,21 @@ def truncate_sequences(
     *,
     keep: Sequence[Indices] | None = None,
     reserve: Int | None = None,
+    token_ids: Sequence[TokenIds] | None = None,
 ) -> Call[tuple[SequenceInfo, ...]]:
-    """`truncate` for many sequences, all or none; `keep` has a list for each, `reserve` is for all.
+    """`truncate` for many sequences, all or none; `keep` and `token_ids` have a list for each,
+    `reserve` is for all.
 
-    Raises `UnknownSequence`, `InvalidRequest`, `OutOfPages`.
+    Raises `UnknownSequence`, `InvalidRequest`, `OutOfPages`, `KeyMismatch`.
     """
     kept = [whole_numbers(one, f"keep[{at}]") or [] for at, one in enumerate(keep or ())]
     ids = sequence_ids(sequences)
     if keep is not None and len(kept) != len(ids):
         raise ValueError(f"keep has {len(kept)} lists: it must have {len(ids)}, one per sequence")
     fields: dict[str, Any] = {"sequences": ids, "lengths": whole_numbers(lengths, "lengths")}
+    named, sums = row_ids(token_ids)
+    if named is not None:
+        fields |= {"token_ids": named.tolist(), "ids_indptr": sums}
     fields |= plain_fields({"reserve": reserve})
     if any(kept):
         fields["keep"] = [at for one in kept for at in one]

@@ -122,6 +122,21 @@ def token_array(ids: TokenIds) -> NDArray[np.uint32]:
     return np.ascontiguousarray(array, np.uint32)
 
 
+RowIds = TokenIds | Sequence[TokenIds]
+"""Ids of all rows of a call, or a list of ids for each of its sequences."""
+
+
+def row_ids(ids: RowIds | None) -> tuple[NDArray[np.uint32] | None, list[int] | None]:
+    """uint32 [n], and the prefix sums of the lists where there is one for each sequence."""
+    if ids is None:
+        return None, None
+    every: Any = ids
+    if not isinstance(ids, (str, bytes)) and len(every) and np.ndim(every[0]):
+        parts = [token_array(one) for one in every]
+        return np.concatenate(parts), indptr_of(parts)
+    return token_array(every), None
+
+
 def key_array(keys: PageKeys) -> NDArray[np.uint8]:
     """uint8 [n, 16]; raises ValueError for a key of another length, or that is not hex."""
     if isinstance(keys, np.ndarray):

@@ -70,6 +70,16 @@ class Step(OfLayers[A]):
         return bool(self._opened.get("cascade", False))
 
     @property
+    def known_len(self) -> tuple[int, ...]:
+        """Tokens of each sequence whose ids are known, once entered; empty without token ids."""
+        return tuple(self._opened.get("known_len", ()))
+
+    @property
+    def committed_len(self) -> tuple[int, ...]:
+        """Tokens in committed pages of each when the step was accepted; empty without token ids."""
+        return tuple(self._opened.get("committed_len", ()))
+
+    @property
     def sinks(self) -> A:
         return self.slots.sinks
 

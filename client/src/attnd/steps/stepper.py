@@ -15,6 +15,7 @@ from attnd.calls.arguments import (
     whole_number,
     whole_numbers,
 )
+from attnd.calls.prefix import RowIds, row_ids
 from attnd.errors import ArenaFull, Overloaded
 from attnd.results import Info
 from attnd.road.attempts import microseconds
@@ -137,17 +138,19 @@ class Stepper(Generic[A]):
         lse_base: Literal["e", "2"] = "e",
         cascade: Literal["auto", "always", "never"] = "auto",
         deadline: float | None = None,
+        token_ids: RowIds | None = None,
     ) -> Step[A]:
         """Describe a step to the engine and return at once; the step before may still run.
 
         Without `qo_indptr` it is a decode, one row for each sequence, else a prefill. `layers` are
-        all of the pool's by default. Raises the error of an earlier step that was not raised
-        before.
+        all of the pool's by default. `token_ids` are as in `append`; `known_len` of the step has
+        what is known. Raises the error of an earlier step that was not raised before.
         """
         self.check()
         lane = self._lane_of(slots)
         ids, sums = sequence_ids(sequences), whole_numbers(qo_indptr, "qo_indptr")
         named = whole_numbers(layers, "layers")
+        tokens, tokens_of = row_ids(token_ids)
         chosen = tuple(range(self.info.num_layers) if named is None else named)
         rows = sums[-1] if sums else len(ids)
         if rows > slots.rows:
@@ -170,6 +173,8 @@ class Stepper(Generic[A]):
             "causal": None if sums is None else causal,
             "sm_scale": sm_scale,
             "offsets": whole_numbers(offsets, "offsets"),
+            "token_ids": None if tokens is None else tokens.tolist(),
+            "ids_indptr": tokens_of,
         }
         for other in self.lanes:
             if other is not lane:  # steps of two lanes begin in the order of their description

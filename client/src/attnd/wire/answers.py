@@ -38,6 +38,9 @@ class SequenceInfo:
     `cached`: tokens found by the tier that had them (`pool`, `host`, `disk`), if the service has
         other tiers than the pool.
     `reserved_len`: length up to which pages are kept for it; 0: it has no reserve.
+    `known_len`: tokens whose ids, or whose pages' keys, are known, of a sequence that was made with
+        a prefix, or a fork of one; 0 for others.
+    `committed_len`: tokens in its committed pages.
     """
 
     id: str
@@ -50,6 +53,8 @@ class SequenceInfo:
     ttl_s: float | None = None
     cached: Mapping[str, int] | None = None
     reserved_len: int = 0
+    known_len: int = 0
+    committed_len: int = 0
     meta: Meta = field(default=NO_META, compare=False, repr=False)
 
 
@@ -99,10 +104,14 @@ class AppendResult:
     """The sequences after an append.
 
     `lengths`: kv_len of each at the layer, in the order asked.
+    `known_len`: with token ids: tokens of each whose ids are known.
+    `committed_len`: with token ids: tokens in committed pages of each.
     """
 
     lengths: tuple[int, ...]
     meta: Meta = field(default=NO_META, compare=False, repr=False)
+    known_len: tuple[int, ...] = ()
+    committed_len: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,6 +123,8 @@ class AttentionResult:
     `levels`: number of cascade levels; 1: nothing shared.
     `cascade`: whether shared KV was read once for all sequences that share it.
     `level_states`: each level's own state, where `return_levels` requested them.
+    `known_len`: with token ids: tokens of each sequence whose ids are known.
+    `committed_len`: with token ids: tokens in committed pages of each sequence.
     """
 
     o: Array
@@ -123,6 +134,8 @@ class AttentionResult:
     cascade: bool = False
     level_states: tuple[AttentionState, ...] = ()
     meta: Meta = NO_META
+    known_len: tuple[int, ...] = ()
+    committed_len: tuple[int, ...] = ()
 
     @property
     def state(self) -> AttentionState:
