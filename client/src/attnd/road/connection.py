@@ -46,10 +46,8 @@ class Connection:
         ends: float,
         *,
         key: str = "",
-        secret: str = "",
     ) -> None:
-        """Connect and greet by `ends`. With the service's `secret` this is a door's: it calls for
-        the tenants that it announces.
+        """Connect and greet by `ends`.
 
         Raises `ConnectionFailed`, `TimedOut`, `ProtocolError`, or the `ServiceError` with which the
         engine refuses the session.
@@ -69,9 +67,7 @@ class Connection:
         self._is_read = False
         """Whether the owner of `_reading` reads; a signal may have interrupted it before."""
         self._only_one_grows = threading.Lock()
-        self._socket, self._reader, welcome, self.arena = greet(
-            dial, arena_bytes, ends, key, secret
-        )
+        self._socket, self._reader, welcome, self.arena = greet(dial, arena_bytes, ends, key)
         self._socket.setblocking(False)
         self.routes = welcome.routes
         self.state, self.reason = welcome.state, welcome.reason
@@ -93,12 +89,6 @@ class Connection:
 
     # Calls.
 
-    def announce(self, number: int, namespace: str, scopes: list[str], ends: float) -> None:
-        """Define the `tenant` number of later calls, where this is a door's."""
-        tenant = {"number": number, "namespace": namespace, "scopes": scopes}
-        with self._sending:
-            self._send(f.json_frame(f.TENANT, tenant), ends)
-
     def post(
         self,
         route: int,
@@ -106,7 +96,6 @@ class Connection:
         deadline_us: int,
         request_id: bytes,
         ends: float,
-        tenant: int = 0,
     ) -> tuple[int, Pending]:
         """Send a call; returns its number and its pending reply, for `answer_to`.
 
@@ -117,7 +106,7 @@ class Connection:
             self._last_number = number = self._last_number + 1
             self._calls[number] = pending
             try:
-                head = (f.CALL, 0, f.CALL_PAYLOAD.size, number, route, tenant, deadline_us)
+                head = (f.CALL, 0, f.CALL_PAYLOAD.size, number, route, 0, deadline_us)
                 where = (place.offset, place.length, place.answer.offset, place.capacity)
                 self._send(f.CALL_FRAME.pack(*head, *where, request_id), ends)
             except BaseException:

@@ -37,9 +37,9 @@ class Welcome:
 
 
 def greet(
-    dial: Dial, arena_bytes: int, ends: float, key: str, secret: str = ""
+    dial: Dial, arena_bytes: int, ends: float, key: str
 ) -> tuple[socket.socket, f.Reader, Welcome, Arena]:
-    """Connect and greet by `ends`. With the service's `secret` the session is a door's.
+    """Connect and greet by `ends`.
 
     The reader may hold frames that came after WELCOME. Raises `ConnectionFailed`, `ProtocolError`,
     or the `ServiceError` with which the engine refuses the session.
@@ -49,8 +49,7 @@ def greet(
     with ExitStack() as undo:
         connected = undo.enter_context(dial(ends))
         try:
-            hello = {"version": f.VERSION, "name": NAME, "arena_bytes": arena_bytes}
-            hello |= {"door": bool(secret), "key": key, "secret": secret}
+            hello = {"version": f.VERSION, "name": NAME, "arena_bytes": arena_bytes, "key": key}
             connected.settimeout(remaining(ends))
             connected.sendall(f.json_frame(f.HELLO, hello))
             content = first_frame(connected, reader, descriptors, ends)
