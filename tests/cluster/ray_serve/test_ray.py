@@ -202,6 +202,39 @@ def test_two_engines_are_one_service_and_one_that_dies_comes_back(client: httpx.
     assert appended is not None and float(appended[1]) > 0, "as the engines have counted"
 
 
+def parent_of(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(re.findall(r"^PPid:\t(\d+)$", status, re.M)[0])
+
+
+def test_router_and_worker_come_back_and_the_cluster_grows_and_shrinks() -> None:
+    """kill -9 of the router loses no sequence, of a Ray worker those of its engine alone."""
+    scaling = (
+        *("--cluster.max-engines", "3", "--cluster.least-free", "0.3", "--cluster.drain-s", "5"),
+        *("--cluster.grow-after-s", "1", "--cluster.shrink-after-s", "2"),
+    )
+    names: list[str] = []
+    with served(*scaling) as client:
+        fill_both(client, names)
+        os.kill(processes_of("service.cluster")[0], signal.SIGKILL)
+        wait_for(lambda: bool(engines(client)) and statuses(client, names) == {200})
+        before = {one["instance_id"] for one in engines(client)}
+        os.kill(parent_of(engine_processes()[0]), signal.SIGKILL)  # its engine ends with it
+        wait_for(lambda: statuses(client, names) == {200, 410})
+        wait_for(lambda: len({one["instance_id"] for one in engines(client)} - before) == 1)
+        rows = {"dtype": "F32", "shape": [48 * 16, 1, 4], "data": [1.0] * (48 * 64)}
+        for number in range(2):  # 48 of 64 pages each
+            name = f"long-{number}"
+            made = client.post("/v1/sequences", json={"sequences": [{"id": name}]})
+            assert made.status_code == 201, made.text
+            body = {"layer": 0, "sequences": [name], "append_indptr": [0, 48 * 16]}
+            appended = client.post("/v1/append", json=body | {"tensors": {"k": rows, "v": rows}})
+            assert appended.status_code == 200, appended.text
+        wait_for(lambda: len(engines(client)) == 3)
+        client.post("/v1/sequences/delete", json={"prefix": ""})
+        wait_for(lambda: len(engines(client)) == 2)
+
+
 @dataclass
 class Written:
     """One sequence and its expected rows."""
