@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from hashlib import blake2b
 from types import SimpleNamespace
 from typing import Any
@@ -322,8 +323,20 @@ def test_reserved_pages_are_for_their_namespace_only(tree: PrefixTree) -> None:
     with pytest.raises(OutOfPages):
         grow(tree, "a", PAGE)
     assert found(tree, 1, 2, 3, namespace="other") == 3
-    with pytest.raises(InvalidRequest, match="reserved for others"):
-        tree.budget.set_quota("third", None, 6)
+
+
+@pytest.mark.parametrize(
+    ("most", "reserved", "rule"),
+    [(4, 4, ""), (4, 5, "max_pages 4"), (None, 5, ""), (None, 6, "reserved for others")],
+)
+def test_a_quota_reserves_what_it_may_have_and_others_leave(
+    tree: PrefixTree, most: int | None, reserved: int, rule: str
+) -> None:
+    tree.budget.set_quota("other", None, 3)
+    with pytest.raises(InvalidRequest, match=rule) if rule else nullcontext():
+        tree.budget.set_quota("third", most, reserved)
+    held = tree.budget.look("third")
+    assert (held.max_pages, held.reserved_pages) == ((None, 0) if rule else (most, reserved))
 
 
 def test_a_client_that_is_over_its_share_loses_its_own_pages_first() -> None:

@@ -23,6 +23,7 @@ def test_a_namespace_has_its_share_of_each_kind() -> None:
     assert (ledger.count(NOTES, "a"), ledger.room(NOTES, "a"), ledger.room(NOTES, "c")) == (4, 1, 1)
     ledger.add(NOTES, "a", -4)
     assert (ledger.count(NOTES, "a"), ledger.room(NOTES, "a")) == (0, 5)
+    assert Ledger(0.05).room(NOTES, "a") == 1, "a share is one at least"
 
 
 def test_the_newest_item_of_a_name_waits_in_its_place_and_counts_once() -> None:
