@@ -73,6 +73,7 @@ class Namespace:
         self.pins: set[str] = set()  # keys of hard pins
         self.earlier_pins: set[str] = set()  # of engines before, as far as they may be loaded yet,
         self.sure_pins: set[str] = set()  # and those that must be
+        self.unpinned: set[str] = set()  # since what is on disk was certain: a kill may undo it
         self.named: set[int] = set()  # rows of pages that commits have named, since ever
         self.durable: list[list[int]] = []  # rows of pages that are on disk
         self.max_pages: int | None = None
@@ -144,7 +145,8 @@ class Model:
             pinning = {op.fields["page_key"] for op in calls if op.name in ("pin", "unpin")}
             keeps = is_sure and tiers.is_roomy
             space.sure_pins = (space.pins | space.sure_pins) - pinning if keeps else set()
-            space.earlier_pins |= space.pins | pinning
+            space.unpinned = set() if is_sure else space.unpinned
+            space.earlier_pins |= space.pins | pinning | space.unpinned
             space.pins = set()
             space.clear()
         self.outstanding = set()
@@ -250,7 +252,7 @@ class Model:
             case "deadline_exceeded":
                 return self.clock.now >= op.sent + (op.deadline_s or DEADLINE_S)
             case "not_ready":
-                return self.is_draining or (self.is_emptied and bool(op.made))
+                return self.is_draining or (self.is_emptied and bool(op.made or op.name == "pin"))
             case "not_erased":  # a disk that has failed is off until the next start
                 return not self.tiers.is_honest
             case "unknown_sequence":
@@ -455,6 +457,7 @@ class Model:
             case "unpin":
                 for pins in (space.pins, space.earlier_pins, space.sure_pins):
                     pins.discard(op.fields["page_key"])
+                space.unpinned.add(op.fields["page_key"])
             case "clear" | "evict":
                 space.durable = []
 
