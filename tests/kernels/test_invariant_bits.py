@@ -30,10 +30,10 @@ def test_few_rows_beside_many_change_no_bits(backend, rng, shape, monkeypatch) -
     """On a device these have a launch each where there are enough of both: here always."""
     if backend.kind == "cpu":
         pytest.skip("a device's")
-    kernel_sets = pytest.importorskip("kernels.cuda.attention.kernel_sets")
+    choice = pytest.importorskip("kernels.cuda.attention.choice")
     for name in ("BESIDE_KEYS", "BESIDE_TILES"):
-        monkeypatch.setattr(kernel_sets, name, -1)
-    monkeypatch.setattr(kernel_sets, "PAIR_TILES", dict.fromkeys(kernel_sets.PAIR_TILES, -1))
+        monkeypatch.setattr(choice, name, -1)
+    monkeypatch.setattr(choice, "PAIR_TILES", dict.fromkeys(choice.PAIR_TILES, -1))
     try:
         made = backend(shape.geometry, numerics="invariant")
     except Unsupported:

@@ -9,8 +9,9 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from kernels.backend import Plan
+from kernels.cuda.attention.choice import batch_kind
 from kernels.cuda.attention.config import LOG2E, AttentionConfig, attend_struct
-from kernels.cuda.attention.kernel_sets import KernelSet, batch_kind, kernel_sets
+from kernels.cuda.attention.kernel_sets import KernelSet, kernel_sets
 from kernels.cuda.attention.steps import (
     DevicePlan,
     Step,
@@ -168,7 +169,7 @@ class DevicePlanBuilder:
         """The kernels that such a batch gets."""
         if len(self._sets) == 1:
             return self._usual
-        return self._sets.get(batch_kind(plans, self._usual.planner, self._sets), self._usual)
+        return self._sets[batch_kind(plans, self._usual.planner, self._sets)]
 
     def _visible_step(
         self, launch: KernelWork, kernel: Kernel, places: _Places, items: int, transfers: Transfers

@@ -93,6 +93,13 @@ class Splits:
             return number * self.keys
         return np.where(number == 1, self.first, np.maximum(number - 1, 0) * self.keys)
 
+    def longest(self, keys: int) -> int:
+        """Of the runs of a sequence of so many keys, from its first on."""
+        most = min(keys, self.keys)
+        if keys >= 2 * self.keys:
+            return most
+        return max(min(most, self.first), most - self.first, keys - self.keys)
+
 
 NO_SPLITS: Final = Splits(0)
 

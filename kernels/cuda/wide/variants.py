@@ -250,14 +250,16 @@ def pair_variant(usual: WideVariant) -> WideVariant | None:
     return _pair(usual) if usual.head_dim in _PAIRS and usual.is_plain else None
 
 
-def alone_variants(usual: WideVariant) -> dict[Literal["few rows", "short units"], WideVariant]:
-    """Of batches that one kernel of 64 rows takes whole, where others would have several."""
-    if usual.has_mask or usual.has_soft_cap or usual.by_token:
-        return {}
-    if usual.converts and usual.head_dim < 128:
+def alone_variants(usual: WideVariant) -> dict[str, WideVariant]:
+    """Of batches that one kernel takes, where others would have several: the usual one, one of 64
+    rows ("few"), and two CTAs of it a multiprocessor."""
+    if usual.has_mask or usual.has_soft_cap or (usual.converts and usual.head_dim < 128):
         return {}  # not measured
+    if usual.by_token:
+        return {"wide": usual}
     pair = pair_variant(usual)
-    return {"few rows": few_variant(usual), **({} if pair is None else {"short units": pair})}
+    made = {"wide": usual, "few": few_variant(usual)}
+    return made if pair is None else made | {"pair": pair}
 
 
 def _pair(usual: WideVariant) -> WideVariant:

@@ -251,7 +251,7 @@ def test_a_plan_is_found_again_for_any_layer(attention: AttentionRunner) -> None
 @pytest.mark.parametrize(
     ("page_size", "rows", "keys", "late"),
     [
-        (16, [40], [400], 0),
+        (16, [4000], [4096], 0),
         (5, [40], [400], 1),
         (16, [40, *[1] * 40], [400, *[16] * 40], 1),
         (16, [40, 4000, *[1] * 40], [400, 4096, *[16] * 40], 0),

@@ -10,11 +10,13 @@ import pytest
 from bench.cases.kernel_plans import pool_plan
 from bench.report.provenance import workloads
 from kernels.backend import DType, Level, Numerics, Plan, PoolGeometry, Scoring
+from kernels.cuda.attention.choice import batch_kind, estimate, segments_of
 from kernels.cuda.attention.config import AttentionConfig
-from kernels.cuda.attention.kernel_sets import BatchKind, batch_kind, kernel_sets
+from kernels.cuda.attention.kernel_sets import BatchKind, kernel_sets
 from kernels.cuda.kv.pool import pool_view
 from kernels.cuda.kv.ragged import ragged_view
 from kernels.cuda.merge.variants import merge_launch
+from kernels.cuda.plan.costs import H200
 from kernels.cuda.plan.tiles import Splits
 from kernels.cuda.specs import service_specs
 
@@ -51,17 +53,18 @@ def kind_of(*plans: Plan, head_dim: int = 128) -> BatchKind:
 @pytest.mark.parametrize(
     ("rows", "keys", "kind"),
     [
-        ([1] * 16, [128] * 16, "few rows"),
-        ([1] * 16, [128, 90] * 8, "few rows"),
+        ([1] * 16, [128] * 16, "few fixed"),
+        ([1] * 16, [128, 90] * 8, "few fixed"),
         ([1] * 16, [128, 60] * 8, "short decode"),
         ([1] * 16, [130] * 16, "short decode"),
         ([1] * 17, [128] * 17, "short decode"),
         ([1] * 64, [4096] * 64, "usual"),
         ([1] * 8, [1024, 17, *[600] * 6], "short decode"),
-        ([1, 1, 2], [128] * 3, "usual"),
+        ([1, 1, 2], [128] * 3, "few fixed"),
         ([100, 30, 500], [100, 400, 500], "short prefill"),
         ([100, 30, 500], [100, 30, 520], "usual"),
-        ([100, 3, 500], [100, 400, 500], "usual"),
+        ([100, 3, 500], [100, 400, 500], "pair fixed"),
+        ([60] * 4, [3000] * 4, "wide fixed"),
         ([512, 512], [1000, 1100], "usual"),
     ],
 )
@@ -74,16 +77,19 @@ def test_a_batch_is_reported_by_its_rows_and_keys(
 @pytest.mark.parametrize(
     ("name", "heads", "head_dim", "kind"),
     [
-        ("cascade/96x(3k+4x1k+192)", 8, 128, "short units"),
-        ("decode/64x8k-mqa", 1, 128, "short units"),
-        ("decode/64x4k", 3, 256, "few rows"),
-        ("decode/16x128", 3, 256, "few whole"),
-        ("decode/16x128", 2, 256, "few whole"),
-        ("decode/64x4k", 2, 256, "few rows"),
+        ("cascade/96x(3k+4x1k+192)", 8, 128, "usual"),
+        ("cascade/512x(800+96)", 8, 128, "usual"),
+        ("cascade/16x(2k+128)", 8, 128, "few whole"),
+        ("cascade/8x16x(6k+128)", 8, 128, "pair fixed"),
+        ("decode/64x8k-mqa", 1, 128, "pair whole"),
+        ("decode/64x4k", 3, 256, "few fixed"),
+        ("decode/16x128", 3, 256, "few fixed"),
+        ("decode/16x128", 2, 256, "few fixed"),
+        ("decode/64x4k", 2, 256, "few fixed"),
         ("cascade/16x(2k+128)", 8, 256, "few whole"),
         ("cascade/8x16x(6k+128)", 8, 192, "usual"),
-        ("cascade/16x8x(2k+256)", 4, 192, "few rows"),
-        ("cascade/16x8x(2k+256)", 2, 192, "usual"),
+        ("cascade/16x8x(2k+256)", 4, 192, "few fixed"),
+        ("cascade/16x8x(2k+256)", 2, 192, "few fixed"),
     ],
 )
 def test_one_kernel_takes_few_rows_and_many_where_that_is_measured_to_be_faster(
@@ -94,9 +100,30 @@ def test_one_kernel_takes_few_rows_and_many_where_that_is_measured_to_be_faster(
     _, plan = pool_plan(row)
     shape = config_of(head_dim=head_dim).shape
     queries = 30 if heads == 3 else row["num_qo_heads"]
-    shape = shape._replace(num_kv_heads=heads, num_qo_heads=queries)
+    page_bytes = shape.page_bytes // shape.num_kv_heads * heads
+    shape = shape._replace(num_kv_heads=heads, num_qo_heads=queries, page_bytes=page_bytes)
     sets = kernel_sets(shape, "sm_90a", MULTIPROCESSORS)
     assert batch_kind([plan], sets["usual"].planner, sets) == kind
+
+
+def test_windows_have_the_usual_kernels() -> None:
+    (row,) = (row for row in workloads() if row["name"] == "cascade/16x(2k+128)")
+    shape = config_of().shape._replace(scoring=Scoring(1.0, window_left=100))
+    sets = kernel_sets(shape, "sm_90a", MULTIPROCESSORS)
+    assert batch_kind([pool_plan(row)[1]], sets["usual"].planner, sets) == "usual"
+
+
+def test_an_estimate_grows_with_its_batch_and_stops_above_the_best_one_so_far() -> None:
+    sets = kernel_sets(config_of().shape, "sm_90a", MULTIPROCESSORS)
+    for one in sets.values():
+        ends = [
+            estimate(one, segments_of([plan_of([60] * n, [keys] * n)], one.planner), H200.sets)
+            for n, keys in ((1, 200), (1, 3000), (8, 3000), (64, 3000))
+        ]
+        assert ends == sorted(ends)
+        batch = segments_of([plan_of([60] * 64, [3000] * 64)], one.planner)
+        stopped = estimate(one, batch, H200.sets, soonest=ends[2])
+        assert ends[2] < stopped <= ends[3]
 
 
 @pytest.mark.parametrize("numerics", ["fast", "invariant"])
@@ -122,14 +149,15 @@ def test_only_measured_kernels_replace_the_usual_ones() -> None:
     def kinds(config: AttentionConfig, arch: str = "sm_90a") -> set[BatchKind]:
         return set(kernel_sets(config.shape, arch, MULTIPROCESSORS)) - {"usual"}
 
-    alone = {"few rows", "short units"}
+    pair = {"pair fixed", "pair whole"}
+    alone = {"wide fixed", "wide whole", "few fixed", "few whole", *pair}
     assert kinds(config_of()) == {"short decode", "short prefill", *alone}
-    assert kinds(config_of("fp8_e4m3")) == {"few rows", "few whole"}
+    assert kinds(config_of("fp8_e4m3")) == alone - pair
     assert kinds(config_of("fp8_e4m3", head_dim=64)) == set()
     assert kinds(config_of(head_dim=64)) == {"long prefill", *alone}
     assert kinds(config_of(head_dim=64, page_size=8)) == alone
-    assert kinds(config_of(head_dim=256)) == {"few rows", "few whole"}
-    assert kinds(config_of(page_size=5)) == {"short decode"}
+    assert kinds(config_of(head_dim=256)) == alone - pair
+    assert kinds(config_of(page_size=5)) == {"short decode", "wide fixed", "wide whole"}
     assert kinds(config_of(cap=30.0)) == set()
     assert kinds(config_of(), "sm_80") == set()
 
@@ -166,10 +194,10 @@ def test_whatever_a_batch_may_launch_is_compiled_before_a_service_starts(
 @pytest.mark.parametrize(
     ("rows", "keys", "kind"),
     [
-        ([1, 16], 3000, "few rows"),
+        ([1, 16], 3000, "few fixed"),
         ([1, 17], 3000, "usual"),
-        ([1] * 100, 3000, "short units"),
-        ([17, *[1] * 16], 3000, "short units"),
+        ([1] * 100, 3000, "pair fixed"),
+        ([17, *[1] * 16], 3000, "pair fixed"),
         ([17, *[1] * 15], 3000, "usual"),
         ([480, *[1] * 9], 3000, "few beside many"),
         ([480, *[1] * 8], 3000, "usual"),
@@ -183,7 +211,7 @@ def test_with_fixed_splits_a_batch_is_reported_by_what_its_runs_cost(
     planner, plan = kernels["usual"].planner, plan_of(rows, [keys] * len(rows))
     assert batch_kind([plan], planner, kernels) == kind
     assert kernels[kind].kernels[0].rows == (128 if kind == "usual" else 64)
-    pairs = kind in ("short units", "few beside many")
+    pairs = kind in ("pair fixed", "few beside many")
     assert kernels[kind].kernels[0].blocks == (2 if pairs else 1)
     assert kernels[kind].kernels[-1].rows == (128 if kind in ("usual", "few beside many") else 64)
     fp8 = kernel_sets(config_of("fp8_e4m3").shape, "sm_90a", MULTIPROCESSORS, 2048)
