@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kernels.backend import Array, Int32, Int64, Mask, UInt8
+from kernels.backend import Array, Int64, Mask, UInt8
 
 
 def packbits(mask: Array) -> UInt8:
@@ -15,29 +15,11 @@ def packbits(mask: Array) -> UInt8:
     return np.packbits(_booleans(mask), bitorder="little")
 
 
-def segment_packbits(mask: Array, indptr: Array) -> tuple[UInt8, Int32]:
-    """Pack each segment `mask[indptr[s]:indptr[s+1]]` on its own, padded to a whole byte.
-
-    Returns the bytes back to back and int32 `[S+1]`, where each segment's bytes begin. Raises
-    `ValueError` when indptr does not start at 0, decreases, or ends elsewhere than the mask.
-    """
-    flat, starts = _booleans(mask), np.asarray(indptr, np.int64)
-    lengths = np.diff(starts)
-    if starts.ndim != 1 or starts.size == 0 or starts[0] != 0 or bool((lengths < 0).any()):
-        raise ValueError("indptr must be one row that starts at 0 and never decreases")
-    if starts[-1] != flat.size:
-        raise ValueError(f"indptr ends at {starts[-1]}: the mask has {flat.size} elements")
-    byte_starts = np.concatenate(([0], np.cumsum(-(-lengths // 8))))
-    padded = np.zeros(8 * int(byte_starts[-1]), bool)
-    padded[np.arange(flat.size) + np.repeat(8 * byte_starts[:-1] - starts[:-1], lengths)] = flat
-    return np.packbits(padded, bitorder="little"), byte_starts.astype(np.int32)
-
-
 def mask_row_offsets(qo_lens: Array, kv_lens: Array, *, padded: bool) -> Int64:
     """The bit where each query row's keys begin, `[sum(qo_lens)]`, for 2-D ragged masks.
 
     Each request has `qo_len x kv_len` bits, row-major. Requests are contiguous, or with `padded`
-    each starts at a whole byte, as from `segment_packbits`.
+    each starts at a whole byte.
     """
     qo, kv = np.asarray(qo_lens, np.int64), np.asarray(kv_lens, np.int64)
     bits = qo * kv

@@ -157,9 +157,9 @@ ARROWS: Final = (
         under("service.doors.http", "fastapi", "starlette", "uvicorn", "httptools"),
     ),
     Arrow(
-        "a cluster's router never imports the engine, or of kernels more than the merge of states",
+        "a cluster's router never imports the engine or kernels",
         ("service/cluster/*",),
-        lambda name: under("service.engine", "kernels")(name) and not under("kernels.states")(name),
+        under("service.engine", "kernels"),
     ),
     Arrow(
         "the engine knows no door and no web framework",

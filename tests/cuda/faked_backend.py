@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_device import FakeDevice
+from numpy_states import merge_ragged_states
 from xxhash import xxh3_128_digest
 
 from kernels.backend import NUMPY_DTYPES, AttentionState, DType, Mask, Plan, PoolGeometry, Scoring
@@ -23,7 +24,6 @@ from kernels.cuda.merge import merger
 from kernels.cuda.pages import copies
 from kernels.cuda.rows import mover
 from kernels.masks import packbits
-from kernels.states import merge_ragged_states
 
 GEOMETRY = PoolGeometry(2, 8, 4, 2, 64, "NHD", "fp16")
 SCORING = Scoring(1.0)

@@ -7,10 +7,10 @@ from itertools import pairwise
 import numpy as np
 import oracle
 import pytest
+from numpy_states import merge_ragged_states
 from pooled import Bars, check, indptr, int32, normal
 
 from kernels.backend import AttentionState, PoolGeometry
-from kernels.states import merge_ragged_states
 
 GEOMETRY = PoolGeometry(1, 2, 4, 2, 64, "NHD", "fp16")
 BARS = {

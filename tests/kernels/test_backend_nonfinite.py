@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import oracle
 import pytest
+from numpy_states import merge_ragged_states
 from pooled import LSE_BAR, O_BAR, Pooled, expected, int32, normal
 
 from kernels.backend import (
@@ -24,7 +25,6 @@ from kernels.backend import (
     Scoring,
 )
 from kernels.masks import packbits
-from kernels.states import merge_ragged_states
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 NAN, INF = np.nan, np.inf

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from numpy_states import add_sinks
 from pooled import Pooled, as_computed, bars, check, expected, indptr, normal, refusals, with_sinks
 from test_backend_cascade import cascade_plan, grow
 
 from kernels.backend import Attend, AttentionState, PoolGeometry, RaggedAttend, Scoring
 from kernels.masks import make_mask
-from kernels.states import add_sinks
 
 HEADS, KV_HEADS, DIM = 8, 2, 64
 POOL = PoolGeometry(2, 96, 4, KV_HEADS, DIM, "NHD", "fp16", 0.02, 0.03)

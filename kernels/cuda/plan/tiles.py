@@ -94,7 +94,7 @@ class Splits:
         return np.where(number == 1, self.first, np.maximum(number - 1, 0) * self.keys)
 
     def longest(self, keys: int) -> int:
-        """Of the runs of a sequence of so many keys, from its first on."""
+        """The longest run of a sequence of this many keys, from its first on."""
         most = min(keys, self.keys)
         if keys >= 2 * self.keys:
             return most

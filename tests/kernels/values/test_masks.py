@@ -1,31 +1,19 @@
-"""Masks as bits: equal to numpy's packing, segment by segment, and readable again."""
+"""Masks as bits: equal to numpy's packing, and readable again."""
 
 from __future__ import annotations
-
-from itertools import chain
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.masks import make_mask, mask_row_offsets, packbits, read_bits, segment_packbits
+from kernels.masks import make_mask, mask_row_offsets, packbits, read_bits
 
 
 @given(st.lists(st.booleans(), max_size=70))
 def test_packbits_equals_numpys_little_order(bits) -> None:
     flat = np.array(bits, bool)
     assert np.array_equal(packbits(flat), np.packbits(flat, bitorder="little"))
-
-
-@given(st.lists(st.lists(st.booleans(), max_size=20), max_size=6))
-def test_segment_packbits_equals_numpys_of_each_segment(segments) -> None:
-    each = [np.packbits(np.array(s, bool), bitorder="little") for s in segments]
-    indptr = np.concatenate(([0], np.cumsum([len(s) for s in segments]))).astype(np.int32)
-    packed, byte_indptr = segment_packbits(np.array(list(chain(*segments)), bool), indptr)
-    assert np.array_equal(packed, np.concatenate([np.zeros(0, np.uint8), *each]))
-    assert byte_indptr.tolist() == [0, *np.cumsum([len(e) for e in each]).tolist()]
-    assert byte_indptr.dtype == np.int32
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -35,8 +23,8 @@ def test_every_bit_is_found_at_its_rows_offset(padded, shapes) -> None:
     masks = [rng.random(shape) < 0.5 for shape in shapes]
     flat = np.concatenate([np.zeros(0, bool), *(m.ravel() for m in masks)])
     qo, kv = [s[0] for s in shapes], [s[1] for s in shapes]
-    sizes = np.concatenate(([0], np.cumsum([m.size for m in masks])))
-    bits = segment_packbits(flat, sizes)[0] if padded else packbits(flat)
+    each = [np.zeros(0, np.uint8), *(packbits(mask) for mask in masks)]
+    bits = np.concatenate(each) if padded else packbits(flat)
     offsets = mask_row_offsets(qo, kv, padded=padded)
     rows = [row for mask in masks for row in mask]
     assert len(offsets) == len(rows)
@@ -47,15 +35,6 @@ def test_every_bit_is_found_at_its_rows_offset(padded, shapes) -> None:
 def test_a_mask_of_another_size_than_its_lengths_is_refused() -> None:
     with pytest.raises(ValueError, match="7 elements: the lengths claim 8"):
         make_mask(np.ones(7, bool), [2, 1], [3, 2])
-
-
-@pytest.mark.parametrize(
-    ("indptr", "message"),
-    [([0, 4], "ends at 4"), ([1, 5], "starts at 0"), ([0, 3, 2, 5], "decrease")],
-)
-def test_an_indptr_that_does_not_cover_the_mask_is_refused(indptr, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        segment_packbits(np.ones(5, bool), np.array(indptr))
 
 
 def test_a_mask_that_is_not_boolean_is_refused() -> None:
