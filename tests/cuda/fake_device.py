@@ -102,14 +102,16 @@ class FakeDevice:
 
     def __post_init__(self) -> None:
         self.order = random.Random(self.seed)
+        pool = SimpleNamespace(free_all_blocks=lambda: None)
         self.cupy = SimpleNamespace(
+            get_default_memory_pool=lambda: pool,
             cuda=SimpleNamespace(
                 Stream=lambda **_: self.stream(),
                 Event=lambda **_: Event(self),
                 alloc=lambda size: self.allocate("device", size, self.entered[-1]),
                 alloc_pinned_memory=lambda size: self.allocate("pinned", size),
                 get_current_stream=lambda: self.entered[-1],
-            )
+            ),
         )
         self.runtime = SimpleNamespace(
             CUDARuntimeError=real_runtime.CUDARuntimeError,
