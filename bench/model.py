@@ -30,7 +30,6 @@ from bench.report.tables import markdown, with_stamp
 
 RUNS: Final = {
     "mps": ("mps", 0, "eager,sdpa,static"),
-    "embedded": ("embedded", 0, "sdpa"),
     "other_gpu": ("other_gpu", 0, "sdpa,static"),
     "mps_shared": ("mps", 8192, "sdpa,static"),
     "other_gpu_shared": ("other_gpu", 8192, "sdpa,static"),
@@ -50,7 +49,6 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
         out = Path(directory, "times.json")
         options = ["--shared", str(shared), "--beside", beside, "--rounds", str(rounds)]
         placing = ["--gpu", str(gpu), "--out", str(out)]
-        placing += ["--embedded"] * (place == "embedded")
         subprocess.run([sys.executable, str(EXAMPLE), *OPTIONS, *options, *placing], check=True)
         ways = json.loads(out.read_text(encoding="utf-8"))
     print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)

@@ -26,7 +26,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -61,7 +61,7 @@ def main() -> None:
         "backend.kind": chosen.backend,
         "server.device-arena-bytes": ARENA_BYTES,
     }
-    with open_service(chosen, settings) as service:
+    with open_service(chosen.url, settings, chosen.backend) as service:
         served = generate_served(model, service, chosen.dtype, batch)
         reference = generate(model, batch, size.reference)
         compare(served, reference, chosen.dtype, size.reference)
@@ -89,7 +89,6 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, help="where to put the times, as JSON")
     parser.add_argument("--url", help="of a running service; default: start one")
-    parser.add_argument("--embedded", action="store_true", help="start it in this process")
     parser.add_argument("--dtype", choices=list(TORCH), default="fp32", help="of the pool")
     parser.add_argument("--backend", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--gpu", type=int, default=0, help="of the model; the engine has the first")
@@ -108,22 +107,14 @@ class Service:
 
 
 @contextmanager
-def open_service(chosen: argparse.Namespace, settings: dict[str, object]) -> Iterator[Service]:
-    """The service at the given URL, or one that is started with `settings`."""
-    if chosen.url is not None:
-        with Client(chosen.url) as client:
+def open_service(url: str | None, settings: dict[str, object], backend: str) -> Iterator[Service]:
+    """The service at `url`, or one that is started with `settings`."""
+    if url is not None:
+        with Client(url) as client:
             yield Service(client, client)
-    elif chosen.embedded:
-        from attnd.torch import EmbeddedSession
-
-        own = EmbeddedSession(settings, serve_port=0, arena_bytes=2**30)
-        with own as road, Client(road.url) as client:
-            yield Service(client, road)
-    else:
-        with ExitStack() as stack:
-            uds = stack.enter_context(serve(settings))
-            client = stack.enter_context(Client(uds=uds))
-            yield Service(client, stack.enter_context(session(f"{uds}.road", chosen.backend)))
+        return
+    with serve(settings) as uds, Client(uds=uds) as client, session(f"{uds}.road", backend) as road:
+        yield Service(client, road)
 
 
 def session(path: str, backend: str) -> Any:

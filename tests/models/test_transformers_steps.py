@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from attnd import Client, Session
-from attnd.torch import TimeSliced, TorchSession
+from attnd.torch import EmbeddedSession, Placement, TimeSliced, TorchSession
 from attnd.transformers import AttndCache
 from packaging.version import Version
 from tiny_models import (
@@ -39,6 +39,17 @@ def test_a_layer_that_attends_unlike_its_step_is_refused(torch_session: TorchSes
             model(batch.ids, **over(cache))
         model.model.layers[1].self_attn.scaling = model.model.layers[0].self_attn.scaling
         assert_same(generated(model, batch, cache), generated(model, batch))
+
+
+def test_in_the_engines_cuda_context_layers_are_calls(
+    embedded_session: EmbeddedSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded_session, "placement", Placement("same_process", 1.0))
+    model, batch = tiny(), prompts(9, 4)
+    with AttndCache(embedded_session, model) as cache:
+        assert_same(generated(model, batch, cache), generated(model, batch))
+        with pytest.raises(RuntimeError, match="with its engine in another process"):
+            cache.graphs(model)
 
 
 def test_longer_prefills_get_larger_memory(client: Client, socket: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Final
 import httpx
 import numpy as np
 import pytest
-from attnd import ServiceError, Session
+from attnd import Client, ServiceError, Session
 from attnd.calls.call import Call
 from http_messages import (
     HEAD_DIM,
@@ -241,7 +241,10 @@ def service(
 
         words = [word.removeprefix("--") for word in (*ARGUMENTS, *keys)]
         settings = dict(zip(words[::2], words[1::2], strict=True))
-        with EmbeddedSession(settings, serve_port=0, api_key=next(iter(named))) as session:
+        key = next(iter(named))
+        with EmbeddedSession(settings, serve_port=0, api_key=key) as session:
+            with Client(session.url, api_key=key) as client:
+                client.wait_ready(60)
             yield Service(str(session.url))
     else:
         with serving(*keys) as found:

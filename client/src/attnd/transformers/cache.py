@@ -54,7 +54,7 @@ class AttndCache(Cache):  # type: ignore[misc]  # transformers asks isinstance(.
             keep_cache(uncompiled(model))
         road: Road[Any] = (
             DeviceRoad(session, geometry.windows, geometry.has_sinks)
-            if isinstance(session, TorchSession)
+            if isinstance(session, TorchSession) and may_step(session)
             else HostRoad(session)
         )
         info = road.control.info()
@@ -214,7 +214,10 @@ class AttndCache(Cache):  # type: ignore[misc]  # transformers asks isinstance(.
         batch.
         """
         if not isinstance(self.batch.road, DeviceRoad):
-            raise RuntimeError("graphs need an attnd.torch.TorchSession: this cache has none")
+            raise RuntimeError(
+                "graphs need an attnd.torch.TorchSession, on a GPU with its engine in another "
+                "process: this cache has none"
+            )
         model = uncompiled(model)  # the one whose `generate` this is
         if self._decodes is None or self._decodes.model is not model:
             self._decodes = Decodes(model, self.batch, self.batch.road)
@@ -268,3 +271,9 @@ def close_all() -> None:
     for cache in list(OPEN):
         with suppress(AttndError, RuntimeError, OSError):
             cache.close()
+
+
+def may_step(session: TorchSession) -> bool:
+    """Whether forwards may be steps. In the engine's own CUDA context a kernel that the model
+    launches for the first time in an open step would wait for ever: layers are calls there."""
+    return session.placement.kind != "same_process"
