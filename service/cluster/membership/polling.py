@@ -13,7 +13,7 @@ from service.cluster.membership.members import Members
 from service.cluster.placement.cost import EngineLoad, Pace
 from service.doors.kit.problems import ProblemText
 from service.doors.kit.upstream import EngineReply
-from service.errors import AttndError
+from service.errors import AttndError, NotReady
 from service.families import STATES
 from service.operations.table import BY_NAME
 from service.tenants import OPEN, Tenant, tenant_of
@@ -95,6 +95,8 @@ async def read_events(
             member.no_events = error if error.problem["code"] == "invalid_request" else None
             raise
         member.no_events = None
+        if engine.link.state[0] == "lost":  # its pages were forgotten while the reply waited
+            raise NotReady(engine.link.state[1])
         if member.positions.get(namespace, 0) != after:
             continue  # another reader was faster
         if page["too_old"] and after:

@@ -112,9 +112,9 @@ class Sessions:
     async def connect(self, member: Member) -> EngineSession:
         """A session with an engine whose pool is like the others'. Raises SESSION_ERRORS."""
         link = Link(self.members.limits, self.members.has_keys, arena=self.members.arena)
+        engine = EngineSession(member.name, link, self.members.arena)
         try:
             await link.connect(member.address, self.door, self.secret)
-            engine = EngineSession(member.name, link, self.members.arena)
             async with asyncio.timeout(ASK_S):
                 info = await ask(engine, "info", self.members.tenant)
                 engine.learn(InfoAnswer.model_validate(info.fields))
@@ -122,6 +122,8 @@ class Sessions:
                 await poll(self.members, member, engine)
         except BaseException:
             link.close()
+            for namespace, known in self.members.prefixes.items():  # what a poll may have read
+                known.forget(engine.tag, namespace)
             raise
         if link.caller is not None:
             link.caller.on_lost = lambda why: self.members.disconnect(member, why)

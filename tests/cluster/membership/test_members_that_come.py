@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Final
 
 import numpy as np
 import pytest
 
 from service.cluster.membership import polling
+from service.cluster.membership import sessions as sessions_module
+from service.cluster.membership.engine import EngineSession
 from service.cluster.membership.roster import RosterEntry
 from service.core.keys import KEY_BYTES
 from service.core.pool.named_pages import Stored
@@ -16,7 +19,7 @@ from service.doors.kit.upstream import EngineReply
 from service.engine.store.event_history import PAGES_AN_EVENT, EventHistory
 from service.errors import NotReady
 from service.metrics import MOST_ENGINES, Metrics
-from tests.cluster.fake_engines import INFO, fake_cluster
+from tests.cluster.fake_engines import INFO, FakeLink, fake_cluster
 from tests.cluster.harness import num_pages
 from tests.harness.router import read_page
 
@@ -130,6 +133,51 @@ async def test_two_readers_of_the_same_events_log_each_once() -> None:
         link.do_next("events", nothing_new)
         await reading
         assert [one["type"] for one in known.log.events] == ["stored", "removed"]
+
+
+STORED: Final = {"namespace": "default", "page_keys": ["0"], "type": "stored"}
+
+
+async def test_a_reply_with_events_that_waited_while_its_session_ended_is_not_read() -> None:
+    async with fake_cluster("a") as cluster:
+        link, members = cluster.links["a"], cluster.router.members
+        known, engine = members.prefixes_of("default"), cluster.engine_of("a")
+
+        async def ends() -> None:
+            cluster.lose("a", is_dead=True)
+            link.state = "lost", "it ended"
+
+        link.replies["events"] = {"events": [STORED], "next": 1, "too_old": False}
+        link.do_next("events", ends)
+        with pytest.raises(NotReady, match="it ended"):
+            await polling.read_events(members, members.by_name["a"], engine, "default")
+        assert num_pages(known, "GPU") == 0
+
+
+async def test_pages_of_an_engine_that_ends_as_the_router_meets_it_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with fake_cluster("a") as cluster:
+        members, sessions = cluster.router.members, cluster.router.sessions
+        known, link = members.prefixes_of("default"), FakeLink(cluster.router.arena)
+
+        async def done(*_: object, **__: object) -> EngineReply:
+            return EngineReply({}, {}, ())
+
+        async def poll(_: object, __: object, engine: EngineSession) -> None:
+            known.add(engine.tag, dict(STORED))
+            raise NotReady("it ended")
+
+        other = SimpleNamespace(
+            model_validate=lambda _: INFO.model_copy(update={"instance_id": "b"})
+        )
+        monkeypatch.setattr(link, "connect", done, raising=False)
+        for name, value in (("Link", lambda *_, **__: link), ("ask", done), ("poll", poll)):
+            monkeypatch.setattr(sessions_module, name, value)
+        monkeypatch.setattr(sessions_module, "InfoAnswer", other)
+        with pytest.raises(NotReady):
+            await sessions.connect(members.by_name["a"])
+        assert num_pages(known, "GPU") == 0
 
 
 @pytest.mark.parametrize("name", ["dtype", "k_scale", "v_scale"])
