@@ -23,6 +23,7 @@ setup(
             "gateway/*.proto",
             "gateway/*.binpb",
             "doors/http/live/files/*",
+            "doors/http/endpoints/docs/*",
         ],
         "attnd_service.kernels": ["cuda/*/*.cu", "cuda/*/*.cuh"],
         "attnd_service.config": ["*.yaml"],

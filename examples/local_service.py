@@ -47,12 +47,16 @@ def serve_tcp(settings: Settings) -> Iterator[str]:
     Raises ValueError if another program listens there: it may be a service for another model.
     """
     port = int(str(settings["server.port"]))
-    with socket.socket() as probe:
-        if probe.connect_ex(("127.0.0.1", port)) == 0:
-            raise ValueError(f"another program listens on port {port}: end it, or take another")
+    check_free(port)
     url = f"http://127.0.0.1:{port}"
     with running(settings, Client(url, retries=0)):
         yield url
+
+
+def check_free(port: int) -> None:
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", port)) == 0:
+            raise ValueError(f"another program listens on port {port}: end it, or take another")
 
 
 @contextmanager

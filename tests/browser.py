@@ -69,3 +69,15 @@ def network(driver: Chrome) -> Iterator[tuple[str, dict[str, Any]]]:
         message = json.loads(entry["message"])["message"]
         if message["method"].startswith("Network."):
             yield message["method"], message["params"]
+
+
+def check_quiet(driver: Chrome, url: str) -> None:
+    """No error on the console, no request to another host than that of `url`."""
+    assert [one for one in driver.get_log("browser") if one["level"] not in ("INFO", "DEBUG")] == []
+    requests = [
+        fields["request"]["url"]
+        for event, fields in network(driver)
+        if event == "Network.requestWillBeSent"
+    ]
+    assert requests
+    assert [one for one in requests if not one.startswith((f"{url}/", "data:", "blob:"))] == []

@@ -15,6 +15,7 @@ import signal
 import sys
 from pathlib import Path
 
+from examples.serve.checks import checked
 from examples.serve.progress import stage
 
 
@@ -22,9 +23,10 @@ def main() -> None:
     chosen = arguments()
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again when it has ended
         signal.signal(number, lambda *_: sys.exit(0))
+    listening, info = checked(chosen)
     with stage("importing torch and transformers"):
         from examples.serve.launch import run
-    run(chosen)
+    run(chosen, listening, info)
 
 
 def arguments() -> argparse.Namespace:
@@ -37,6 +39,8 @@ def arguments() -> argparse.Namespace:
     add("--max-running", type=int, default=32, metavar="N", help="answers at once (%(default)s)")
     add("--max-waiting", type=int, default=128, metavar="N", help="further ones (%(default)s)")
     add("--allowed-host", action="append", default=[], metavar="NAME", help="a name of this server")
+    most = "tokens of an answer whose request has no max_tokens (%(default)s)"
+    add("--answer-tokens", type=int, default=512, metavar="N", help=most)
     share = "tokens of prompts in a forward, beside the decodes (%(default)s)"
     add("--prompt-tokens", type=int, default=512, metavar="N", help=share)
     add("--attnd", metavar="URL_OR_SOCKET", help="a running service, instead of one of its own")
@@ -48,7 +52,13 @@ def arguments() -> argparse.Namespace:
     chosen = parser.parse_args()
     if chosen.salt is not None and not re.fullmatch("[!-~]{1,128}", chosen.salt):
         parser.error("--salt must be 1 to 128 printable ASCII characters without spaces")
-    names = ("--max-running", "--max-waiting", "--prompt-tokens", "--pool-tokens")
+    names = (
+        "--max-running",
+        "--max-waiting",
+        "--answer-tokens",
+        "--prompt-tokens",
+        "--pool-tokens",
+    )
     if min(getattr(chosen, name[2:].replace("-", "_")) for name in names) < 1:
         parser.error(f"{', '.join(names)} must be at least 1")
     return chosen

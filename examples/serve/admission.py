@@ -74,8 +74,11 @@ def is_loopback(name: str) -> bool:
         return False
 
 
-def problem(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+def problem(
+    status: int, message: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
     """OpenAI's error document."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    code = "rate_limit_exceeded" if status == 429 else None
+    if status == 429:
+        code = "rate_limit_exceeded"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -16,11 +16,13 @@ from examples.serve.text import TextStream
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen. `temperature` 0: the most likely; `top_logprobs` None: no report."""
+    """How tokens are chosen. `temperature` 0: the most likely; `top_k` 0: of all; `top_logprobs`
+    None: no report."""
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
+    top_k: int = 0
     seed: int | None = None
     stop: tuple[str, ...] = ()
     top_logprobs: int | None = None

@@ -8,44 +8,57 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from html import escape
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final, Literal
 
 from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from jinja2 import TemplateError
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from starlette.exceptions import HTTPException
 
 from examples.serve.admission import Admission, problem
 from examples.serve.answers import Delta, Sampling
+from examples.serve.page import Page
 from examples.serve.scheduler import Scheduler
 from examples.serve.text import PromptReader
 
-PAGE: Final = Path(__file__).with_name("page.html")
 POLL_S: Final = 0.1
 MOST_BYTES: Final = 2**20
+"""Of a request's body: far more text than the model takes would hold up others."""
 AT_ONCE: Final = {"cache-control": "no-store, no-transform", "x-accel-buffering": "no"}
 """Reverse proxies pass each token on."""
-"""Of a request's body: far more text than the model takes would hold up others."""
 BODY_S: Final = 10.0
 """In which a body must come: a request that waits for its body keeps another one out."""
-NOT_SERVED: Final = """tools functions response_format logit_bias presence_penalty
-    frequency_penalty suffix echo"""
+NOT_SERVED: Final = """tools tool_choice functions function_call response_format logit_bias
+    presence_penalty frequency_penalty suffix echo best_of audio modalities web_search_options"""
 """OpenAI's fields that would change an answer, and that the engine would ignore."""
+NEUTRAL: Final = ({"type": "text"}, ["text"], "none", "auto")
+"""Values of these that change nothing, as null, 0, false and empty ones."""
+IGNORED: Final = """metadata moderation parallel_tool_calls prediction prompt_cache_key
+    prompt_cache_options prompt_cache_retention reasoning_effort safety_identifier service_tier
+    store user verbosity"""
+"""OpenAI's fields that change no answer of this engine."""
 Stop = Annotated[str, Field(max_length=256)]
 
 
-class Part(BaseModel, strict=True):
+class Part(BaseModel, strict=True, extra="forbid"):
     type: Literal["text"]
     text: str
 
 
-class Message(BaseModel, strict=True):
+class Message(BaseModel, strict=True, extra="forbid"):
+    """A message; those of OpenAI's replies are taken as they are."""
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
 
     def plain(self) -> dict[str, str]:
         parts = self.content
@@ -53,29 +66,38 @@ class Message(BaseModel, strict=True):
         return {"role": self.role, "content": text}
 
 
-class Body(BaseModel, strict=True):
-    """What both endpoints take; unknown fields are ignored."""
+class StreamOptions(BaseModel, strict=True, extra="forbid"):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class Body(BaseModel, strict=True, extra="forbid"):
+    """What both endpoints take. Without `max_tokens`, `temperature`, `top_p` and `top_k`: the
+    model's own, as `Model.sampling` has them."""
 
     model: str
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, gt=0, le=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0)
     n: int = Field(1, ge=1, le=16)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63 - 16)
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
     stream: bool = False
-    stream_options: dict[str, bool | None] | None = None
+    stream_options: StreamOptions = StreamOptions()
 
     @model_validator(mode="before")
     @classmethod
     def known(cls, given: Any) -> Any:
-        """Only fields that are served, without null ones."""
+        """Without null fields, and those of OpenAI's that change nothing here."""
         if not isinstance(given, dict):
             return given
-        for name in given.keys() & NOT_SERVED.split():
-            if given[name] and given[name] != {"type": "text"}:
+        not_served, ignored = NOT_SERVED.split(), IGNORED.split()
+        for name in given.keys() & not_served:
+            if given[name] and given[name] not in NEUTRAL:
                 raise ValueError(f"{name} is not served here")
-        return {name: value for name, value in given.items() if value is not None}
+        without = {*not_served, *ignored}
+        return {k: value for k, value in given.items() if value is not None and k not in without}
 
 
 class ChatBody(Body):
@@ -93,12 +115,14 @@ class CompletionBody(Body):
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model by its public name; `max_tokens` of prompt and answer together."""
+    """A model by its public name; `max_tokens` of prompt and answer together; `sampling` of
+    requests that say nothing of it."""
 
     name: str
     tokenizer: Any
     prompts: PromptReader
     max_tokens: int
+    sampling: Sampling
 
     def check_name(self, name: str) -> None:
         if name != self.name:
@@ -120,7 +144,14 @@ class Run:
             raise HTTPException(400, f"{sizes}: the model takes {model.max_tokens} in all")
         stop = tuple(filter(None, [body.stop] if isinstance(body.stop, str) else body.stop or ()))
         top = body.top_logprobs if chat and body.logprobs else None
-        sampling = Sampling(asked or room, body.temperature, body.top_p, body.seed, stop, top)
+        sampling = replace(
+            model.sampling,
+            **body.model_dump(include={"temperature", "top_p", "top_k"}, exclude_none=True),
+            max_tokens=asked or min(room, model.sampling.max_tokens),
+            seed=body.seed,
+            stop=stop,
+            top_logprobs=top,
+        )
         self._model, self._scheduler, self._chat = model, scheduler, chat
         self._deltas: asyncio.Queue[Delta] = asyncio.Queue()
         self._kind = "chat.completion" if chat else "text_completion"
@@ -154,7 +185,7 @@ class Run:
         choices = [self._choice(answer, "message") for answer in self._answers]
         return self._document(self._kind, choices) | {"usage": self._usage()}
 
-    async def events(self, options: dict[str, bool | None]) -> AsyncIterator[str]:
+    async def events(self, options: StreamOptions) -> AsyncIterator[str]:
         """The reply as server-sent events."""
         kind = f"{self._kind}.chunk" if self._chat else self._kind
         try:
@@ -164,7 +195,7 @@ class Run:
         except HTTPException as error:
             yield event(problem(error.status_code, str(error.detail)))
             return
-        if options.get("include_usage"):
+        if options.include_usage:
             yield event(self._document(kind, []) | {"usage": self._usage()})
         yield "data: [DONE]\n\n"
 
@@ -196,14 +227,15 @@ class Run:
         return counts | {"prompt_tokens_details": {"cached_tokens": self._request.cached_tokens}}
 
 
-def create_app(scheduler: Scheduler, model: Model, live_url: str, admission: Admission) -> Any:
-    """The API and the chat page; `live_url` is attnd's live page, which the chat page links to."""
-    app = FastAPI(title="examples.serve")
+def create_app(scheduler: Scheduler, model: Model, page: Page, admission: Admission) -> Any:
+    """The API and the chat page."""
+    app = FastAPI(title="examples.serve", docs_url=None, redoc_url=None, openapi_url=None)
+    app.routes.extend(page.routes())
 
     async def reply(prompt: list[int], body: Body, request: Request) -> Any:
         run = Run(scheduler, model, prompt, body)
         if body.stream:
-            events = run.events(body.stream_options or {})
+            events = run.events(body.stream_options)
             return StreamingResponse(events, headers=AT_ONCE, media_type="text/event-stream")
         whole = asyncio.create_task(run.whole())
         while not (await asyncio.wait({whole}, timeout=POLL_S))[0]:
@@ -245,11 +277,6 @@ def create_app(scheduler: Scheduler, model: Model, live_url: str, admission: Adm
     async def health() -> dict[str, Any]:
         return {"status": "ok", "preemptions": scheduler.preemptions}
 
-    @app.get("/", response_class=HTMLResponse)
-    def page() -> str:
-        text = PAGE.read_text(encoding="utf-8")
-        return text.replace("{{model}}", escape(model.name)).replace("{{live}}", escape(live_url))
-
     @app.exception_handler(HTTPException)
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> JSONResponse:
@@ -258,12 +285,24 @@ def create_app(scheduler: Scheduler, model: Model, live_url: str, admission: Adm
 
     @app.exception_handler(ValidationError)
     async def invalid(request: Request, error: ValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        param = str(first["loc"][0]) if first["loc"] else None
-        message = first["msg"].removeprefix("Value error, ")
-        return JSONResponse(problem(400, f"{param}: {message}" if param else message, param), 400)
+        return JSONResponse(problem(400, *invalid_field(error)), 400)
 
     return admission.before(app)
+
+
+def invalid_field(error: ValidationError) -> tuple[str, str | None, str | None]:
+    """Message, parameter and code of OpenAI's error for the first wrong field."""
+    errors = error.errors()
+    unknown = next((one for one in errors if one["type"] == "extra_forbidden"), None)
+    if unknown is not None:
+        *inside, last = unknown["loc"]  # unions have names of types in between, as `list[Part]`
+        known = [part for part in inside if isinstance(part, int) or part.isidentifier()]
+        parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in [*known, last])
+        name = "".join(parts).removeprefix(".")
+        return f"Unknown parameter: {name!r}", name, "unknown_parameter"
+    param = str(errors[0]["loc"][0]) if errors[0]["loc"] else None
+    message = errors[0]["msg"].removeprefix("Value error, ")
+    return f"{param}: {message}" if param else message, param, None
 
 
 async def parsed(request: Request, kind: type[Body]) -> Any:

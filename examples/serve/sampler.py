@@ -34,7 +34,7 @@ def sample(
 def draw(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator | None) -> Chosen:
     """A token of `logits [vocabulary]`, float32 on the CPU.
 
-    Log-probabilities are the model's own, before temperature and top_p.
+    Log-probabilities are the model's own, before temperature, top_k and top_p.
     """
     token = choose(logits, sampling, generator)
     if sampling.top_logprobs is None:
@@ -48,6 +48,9 @@ def draw(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator | 
 def choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator | None) -> int:
     if sampling.temperature < COLDEST:
         return int(logits.argmax())
+    if 0 < sampling.top_k < len(logits):
+        least = logits.topk(sampling.top_k).values[-1]
+        logits = logits.masked_fill(logits < least, -torch.inf)
     probabilities = (logits / sampling.temperature).softmax(-1)
     if sampling.top_p < 1:
         ordered, tokens = probabilities.sort(descending=True)

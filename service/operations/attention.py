@@ -35,7 +35,7 @@ from service.operations.schema.fields import (
     refuse,
 )
 from service.operations.schema.spec import Operation
-from service.operations.schema.tensors import MASKS, ROW_IDS, pair, query, row, sinks, state
+from service.operations.schema.tensors import MASKS, ROW_IDS, pair, query, sinks, state
 
 MAX_LEVELS: Final = 16
 
@@ -181,7 +181,6 @@ DECODE: Final = operation(
     scope="read",
     appended_with="k",
     answer_text="The attention state of each row.",
-    example={"layer": 0, "sequences": ["chat-1"], "tensors": row("q", 2)},
 )
 
 PREFILL: Final = operation(
@@ -195,13 +194,6 @@ PREFILL: Final = operation(
     scope="read",
     appended_with="k",
     answer_text="The attention state of each row.",
-    example={
-        "layer": 0,
-        "sequences": ["chat-1"],
-        "qo_indptr": [0, 1],
-        "causal": True,
-        "tensors": row("q", 2) | row("k", 1) | row("v", 1),
-    },
 )
 
 RAGGED_PREFILL: Final = operation(
@@ -213,11 +205,6 @@ RAGGED_PREFILL: Final = operation(
     gives=state(),
     scope="read",
     answer_text="The attention state of each row.",
-    example={
-        "qo_indptr": [0, 1],
-        "kv_indptr": [0, 1],
-        "tensors": row("q", 2) | row("k", 1) | row("v", 1),
-    },
     routing="anywhere",
 )
 
@@ -231,10 +218,5 @@ CASCADE: Final = operation(
     gives=(*state(), *state(".{i}", optional=True)),
     scope="read",
     answer_text="The merged state of each row; with return_levels also each level's own.",
-    example={
-        "layer": 0,
-        "levels": [{"sequences": ["chat-1"], "qo_indptr": [0, 1]}],
-        "tensors": row("q", 2),
-    },
     routing="together",
 )

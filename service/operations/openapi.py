@@ -1,7 +1,8 @@
 """The OpenAPI document of the operations: schemas of fields and replies, bodies by media type.
 
-An operation with tensors has two media types: JSON, with a schema of every tensor, and safetensors,
-a binary string described by `x-attnd-fields` and `x-attnd-tensors`.
+An operation with tensors has two media types: JSON, with a schema of every tensor, first, as it is
+what a form can send; and safetensors, a binary string described by `x-attnd-fields` and
+`x-attnd-tensors`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pydantic.json_schema import models_json_schema
 
 from service.errors import KINDS
 from service.image.json_tensors import FLOATS, integer_range
+from service.operations.examples import PATHS, USUAL
 from service.operations.schema.spec import Operation, Symbols, TensorSpec
 from service.operations.table import OPERATIONS
 
@@ -63,8 +65,9 @@ def drop(schema: Schema, names: tuple[str, ...]) -> None:
         schema["required"].remove(name)
 
 
-def operation_object(operation: Operation) -> Schema:
-    """The operation with its parameters, bodies and errors; the door adds headers."""
+def operation_object(operation: Operation, example: Any = None) -> Schema:
+    """The operation with its parameters, bodies and errors; the door adds headers. `example` is of
+    the request's body."""
     document: Schema = {
         "tags": [operation.tag],
         "operationId": operation.name,
@@ -76,19 +79,21 @@ def operation_object(operation: Operation) -> Schema:
     if operation.description:
         document["description"] = operation.description
     if operation.has_body:
-        document["requestBody"] = {"required": True, "content": request_content(operation)}
+        document["requestBody"] = {"required": True, "content": request_content(operation, example)}
     return document
 
 
 def parameters(operation: Operation) -> list[Schema]:
     schema = operation.fields.model_json_schema(ref_template=REF + "{model}")
     required = schema.get("required", [])
+    examples = {name: PATHS.get(operation.name, USUAL[name]) for name in operation.path_names}
     return [
         {
             "name": name,
             "in": "path" if name in operation.path_names else "query",
             "required": name in required,
             "schema": without_null(schema["properties"][name]),
+            **({"example": examples[name]} if name in examples else {}),
         }
         for name in operation.path_names + operation.query_names
     ]
@@ -103,11 +108,12 @@ def without_null(schema: Schema) -> Schema:
     return {**rest, **kept[0]}
 
 
-def request_content(operation: Operation) -> Schema:
+def request_content(operation: Operation, example: Any) -> Schema:
     spelled: Schema = {"schema": {"$ref": REF + operation.fields.__name__}}
     if not operation.has_tensors:
-        return {JSON: spelled}
-    document = content(operation.fields, operation.takes, "request", operation.example)
+        return {JSON: with_example(spelled, example)}
+    document = content(operation.fields, operation.takes, "request")
+    with_example(document[JSON], example)
     drop(document[JSON]["schema"], operation.path_names)
     return document
 
@@ -117,7 +123,7 @@ def response(operation: Operation) -> Schema:
     if operation.answer is not None:
         spelled = {"schema": {"$ref": REF + operation.answer.__name__}}
         document["content"] = (
-            content(operation.answer, operation.gives, "response", None)
+            content(operation.answer, operation.gives, "response")
             if operation.has_tensors
             else {JSON: spelled}
         )
@@ -143,12 +149,13 @@ def about(kind: ErrorCode) -> str:
     return f"`{kind.code}`: {kind.title}{members}"
 
 
-def content(
-    model: type[BaseModel], tensors: tuple[TensorSpec, ...], key: str, example: Any
-) -> Schema:
-    spelled: Schema = {"schema": json_body(model, tensors)}
+def with_example(spelled: Schema, example: Any) -> Schema:
     if example is not None:
         spelled["example"] = example
+    return spelled
+
+
+def content(model: type[BaseModel], tensors: tuple[TensorSpec, ...], key: str) -> Schema:
     binary = {
         "type": "string",
         "format": "binary",
@@ -157,7 +164,7 @@ def content(
         "x-attnd-fields": {"$ref": REF + model.__name__},
         "x-attnd-tensors": {one.name: tensor_facts(one) for one in tensors},
     }
-    return {SAFETENSORS: {"schema": binary}, JSON: spelled}
+    return {JSON: {"schema": json_body(model, tensors)}, SAFETENSORS: {"schema": binary}}
 
 
 def json_body(model: type[BaseModel], tensors: tuple[TensorSpec, ...]) -> Schema:

@@ -174,7 +174,6 @@ MATCH: Final = operation(
     fields=MatchFields,
     takes=NAMES,
     scope="read",
-    example={"token_ids": [11, 12, 13, 14]},
     routing="everywhere",
 )
 
@@ -186,7 +185,6 @@ PREFETCH: Final = operation(
     fields=PrefetchFields,
     takes=NAMES,
     scope="read",
-    example={"token_ids": [11, 12, 13, 14], "max_load_pages": 64},
     routing="everywhere",
 )
 
@@ -199,7 +197,6 @@ COMMIT: Final = operation(
     fields=CommitFields,
     takes=NAMES,
     scope="append",
-    example={"token_ids": [11, 12, 13, 14], "priority": 80, "duration_s": 600.0},
 )
 
 COMMIT_SEQUENCES: Final = operation(
@@ -209,11 +206,6 @@ COMMIT_SEQUENCES: Final = operation(
     fields=CommitSequencesFields,
     takes=NAMES,
     scope="append",
-    example={
-        "sequences": ["chat-1", "chat-2"],
-        "token_ids": [11, 12, 13, 14],
-        "names_indptr": [0, 2, 4],
-    },
 )
 
 RENEW_LEASE: Final = operation(

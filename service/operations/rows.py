@@ -32,7 +32,7 @@ from service.operations.schema.fields import (
     refuse,
 )
 from service.operations.schema.spec import Operation, TensorSpec
-from service.operations.schema.tensors import ROW_IDS, pair, row, sinks
+from service.operations.schema.tensors import ROW_IDS, pair, sinks
 
 
 class AppendFields(ExpectingFields):
@@ -120,7 +120,6 @@ APPEND: Final = operation(
     takes=(*pair("n", "to append", ragged=("L", "n", "Hkv", "D")), ROW_IDS),
     scope="append",
     answer_text="The lengths after the append.",
-    example={"layer": 0, "sequences": ["chat-1"], "tensors": row("k", 1) | row("v", 1)},
 )
 
 GATHER: Final = operation(
@@ -132,7 +131,6 @@ GATHER: Final = operation(
     gives=pair("tokens", "in `dtype`"),
     scope="read",
     answer_text="The rows of all sequences, in the request's order.",
-    example={"layer": 0, "sequences": ["chat-1"], "dtype": "fp32"},
 )
 
 PAGE_TABLE: Final = Operation(
@@ -190,11 +188,5 @@ MERGE: Final = operation(
     ),
     scope="read",
     answer_text="One state per list.",
-    example={
-        "tensors": {
-            "o": {"dtype": "F32", "shape": [1, 2, 1, 2], "data": [1.0, 0.0, 0.0, 1.0]},
-            "lse": {"dtype": "F32", "shape": [1, 2, 1], "data": [0.0, "-Infinity"]},
-        }
-    },
     routing="anywhere",
 )

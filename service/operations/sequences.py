@@ -218,7 +218,6 @@ CREATE_SEQUENCES: Final = operation(
     scope="append",
     status=201,
     answer_text="The sequences, in the order of the request.",
-    example={"sequences": [{"id": "chat-1", "prefix": {"token_ids": [11, 12, 13, 14]}}]},
     routing="placed",
 )
 
@@ -270,5 +269,4 @@ TRUNCATE_SEQUENCES: Final = operation(
     fields=TruncateSequencesFields,
     scope="append",
     frees=True,
-    example={"sequences": ["chat-1", "chat-2"], "lengths": [0, 0]},
 )

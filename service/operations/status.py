@@ -91,7 +91,6 @@ DRAIN_ENGINE: Final = operation(
     fields=DrainFields,
     scope="admin",
     routing="engine",
-    example={"stop": False},
 )
 
 LIST_NAMESPACES: Final = of_namespaces(

@@ -28,7 +28,6 @@ from service.operations.schema.page_names import (
     check_extra,
 )
 from service.operations.schema.spec import Operation, TensorSpec
-from service.operations.schema.tensors import row
 from service.operations.sequences import SequenceFields
 
 MAX_BESIDE: Final = 256
@@ -265,7 +264,6 @@ EXPORT: Final = operation(
     answer=ExportAnswer,
     scope="read",
     answer_text="The header and the names of committed pages, or one part.",
-    example={"part_bytes": 1048576},
 )
 
 IMPORT: Final = operation(
@@ -278,7 +276,6 @@ IMPORT: Final = operation(
     fields=ImportFields,
     takes=(*NAMES, *STORED),
     scope="append",
-    example={"part": 0, "digest": "0f" * 32, "tensors": row("k", 1) | row("v", 1)},
 )
 
 GET_IMPORT: Final = operation(

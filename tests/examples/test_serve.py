@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
@@ -10,104 +11,38 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-import torch
 import yaml
 from attnd import AttndError, Client
-from attnd.transformers import pool_settings
-from selenium.webdriver import Chrome, Keys
-from selenium.webdriver.common.by import By
+from attnd.transformers import geometry_of, pool_settings
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from bench.driver.servers import free_port
 from examples.local_service import serve_tcp
-from examples.serve import launch
+from examples.serve import api, launch
 from examples.serve.__main__ import arguments
-from tests.browser import browser, prefers
-from tests.examples.tiny_decoders import greedy, llama
-from tests.harness import processes
-from tests.harness.plain_http import status_of
+from examples.serve.answers import Sampling
+from tests.examples.served import SYSTEM, Server, running, save_tiny
+from tests.examples.tiny_decoders import greedy
 from tests.harness.processes import children, run
 from tests.harness.waiting import wait_for
 
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).resolve().parents[2]
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 POOL_TOKENS = 1024
-SYSTEM = "You answer in the fewest words that will do, and never begin with a greeting. " * 2
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of random weights over bytes, saved as transformers saves models."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab={"<end>": 0}
-            | {c: i + 1 for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))},
-            merges=[],
-        )
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
-    fast.chat_template = TEMPLATE
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    model = llama(3, max_position_embeddings=4096, eos_token_id=0)
-    torch.nn.init.zeros_(model.lm_head.weight[0])  # answers do not end by themselves
-    model.save_pretrained(path)
-    fast.save_pretrained(path)
-    return path
-
-
-@dataclass
-class Server:
-    process: processes.Process
-    url: str
-    attnd: str
-    openai: openai.OpenAI
-
-    def preemptions(self) -> int:
-        found: int = httpx.get(f"{self.url}/health").json()["preemptions"]
-        return found
-
-    def chat(self, question: str, **options: Any) -> Any:
-        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
-        given = {"model": "tiny", "temperature": 0, "max_tokens": 40, **options}
-        return self.openai.chat.completions.create(messages=messages, **given)
-
-
-@contextmanager
-def running(folder: Path | None, *options: str) -> Iterator[Server]:
-    port, attnd = free_port(), free_port()
-    command = [sys.executable, "-m", "examples.serve"]
-    command += [] if folder is None else ["--model", str(folder)]
-    command += ["--port", str(port), "--attnd-port", str(attnd), *options]
-    url = f"http://127.0.0.1:{port}"
-    with processes.running(command, {"HF_HUB_OFFLINE": "1"}) as process:
-        process.wait_for(lambda: is_up(url), "the server")
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-            yield Server(process, url, f"http://127.0.0.1:{attnd}", client)
-        assert process.stop() == 0, process.lines
-
-
-def is_up(url: str) -> bool:
-    try:
-        return status_of(f"{url}/health") == 200
-    except httpx.TransportError:
-        return False
+    return save_tiny(tmp_path_factory.mktemp("model") / "tiny")
 
 
 def is_open(url: str) -> bool:
@@ -246,6 +181,25 @@ def test_a_wrong_request_gets_openais_error(
     assert raised.value.body["type"] == "invalid_request_error"
 
 
+def test_every_field_of_openais_package_is_known() -> None:
+    """Each is served, refused with its name, or changes nothing here: none is a typing error."""
+    of_the_call = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
+    resources = openai.resources
+    for create, body in (
+        (resources.chat.completions.Completions.create, api.ChatBody),
+        (resources.completions.Completions.create, api.CompletionBody),
+    ):
+        known = {*body.model_fields, *api.NOT_SERVED.split(), *api.IGNORED.split()}
+        assert set(inspect.signature(create).parameters) - of_the_call <= known
+
+
+def test_a_reply_of_openais_package_is_a_message_of_the_next_request(server: Server) -> None:
+    first = server.chat("first?", max_tokens=3).choices[0].message
+    messages = [{"role": "user", "content": "first?"}, first, {"role": "user", "content": "more?"}]
+    again = server.openai.chat.completions.create(model="tiny", messages=messages, max_tokens=1)
+    assert again.usage is not None and again.usage.completion_tokens == 1
+
+
 def test_null_is_as_a_field_that_is_not_there(server: Server, expect: Any) -> None:
     nulls = dict.fromkeys(("n", "stop", "top_p", "seed", "stream", "logprobs", "tools"))
     reply = server.chat("nulls?", **nulls, response_format={"type": "text"})
@@ -330,86 +284,11 @@ def test_a_path_that_is_none_and_text_that_is_none_get_openais_error(server: Ser
         assert reply.json()["error"]["type"] == "invalid_request_error"
 
 
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Chrome]:
-    with browser() as driver:
-        yield driver
-
-
-def asked_in_the_page(driver: Chrome, text: str) -> None:
-    driver.find_element(By.ID, "text").send_keys(text, Keys.ENTER)
-
-
-def shown(driver: Chrome, kind: str) -> str:
-    texts: str = driver.execute_script(
-        "return [...document.querySelectorAll(`#log .${arguments[0]}`)].at(-1)?.textContent ?? ''",
-        kind,
-    )
-    return texts
-
-
-def test_the_page_streams_an_answer_that_can_be_stopped(server: Server, chromium: Chrome) -> None:
-    chromium.get(server.url)
-    question = "<b>is this shown as it is?</b>"
-    asked_in_the_page(chromium, question)
-    wait_for(lambda: len(shown(chromium, "assistant")) > 20, "the answer to begin")
-    chromium.find_element(By.ID, "send").click()
-    wait_for(lambda: chromium.find_element(By.ID, "send").text == "Send", "the answer to stop")
-    wait_for(lambda: pages_in_use(server) == 0, "its sequence to be deleted")
-    reply = server.openai.chat.completions.create(
-        model="tiny",
-        messages=[{"role": "user", "content": question}],
-        temperature=0,
-        max_tokens=len(shown(chromium, "assistant")) + 10,
-    )
-    assert shown(chromium, "user") == question
-    assert text_of(reply).startswith(shown(chromium, "assistant")[:20])
-
-
-def test_new_ends_an_answer_and_nothing_of_it_is_in_the_next_chat(
-    server: Server, chromium: Chrome
-) -> None:
-    chromium.get(server.url)
-    asked_in_the_page(chromium, "first?")
-    wait_for(lambda: len(shown(chromium, "assistant")) > 20, "the answer to begin")
-    chromium.find_element(By.ID, "new").click()
-    wait_for(lambda: chromium.find_element(By.ID, "send").text == "Send", "the answer to stop")
-    assert chromium.execute_script("return [messages, log.textContent]") == [[], ""]
-
-
-@pytest.mark.parametrize(("width", "scheme"), [(1440, "light"), (320, "dark")])
-def test_the_page_fits_its_window(
-    server: Server, chromium: Chrome, width: int, scheme: str
-) -> None:
-    size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
-    chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    prefers(chromium, prefers_color_scheme=scheme)
-    try:
-        chromium.get(server.url)
-        asked_in_the_page(chromium, "What is " + "a_very_long_word_" * 8 + "?")
-        wait_for(lambda: len(shown(chromium, "assistant")) > 20, "the answer to begin")
-        chromium.find_element(By.ID, "send").click()
-        wait_for(lambda: chromium.find_element(By.ID, "send").text == "Send", "the end")
-        if folder := os.environ.get("SCREENSHOTS"):
-            chromium.save_screenshot(f"{folder}/chat-{width}-{scheme}.png")
-        overflow = "return document.documentElement.scrollWidth - innerWidth"
-        assert chromium.execute_script(overflow) <= 0
-        for name in ("text", "send", "new"):
-            box = chromium.find_element(By.ID, name).rect
-            assert box["x"] >= 0 and box["x"] + box["width"] <= width
-            assert box["y"] + box["height"] <= 800 and box["height"] >= 24
-        link = chromium.find_element(By.ID, "live")
-        assert link.is_displayed()
-        live = httpx.get(str(link.get_attribute("href")))
-        assert live.status_code == 200 and "text/html" in live.headers["content-type"]
-    finally:
-        chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-        prefers(chromium)
-
-
 def test_the_default_model_answers_as_generate_does() -> None:
     """SmolLM2, alone and in a batch, the second time from the cache."""
     model, tokenizer, name = launch.load(None)
+    assert geometry_of(launch.outline(None)) == geometry_of(model)
+    assert launch.recommended(model.generation_config, 9) == Sampling(9, 0.2, 0.9)
     composed = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
     environment = composed["services"]["attnd-chat"]["environment"]
     for setting, value in pool_settings(model).items():
@@ -486,7 +365,7 @@ def descendants(pid: int) -> list[int]:
 
 def test_a_signal_ends_both_services_and_callers_get_an_error(folder: Path) -> None:
     """SIGINT; every other server here ends by SIGTERM."""
-    with running(folder) as server:
+    with running(folder, "--answer-tokens", "4096") as server:
         short = server.chat("short?", stream=True, max_tokens=3)
         long = server.chat("long?", stream=True, max_tokens=None)
         next(iter(long))
@@ -515,8 +394,6 @@ def test_what_cannot_start_says_why_in_one_line(server: Server, folder: Path) ->
 def test_a_start_without_what_it_needs_is_an_error_that_names_it(
     server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ValueError, match=r"there is no config\.json"):
-        launch.load(folder.parent)
     model = LlamaForCausalLM.from_pretrained(folder)
     shallow = LlamaConfig.from_pretrained(folder)
     shallow.num_hidden_layers = 1
@@ -539,6 +416,5 @@ def test_a_running_attnd_serves_by_its_socket(server: Server, folder: Path, expe
     with running(folder, "--attnd", place, "--live", f"{server.attnd}/live") as other:
         reply = other.chat("elsewhere?")
         assert text_of(reply) == expect("elsewhere?")
-        page = httpx.get(other.url).text
-        assert f'href="{server.attnd}/live"' in page
+        assert f"{server.attnd}/live" in httpx.get(other.url).text
     assert reply.usage.prompt_tokens_details.cached_tokens >= 100  # the first one's

@@ -20,6 +20,7 @@ from typing_extensions import TypeAliasType
 from service.errors import KINDS, Cancelled, InvalidRequest, NotSupported, UnsupportedMediaType
 from service.image.json_body import image_of_json
 from service.image.reading import read_layout
+from service.operations.examples import bodies
 from service.operations.openapi import JSON, PROBLEM, REF, SAFETENSORS, operation_object, schemas
 from service.operations.schema.fields import InfoAnswer
 from service.operations.schema.spec import Operation, prepare
@@ -180,15 +181,17 @@ def test_every_field_of_a_request_is_described_or_plain() -> None:
             assert field.description or name in plain, (operation.name, name)
 
 
-@pytest.mark.parametrize("name", TENSORS)
+EXAMPLES = bodies(INFO.num_kv_heads, INFO.head_dim, INFO.page_size)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_the_examples_are_right_requests(name: str) -> None:
-    document = operation_object(BY_NAME[name])
+    document = operation_object(BY_NAME[name], EXAMPLES[name])
     example = document["requestBody"]["content"][JSON]["example"]
     given = dict.fromkeys(BY_NAME[name].path_names, "chat-1")
     parts = image_of_json(json.dumps(example).encode(), given)
-    tiny = INFO.model_copy(update={"num_kv_heads": 1, "head_dim": 2})
     room = sum(map(len, parts[1:]))
-    request = prepare(BY_NAME[name], bytes(parts[0][8:]), room, tiny)
+    request = prepare(BY_NAME[name], bytes(parts[0][8:]), room, INFO)
     layout = read_layout(bytes(parts[0][8:]), room)
     assert TypeAdapter(BY_NAME[name].fields).validate_python(layout.fields) == request.fields
 

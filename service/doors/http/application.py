@@ -54,6 +54,7 @@ class Application:
             self.tracing,
             self.setup.make_upstream,
             HostRule(settings),
+            settings.pool,
         )
         self.dispatcher = Dispatcher(self.door)
         self.connecting = asyncio.get_running_loop().create_task(self.connect())

@@ -4,7 +4,6 @@ dict of the fixed paths before them."""
 from __future__ import annotations
 
 import asyncio
-from functools import cache
 from typing import Final
 
 from fastapi import FastAPI
@@ -123,7 +122,6 @@ def make_application(door: Door) -> tuple[FastAPI, dict[tuple[str, str], Respond
         openapi_url=None,
         redirect_slashes=False,
     )
-    app.openapi = cache(document)  # type: ignore[method-assign]
     routes = app.router.routes
     fixed: dict[tuple[str, str], Respond] = {}
     for path, operations in by_path().items():
@@ -134,7 +132,9 @@ def make_application(door: Door) -> tuple[FastAPI, dict[tuple[str, str], Respond
     routes.append(route(EVENTS_PATH, {"GET": EventStream(door).run}))
     if door.limits.live:
         routes.extend(live_routes(door))
-    routes.extend(Pages(door, app.openapi).routes())
+    pool = door.pool
+    text = document(pool.num_kv_heads, pool.head_dim, pool.page_size)
+    routes.extend(Pages(door, text).routes())
     return app, fixed
 
 

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from typing import Final
 
-from config.sections import Settings
+from config.sections import PoolSettings, Settings
 from config.server import ServerSettings
 from service.doors.http.bodies import Body, BodyShares, ReadBudget
 from service.doors.http.exchange import ClientConnection, Exchange, Scope
@@ -39,11 +39,14 @@ class Door:
         tracing: Tracing | None = None,
         make_upstream: MakeUpstream = Link,
         host_rule: HostRule | None = None,
+        pool: PoolSettings | None = None,
     ) -> None:
-        """`authenticator` None: the service has no keys."""
+        """`authenticator` None: the service has no keys. `pool`: of the examples in its OpenAPI
+        document."""
         self.limits = limits
         self.authenticator = authenticator
         self.host_rule = host_rule or HostRule(Settings())
+        self.pool = pool or PoolSettings()
         self.metrics = metrics
         self.loop = asyncio.get_running_loop()
         self.ledger = RequestLedger(metrics, tracing)

@@ -98,7 +98,6 @@ class Operation:
     frees: bool = False
     appended_with: str = ""
     answer_text: str = "The answer."
-    example: Any = None
     routing: Routing | None = None
     routed: Routing = field(init=False)
     number: int = field(init=False)

@@ -1,11 +1,8 @@
-"""Tensor declarations that several operations share, and tensors for the examples.
-
-Examples are for a pool with num_kv_heads = 1 and head_dim = 2.
-"""
+"""Tensor declarations that several operations share."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 from service.operations.schema.fields import TENSOR_DTYPES
 from service.operations.schema.spec import Symbols, TensorSpec
@@ -66,9 +63,3 @@ def sinks(heads: str = "Hq") -> TensorSpec:
     """One sink for each head."""
     words = "logit of each head that enters the softmax's denominator only, natural; -inf: none"
     return TensorSpec("sinks", ("F32",), (heads,), words, optional=True)
-
-
-def row(name: str, heads: int) -> dict[str, Any]:
-    """A tensor of one row, in JSON."""
-    data = [round(0.5 - 0.25 * i, 2) for i in range(2 * heads)]
-    return {name: {"dtype": "F32", "shape": [1, heads, 2], "data": data}}

@@ -1,4 +1,4 @@
-"""The live page and /docs as a browser shows them: Chromium without a window, over real sockets."""
+"""The live page as a browser shows it: Chromium without a window, over real sockets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from http_service import Service, serving
 from selenium.webdriver import ActionChains, Chrome, Keys
 from selenium.webdriver.common.by import By
 
-from tests.browser import browser, network, prefers
+from tests.browser import browser, check_quiet, network, prefers
 from tests.harness.waiting import wait_for
 
 pytestmark = pytest.mark.long
@@ -94,20 +94,6 @@ def colours(driver: Chrome) -> dict[str, list[int]]:
     return found
 
 
-def check_quiet(driver: Chrome, service: Service) -> None:
-    """No error on the console, no request to another host."""
-    reply = [one for one in driver.get_log("browser") if one["level"] not in ("INFO", "DEBUG")]
-    assert reply == []
-    request = [
-        fields["request"]["url"]
-        for event, fields in network(driver)
-        if event == "Network.requestWillBeSent"
-    ]
-    assert request
-    strange = [url for url in request if not url.startswith((f"{service.url}/", "data:", "blob:"))]
-    assert strange == []
-
-
 def press(driver: Chrome, *keys: str) -> None:
     ActionChains(driver).send_keys(*keys).perform()
 
@@ -152,7 +138,7 @@ def test_the_page_shows_the_services_own_numbers(
         return dict(json.loads(driver.execute_script("return document.body.dataset.totals")))
 
     wait_for(lambda: totals().items() >= counted.items(), "the next second's totals")
-    check_quiet(driver, service)
+    check_quiet(driver, service.url)
 
 
 def test_the_map_and_the_tree_change_as_sequences_come_and_go(
@@ -177,7 +163,7 @@ def test_the_map_and_the_tree_change_as_sequences_come_and_go(
     wait_for(lambda: shown(*4 * ["cached"]), "the remaining pages")
     client.post("/v1/prefix/clear", json={})
     wait_for(shown, "the end")
-    check_quiet(driver, service)
+    check_quiet(driver, service.url)
 
 
 def test_the_keyboard_reaches_all_of_it(
@@ -305,7 +291,7 @@ def test_a_hundred_thousand_pages_are_drawn_without_a_stutter(driver: Chrome) ->
         assert states == 40_000
         frames = driver.execute_script("return attnd.frames")
         assert statistics.median(frames) < MOST_FRAME_MS, sorted(frames)
-        check_quiet(driver, running)
+        check_quiet(driver, running.url)
 
 
 def test_a_lost_connection_is_reported_and_made_again(driver: Chrome, service: Service) -> None:
@@ -350,11 +336,3 @@ def test_a_key_is_asked_for_kept_in_the_tab_and_forgotten(driver: Chrome, tmp_pa
         press(driver, "k")
         driver.find_element(By.ID, "key-forget").click()
         wait_for(lambda: text(driver, "state") == "needs a key", "the key to be revoked")
-
-
-def test_the_docs_are_drawn_without_another_host(driver: Chrome, service: Service) -> None:
-    driver.get(f"{service.url}/docs")
-    found = "return [...document.querySelectorAll('[data-path]')].map((one) => one.dataset.path)"
-    wait_for(lambda: driver.execute_script(found), "the operations")
-    assert {"/v1/decode", "/v1/snapshot"} <= set(driver.execute_script(found))
-    check_quiet(driver, service)

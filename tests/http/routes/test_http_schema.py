@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 import schemathesis
-from http_messages import HEAD_DIM, JSON, KV_HEADS, QO_HEADS, SAFETENSORS, WIRE_DTYPE, write_body
-from http_service import Service, serving
+from http_messages import HEAD_DIM, KV_HEADS, QO_HEADS, SAFETENSORS, WIRE_DTYPE, write_body
+from http_service import Service
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
@@ -34,10 +33,6 @@ CHECKS = [
     response_headers_conformance,
     response_schema_conformance,
 ]
-TENSOR_ROUTES = tuple(
-    f"/v1/{name}"
-    for name in ("append", "decode", "prefill", "ragged-prefill", "cascade", "merge", "gather")
-)
 DEADLINE = "X-Attnd-Deadline-Ms"
 PAGES = ("/health/live", "/health/ready", "/metrics")
 ERRORS_OF_PAGES = {"405", "422", "500", "503"}
@@ -108,19 +103,3 @@ def test_the_errors_of_a_page_are_reported_as_problems(document: Any, path: str)
     assert errors >= ERRORS_OF_PAGES
     for status in errors:
         assert set(responses[status]["content"]) == {"application/problem+json"}, status
-
-
-@pytest.fixture(scope="module")
-def tiny() -> Iterator[httpx.Client]:
-    """A service with the geometry that the document's examples are for."""
-    shape = ("--pool.num-kv-heads", "1", "--pool.head-dim", "2", "--pool.dtype", "fp32")
-    with serving("--backend.kind", "cpu", *shape) as running, running.client() as client:
-        client.post("/v1/sequences", json={"sequences": [{"id": "chat-1"}]})
-        yield client
-
-
-@pytest.mark.parametrize("path", TENSOR_ROUTES)
-def test_the_examples_work(document: Any, tiny: httpx.Client, path: str) -> None:
-    example = document["paths"][path]["post"]["requestBody"]["content"][JSON]["example"]
-    response = tiny.post(path, json=example)
-    assert response.status_code == 200, response.text

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import fastapi_offline
-from fastapi.openapi.docs import get_swagger_ui_html
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute, Route
 
@@ -20,7 +19,6 @@ from service.doors.http.exchange import Exchange
 from service.doors.kit.headers import JSON
 from service.doors.kit.ledger import OTHERS_S
 from service.errors import InvalidRequest, NoSuchRoute
-from service.image.json_text import dump_json
 
 Params = Mapping[str, Any]
 Page = Callable[[Exchange, Params], Awaitable[Response]]
@@ -70,20 +68,33 @@ def index_page(has_live: bool, has_keys: bool) -> str:
 
 
 ASSETS: Final = Path(fastapi_offline.__file__).with_name("static")
-SCRIPT, STYLE, ICON = "swagger-ui-bundle.js", "swagger-ui.css", "favicon.png"
-TYPES: Final = {SCRIPT: "text/javascript", STYLE: "text/css", ICON: "image/png"}
+OWN: Final = Path(__file__).with_name("docs")
+TYPES: Final = {
+    "swagger-ui-bundle.js": "text/javascript",
+    "swagger-ui.css": "text/css",
+    "favicon.png": "image/png",
+    "docs.js": "text/javascript",
+    "docs.css": "text/css",
+}
 INDEX_HEADERS: Final = {
     "content-security-policy": "default-src 'none'; frame-ancestors 'none'; form-action 'none'",
     "x-content-type-options": "nosniff",
     "cache-control": "no-cache",
 }
+DOCS_HEADERS: Final = INDEX_HEADERS | {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self' "
+    "'unsafe-inline'; img-src 'self' data:; connect-src 'self'; base-uri 'none'; "
+    "frame-ancestors 'none'; form-action 'none'"
+}
+"""Swagger UI has styles of its own in elements."""
 A_DAY: Final = {"cache-control": "public, max-age=86400"}
 
 
 class Pages:
     """The endpoints of one door."""
 
-    def __init__(self, door: Door, document: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, door: Door, document: str) -> None:
+        """`document`: the OpenAPI document, made before the door accepts requests."""
         self.door = door
         self.document = document
 
@@ -129,17 +140,11 @@ class Pages:
         return Response(body, headers={"content-type": content_type})
 
     async def openapi(self, *_: Any) -> Response:
-        return Response(dump_json(self.document()), media_type=JSON)
+        return Response(self.document, media_type=JSON)
 
     async def docs(self, *_: Any) -> HTMLResponse:
         """Swagger UI, with its files below the same path."""
-        return get_swagger_ui_html(
-            openapi_url="openapi.json",
-            title="attnd",
-            swagger_js_url=f"docs/{SCRIPT}",
-            swagger_css_url=f"docs/{STYLE}",
-            swagger_favicon_url=f"docs/{ICON}",
-        )
+        return HTMLResponse(content("docs.html"), headers=DOCS_HEADERS)
 
     async def asset(self, exchange: Exchange, params: Params) -> Response:
         name = params["name"]
@@ -173,5 +178,6 @@ def page_route(
 
 @cache
 def content(name: str) -> bytes:
-    """A file of Swagger UI, 1.5 MB, kept once it has been requested."""
-    return (ASSETS / name).read_bytes()
+    """A file of Swagger UI, 1.5 MB, or of this door; kept once it has been requested."""
+    own = OWN / name
+    return (own if own.exists() else ASSETS / name).read_bytes()

@@ -1,14 +1,14 @@
 // The live page: shows the events of the stream in tiles and drawings.
 
-import { byteTicks, due, frames, themeChanged } from "./canvas.js";
+import { byteTicks, due, frames } from "./canvas.js";
 import { Chart, Rows, plain } from "./chart.js";
 import { bytes, count, digits, duration, exact, plural, share } from "./format.js";
 import { PageMap } from "./map.js";
 import { Stream } from "./stream.js";
+import { useTheme } from "./theme.js";
 import { Icicle } from "./tree.js";
 
 const KEY = "attnd-key";
-const THEME = "attnd-theme";
 const BUSY_S = 2; // the engine is busy if the last snapshot is older than this
 const REASONS = {
   out_of_pages: "out of pages",
@@ -200,24 +200,6 @@ function pause() {
   }
 }
 
-const dark = matchMedia("(prefers-color-scheme: dark)");
-
-function applyTheme() {
-  const chosen = sessionStorage.getItem(THEME) ?? "auto";
-  const found = chosen === "auto" ? (dark.matches ? "dark" : "light") : chosen;
-  document.documentElement.dataset.theme = found;
-  write("theme", `Theme: ${chosen}`);
-  themeChanged();
-  for (const one of drawings) one.themeChanged();
-}
-
-function nextTheme() {
-  const order = ["auto", "light", "dark"];
-  const now = order.indexOf(sessionStorage.getItem(THEME) ?? "auto");
-  sessionStorage.setItem(THEME, order[(now + 1) % order.length]);
-  applyTheme();
-}
-
 function toggle(button, part) {
   const isShown = part.hidden;
   part.hidden = !isShown;
@@ -241,7 +223,6 @@ function useKey(key) {
 }
 
 byId("pause").addEventListener("click", pause);
-byId("theme").addEventListener("click", nextTheme);
 byId("help").addEventListener("click", () => toggle(byId("help"), byId("keys")));
 byId("key").addEventListener("click", () => toggle(byId("key"), byId("key-form")) && askForKey());
 byId("key-forget").addEventListener("click", () => useKey(""));
@@ -256,11 +237,10 @@ addEventListener("keydown", (event) => {
   event.preventDefault();
   byId(button).click();
 });
-dark.addEventListener("change", applyTheme);
 new ResizeObserver(() => drawings.forEach(due)).observe(document.querySelector("main"));
 document.addEventListener("visibilitychange", follow);
 
 globalThis.attnd = { frames, map, rows };
 fillStages({});
-applyTheme();
+useTheme(byId("theme"), drawings);
 stream.use(sessionStorage.getItem(KEY) ?? "");

@@ -7,15 +7,16 @@ import { STATES } from "./map.js";
 
 const AXIS = 18;
 const ROW = 22;
-const LEVELS = 7; // drawn; the panel keeps this height whatever the tree is
 const TOOLTIP_RISE = 6; // so that the tooltip touches its box
 const CACHED = 3;
 const PINNED = 2;
 const SHARED = [1, 2, 4, 16, 64]; // sequences, one for each colour
 
 export class Icicle extends Drawing {
-  constructor(canvas, legend, output) {
+  /** Draws `levels` levels: the canvas keeps this height whatever the tree is. */
+  constructor(canvas, legend, output, levels = 7) {
     super(canvas, output);
+    this.levels = levels;
     this.parts = [];
     this.boxes = [];
     this.total = 0;
@@ -23,7 +24,7 @@ export class Icicle extends Drawing {
     const words = document.createElement("span");
     words.append("shared by 1 ", this.scale, ` ${SHARED[SHARED.length - 1]} or more sequences`);
     legend.append(words, swatch("cached", "cached, no sequence"), swatch("pinned", "pinned"));
-    setHeight(canvas, LEVELS * ROW + AXIS);
+    setHeight(canvas, levels * ROW + AXIS);
   }
 
   set(tree) {
@@ -68,7 +69,7 @@ export class Icicle extends Drawing {
       begins.set(at, x);
       x += this.parts[at].total;
     }
-    for (let depth = 0; row.length && depth < LEVELS; depth++) {
+    for (let depth = 0; row.length && depth < this.levels; depth++) {
       const next = [];
       for (const at of row) {
         const part = this.parts[at];
@@ -80,7 +81,7 @@ export class Icicle extends Drawing {
           next.push(child);
         }
         const folded = begins.get(at) + part.total - part.pages - from;
-        if (folded > 0 && depth + 1 < LEVELS) this.boxes.push({ at: -1, depth: depth + 1, x: from, width: folded });
+        if (folded > 0 && depth + 1 < this.levels) this.boxes.push({ at: -1, depth: depth + 1, x: from, width: folded });
       }
       row = next;
     }
@@ -222,7 +223,7 @@ export class Icicle extends Drawing {
       if (this.nodes === undefined) return "";
       const isPartial = this.used - this.total > 0.005 * this.used;
       const shown = isPartial ? ` · ${exact(this.total)} of ${exact(this.used)} pages shown` : "";
-      return `${plural(this.nodes, "node")}${shown}${this.hasDeeper ? ` · first ${LEVELS} levels` : ""}`;
+      return `${plural(this.nodes, "node")}${shown}${this.hasDeeper ? ` · first ${this.levels} levels` : ""}`;
     }
     const what = part.parent < 0 ? `namespace ${part.name}` : part.children.length || part.sequences !== 1 ? "prefix" : "one sequence";
     const own = part.total === part.pages ? plural(part.total, "page") : `${plural(part.pages, "own page")}, ${exact(part.total)} with children`;
