@@ -172,6 +172,8 @@ class Program:
         draw = self.order.random()
         if not self.in_cluster:
             new = new | {"reserve": int(100 * draw) - 84} if draw > 0.85 else new
+            if new.keys() <= {"id", "reserve"} and draw > 0.3:
+                new = new | {"prefix": {"token_ids": []}}
             return new | {"ttl_s": self.order.choice(SHORT_S)} if draw < 0.12 else new
         return {} if draw < 0.1 and new.keys() == {"id"} else new
 
@@ -430,7 +432,7 @@ class Program:
             return
         known, (rows, *others) = answer[0]["known_len"], self.every(name)
         is_level = {rows} == {*others} and self.rows.is_chain(rows) and known <= len(rows)
-        has_chain = known > 0 or not rows
+        has_chain = self.space.lives[name].has_chain
         if not is_level or not has_chain or not self.is_certain(name):
             return
         new = self.behind(name, 0, self.order.randint(1, 5))
@@ -447,6 +449,8 @@ class Program:
         for op in every:
             if (yield op) is None:
                 return
+            if draw() < 0.4:
+                yield call("get_sequence", id=name)
         if accepts:
             kept = [at for at in range(len(new)) if draw() < 0.6]
             chain = self.rows.is_chain([*rows, *(new[at] for at in kept)])
@@ -455,8 +459,6 @@ class Program:
             more = {"token_ids": ids["token_ids"]} if chain else {}
             yield call("truncate", id=name, length=len(rows), keep=keep, **more)
         self.prompts = [*self.prompts[-3:], list(self.at(name, 0))]
-        if draw() < 0.5:
-            yield call("get_sequence", id=name)
 
     def written(self, name: str, layer: int, rows: list[int]) -> Op:
         """Rows of a sequence at one layer: appended, or attended as well."""

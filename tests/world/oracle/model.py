@@ -57,6 +57,7 @@ class Life:
     ttl_s: float = NEVER
     committed: int = 0
     reserved: int = 0
+    has_chain: bool = False
 
 
 class Namespace:
@@ -214,7 +215,8 @@ class Model:
         if op.made:
             new = op.new[step.at] if op.new else op.plan
             end = len(rows[0]) + new["reserve"] if new.get("reserve") else 0
-            space.lives[name] = Life(op.sent, new.get("ttl_s") or NEVER, 0, end)
+            ttl_s, chained = new.get("ttl_s") or NEVER, "prefix" in new
+            space.lives[name] = Life(op.sent, ttl_s, 0, end, chained)
         life = space.lives[name]
         if op.name in CUTTING:
             view = view_of(step)
