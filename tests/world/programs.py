@@ -432,7 +432,7 @@ class Program:
             return
         known, (rows, *others) = answer[0]["known_len"], self.every(name)
         is_level = {rows} == {*others} and self.rows.is_chain(rows) and known <= len(rows)
-        has_chain = self.space.lives[name].has_chain
+        has_chain = name in self.space.held and self.space.lives[name].has_chain
         if not is_level or not has_chain or not self.is_certain(name):
             return
         new = self.behind(name, 0, self.order.randint(1, 5))
