@@ -153,7 +153,7 @@ class Serving:
 
     def welcome(self, hello: dict[str, Any]) -> bool:
         assert hello["version"] == 1
-        assert hello["door"] is False
+        assert not hello.get("door", False)
         if self.engine.refusal is not None:
             self.socket.sendall(f.json_frame(f.REFUSED, self.engine.refusal))
             return False
