@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
+import logging
 import re
 import secrets
 import sys
@@ -77,6 +78,12 @@ class Backends:
     def close_all(self) -> None:
         while self.made:
             self.made.pop().close()
+
+
+@pytest.fixture(autouse=True)
+def own_level_of_logs() -> None:
+    """An engine in this process, of another test, sets the level of the service's logs."""
+    logging.getLogger("attnd").setLevel(logging.NOTSET)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

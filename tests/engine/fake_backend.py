@@ -216,8 +216,8 @@ class FakeBackend:
             if into is not None:
                 states, logs = [*states, into.o[row]], [*logs, into.lse[row]]
             if logs:
-                state.lse[row] = np.logaddexp.reduce(logs)
-                shares = np.exp(np.asarray(logs) - state.lse[row])
+                total = state.lse[row] = np.logaddexp.reduce(logs)
+                shares = np.exp(np.asarray(logs) - np.where(total > -np.inf, total, 0))
                 state.o[row] = np.einsum("nh,nhd->hd", shares, np.asarray(states))
         return self._later(state, into or out)
 

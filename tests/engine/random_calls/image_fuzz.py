@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from service.engine.handlers.exports import header_digest
+from service.operations.examples import bodies
 from service.operations.table import OPERATIONS
 from service.operations.transfer import Header
 from tests.operations.declared import INFO as DECLARED
 
 INFO: Final = DECLARED.model_copy(update={"num_kv_heads": 1, "head_dim": 2})
-"""The geometry that the operations' examples are for."""
+EXAMPLES: Final = bodies(1, 2, 4)
+"""The operations' examples for that geometry and pages of 4."""
 
 EXPORTED: Final = Header(
     generation="0" * 32,
@@ -93,7 +95,7 @@ class Case:
 def right_request(rng: random.Random) -> tuple[str, dict[str, Any], dict[str, Any], bytes]:
     """An operation, its fields, the tensors of its header, and their bytes."""
     operation = rng.choice(OPERATIONS)
-    example = PLAIN.get(operation.name, operation.example)
+    example = PLAIN.get(operation.name) or EXAMPLES.get(operation.name, {})
     document = json.loads(json.dumps(example))
     tensors = document.pop("tensors", {})
     if "q" in tensors and operation.name.endswith("prefill") and rng.random() < 0.5:

@@ -56,7 +56,6 @@ def test_auto_warns_once_of_a_driver_that_cannot_be_used(
 ) -> None:
     monkeypatch.setattr("service.engine.store.setup.cuda_devices", lambda: 0)
     monkeypatch.setattr("service.engine.store.setup.driver_problem", lambda: problem)
-    caplog.set_level("WARNING", logger="attnd")
     for kind in ("auto", "cpu"):
         open_backend(PoolSettings(num_pages=1, num_layers=1), BackendSettings(kind=kind)).close()
     warned = [f"backend.kind = auto uses the CPU: {problem}"] * bool(problem)
