@@ -45,7 +45,11 @@ from tests.session.stepping import (
 
 GPU = pytest.mark.gpu
 KINDS = ["cpu", pytest.param("cuda", marks=GPU)]
-PLACES = [*KINDS, "cpu, embedded", pytest.param("cuda, embedded", marks=GPU)]
+PLACES = [
+    *KINDS,
+    pytest.param("cpu, embedded", marks=pytest.mark.long),
+    pytest.param("cuda, embedded", marks=GPU),
+]
 
 
 @pytest.fixture(scope="module", params=PLACES)
