@@ -284,6 +284,7 @@ def test_a_path_that_is_none_and_text_that_is_none_get_openais_error(server: Ser
         assert reply.json()["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.slow
 def test_the_default_model_answers_as_generate_does() -> None:
     """SmolLM2, alone and in a batch, the second time from the cache."""
     model, tokenizer, name = launch.load(None)

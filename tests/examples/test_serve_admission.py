@@ -72,7 +72,12 @@ async def test_a_body_that_does_not_come_is_a_408(monkeypatch: pytest.MonkeyPatc
     from examples.serve import api
 
     monkeypatch.setattr(api, "BODY_S", 0.1)
-    app = api.create_app(object(), SimpleNamespace(name="x"), "", Admission("localhost", [], 9))  # type: ignore[arg-type]
+    app = api.create_app(
+        object(),  # type: ignore[arg-type]
+        SimpleNamespace(name="x"),  # type: ignore[arg-type]
+        SimpleNamespace(routes=list),  # type: ignore[arg-type]
+        Admission("localhost", [], 9),
+    )
     sent: list[Any] = []
     pieces = iter([{"type": "http.request", "body": b"{", "more_body": True}])
 

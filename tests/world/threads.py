@@ -249,7 +249,7 @@ class CallerThread(Program):
     def __init__(self, world: ThreadWorld, number: int) -> None:
         super().__init__(world, number)
         self.space = world.spaces[0]
-        self.weights["step"] = 0  # the session's steps have lanes of their own
+        self.weights["step"] = self.weights["named"] = 0  # its steps have lanes of their own
         self.is_hasty = True
         self.kept: list[tuple[Any, Any]] = []  # results, and copies of them
 

@@ -207,6 +207,7 @@ def parent_of(pid: int) -> int:
     return int(re.findall(r"^PPid:\t(\d+)$", status, re.M)[0])
 
 
+@pytest.mark.slow
 def test_router_and_worker_come_back_and_the_cluster_grows_and_shrinks() -> None:
     """kill -9 of the router loses no sequence, of a Ray worker those of its engine alone."""
     scaling = (
@@ -274,6 +275,7 @@ class Written:
         np.testing.assert_array_equal(rows["k"]["data"], self.k.ravel())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # what Ray does as it is imported is its own
 def test_engines_of_two_nodes_are_one_service_and_a_node_that_is_lost_is_replaced() -> None:
     others = set(processes_of("service.cluster"))  # of the other tests' cluster

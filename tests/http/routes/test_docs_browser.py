@@ -44,6 +44,7 @@ def blocks(driver: Chrome) -> dict[str, str]:
     return {re.sub("^operations-[^-]*-", "", one): one for one in driver.execute_script(ids)}
 
 
+@pytest.mark.slow
 def test_every_example_succeeds_when_they_are_pressed_one_after_another(
     driver: Chrome, service: Service
 ) -> None:
