@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from pages import write
+
 ROOT: Final = Path(__file__).resolve().parents[1]
 PAGE: Final = ROOT / "docs" / "files.md"
 TREES: Final = ("service", "kernels", "client/src/attnd", "config", "simulation", "bench")
@@ -19,13 +21,6 @@ HEAD: Final = """# Files
 
 Every module and the first sentence of its docstring. `make map` writes this page.
 """
-
-
-def main() -> int:
-    text = "\n".join([HEAD, *lines()]) + "\n"
-    if "--check" not in sys.argv:
-        PAGE.write_text(text, encoding="utf-8")
-    return int(PAGE.read_text(encoding="utf-8") != text)
 
 
 def lines() -> Iterator[str]:
@@ -55,4 +50,4 @@ def sentence(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write(PAGE, HEAD, lines()))

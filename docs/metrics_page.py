@@ -14,6 +14,7 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from pages import write  # noqa: E402
 from prometheus_client.core import Metric  # noqa: E402
 
 from service.families import GROUPS, SPECS, Spec  # noqa: E402
@@ -41,13 +42,6 @@ OF_PROCESSES: Final = {
     "python_info": "Which Python runs?",
 }
 """Families of the library, and the questions that they answer."""
-
-
-def main() -> int:
-    text = "\n".join([HEAD.rstrip(), *lines()]) + "\n"
-    if "--check" not in sys.argv:
-        PAGE.write_text(text, encoding="utf-8")
-    return int(PAGE.read_text(encoding="utf-8") != text)
 
 
 def lines() -> Iterator[str]:
@@ -82,4 +76,4 @@ def entry(name: str, spec: Spec) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write(PAGE, HEAD.rstrip(), lines()))

@@ -14,6 +14,8 @@ from typing import Any, Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from pages import write  # noqa: E402
+
 from config.settings import SECTIONS, load_settings  # noqa: E402
 
 PAGE: Final = ROOT / "docs" / "settings.md"
@@ -24,13 +26,6 @@ Later ones win: `config/default.yaml`, a file (`--config FILE`, or `ATTND_CONFIG
 a unit (`4GiB`). [Operations](operations.md#limits) says when to change the limits. `make map`
 writes this page from the code.
 """
-
-
-def main() -> int:
-    text = "\n".join([HEAD.rstrip(), *lines()]) + "\n"
-    if "--check" not in sys.argv:
-        PAGE.write_text(text, encoding="utf-8")
-    return int(PAGE.read_text(encoding="utf-8") != text)
 
 
 def lines() -> Iterator[str]:
@@ -62,4 +57,4 @@ UNITS: Final = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write(PAGE, HEAD.rstrip(), lines()))

@@ -3,9 +3,10 @@ the engine layer by layer, and ended."""
 
 from __future__ import annotations
 
+import _thread
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -37,12 +38,6 @@ Reply = Answer | int | dict[str, Any]
 """The answer of a call or step, the number of a step whose layer is done, or a JSON message."""
 
 
-class Gate(Protocol):
-    """What wakes a waiting thread: a lock, or its place at an event loop."""
-
-    def release(self) -> None: ...
-
-
 class Pending:
     """A reply under way. The call's `place` stays taken until the engine has finished with it."""
 
@@ -52,7 +47,7 @@ class Pending:
         self.place = place
         self.is_abandoned = False
         self.reply: Reply | None = None
-        self.gate: Gate | None = None
+        self.gate: _thread.LockType | None = None
 
     def wake(self) -> None:
         """Wake the thread that waits while another one reads."""
