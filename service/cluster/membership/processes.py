@@ -17,14 +17,17 @@ from service.processes.handover import CANNOT_START, CheckedFiles, Child, Shared
 
 ENGINE: Final = command_of("service.engine")
 ROUTER: Final = (*command_of("service.cluster"), "http")
+ZMQ: Final = (*command_of("service.cluster"), "zmq")
 GATEWAY: Final = command_of("service.gateway")
 
 
 def router_children(settings: Settings, addresses: Addresses) -> list[Child]:
-    """The router, and the gateway if configured."""
+    """The router, and the gateway and the ZeroMQ door if configured."""
     children = [Child("http-0", ROUTER, addresses.http)]
     if settings.oip.is_on:
         children.append(Child("oip-0", (*GATEWAY, "--attnd", addresses.url), ()))
+    if settings.cache.zmq_endpoint is not None:
+        children.append(Child("zmq-0", ZMQ, ()))
     return children
 
 

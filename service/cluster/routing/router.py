@@ -25,6 +25,7 @@ from service.cluster.placement.imports import call_for_import
 from service.cluster.placement.inflight_prompts import InflightPrompts
 from service.cluster.placement.placer import Placer
 from service.cluster.routing.broadcast import Broadcast
+from service.cluster.routing.event_socket import serve_events
 from service.cluster.routing.ids import Ids
 from service.cluster.routing.replies import reply, with_room
 from service.cluster.routing.sequence_calls import ID_FIELD, SequenceCalls
@@ -64,6 +65,7 @@ class Router:
         self.placer = Placer(self.members)
         self.sequences = SequenceCalls(self.members, self.ids, self.prompts, self.prepared)
         self.broadcast = Broadcast(self.members, self.ids, self.prompts)
+        self.event_socket: asyncio.Server | None = None
         self.remembered = lru_cache(MAX_REMEMBERED)(self.read)
         self.routes: dict[Routing, Callable[[DoorCall, Prepared], Awaitable[RawReply]]] = {
             "together": self.sequences.together,
@@ -76,7 +78,9 @@ class Router:
         }
 
     async def connect(self, path: str, name: str, secret: str) -> None:
-        """Connects to the engines of the roster at `path`; returns when one is ready."""
+        """Connects to the engines of the roster at `path`; returns when one is ready. Serves its
+        events beside the roster from now on."""
+        self.event_socket = await serve_events(self, self.has_keys, path)
         await self.sessions.watch(path, name, secret)
 
     @property
@@ -122,6 +126,8 @@ class Router:
         return any(engine.link.is_pinned for engine in self.members.engines)
 
     def close(self) -> None:
+        if self.event_socket is not None:
+            self.event_socket.close()
         self.sessions.close()
         self.arena.close()
 

@@ -6,20 +6,22 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from hashlib import blake2b
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Protocol
 
 import msgspec
 import zmq
 import zmq.asyncio
 
+from config.sections import Settings
+from service.doors.kit.link import Link
 from service.doors.kit.problems import ProblemText
 from service.doors.kit.process import Setup, connect
 from service.doors.kit.upstream import events_after
 from service.errors import AttndError, NotReady
-from service.tenants import OPEN, tenant_of
+from service.tenants import OPEN, Tenant, tenant_of
 
 Layout = Literal["map", "array"]
 """An event's layout: named fields, or fields by position after the type's name."""
@@ -109,12 +111,40 @@ MAX_BYTES: Final = 1024
 """Longest message of a subscriber; one that sends more is disconnected."""
 
 
+class EventSource(Protocol):
+    """Where the events come from."""
+
+    async def connect(self, path: str, name: str, secret: str) -> None: ...
+
+    async def after(self, tenant: Tenant, last: int) -> dict[str, Any]:
+        """The reply of `events` after a number. Raises NotReady where there will be no more, else
+        AttndError, ProblemText, OSError, ValueError."""
+
+    def close(self) -> None: ...
+
+
+class EngineEvents:
+    """The one engine of a service."""
+
+    def __init__(self, settings: Settings, has_keys: bool) -> None:
+        self.link = Link(settings.server, has_keys)
+        self.connect, self.close = self.link.connect, self.link.close
+
+    async def after(self, tenant: Tenant, last: int) -> dict[str, Any]:
+        self.link.ready()
+        return await events_after(self.link, tenant, last)
+
+
 class ZmqServer:
     """Publishes one namespace's events until drained. `failed` says why it could not."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(
+        self, setup: Setup, make_source: Callable[[Settings, bool], EventSource] = EngineEvents
+    ) -> None:
+        """`make_source` gets the settings, and whether the service has keys."""
         settings = setup.settings
         self.setup = setup
+        self.make_source = make_source
         self.cache = settings.cache
         self.has_keys = settings.auth.keys_file is not None
         self.tenant = tenant_of(self.cache.zmq_namespace, ["read"]) if self.has_keys else OPEN
@@ -130,13 +160,13 @@ class ZmqServer:
         self.loop = loop = asyncio.get_running_loop()
         self.ended = asyncio.Event()
         self.setup.on_loop(loop, self)
-        self.link = self.setup.make_upstream(self.setup.settings.server, self.has_keys, None)
+        self.source = self.make_source(self.setup.settings, self.has_keys)
         context = zmq.asyncio.Context()
         tasks: list[asyncio.Task[Any]] = []
         try:
             self.out = self.bound(context, zmq.XPUB, self.cache.zmq_endpoint)
             replies = self.bound(context, zmq.ROUTER, self.cache.zmq_replay_endpoint)
-            failed = await connect(self.setup, self.link)
+            failed = await connect(self.setup, self.source)
             if failed is None:
                 work = (
                     self.publish(),
@@ -155,7 +185,7 @@ class ZmqServer:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self.link.close()
+            self.source.close()
             context.destroy(linger=LINGER_MS)
 
     def bound(self, context: Any, kind: int, endpoint: str | None) -> Any:
@@ -240,14 +270,13 @@ class ZmqServer:
         """Events from the engine after a number, or with 0 as if others were dropped before;
         retries after an error. Raises NotReady."""
         while True:
-            self.link.ready()
             try:
-                page = await events_after(self.link, self.tenant, last)
+                page = await self.source.after(self.tenant, last)
                 return page | {"too_old": page["too_old"] or not last}
             except NotReady:
                 raise
-            except (AttndError, ProblemText) as error:
-                LOG.debug("the engine returned no events: %s", error)
+            except (AttndError, ProblemText, OSError, ValueError) as error:
+                LOG.debug("there are no events: %s", error)
             await asyncio.sleep(POLL_S)
 
     async def replay(self, replies: Any) -> None:

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import zmq
 from http_messages import PAGE_SIZE, store
-from http_process import listening
+from http_process import is_ready, listening
 from http_service import SECRET, Service, serving
 
 from config.settings import SettingsError, load_settings
@@ -23,6 +23,7 @@ from service.doors.zmq import server
 from service.doors.zmq.server import ZmqServer, payload
 from service.metrics import Metrics
 from tests.harness.plain_http import http_client
+from tests.harness.processes import kill, wait_until_dead
 from tests.harness.waiting import WAIT_S, wait_for
 
 END = b"\xff" * 8
@@ -285,6 +286,29 @@ def test_the_service_runs_the_publisher_as_a_process_of_its_own(tmp_path: Path) 
             time.sleep(0.2)
             store(client, list(range(PAGE_SIZE)))
             one.hear_until("BlockStored")
+        assert running.stop() == 0
+
+
+@pytest.mark.long
+def test_a_cluster_publishes_the_events_of_its_router_and_of_the_next_one(tmp_path: Path) -> None:
+    """With the numbers that they have over HTTP."""
+    with (
+        listening(*endpoints(tmp_path), "--cluster.engines", "2") as (running, url),
+        subscribed(tmp_path) as one,
+    ):
+        one.replay(0)
+        for seed in (1, 2):
+            wait_for(lambda: is_ready(url), "the router")
+            with http_client(url) as client:
+                before = client.get("/v1/events/page?after=0").json()["next"]
+                store(client, [seed] * PAGE_SIZE)
+                while one.hear_until("BlockStored")["token_ids"] != [seed] * PAGE_SIZE:
+                    pass
+                page = client.get(f"/v1/events/page?after={before}").json()
+                assert [event["id"] for event in page["events"]] == [one.last]
+            router = running.pid("http-0")
+            kill(router)
+            wait_until_dead(router)
         assert running.stop() == 0
 
 
