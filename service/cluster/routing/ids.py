@@ -262,7 +262,6 @@ class Ids:
             raise errors[0]
         tags = {name: self.tag((tenant.namespace, name)) for name in missing}
         await self.members.wait_for_fate(list(tags.values()))
-        self.members.check_known()
         self.members.check_reachable()
         if self.members.changes != changes:
             return

@@ -140,7 +140,7 @@ async def test_a_chosen_id_waits_for_the_ids_of_every_engine_that_may_be_alive()
         status, problem = await create(cluster, {"id": "new"})
         assert (status, problem["code"]) == (503, "not_ready")
         status, code, _ = await cluster.error("get_sequence", {"id": "unknown"})
-        assert (status, code) == (503, "not_ready")
+        assert (status, code) == (404, "unknown_sequence"), "all were asked"
         assert (await create(cluster, {}))[0] == 201, "without an id no engine is asked"
         cluster.lose("b", is_dead=True)
         assert (await create(cluster, {"id": "new"}))[0] == 201

@@ -78,6 +78,16 @@ def test_a_bounded_number_of_ids_of_dead_engines_is_remembered(monkeypatch: Any)
     assert len(ids.entries) == 2 == len(ids.lost)
 
 
+async def test_ids_of_an_engine_that_died_are_lost_up_to_their_limit(monkeypatch: Any) -> None:
+    monkeypatch.setattr(map_of_ids, "MAX_LOST", 2)
+    async with fake_cluster("ab") as cluster:
+        ids, names = cluster.router.ids, ["x", "y", "z"]
+        ids.learn(OPEN, names, cluster.engine_of("a").tag)
+        cluster.lose("a", is_dead=True)
+        status = [(await cluster.call("get_sequence", {"id": name})).status for name in names]
+        assert sorted(status) == [404, 410, 410] and len(ids.entries) == 2
+
+
 async def test_entries_of_sequences_that_have_expired_are_removed() -> None:
     async with fake_cluster("ab") as cluster:
         ids, engine = cluster.router.ids, cluster.engine_of("a")

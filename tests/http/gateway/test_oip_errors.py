@@ -228,6 +228,22 @@ def test_a_wrong_length_of_the_json_is_refused(v2: httpx.Client, length: str) ->
     check_error(response, 422, "Inference-Header-Content-Length")
 
 
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_json_is_read_up_to_its_limit_and_refused_beyond(v2: httpx.Client, is_alone: bool) -> None:
+    """The limit is for the JSON, not for the data behind it."""
+    for size in (2**20 - 1, 2**20, 2**20 + 1):
+        text = b"{" + b" " * (size - 2) + b"}"
+        headers = {} if is_alone else {"inference-header-content-length": f"{size}"}
+        data = b"" if is_alone else b"12345678"
+        response = v2.post("/v2/models/pool/infer", content=text + data, headers=headers)
+        if size > 2**20:
+            check_error(response, 422, f"JSON = {size} bytes: at most 1048576")
+        elif is_alone:
+            assert response.status_code == 200, response.text
+        else:
+            check_error(response, 400, "8 bytes follow the JSON")
+
+
 def test_errors_under_v2_have_the_protocols_form(v2: httpx.Client) -> None:
     check_error(v2.get("/v2/models/pool/infer"), 405, "use POST")
     check_error(v2.get("/v2/models/nothing"), 404, "no model 'nothing'")
