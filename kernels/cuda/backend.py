@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from time import perf_counter
-from typing import Final
 
 import cupy
 import numpy as np
@@ -52,14 +51,12 @@ from kernels.cuda.device.pending import First, Mixed, Result
 from kernels.cuda.device.transfer import Transfers, mark
 from kernels.cuda.kv.pool import allocate, pool_view
 from kernels.cuda.kv.ragged import ragged_plan, ragged_view
+from kernels.cuda.masks.expand import PADDING
 from kernels.cuda.merge.merger import Merger
 from kernels.cuda.pages.copies import CudaPageCopies
 from kernels.cuda.rows.mover import RowMover
 from kernels.cuda.specs import service_specs
 from kernels.outputs import check_outs
-
-MASK_PADDING: Final = 32
-"""Readable bytes that kernels may touch past a mask's last bit."""
 
 
 class CudaBackend:
@@ -345,7 +342,7 @@ def joined_masks(masks: Sequence[Mask]) -> tuple[Array, ...]:
     if not masks:
         return ()
     starts = np.cumsum([0, *(len(mask.bits) for mask in masks)])
-    bits = np.zeros(int(starts[-1]) + MASK_PADDING, np.uint8)
+    bits = np.zeros(int(starts[-1]) + PADDING, np.uint8)
     for mask, start in zip(masks, starts[:-1], strict=True):
         bits[start : start + len(mask.bits)] = mask.bits
     offsets = [m.row_offsets + 8 * s for m, s in zip(masks, starts[:-1], strict=True)]

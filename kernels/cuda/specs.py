@@ -5,6 +5,7 @@ from __future__ import annotations
 from kernels.backend import TENSOR_DTYPES, DType, Numerics, Scoring
 from kernels.compile import Spec
 from kernels.cuda.attention.kernels import attend_kernels, wide_variant
+from kernels.cuda.masks import expand
 from kernels.cuda.merge.variants import BATCHES, IN_ORDER, PARTIAL_BATCHES, merge_spec
 from kernels.cuda.narrow.variants import few_rows_kernels, short_decode_kernels
 from kernels.cuda.pages.copies import PAGES_SPEC
@@ -20,7 +21,7 @@ def service_specs(
     fp8 = dtype.startswith("fp8")
     computes: tuple[DType, ...] = ("fp16", "bf16") if fp8 else (dtype,)
     in_order = (True,) if numerics == "invariant" else ()
-    specs = [visible.SPEC, PAGES_SPEC, stored_spec(head_dim, dtype)]
+    specs = [visible.SPEC, expand.SPEC, PAGES_SPEC, stored_spec(head_dim, dtype)]
     for compute in computes:
         for storage in dict.fromkeys((dtype, compute)):
             pooled = storage == dtype  # else of ragged keys alone, which no two sequences share

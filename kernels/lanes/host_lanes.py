@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from kernels.backend import Array, Attend, AttentionState, Backend
+from kernels.backend import Array, Attend, AttentionState, Backend, Mask
 from kernels.lanes.lane import Lane, Owner, StepWork, address_of
 
 
@@ -66,6 +66,7 @@ class HostRun:
         self._backend, self._arena, self._work = backend, arena, work
         self._num_ready = self._num_done = 0
         """Layers that were reported ready, and those of them that are done."""
+        self._mask: Mask | None = None
         self._pieces: Iterator[None] | None = None
         """The rest of the first layer that is not done."""
         self.done = False
@@ -114,7 +115,9 @@ class HostRun:
         lse = self._array(slot.lse, np.dtype(np.float32), query[:2])
         out = AttentionState(self._array(slot.o, work.dtype, query), lse)
         q = self._array(slot.q, work.dtype, query)
-        attend = Attend(layer, q, work.plan, work.scorings[place], out=out)
+        if work.mask is not None and place == 0:
+            self._mask = work.mask.expand(self._arena, work.plan.order)
+        attend = Attend(layer, q, work.plan, work.scorings[place], self._mask, out)
         if (sinks := work.sinks_at(layer)) is not None:
             attend.sinks = self._array(sinks, np.dtype(np.float32), query[1:2])
         if work.attend is None:

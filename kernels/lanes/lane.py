@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from kernels.backend import Attend, Int32, Plan, Scoring
+from kernels.masks import OwnMask
 
 FLAG_BYTES: Final = 4
 LAYER_FLAGS: Final = 2
@@ -46,9 +47,10 @@ class StepWork:
     `dtype`; lse is `[rows, num_qo_heads]` float32, multiplied by `lse_scale`. k and v are first
     written to the token slots `append_slots`, unless that is None. `scorings` has one entry per
     layer. `sinks` is the offset of float32 `[layers of the pool, num_qo_heads]`, None without
-    sinks. `flags` is the offset of the flags of layer 0 of the pool. Without a `plan` the step only
-    measures the time of passing layers back and forth: it multiplies the first number of lse by
-    one. `attend` runs a layer's attention in pieces, on lanes in host memory.
+    sinks. `mask` is read once, when the first layer's tensors are there. `flags` is the offset of
+    the flags of layer 0 of the pool. Without a `plan` the step only measures the time of passing
+    layers back and forth: it multiplies the first number of lse by one. `attend` runs a layer's
+    attention in pieces, on lanes in host memory.
     """
 
     layers: tuple[int, ...]
@@ -62,6 +64,7 @@ class StepWork:
     scorings: tuple[Scoring, ...]
     lse_scale: float
     sinks: int | None = None
+    mask: OwnMask | None = None
     attend: Callable[[Attend], Iterator[None]] | None = None
 
     def sinks_at(self, layer: int) -> int | None:

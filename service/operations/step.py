@@ -60,6 +60,10 @@ class StepFields(ScoringFields):
     """Slots; layer l of the pool uses slot l modulo their number."""
     sinks: Place | None = None
     """Offset of the sinks, F32 `[layers of the pool, num_qo_heads]`; absent: none."""
+    mask: Place | None = None
+    """Prefill: offset of a mask over each sequence's own rows, BOOL `[sum(rows^2)]`."""
+    packed_mask: Place | None = None
+    """As `mask`, bits in little order, each sequence padded to a byte."""
     sequences: Ids | None = None
     num_qo_heads: Annotated[int, Field(ge=1)] = 1
     dtype: Literal["F32", "F16", "BF16"] = "F16"
@@ -104,6 +108,10 @@ class StepFields(ScoringFields):
         return None if self.offsets is None else int32(self.offsets)
 
     @property
+    def mask_place(self) -> int | None:
+        return self.packed_mask if self.mask is None else self.mask
+
+    @property
     def rows(self) -> int:
         return int(self.qo_indptr_array[-1])
 
@@ -136,6 +144,10 @@ class StepFields(ScoringFields):
             refuse("qo_indptr", self.qo_indptr, "must be given for prefill, and only there")
         if self.qo_indptr is not None:
             check_indptr("qo_indptr", self.qo_indptr_array, self.rows, len(self.ids))
+        if self.mask is not None and self.packed_mask is not None:
+            refuse("packed_mask", self.packed_mask, "mask and packed_mask cannot be combined")
+        if self.qo_indptr is None and (place := self.mask_place) is not None:
+            refuse("mask", place, "must be absent from a decode: send a prefill of one row each")
         check_ids_given(self, entries, self.rows, len(self.ids))
 
 

@@ -154,6 +154,9 @@ class Program:
         shape = (count, HEADS * geometry.num_kv_heads, geometry.head_dim)
         return np.random.default_rng(self.order.getrandbits(32)).standard_normal(shape, np.float32)
 
+    def flags(self, shape: tuple[int, ...]) -> Any:
+        return np.random.default_rng(self.order.getrandbits(32)).random(shape) < 0.6
+
     def behind(self, name: str, layer: int, count: int) -> list[int]:
         """Rows behind what a sequence holds now, as far as they fit."""
         rows = self.at(name, layer)
@@ -308,19 +311,31 @@ class Program:
             yield 0.1
 
     def step(self, names: list[str] | None = None) -> Op:
-        """A token of each sequence at every layer, or none, on the session's lane."""
+        """A token of each sequence at every layer, or none, on the session's lane; now and then
+        some tokens of two sequences, under a mask."""
+        is_masked = names is None and self.order.random() < 0.4
         names, layers = names or self.some(), list(range(NUM_LAYERS))
-        fits = all(len(self.at(name, 0)) < MAX_ROWS for name in names)
-        rows = [self.behind(name, 0, 1) for name in names] if fits else []
+        names = names[:2] if is_masked else names
+        counts = [self.order.randint(1, 3) if is_masked else 1 for _ in names]
+        fits = all(len(self.at(n, 0)) + c <= MAX_ROWS for n, c in zip(names, counts, strict=True))
+        appends = fits and not (is_masked and self.order.random() < 0.2)
+        each = zip(names, counts, strict=True)
+        rows = [self.behind(name, 0, count) for name, count in each] if appends else []
         fields: dict[str, Any] = {"layers": layers, "sequences": names, "append": bool(rows)}
         fields["num_qo_heads"] = HEADS * self.rows.geometry.num_kv_heads
         if rows and self.order.random() < 0.5:
             fields["offsets"] = [len(self.at(name, 0)) for name in names]
         flat = [row for some in rows for row in some]
         content = [self.rows.content(flat, layer) for layer in layers]
-        tensors = {"q": [self.queries(len(names)) for _ in layers]}
+        tensors = {"q": [self.queries(sum(counts)) for _ in layers]}
         tensors |= {"k": [k for k, _ in content], "v": [v for _, v in content]}
-        return Op("step", fields | {"op": "decode", "dtype": "F32"}, tensors, rows)
+        fields |= {"op": "decode", "dtype": "F32"}
+        if not is_masked:
+            return Op("step", fields, tensors, rows)
+        fields |= {"op": "prefill", "qo_indptr": np.cumsum([0, *counts]).tolist()}
+        fields["causal"] = self.order.random() < 0.5
+        masks = [self.flags((count, count)) for count in counts]
+        return Op("step", fields, tensors, rows, plan=masks)
 
     def prefill(self) -> Steps:
         name, layer = self.name(), self.layer()

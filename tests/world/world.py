@@ -71,6 +71,9 @@ class StepCaller(RoadCaller):
         description = f.dump_json(op.fields).encode()
         self.send(f.step_frame(number, int(op.deadline_s * 1e6), f.NO_REQUEST_ID, description))
         try:
+            if op.plan is not None:
+                flat = np.concatenate([mask.reshape(-1) for mask in op.plan])
+                np.ndarray(flat.shape, bool, self.mapping.memory, op.fields["mask"])[:] = flat
             for at, (layer, places) in enumerate(zip(op.layers, op.fields["slots"], strict=True)):
                 if order.random() < 0.5:
                     await asyncio.sleep(order.choice((0.0, 1e-4, 0.003, 0.1)))
@@ -101,6 +104,8 @@ def lay_step(op: Op, begin: int) -> int:
             places[name], at = at, at + max(ALIGNMENT, -(-size // ALIGNMENT) * ALIGNMENT)
         slots.append(places)
     op.fields["slots"], op.fields["flags"] = slots, at
+    if op.plan is not None:
+        op.fields["mask"] = at = at + ALIGNMENT
     return at + ALIGNMENT
 
 

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from kernels.backend import Plan
+from kernels.backend import Int32, Plan
 from kernels.cuda.attention.choice import batch_kind
 from kernels.cuda.attention.config import LOG2E, AttentionConfig, attend_struct
 from kernels.cuda.attention.kernel_sets import KernelSet, kernel_sets
@@ -120,6 +120,8 @@ class DevicePlanBuilder:
         arrays += (work.order, work.positions, work.kv_indices)
         arrays += (merges.indptr, merges.members, merges.chunks)
         arrays += [launch.worker_begin for launch in work.kernels]
+        if self._config.masked:
+            arrays += [visible_table(launch, kernels) for launch in work.kernels]
         buffer, at = transfers.upload_ints(arrays)
         count = len(work.kernels)
         places = _Places(*at[count : count + 6])
@@ -137,7 +139,8 @@ class DevicePlanBuilder:
             here = follows and kernel.entry == wide.ENTRY
             table = (0, 0)
             if self._config.masked and not persistent:
-                finder, table = self._visible_step(launch, kernel, places, items, transfers)
+                tiles = at[2 * count + 6 + index]
+                finder, table = self._visible_step(launch, kernel, places, items, tiles)
                 (before if here else others).append(finder)
             if kernel.entry == wide.ENTRY:
                 beside = index > 0 if apart else bool(steps)
@@ -172,19 +175,18 @@ class DevicePlanBuilder:
         return self._sets[batch_kind(plans, self._usual.planner, self._sets)]
 
     def _visible_step(
-        self, launch: KernelWork, kernel: Kernel, places: _Places, items: int, transfers: Transfers
+        self, launch: KernelWork, kernel: Kernel, places: _Places, items: int, tiles: int
     ) -> tuple[Step, tuple[int, int]]:
         """What finds the key tiles that a mask leaves something of, for a kernel of many rows.
 
-        With the table it fills: its address, and words an item.
+        With the table `tiles` it fills: its address, and words an item.
         """
         words = visible.table_words(launch.items, kernel.tile_keys)
-        memory = transfers.scratch(launch.num_items * words * visible.ELEMENT_BYTES)
         block = packed(
             VISIBLE_PARAMS,
             items=items,
             positions=places.positions,
-            tiles=memory.ptr,
+            tiles=tiles,
             words=words,
             tile_keys=kernel.tile_keys,
             group_size=self._config.group_size,
@@ -193,7 +195,7 @@ class DevicePlanBuilder:
         function = self._library.function(visible.SPEC, visible.ENTRY)
         grid = launch.num_items * words
         launcher = Launcher(function, grid, visible.THREADS, 0, block)
-        return Step(launcher, write_visible, memory), (memory.ptr, words)
+        return Step(launcher, write_visible), (tiles, words)
 
     def _mma_step(
         self,
@@ -298,6 +300,14 @@ class DevicePlanBuilder:
         sizes = (len(merges.chunks), kv.num_kv_heads, self._config.group_size, merges.chunk_rows)
         _write_lists(launcher.memory, *lists, *sizes, kv.head_dim, how.split)
         return Step(launcher, write_merge)
+
+
+def visible_table(launch: KernelWork, kernels: KernelSet) -> Int32:
+    """The place of a table of visible tiles; empty for a kernel of few rows, which has none."""
+    if launch.shape.persistent:
+        return np.empty(0, np.int32)
+    words = visible.table_words(launch.items, kernels.kernel(launch).tile_keys)
+    return np.zeros(launch.num_items * words * visible.ELEMENT_BYTES // 4, np.int32)
 
 
 def _begins_early(launch: KernelWork, last: bool) -> bool:

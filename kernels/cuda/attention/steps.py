@@ -66,14 +66,10 @@ Write = Callable[[bytearray, CallAddresses], None]
 
 @dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a plan
 class Step:
-    """A kernel's launch, and what writes a call's addresses into it.
-
-    `scratch` is memory that the kernel writes for others of the batch.
-    """
+    """A kernel's launch, and what writes a call's addresses into it."""
 
     launcher: Launcher
     write: Write
-    scratch: Any = None
 
     @property
     def signature(self) -> tuple[object, ...]:

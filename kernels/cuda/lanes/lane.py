@@ -6,7 +6,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import cupy
@@ -19,15 +19,17 @@ from kernels.cuda import checks
 from kernels.cuda.attention.config import AttentionConfig
 from kernels.cuda.attention.runner import AttentionRunner
 from kernels.cuda.attention.steps import DevicePlan
-from kernels.cuda.common.structs import POOL_ROWS, TENSOR_ROWS, packed, writer
+from kernels.cuda.common.structs import EXPAND_PARAMS, POOL_ROWS, TENSOR_ROWS, packed, writer
 from kernels.cuda.device.launch import Launcher, Library
 from kernels.cuda.device.transfer import mark, passed
 from kernels.cuda.kv.view import KvView
 from kernels.cuda.lanes.flags import Flags
 from kernels.cuda.lanes.memory import SIDES, LaneMemory, Outgrown
+from kernels.cuda.masks import expand
 from kernels.cuda.rows.mover import APPENDED_UNITS, THREADS, append_entry
 from kernels.cuda.rows.variants import rows_spec
 from kernels.lanes.lane import Owner, StepWork
+from kernels.masks import OwnMask
 
 STEP_DTYPES: Final[tuple[DType, ...]] = ("fp16", "bf16")
 MOST_GRAPHS: Final = 8
@@ -79,13 +81,16 @@ class Arena:
 class Laid:
     """A step's plan in place: what attention is given, which of these kinds each layer has.
 
-    New tokens are stored by `append`, or where `inside` by the kernel that reads them.
+    New tokens are stored by `append`, or where `inside` by the kernel that reads them. `expand`
+    makes the bits of a mask, at the addresses `mask` with the rows' offsets.
     """
 
     kinds: tuple[tuple[AttentionConfig, DevicePlan], ...]
     which: tuple[int, ...]
     append: Launcher | None = None
     inside: bool = False
+    expand: Launcher | None = None
+    mask: tuple[int, int] = (0, 0)
 
 
 class CudaRun:
@@ -133,6 +138,8 @@ class CudaLane:
         transfers: Any = self._memory  # as much of it as attention needs
         device = (shared.library, transfers, shared.multiprocessors)
         self._attention = AttentionRunner(*device, shared.split_keys)
+        self._mask: Any = None
+        self._mask_bytes = 0
         self._flags: dict[int, Flags] = {}
         self._graphs: OrderedDict[object, Any] = OrderedDict()
         """By a step's launches: their graph, or the number of times they were launched."""
@@ -229,20 +236,48 @@ class CudaLane:
             return Laid((), (0,) * len(work.layers))
         scorings: dict[Scoring, int] = {}
         which = tuple(scorings.setdefault(one, len(scorings)) for one in work.scorings)
-        kinds = []
+        kinds, masked = [], work.mask is not None
         for scoring in scorings:
             config = AttentionConfig(
-                self.shared.kv, work.num_qo_heads, dtype_name(work.dtype), scoring, False
+                self.shared.kv, work.num_qo_heads, dtype_name(work.dtype), scoring, masked
             )
             device_plan = self._attention.make([(0, work.plan)], config)
             self._attention.partials(device_plan, config.kv)  # no memory is asked for later
             kinds.append((config, device_plan))
+        laid = Laid(tuple(kinds), which)
+        if work.mask is not None:
+            launch, at = self._expand(work.mask, work)
+            laid = replace(laid, expand=launch, mask=at)
         if work.append_slots is None:
-            return Laid(tuple(kinds), which)
+            return laid
         ends = ends_with(work.plan, work.append_slots, self.shared.kv.page_size)
         if ends and all(device_plan.appends for _, device_plan in kinds):
-            return Laid(tuple(kinds), which, inside=True)
-        return Laid(tuple(kinds), which, self._append(work, work.append_slots))
+            return replace(laid, inside=True)
+        return replace(laid, append=self._append(work, work.append_slots))
+
+    def _expand(self, mask: OwnMask, work: StepWork) -> tuple[Launcher, tuple[int, int]]:
+        """The launch that makes a mask's bits, and where they and the rows' offsets are.
+
+        The steps of a lane run one after another, so they share the place of the bits.
+        """
+        words = work.rows * mask.stride
+        if 4 * words + expand.PADDING > self._mask_bytes:
+            self._mask_bytes = 2 * 4 * words + expand.PADDING
+            self._mask = self._memory.scratch(self._mask_bytes)
+        order, side = None if work.plan is None else work.plan.order, self._memory.side
+        struct = packed(
+            EXPAND_PARAMS,
+            elements=self.address + mask.place,
+            rows=side.place(expand.own_rows(mask, order)),
+            bits=self._mask.ptr,
+            num_rows=work.rows,
+            stride=mask.stride,
+            packed=mask.packed,
+        )
+        function = self.shared.library.function(expand.SPEC, expand.ENTRY)
+        grid = -(-words // expand.THREADS)
+        offsets = side.place(expand.row_offsets(mask, work.rows))
+        return Launcher(function, grid, expand.THREADS, 0, struct), (self._mask.ptr, offsets)
 
     def _append(self, work: StepWork, slots: Int32) -> Launcher:
         """The launch that appends, but for the layer and its tensors."""
@@ -306,13 +341,16 @@ class CudaLane:
 
     def _signature(self, work: StepWork, laid: Laid) -> object:
         """Equal for steps whose launches are the same to the byte."""
-        append = None if laid.append is None else laid.append.signature
+        append, expands = (
+            None if one is None else one.signature for one in (laid.append, laid.expand)
+        )
         attends = tuple(
             (device_plan.signature, self._attention.partials(device_plan, config.kv))
             for config, device_plan in laid.kinds
         )
         where = (work.layers, work.slots, work.flags, work.rows, work.lse_scale, work.sinks)
-        return (where, work.num_qo_heads, work.dtype, laid.which, append, laid.inside, attends)
+        kind = (work.num_qo_heads, work.dtype, laid.which, laid.inside)
+        return (where, kind, append, expands, laid.mask, attends)
 
     def _enqueue(self, work: StepWork, laid: Laid) -> None:
         flags, stream = self.flags_at(work.flags), self._stream
@@ -320,6 +358,8 @@ class CudaLane:
         with stream:
             for place, layer in enumerate(work.layers):
                 flags.turn(before, layer)(stream.ptr)
+                if laid.expand is not None and place == 0:
+                    laid.expand()
                 if laid.kinds:
                     self._attend(work, laid, layer, laid.kinds[laid.which[place]])
                 elif work.plan is None and work.slots:
@@ -343,7 +383,7 @@ class CudaLane:
         given = (0, 0) if sinks is None else (base + sinks, work.num_qo_heads)
         where = (base + slot.q, base + slot.o, lse)
         new = (base + slot.k, base + slot.v) if laid.inside else (0, 0)
-        self._attention.enqueue(device_plan, config, layer, where, sinks=given, new=new)
+        self._attention.enqueue(device_plan, config, layer, where, laid.mask, given, new)
         if work.lse_scale != 1.0:
             scale(lse, work.rows * work.num_qo_heads, work.lse_scale)
 

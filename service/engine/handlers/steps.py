@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from attnd.wire.dtypes import DTYPES
 
 from kernels.backend import Attend, Scoring
 from kernels.lanes.lane import FLAG_BYTES, LAYER_FLAGS, Lane, Slot, StepWork
+from kernels.masks import OwnMask, own_sizes
 from kernels.tensor import host_array
 from service.core.sequences.books import Batch
 from service.core.values import Extension
@@ -25,6 +26,9 @@ from service.engine.work.work import Counts, OpenedStep, Seconds
 from service.errors import InvalidRequest
 from service.families import Mode
 from service.operations.step import StepFields
+
+MOST_MASK_BYTES: Final = 2**26
+"""Maximum size of a step's mask once it has a bit for each row and key."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,6 +52,7 @@ def step(store: Store, request: Request, seconds: Seconds) -> OpenedStep:
         where.send_opened({"levels": 0, "cascade": False})
         return OpenedStep(run, lambda: None, where.lane, where.send_done)
     batch = store.tree.books.look_up(fields.ids)
+    mask = own_mask(store, fields, batch)
     extension = extend(store, fields, batch)
     report: dict[str, list[int]] = {}
     if has_ids(request) and extension is not None:
@@ -63,7 +68,8 @@ def step(store: Store, request: Request, seconds: Seconds) -> OpenedStep:
         )
         slots = extension.slots if extension is not None and fields.append else None
         work = step_work(fields, planned, slots, store.geometry.head_dim)
-        run = where.lane.begin(replace(work, attend=partial(attend_in_pieces, store, planned)))
+        pieces = partial(attend_in_pieces, store, planned)
+        run = where.lane.begin(replace(work, mask=mask, attend=pieces))
     except BaseException:
         store.undo(extension)
         raise
@@ -89,6 +95,19 @@ def extend(store: Store, fields: StepFields, batch: Batch) -> Extension | None:
     if fields.offset_array is not None:
         store.tree.check_lengths(batch, fields.layers[0], fields.offset_array)
     return None
+
+
+def own_mask(store: Store, fields: StepFields, batch: Batch) -> OwnMask | None:
+    """The mask of a step, None without. Raises `InvalidRequest` for one that becomes too large."""
+    if (place := fields.mask_place) is None:
+        return None
+    lens = store.tree.lengths(batch, fields.layers[0])
+    lens = lens + fields.counts if fields.append else lens
+    mask = OwnMask(place, fields.mask is None, fields.counts, lens)
+    if (size := 4 * mask.stride * fields.rows) > MOST_MASK_BYTES:
+        rule = f"a bit for each row and key takes {size} bytes, at most {MOST_MASK_BYTES}: "
+        raise InvalidRequest("mask", place, rule + "send fewer rows in a step")
+    return mask
 
 
 def step_work(
@@ -137,12 +156,15 @@ def check_places(store: Store, fields: StepFields, arena_bytes: int) -> None:
         for slot in fields.slots or ():
             check_place("slots", slot.lse, 4, arena_bytes)
         return
-    g, size = store.geometry, DTYPES[fields.dtype].itemsize
-    query = fields.rows * fields.num_qo_heads * g.head_dim * size
-    stored = fields.rows * g.num_kv_heads * g.head_dim * size if fields.append else 0
+    g, width = store.geometry, DTYPES[fields.dtype].itemsize
+    query = fields.rows * fields.num_qo_heads * g.head_dim * width
+    stored = fields.rows * g.num_kv_heads * g.head_dim * width if fields.append else 0
     lse = 4 * fields.rows * fields.num_qo_heads
     if fields.sinks is not None:
         check_place("sinks", fields.sinks, 4 * g.num_layers * fields.num_qo_heads, arena_bytes)
+    if (place := fields.mask_place) is not None:
+        size = int(own_sizes(fields.counts, fields.mask is None).sum())
+        check_place("packed_mask" if fields.mask is None else "mask", place, size, arena_bytes)
     sizes = {"q": query, "k": stored, "v": stored, "o": query, "lse": lse}
     for number, slot in enumerate(fields.slots or ()):
         for name, num_bytes in sizes.items():

@@ -15,6 +15,7 @@ PLACE = 4096
 STORE: Any = SimpleNamespace(geometry=SimpleNamespace(num_layers=3, num_kv_heads=2, head_dim=8))
 STEP = {"layers": [0, 1, 2], "sequences": list("abcde"), "num_qo_heads": 4, "dtype": "F16"}
 PLAIN = STEP | {"op": "decode"}
+RAGGED = STEP | {"op": "prefill", "qo_indptr": [0, 2, 3, 4, 5, 9]}
 
 
 @pytest.mark.parametrize(
@@ -27,7 +28,9 @@ PLAIN = STEP | {"op": "decode"}
         (PLAIN, "lse", 5 * 4 * 4),
         (PLAIN | {"dtype": "F32"}, "q", 5 * 4 * 8 * 4),
         *((PLAIN | {"append": False}, name, 0) for name in "kv"),
-        (PLAIN | {"op": "prefill", "qo_indptr": [0, 2, 3, 4, 5, 9]}, "o", 9 * 4 * 8 * 2),
+        (RAGGED, "o", 9 * 4 * 8 * 2),
+        (RAGGED, "mask", 2 * 2 + 3 * 1 + 4 * 4),
+        (RAGGED, "packed_mask", 1 + 3 * 1 + 2),
         (STEP | {"op": "echo"}, "flags", 3 * 2 * 4),
         (STEP | {"op": "echo"}, "lse", 4),
     ],

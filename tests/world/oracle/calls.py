@@ -275,9 +275,11 @@ class Step:
                 return attends(q, rule.content(rows[layer], layer), found, causal=causal)
             case "step":
                 each = zip(op.layers, op.tensors["q"], tensors["o"], tensors["lse"], strict=True)
-                one = slice(at, at + 1)
+                ends = op.fields.get("qo_indptr") or range(len(op.ids) + 1)
+                one, own = slice(*ends[at : at + 2]), op.plan and op.plan[at]
+                rules = {"causal": op.fields.get("causal", False), "own": own}
                 return all(
-                    attends(q[one], rule.content(rows[layer], layer), (o[one], lse[one]))
+                    attends(q[one], rule.content(rows[layer], layer), (o[one], lse[one]), **rules)
                     for layer, q, o, lse in each
                 )
             case "gather":
@@ -314,15 +316,18 @@ def same(tensors: Any, span: slice, parts: list[Any]) -> bool:
     return not parts or np.array_equal(found, np.concatenate(parts, axis=1))
 
 
-def attention(q: Any, content: Any, *, causal: bool = False) -> Any:
-    """o and lse of queries over k and v, in float64."""
+def attention(q: Any, content: Any, *, causal: bool = False, own: Any = None) -> Any:
+    """o and lse of queries over k and v, in float64; `own` is a mask of the last keys."""
     k, v = content
     seen = visible(len(q), len(k), causal=causal)
+    if own is not None:
+        before = len(k) - len(q)
+        seen[:, max(before, 0) :] &= own[:, max(-before, 0) :]
     return attend(q, k, v, seen, sm_scale=q.shape[-1] ** -0.5)
 
 
-def attends(q: Any, content: Any, found: Any, *, causal: bool = False) -> bool:
+def attends(q: Any, content: Any, found: Any, **rules: Any) -> bool:
     """Whether queries attended to k and v, with o and lse as their result."""
-    o, lse = attention(q, content, causal=causal)
+    o, lse = attention(q, content, **rules)
     close = partial(np.allclose, atol=TOLERANCE, rtol=TOLERANCE)
     return bool(close(found[0], o) and close(found[1], lse))

@@ -24,6 +24,8 @@ NUMPY: Final = Dtypes(
     pool={"fp32": F32, "fp16": F16, "bf16": BF16},
     bf16=BF16,
     float32=F32,
+    boolean=np.dtype(np.bool_),
+    uint8=np.dtype(np.uint8),
     read=np.dtype,
 )
 

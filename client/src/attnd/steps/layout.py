@@ -62,6 +62,8 @@ class Dtypes:
     pool: Mapping[str, Any]
     bf16: Any
     float32: Any
+    boolean: Any
+    uint8: Any
     read: Callable[[Any], Any]
     """An element type from any of the library's names for it."""
 
@@ -84,12 +86,8 @@ class Shapes:
     head_dim: int
     dtype: Any
     float32: Any
-    sink_layers: int = 0
-    """Layers of the pool where the slots have sinks, behind all else; 0: none."""
-
-    @property
-    def sinks(self) -> tuple[int, int]:
-        return self.sink_layers, self.num_qo_heads
+    others: Mapping[str, tuple[Any, tuple[int, ...]]]
+    """dtype and shape of the arrays that all layers share: sinks, a mask."""
 
     @property
     def each(self) -> tuple[tuple[Any, tuple[int, ...]], ...]:
@@ -99,13 +97,15 @@ class Shapes:
         shapes = (query, stored, stored, query)
         return *((self.dtype, shape) for shape in shapes), (self.float32, query[:2])
 
-    def layout(self, rotation: int) -> tuple[tuple[Place, ...], int]:
-        """Places of `rotation` slots in a stretch of memory, and its length in bytes."""
+    def layout(self, rotation: int) -> tuple[tuple[Place, ...], Place, int]:
+        """Places of `rotation` slots and of the other arrays in a stretch of memory, and its length
+        in bytes."""
+        each = dict(zip(NAMES, self.each, strict=True))
         places, end = [], 0
-        for _ in range(rotation):
+        for arrays in (*[each] * rotation, self.others):
             place = {}
-            for name, (dtype, shape) in zip(NAMES, self.each, strict=True):
+            for name, (dtype, shape) in arrays.items():
                 place[name] = end
                 end += -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
             places.append(place)
-        return tuple(places), end + prod(self.sinks) * self.float32.itemsize
+        return tuple(places[:-1]), places[-1], end

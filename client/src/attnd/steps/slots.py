@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from math import inf, prod
+from math import inf
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from attnd.road.arena import Slot
@@ -16,6 +16,8 @@ from attnd.wire.slots import ALIGNMENT
 PAGE: Final = 4096
 FLAG_BYTES: Final = 8
 """Of a layer: ready and done, 32 bits each."""
+UNWRITTEN: Final = {"sinks": -inf, "mask": True, "packed_mask": 0xFF}
+"""The arrays that all layers share, before the caller writes to them: without effect."""
 Made = TypeVar("Made", covariant=True)
 
 
@@ -52,7 +54,7 @@ class Slots(OfLayers[A]):
         tensors: tuple[Tensors[A], ...],
         arena: Arena[A],
         at: tuple[Place, ...],
-        sinks: tuple[int, A] | None = None,
+        others: Mapping[str, tuple[int, A]],
     ) -> None:
         self._place = place  # the arena's bytes are freed with this
         self._tensors = tensors
@@ -60,9 +62,8 @@ class Slots(OfLayers[A]):
         self.arena = arena
         self.places = at
         """Offsets in the arena, as the step's description has them."""
-        self.sinks_at = None if sinks is None else sinks[0]
-        """Offset of the sinks; None without."""
-        self._sinks = None if sinks is None else sinks[1]
+        self._others_at = {name: place for name, (place, _) in others.items()}
+        self._others = {name: array for name, (_, array) in others.items()}
         self._is_rehearsal = False
 
     @property
@@ -70,9 +71,28 @@ class Slots(OfLayers[A]):
         """A sink for each layer of the pool and head, float32 `[num_layers, num_qo_heads]`: -inf,
         which is none, until it is written. They are read at each layer's `attend`.
         """
-        if self._sinks is None:
-            raise ValueError("these slots have no sinks: make them with slots(..., sinks=True)")
-        return self._sinks
+        return self._other("sinks")
+
+    @property
+    def mask(self) -> A:
+        """The mask of steps with `mask=True`, flat, all visible at first: bool `[rows^2]`, or bits
+        of uint8. For each sequence in turn, element `[i, j]` of its `[its rows, its rows]` says
+        whether its row i sees its row j; bits are in little order, and each sequence begins at a
+        whole byte. It is read at the step's first `attend`.
+        """
+        return self._other("mask")
+
+    def _other(self, name: str) -> A:
+        found = self._others.get(name, self._others.get(f"packed_{name}"))
+        if found is None:
+            raise ValueError(f"these slots have no {name}: make them with slots(..., {name}=True)")
+        return found
+
+    def others_for(self, masked: bool) -> dict[str, int]:
+        """Offsets of the arrays that a step reads beside its layers', with or without the mask."""
+        if masked:
+            self._other("mask")
+        return {n: at for n, at in self._others_at.items() if masked or n == "sinks"}
 
     @property
     def rows(self) -> int:
@@ -101,7 +121,7 @@ class Slots(OfLayers[A]):
         """ValueError, once, for tensors that were written with gradients, which would grow their
         graph in every step."""
         q, k, v, *_ = self.tensors(layer)
-        written: dict[str, Any] = {"q": q, "k": k, "v": v, "sinks": self._sinks}
+        written: dict[str, Any] = {"q": q, "k": k, "v": v, "sinks": self._others.get("sinks")}
         for name, array in written.items():
             if getattr(array, "requires_grad", False):
                 array.detach_()
@@ -144,7 +164,7 @@ class Room(Generic[A]):
 
     def slots(self, shapes: Shapes, rotation: int) -> Slots[A] | None:
         """Slots for these shapes; None when there is no room for them."""
-        places, size = shapes.layout(rotation)
+        places, others_at, size = shapes.layout(rotation)
         taken = self._free.take(size)
         if taken is None:
             return None
@@ -160,10 +180,10 @@ class Room(Generic[A]):
             )
             for place in at
         )
-        sinks = None
-        if shapes.sink_layers:
-            place = begin + shapes.layout(rotation)[1] - 4 * prod(shapes.sinks)
-            sinks = place, self.arena.array(place, shapes.float32, shapes.sinks, taken)
-            values: Any = sinks[1]
-            values[...] = -inf
-        return Slots(taken, tensors, self.arena, at, sinks)
+        others = {}
+        for name, (dtype, shape) in shapes.others.items():
+            offset = begin + others_at[name]
+            values: Any = self.arena.array(offset, dtype, shape, taken)
+            values[...] = UNWRITTEN[name]
+            others[name] = offset, values
+        return Slots(taken, tensors, self.arena, at, others)

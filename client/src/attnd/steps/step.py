@@ -83,6 +83,10 @@ class Step(OfLayers[A]):
     def sinks(self) -> A:
         return self.slots.sinks
 
+    @property
+    def mask(self) -> A:
+        return self.slots.mask
+
     def attend(self, layer: int) -> A:
         """As `Slots.attend`, for a layer of this step; raises ValueError for any other, and the
         second time."""

@@ -77,26 +77,34 @@ class Stepper(Generic[A]):
         dtype: Any = None,
         rotation: Int = 1,
         sinks: bool = False,
+        mask: bool | Literal["packed"] = False,
     ) -> Slots[A]:
         """Arrays for the layers of steps of up to `rows` rows: keep them, and use them again.
 
         `dtype` is the pool's, or bf16 where that is fp8. With `rotation` layers take turns in as
         many places, so that one may be written while another is read. With `sinks` there is one
-        for each layer and head: see `Slots.sinks`. Raises ValueError for a number below 1, and
-        `ArenaFull` where the engine gives no more memory.
+        for each layer and head: see `Slots.sinks`. With `mask` there is one for steps with
+        `mask=True`, of bools or of packed bits: see `Slots.mask`. Raises ValueError for a number
+        below 1, and `ArenaFull` where the engine gives no more memory.
         """
         rows, num_qo_heads = positive(rows, "rows"), positive(num_qo_heads, "num_qo_heads")
         rotation = positive(rotation, "rotation")
         heads, dim = self.info.num_kv_heads, self.info.head_dim
         chosen = self._dtypes.chosen(dtype, self.info.dtype)
-        layers = self.info.num_layers if sinks else 0
-        shapes = Shapes(rows, num_qo_heads, heads, dim, chosen, self._dtypes.float32, layers)
+        others: dict[str, tuple[Any, tuple[int, ...]]] = {}
+        if sinks:
+            others["sinks"] = self._dtypes.float32, (self.info.num_layers, num_qo_heads)
+        if mask == "packed":  # many sequences of one row have a byte each
+            others["packed_mask"] = self._dtypes.uint8, (max(rows, -(-(rows**2) // 8)),)
+        elif mask:
+            others["mask"] = self._dtypes.boolean, (rows**2,)
+        shapes = Shapes(rows, num_qo_heads, heads, dim, chosen, self._dtypes.float32, others)
         self.check()
         for lane in self.lanes:
             made = None if lane.room is None else lane.room.slots(shapes, rotation)
             if made is not None:
                 return made
-        needed = shapes.layout(rotation)[1]
+        needed = shapes.layout(rotation)[-1]
         refusal: Exception | None = None
         for size in (2 * needed + SPARE, needed + SPARE):
             try:
@@ -139,12 +147,15 @@ class Stepper(Generic[A]):
         cascade: Literal["auto", "always", "never"] = "auto",
         deadline: float | None = None,
         token_ids: RowIds | None = None,
+        mask: bool = False,
     ) -> Step[A]:
         """Describe a step to the engine and return at once; the step before may still run.
 
         Without `qo_indptr` it is a decode, one row for each sequence, else a prefill. `layers` are
         all of the pool's by default. `token_ids` are as in `append`; `known_len` of the step has
-        what is known. Raises the error of an earlier step that was not raised before.
+        what is known. With `mask`, for a prefill, a row sees of its sequence's rows in this step
+        only those that the slots' mask shows, and all earlier keys, as far as `causal` and
+        `window_left` allow. Raises the error of an earlier step that was not raised before.
         """
         self.check()
         lane = self._lane_of(slots)
@@ -161,7 +172,7 @@ class Stepper(Generic[A]):
             "layers": list(chosen),
             "flags": slots.arena.flags,
             "slots": list(slots.places),
-            "sinks": slots.sinks_at,
+            **slots.others_for(mask),
             "num_qo_heads": slots.num_qo_heads,
             "dtype": self._dtypes.wire[slots.dtype],
             "append": append,

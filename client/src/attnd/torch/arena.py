@@ -70,6 +70,8 @@ TORCH: Final = Dtypes(
     pool={"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16},
     bf16=torch.bfloat16,
     float32=torch.float32,
+    boolean=torch.bool,
+    uint8=torch.uint8,
     read=lambda dtype: dtype,
 )
 

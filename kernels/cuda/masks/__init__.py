@@ -1,0 +1,1 @@
+"""Custom masks of steps, expanded on the device."""
