@@ -11,6 +11,7 @@ import pytest
 from kernels.compile import Spec, compile_spec
 from kernels.cuda.attention.kernels import attend_kernels
 from kernels.cuda.common import structs
+from kernels.cuda.masks import expand
 from kernels.cuda.merge.variants import merge_spec
 from kernels.cuda.rows.variants import rows_spec
 from kernels.cuda.visible import table as visible
@@ -26,6 +27,7 @@ POOL_AND_TENSOR = (structs.POOL_ROWS, structs.TENSOR_ROWS)
     [
         (TILE, "attend_tile", (structs.ATTEND_PARAMS, structs.VISIBLE_TABLE)),
         (visible.SPEC, visible.ENTRY, (structs.VISIBLE_PARAMS,)),
+        (expand.SPEC, expand.ENTRY, (structs.EXPAND_PARAMS,)),
         (merge_spec(64, True, "fp16", 2), "merge_states", (structs.MERGE_PARAMS,)),
         (rows_spec(64, "fp16", "fp16"), "append_rows", POOL_AND_TENSOR),
     ],
