@@ -38,9 +38,11 @@ from kernels.errors import Unsupported as Unsupported
 from kernels.geometry import NUMPY_DTYPES as NUMPY_DTYPES
 from kernels.geometry import TENSOR_DTYPES as TENSOR_DTYPES
 from kernels.geometry import DType as DType
+from kernels.geometry import LayerGroup as LayerGroup
 from kernels.geometry import Layout as Layout
 from kernels.geometry import PoolGeometry as PoolGeometry
 from kernels.pending import Done as Done
+from kernels.pending import Mixed as Mixed
 from kernels.pending import Pending as Pending
 from kernels.pending import StageSeconds as StageSeconds
 from kernels.tensor import Array as Array
@@ -297,9 +299,11 @@ class Backend(Protocol):
         ...
 
     def append(self, layer: int, k: Tensor, v: Tensor, slots: Int32) -> Pending[None]:
-        """Write row i of `k, v [n, num_kv_heads, head_dim]` to token slot `slots[i]`.
+        """Write row i of `k [n, num_kv_heads, head_dim]` and `v [n, num_kv_heads, v_head_dim]` to
+        token slot `slots[i]`.
 
-        A token slot is `page * page_size + offset`; a row whose slot is `LEFT_OUT` is not written.
+        Shapes, and the page size of slots and plans, are those of the layer's group. A token slot
+        is `page * page_size + offset`; a row whose slot is `LEFT_OUT` is not written.
         Later calls see what was written, whether this is done or not: done only means that pinned k
         and v have been read.
 
@@ -307,10 +311,12 @@ class Backend(Protocol):
         """
         ...
 
-    def copy_rows(self, src_pages: Int32, dst_pages: Int32, num_rows: Int32) -> None:
+    def copy_rows(
+        self, src_pages: Int32, dst_pages: Int32, num_rows: Int32, group: int = 0
+    ) -> None:
         """Copy the first `num_rows[i]` token slots of page `src_pages[i]` to `dst_pages[i]`.
 
-        K and V, every layer, one launch.
+        K and V, every layer of one of `PoolGeometry.groups`, one launch.
         """
         ...
 

@@ -1,6 +1,6 @@
 """Digests of pages, by which a later reader knows whether they are as they were.
 
-A page has an XXH3-128 for each `PoolGeometry.segment_layers` of its layers; the last ones can be
+A page has an XXH3-128 for each `PoolGeometry.segment_pieces` of its pieces; the last ones can be
 fewer.
 """
 
@@ -17,12 +17,12 @@ DIGEST_BYTES: Final = 16
 
 def num_segments(geometry: PoolGeometry) -> int:
     """Digests of a page."""
-    return -(-geometry.num_layers // geometry.segment_layers)
+    return -(-geometry.num_pieces // geometry.segment_pieces)
 
 
 def host_digests(places: PagePlaces, geometry: PoolGeometry) -> list[bytes]:
     """The digests of pages in host memory, `16 * num_segments` bytes for each page."""
-    size, end = geometry.segment_layers * geometry.page_bytes, geometry.payload_bytes
+    size, end = geometry.segment_pieces * geometry.piece_bytes, geometry.payload_bytes
     found = []
     for row in places.rows.tolist():
         page = places.blocks[row, places.skip : places.skip + end].data

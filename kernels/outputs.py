@@ -56,11 +56,11 @@ def merge_place(
 
 
 def check_gathered(
-    out: tuple[Tensor, Tensor] | None, shape: Shape, dtype: np.dtype[Any]
+    out: tuple[Tensor, Tensor] | None, shapes: tuple[Shape, Shape], dtype: np.dtype[Any]
 ) -> tuple[Tensor | None, Tensor | None]:
     """The places of gathered K and V; None for fresh memory."""
     if out is None:
         return None, None
-    for field, place in zip(("out.k", "out.v"), out, strict=True):
+    for field, place, shape in zip(("out.k", "out.v"), out, shapes, strict=True):
         check_place(field, place, shape, dtype)
     return out

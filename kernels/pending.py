@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -14,6 +15,16 @@ class StageSeconds:
     copy_in: float = 0.0
     kernel: float = 0.0
     copy_out: float = 0.0
+
+    @classmethod
+    def sum(cls, every: Sequence[StageSeconds]) -> StageSeconds:
+        """The seconds of several calls together."""
+        return cls(
+            sum(one.plan for one in every),
+            sum(one.copy_in for one in every),
+            sum(one.kernel for one in every),
+            sum(one.copy_out for one in every),
+        )
 
 
 T = TypeVar("T")
@@ -49,3 +60,25 @@ class Done(Generic[T]):
 
     def result(self) -> T:
         return self.value
+
+
+class Mixed(Generic[T]):
+    """Answers of requests that ran apart, in the order asked.
+
+    Request i was of `parts[part_of[i]]`.
+    """
+
+    def __init__(self, parts: Sequence[Pending[list[T]]], part_of: Sequence[int]) -> None:
+        self._parts, self._part_of = parts, part_of
+
+    @property
+    def seconds(self) -> StageSeconds:
+        return StageSeconds.sum([part.seconds for part in self._parts])
+
+    @property
+    def done(self) -> bool:
+        return all(part.done for part in self._parts)
+
+    def result(self) -> list[T]:
+        answers = [iter(part.result()) for part in self._parts]
+        return [next(answers[part]) for part in self._part_of]

@@ -12,13 +12,16 @@ import torch
 from kernels.backend import (
     LEFT_OUT,
     NUMPY_DTYPES,
+    Array,
     Attend,
     AttentionState,
     Done,
     DType,
     Float32,
     Int32,
+    LayerGroup,
     Level,
+    Mixed,
     Numerics,
     Pending,
     Plan,
@@ -31,13 +34,45 @@ from kernels.backend import (
 )
 from kernels.cpu import invariant, state
 from kernels.cpu.attention import attention
-from kernels.cpu.pool import HostPageCopies, Pool, allocate, pair
+from kernels.cpu.pool import HostPageCopies, Pool, allocate, pair, pool_of
 from kernels.cpu.prepared import Order, Preparer, prepare
 from kernels.cpu.steps import Step
 from kernels.cpu.tensors import dtype_name, on_host, to_numpy, to_torch, write
 from kernels.cpu.work import PagedShape, check_range
+from kernels.geometry import POISON
 from kernels.outputs import check_gathered, check_outs, check_sinks, merge_place
 from kernels.tensor import host_array
+
+
+class GroupPool:
+    """The pages of one group of layers, and the work that was prepared over them."""
+
+    def __init__(
+        self, geometry: PoolGeometry, group: LayerGroup, memory: torch.Tensor, split_keys: int
+    ) -> None:
+        self.group, self.pool = group, pool_of(memory, geometry, group)
+        self._num_slots = geometry.num_pages * group.page_size
+        page_step, layer_step = geometry.block_steps(group)
+        blocks = {layer: at * layer_step for at, layer in enumerate(group.layers)}
+        elements = group.page_size * max(group.row_elements)
+        shape = PagedShape(geometry.num_pages, group.page_size, elements, page_step, blocks)
+        self.prepare = Preparer(shape, split_keys)
+
+    def shapes(self, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of k and v of `count` tokens."""
+        g = self.group
+        return (count, g.num_kv_heads, g.head_dim), (count, g.num_kv_heads, g.v_head_dim)
+
+    def check_rows(self, k: Array, v: Array, count: int) -> None:
+        """Raise `ValueError` unless k and v are rows of `count` tokens."""
+        if (k.shape, v.shape) != (wanted := self.shapes(count)):
+            raise ValueError(f"k, v = {k.shape}, {v.shape}: must be {wanted[0]}, {wanted[1]}")
+
+    def split(self, slots: Int32) -> tuple[torch.Tensor, torch.Tensor]:
+        """The pages of token slots, and the tokens before them there."""
+        check_range("slots", slots, self._num_slots)
+        page, offset = np.divmod(slots.astype(np.int64), self.group.page_size)
+        return torch.from_numpy(page), torch.from_numpy(offset)
 
 
 class CpuBackend:
@@ -53,13 +88,13 @@ class CpuBackend:
     ) -> None:
         self._geometry = geometry
         self._split_keys = split_keys(numerics, invariant.SPLIT_KEYS, geometry.page_size)
-        self._pool = allocate(geometry)
-        elements = geometry.page_size * geometry.num_kv_heads * geometry.head_dim
-        shape = PagedShape(geometry.num_pages, geometry.page_size, elements)
-        self._prepare = Preparer(shape, self._split_keys)
+        self._memory = allocate(geometry)
+        self._pools = [
+            GroupPool(geometry, group, self._memory, self._split_keys) for group in geometry.groups
+        ]
         self._inference = torch.inference_mode()
         if poison:
-            self._pool.fill_with_nan()
+            self._memory.fill_(POISON)
 
     @property
     def name(self) -> str:
@@ -92,12 +127,16 @@ class CpuBackend:
         if slots.min(initial=0) == LEFT_OUT:
             stored = slots != LEFT_OUT
             slots, rows = slots[stored], (rows[0][stored], rows[1][stored])
-        page, offset = self._split(slots)
-        self._pool.k.write(layer, page, offset, rows[0])
-        self._pool.v.write(layer, page, offset, rows[1])
+        own, at = self._place(layer)
+        own.check_rows(*rows, len(slots))
+        page, offset = own.split(slots)
+        own.pool.k.write(at, page, offset, rows[0])
+        own.pool.v.write(at, page, offset, rows[1])
         return Done(None)
 
-    def copy_rows(self, src_pages: Int32, dst_pages: Int32, num_rows: Int32) -> None:
+    def copy_rows(
+        self, src_pages: Int32, dst_pages: Int32, num_rows: Int32, group: int = 0
+    ) -> None:
         check_range("src_pages", src_pages, self._geometry.num_pages)
         check_range("dst_pages", dst_pages, self._geometry.num_pages)
         first = np.cumsum(num_rows) - num_rows
@@ -106,30 +145,53 @@ class CpuBackend:
             torch.from_numpy(np.repeat(pages.astype(np.int64), num_rows))
             for pages in (src_pages, dst_pages)
         )
-        self._pool.k.copy(src, dst, offset)
-        self._pool.v.copy(src, dst, offset)
+        pool = self._pools[group].pool
+        pool.k.copy(src, dst, offset)
+        pool.v.copy(src, dst, offset)
 
     def attend(self, requests: Sequence[Attend]) -> Pending[list[AttentionState]]:
         seconds, started = StageSeconds(), time.perf_counter()
         if not requests:
             return Done([], seconds)
+        if len(self._pools) > 1 and len(set(groups := self._groups(requests))) > 1:
+            return self._attend_apart(requests, groups)
+        own, _ = self._place(requests[0].layer)
         with self._inference:  # as a decorator it costs twice as much
-            states = self._attend(requests, seconds, started)
+            states = self._attend(own, requests, seconds, started)
         before = seconds.plan + seconds.copy_in + seconds.kernel
         seconds.copy_out = time.perf_counter() - started - before
         return Done(states, seconds)
 
+    def _place(self, layer: int) -> tuple[GroupPool, int]:
+        """The pool of a layer's group, and the layer's place there."""
+        group, at = self._geometry.places[layer]
+        return self._pools[group], at
+
+    def _groups(self, requests: Sequence[Attend]) -> list[int]:
+        return [self._geometry.places[request.layer][0] for request in requests]
+
+    def _attend_apart(
+        self, requests: Sequence[Attend], groups: Sequence[int]
+    ) -> Pending[list[AttentionState]]:
+        """Requests of several groups of layers, one group after another."""
+        kinds = sorted(set(groups))
+        parts = [
+            self.attend([one for one, group in zip(requests, groups, strict=True) if group == kind])
+            for kind in kinds
+        ]
+        return Mixed(parts, [kinds.index(group) for group in groups])
+
     def _attend(
-        self, requests: Sequence[Attend], seconds: StageSeconds, clock: float
+        self, own: GroupPool, requests: Sequence[Attend], seconds: StageSeconds, clock: float
     ) -> list[AttentionState]:
         """States of the requests' rows; all stages but the last are timed, from `clock` on."""
         _check_outs(requests)
-        prepared, first_page = self._prepare(requests)
+        prepared, first_page = own.prepare(requests)
         seconds.plan, clock = _lap(clock)
         given = map(_in_plan_order, requests, prepared.orders)
         q = next(given) if len(requests) == 1 else torch.cat(list(given))
         seconds.copy_in, clock = _lap(clock)
-        o, lse = self._states(self._pool, prepared.steps, first_page, q, requests[0].scoring)
+        o, lse = self._states(own.pool, prepared.steps, first_page, q, requests[0].scoring)
         seconds.kernel, _ = _lap(clock)
         return _states(requests, prepared.orders, o, lse)
 
@@ -140,7 +202,7 @@ class CpuBackend:
         _check_outs([request])
         pool, paged = _as_paged(request)
         tokens, heads, dim = request.k.shape
-        shape = PagedShape(tokens, 1, heads * dim)
+        shape = PagedShape(tokens, 1, heads * dim, 1, {0: 0})
         prepared, _ = prepare([paged], shape, split_keys=self._split_keys)
         seconds.plan, clock = _lap(clock)
         q = to_torch(on_host(request.q, "q"))
@@ -188,48 +250,45 @@ class CpuBackend:
     def gather(
         self, layer: int, slots: Int32, dtype: DType, out: tuple[Tensor, Tensor] | None = None
     ) -> Pending[tuple[Tensor, Tensor]]:
-        page, offset = self._split(slots)
-        shape = (len(slots), self._geometry.num_kv_heads, self._geometry.head_dim)
-        places = check_gathered(out, shape, NUMPY_DTYPES[dtype])
+        own, at = self._place(layer)
+        page, offset = own.split(slots)
+        places = check_gathered(out, own.shapes(len(slots)), NUMPY_DTYPES[dtype])
         for place, field in zip(places, ("out.k", "out.v"), strict=True):
             if place is not None:
                 on_host(place, field)
         clock = time.perf_counter()
-        k = _array(self._pool.k.read(layer, page, offset), places[0], dtype)
-        v = _array(self._pool.v.read(layer, page, offset), places[1], dtype)
+        k = _array(own.pool.k.read(at, page, offset), places[0], dtype)
+        v = _array(own.pool.v.read(at, page, offset), places[1], dtype)
         return Done((k, v), StageSeconds(kernel=time.perf_counter() - clock))
 
     def read_stored(
         self, layer: int, slots: Int32, out: tuple[Tensor, Tensor]
     ) -> Pending[tuple[Tensor, Tensor]]:
-        page, offset = self._split(slots)
-        g, places = self._geometry, (on_host(out[0], "out.k"), on_host(out[1], "out.v"))
-        check_gathered(out, (len(slots), g.num_kv_heads, g.head_dim), NUMPY_DTYPES[g.dtype])
+        own, at = self._place(layer)
+        page, offset = own.split(slots)
+        places = (on_host(out[0], "out.k"), on_host(out[1], "out.v"))
+        check_gathered(out, own.shapes(len(slots)), NUMPY_DTYPES[own.group.dtype])
         clock = time.perf_counter()
-        for pages, place in zip((self._pool.k, self._pool.v), places, strict=True):
-            bits = pages.by_token[layer, page, offset]
+        for pages, place in zip((own.pool.k, own.pool.v), places, strict=True):
+            bits = pages.by_token[at, page, offset]
             place[...] = bits.numpy().view(place.dtype)
         return Done(out, StageSeconds(kernel=time.perf_counter() - clock))
 
     def write_stored(self, layer: int, k: Tensor, v: Tensor, slots: Int32) -> Pending[None]:
         rows = on_host(k, "k"), on_host(v, "v")
-        page, offset = self._split(slots)
-        for pages, part in zip((self._pool.k, self._pool.v), rows, strict=True):
-            pages.write_bits(layer, page, offset, to_torch(part))
+        own, at = self._place(layer)
+        own.check_rows(*rows, len(slots))
+        page, offset = own.split(slots)
+        for pages, part in zip((own.pool.k, own.pool.v), rows, strict=True):
+            pages.write_bits(at, page, offset, to_torch(part))
         return Done(None)
 
     @property
     def page_copies(self) -> HostPageCopies:
-        return HostPageCopies(self._pool.storage[0], self._geometry)
+        return HostPageCopies(self._memory, self._geometry)
 
     def close(self) -> None:
-        self._pool = allocate(PoolGeometry(1, 0, 1, 1, 1))
-
-    def _split(self, slots: Int32) -> tuple[torch.Tensor, torch.Tensor]:
-        num_slots = self._geometry.num_pages * self._geometry.page_size
-        check_range("slots", slots, num_slots)
-        page, offset = np.divmod(slots.astype(np.int64), self._geometry.page_size)
-        return torch.from_numpy(page), torch.from_numpy(offset)
+        self._memory, self._pools = torch.empty(0, dtype=torch.uint8), []
 
 
 def _check_outs(requests: Sequence[Attend | RaggedAttend]) -> None:

@@ -15,6 +15,7 @@ from kernels.backend import (
     DType,
     EndOfCopies,
     Int32,
+    LayerGroup,
     Layout,
     PagePlaces,
     PoolGeometry,
@@ -32,7 +33,7 @@ class StoredPages:
     """K or V of all layers, for 5-D and for paired 4-D storage alike.
 
     `bits` is 5-D `[layers, pages, ...]`, inner axes by `layout`; its pages may be strided. `flat`
-    views the memory as `[units, page elements]`: page g of the pool (`layer * num_pages + page`)
+    views the memory as `[units, page elements]`: block g of the pool (`PoolGeometry.block_steps`)
     is unit `g * step + first`.
     """
 
@@ -86,7 +87,7 @@ class StoredPages:
     def load(self, pages: torch.Tensor, num_keys: int) -> torch.Tensor:
         """Runs of pages as unscaled float32 `[G * heads, num_keys, dim]`, cut to `num_keys` keys.
 
-        `pages` int64 `[G, P]` are pages of the pool over all layers. One pass over whole pages.
+        `pages` int64 `[G, P]` are blocks of the pool. One pass over whole pages.
         """
         runs, per_run = pages.shape
         stored = self.flat.index_select(0, self.units(pages))
@@ -99,7 +100,7 @@ class StoredPages:
         return keys[:, :num_keys]
 
     def units(self, pages: torch.Tensor) -> torch.Tensor:
-        """The units of pages over all layers, one after another."""
+        """The units of blocks, one after another."""
         return pages.reshape(-1) * self.step + self.first
 
     def stored(self, units: torch.Tensor, shape: tuple[int, ...], num_keys: int) -> torch.Tensor:
@@ -116,18 +117,17 @@ class StoredPages:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """K and V of a pool, and the one buffer or two that hold them.
+    """K and V of a pool.
 
-    `joint` views a buffer that holds both as `[pages over all layers, 2, inner axes by layout]`.
+    `joint` views a buffer that holds both as `[blocks, 2, inner axes by layout]`.
     """
 
     k: StoredPages
     v: StoredPages
-    storage: tuple[torch.Tensor, ...]
     joint: torch.Tensor | None = None
 
     def load(self, pages: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of runs of pages int64 `[G, P]`, each as `StoredPages.load` gives it."""
+        """K and V of runs of blocks int64 `[G, P]`, each as `StoredPages.load` gives it."""
         runs, per_run = pages.shape
         if self.joint is None or not self.k.loads_jointly(runs, per_run):
             return self.k.load(pages, num_keys), self.v.load(pages, num_keys)
@@ -140,7 +140,7 @@ class Pool:
         return k, v
 
     def load_stored(self, pages: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of runs of pages int64 `[G, P]` over all layers as they are, each `[G, heads,
+        """K and V of runs of blocks int64 `[G, P]` as they are, each `[G, heads,
         num_keys, dim]`."""
         runs, per_run = pages.shape
         if self.joint is None or runs * per_run * self.k.flat.shape[1] > JOINT_ELEMENTS:
@@ -149,11 +149,6 @@ class Pool:
             units = torch.cat((self.k.units(pages), self.v.units(pages)))
             k, v = self.k.stored(units, (2, runs, per_run), num_keys)
         return k, v
-
-    def fill_with_nan(self) -> None:
-        """Set every byte to 0xFF, a NaN in all five formats."""
-        for tensor in self.storage:
-            tensor.view(torch.uint8).fill_(0xFF)
 
 
 class HostPageCopies:
@@ -164,9 +159,9 @@ class HostPageCopies:
 
     calls = 1
 
-    def __init__(self, storage: torch.Tensor, geometry: PoolGeometry) -> None:
-        """`storage [layers, pages, ...]`."""
-        self._pages: UInt8 = storage.flatten(2).numpy().view(np.uint8)
+    def __init__(self, memory: torch.Tensor, geometry: PoolGeometry) -> None:
+        """`memory`: the pool's bytes, `[pieces, pages, piece bytes]`."""
+        self._pages: UInt8 = memory.numpy()
         self._geometry = geometry
 
     def is_prepared(self, places: PagePlaces) -> bool:
@@ -196,26 +191,44 @@ class HostPageCopies:
         return host_digests(places, self._geometry)
 
 
-def allocate(geometry: PoolGeometry) -> Pool:
-    """One 5-D tensor per layer, `geometry.layer_shape`; memory is taken as pages are written.
+def allocate(geometry: PoolGeometry) -> torch.Tensor:
+    """The bytes of a pool, `[pieces, pages, piece bytes]`; memory is taken as pages are written.
 
     Raises `MemoryError` when the machine would never have that much.
     """
-    shape = geometry.layer_shape
-    dtype = BITS[NUMPY_DTYPES[geometry.dtype].itemsize]
+    shape = (geometry.num_pieces, geometry.num_pages, geometry.piece_bytes)
     try:
-        whole = torch.empty((geometry.num_layers, *shape), dtype=dtype)
+        return torch.empty(shape, dtype=torch.uint8)
     except RuntimeError as error:
-        size = geometry.num_layers * geometry.num_pages * geometry.page_bytes
+        size = geometry.num_pages * geometry.payload_bytes
         remedy = "lower pool.num_pages"
         raise MemoryError(f"the pool needs {size} bytes, more than there are: {remedy}") from error
-    flat = whole.view(-1, shape[2] * shape[3] * shape[4])
-    k_scale, v_scale = geometry.scales
+
+
+def pool_of(memory: torch.Tensor, geometry: PoolGeometry, group: LayerGroup) -> Pool:
+    """The pages of one group of layers in a pool's memory."""
+    of_page, of_layer = geometry.block_steps(group)
+    blocks = memory.view(BITS[NUMPY_DTYPES[group.dtype].itemsize]).view(
+        -1, sum(group.row_elements) * group.page_size
+    )
+    num_layers, num_keys = len(group.layers), group.page_size * group.row_elements[0]
+    pages = blocks.as_strided(
+        (num_layers, geometry.num_pages, blocks.shape[1]),
+        (of_layer * blocks.shape[1], of_page * blocks.shape[1], 1),
+    )
+    heads = (group.page_size, group.num_kv_heads)
+    heads = heads if geometry.layout == "NHD" else heads[::-1]
+    k = pages[..., :num_keys].view(*pages.shape[:2], *heads, group.head_dim)
+    v = pages[..., num_keys:].view(*pages.shape[:2], *heads, group.v_head_dim)
+    kinds = [(geometry.layout, group.dtype, scale) for scale in geometry.scales_of(group.dtype)]
+    if group.head_dim != group.v_head_dim:
+        keys, values = blocks[:, :num_keys], blocks[:, num_keys:]
+        return Pool(StoredPages(k, keys, 1, 0, *kinds[0]), StoredPages(v, values, 1, 0, *kinds[1]))
+    flat = blocks.view(-1, num_keys)
     return Pool(
-        StoredPages(whole[:, :, 0], flat, 2, 0, geometry.layout, geometry.dtype, k_scale),
-        StoredPages(whole[:, :, 1], flat, 2, 1, geometry.layout, geometry.dtype, v_scale),
-        (whole,),
-        whole.flatten(0, 1),
+        StoredPages(k, flat, 2, 0, *kinds[0]),
+        StoredPages(v, flat, 2, 1, *kinds[1]),
+        blocks.view(-1, 2, *heads, group.head_dim),
     )
 
 
@@ -226,4 +239,4 @@ def pair(k: torch.Tensor, v: torch.Tensor, layout: Layout, dtype: DType) -> Pool
         StoredPages(bits[None], bits.flatten(1), 1, 0, layout, dtype, 1.0)
         for bits in (k_bits, v_bits)
     ]
-    return Pool(stores[0], stores[1], (k_bits, v_bits))
+    return Pool(stores[0], stores[1])

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from kernels.backend import Attend, Plan, Scoring
+from kernels.backend import Attend, Plan
 from kernels.cpu.steps import Step, steps
 from kernels.cpu.work import PagedShape, Work, lay_out
 
@@ -53,15 +53,15 @@ class Prepared:
 def prepare(
     requests: Sequence[Attend],
     shape: PagedShape,
-    first_layer: int = 0,
+    first_block: int = 0,
     keep: bool = False,
     split_keys: int = 0,
 ) -> tuple[Prepared, bool]:
-    """Lay requests out over a pool whose page 0 is that of `first_layer`.
+    """Lay requests out over a pool, whose blocks count from `first_block`.
 
     With `keep`, a small batch is worked out at once and can be used again; whether it was.
     """
-    work = lay_out(requests, shape, first_layer, split_keys)
+    work = lay_out(requests, shape, first_block, split_keys)
     first = requests[0]
     walk: Iterable[Step] = steps(work, shape, first.q.shape[1], first.scoring.window_left)
     keep = keep and work.mask is None and _scores(work, shape) <= KEPT_SCORES
@@ -85,27 +85,26 @@ class Preparer:
         self._kept: OrderedDict[tuple[object, ...], Prepared] = OrderedDict()
 
     def __call__(self, requests: Sequence[Attend]) -> tuple[Prepared, int]:
-        """The work, and the pool's page from which its page ids count."""
-        layers = [request.layer for request in requests]
+        """The work, and the pool's block from which its blocks count."""
+        blocks = [self._shape.layer_blocks[request.layer] for request in requests]
         # requests of one layer share their work with requests of all other layers
-        base = layers[0] if layers.count(layers[0]) == len(layers) else 0
-        first_page = base * self._shape.num_pages
+        base = blocks[0] if blocks.count(blocks[0]) == len(blocks) else 0
         if any(request.mask is not None for request in requests):
-            return prepare(requests, self._shape, base, False, self._split_keys)[0], first_page
-        key = _key(requests, requests[0].scoring, base)
+            return prepare(requests, self._shape, base, False, self._split_keys)[0], base
+        key = _key(requests, blocks, base)
         found = self._kept.get(key)
         if found is not None:
             self._kept.move_to_end(key)
-            return found, first_page
+            return found, base
         made, kept = prepare(requests, self._shape, base, True, self._split_keys)
         if kept:
             self._kept[key] = made
             if len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
-        return made, first_page
+        return made, base
 
 
-def _key(requests: Sequence[Attend], scoring: Scoring, base: int) -> tuple[object, ...]:
+def _key(requests: Sequence[Attend], blocks: Sequence[int], base: int) -> tuple[object, ...]:
     """Plans never change, so their identity is their value while they are kept."""
-    plans = ((request.layer - base, id(request.plan)) for request in requests)
-    return (requests[0].q.shape[1], scoring.window_left, *plans)
+    plans = ((at - base, id(one.plan)) for one, at in zip(requests, blocks, strict=True))
+    return (requests[0].q.shape[1], requests[0].scoring.window_left, *plans)

@@ -1,12 +1,12 @@
 """Cuts requests into batches of equal-shaped segments, in numpy, for the attention loop.
 
-Requests are laid end to end: rows are counted over all of them, in plan order, and a page is
-`layer * num_pages + page`, so segments of any request, level and layer can share a batch.
+Requests are laid end to end: rows are counted over all of them, in plan order, and a page is a
+block of the pool, so segments of any request, level and layer of a group can share a batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Final
 
@@ -28,11 +28,16 @@ PADDED_KEYS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class PagedShape:
-    """Pages of a layer, tokens of a page, and its elements of K (as many of V)."""
+    """Pages of a layer, tokens of a page, and its elements of K or, if these are more, of V.
+
+    Blocks of the pool from a page to the next one, and the block of each layer's page 0.
+    """
 
     num_pages: int
     page_size: int
     page_elements: int
+    page_step: int
+    layer_blocks: Mapping[int, int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,13 +85,13 @@ class Segments:
 
 
 def lay_out(
-    requests: Sequence[Attend], shape: PagedShape, first_layer: int = 0, split_keys: int = 0
+    requests: Sequence[Attend], shape: PagedShape, first_block: int = 0, split_keys: int = 0
 ) -> Work:
-    """Batches for requests over a pool whose page 0 is that of `first_layer`.
+    """Batches for requests over a pool, whose blocks count from `first_block`.
 
     With `split_keys`, runs end at its multiples, and come in order of level and position.
     """
-    segments, pages = _segments(requests, shape, first_layer)
+    segments, pages = _segments(requests, shape, first_block)
     positions = np.concatenate([r.plan.positions for r in requests]).astype(np.int64)
     if split_keys:
         segments = _split(segments, split_keys // shape.page_size, shape.page_size)
@@ -97,7 +102,7 @@ def lay_out(
 
 
 def _segments(
-    requests: Sequence[Attend], shape: PagedShape, first_layer: int
+    requests: Sequence[Attend], shape: PagedShape, first_block: int
 ) -> tuple[Segments, Int64]:
     tables: list[Int64] = []
     pages: list[Array] = []
@@ -117,8 +122,8 @@ def _segments(
             some = (of.num_rows > 0) & (of.num_pages > 0)
             tables.append(table if some.all() else table[:, some])
             check_range("kv_indices", level.kv_indices, shape.num_pages)
-            before = (request.layer - first_layer) * shape.num_pages
-            pages.append(level.kv_indices + np.int64(before))
+            before = shape.layer_blocks[request.layer] - first_block
+            pages.append(level.kv_indices * np.int64(shape.page_step) + np.int64(before))
             page += level.kv_indices.size
         row += request.plan.positions.size
     if not tables:

@@ -28,6 +28,7 @@ from kernels.backend import (
     Float32,
     Int32,
     Mask,
+    Mixed,
     Numerics,
     Pending,
     PoolGeometry,
@@ -47,7 +48,7 @@ from kernels.cuda.common.kernel import HEAD_DIMS
 from kernels.cuda.device.answers import Answers, states_made
 from kernels.cuda.device.inputs import Uploaded, Wanted, as_is, upload
 from kernels.cuda.device.launch import Library, device_arch
-from kernels.cuda.device.pending import First, Mixed, Result
+from kernels.cuda.device.pending import First, Result
 from kernels.cuda.device.transfer import Transfers, mark
 from kernels.cuda.kv.pool import allocate, pool_view
 from kernels.cuda.kv.ragged import ragged_plan, ragged_view

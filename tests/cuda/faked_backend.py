@@ -131,7 +131,7 @@ class Kernels:
 
     def pages(self, entry: str, blocks: int, pages: Any, hosts: Any, digests: int) -> None:
         """Copies of pages between the pool and host memory, and their digests."""
-        size = GEOMETRY.segment_layers * GEOMETRY.page_bytes
+        size = GEOMETRY.segment_pieces * GEOMETRY.piece_bytes
         numbers, addresses = pages.tolist(), hosts.tolist()
 
         def kernel() -> None:

@@ -80,28 +80,37 @@ class Pooled:
     def __post_init__(self) -> None:
         self.free = self.rng.permutation(self.backend.geometry.num_pages).tolist()
 
-    def slots(self, run: Run) -> NDArray[np.int32]:
-        size = self.backend.geometry.page_size
+    def slots(self, run: Run, layer: int = 0) -> NDArray[np.int32]:
+        size = self.backend.geometry.group_of(layer).page_size
         return int32((run.pages[:, None] * size + np.arange(size)).reshape(-1)[: run.num_keys])
 
     def add(self, num_keys: int, layer: int = 0, bias: Array | None = None) -> Run:
         """Append `num_keys` random rows to fresh pages; `bias[t]` becomes dim 0 of key t."""
-        g = self.backend.geometry
-        pages = int32([self.free.pop() for _ in range(-(-num_keys // g.page_size))])
-        shape = (num_keys, g.num_kv_heads, g.head_dim)
-        k, v = (normal(self.rng, shape, self.dtype) for _ in range(2))
+        group = self.backend.geometry.group_of(layer)
+        pages = int32([self.free.pop() for _ in range(-(-num_keys // group.page_size))])
+        shape = (num_keys, group.num_kv_heads)
+        k, v = (
+            normal(self.rng, (*shape, dim), self.dtype)
+            for dim in (group.head_dim, group.v_head_dim)
+        )
         if bias is not None:
             k = k.copy()
             k[:, :, 0] = bias[:, None]
-        run = Run(pages, stored(k, g.dtype, g.k_scale), stored(v, g.dtype, g.v_scale))
-        self.backend.append(layer, k, v, self.slots(run))
+        scales = self.backend.geometry.scales_of(group.dtype)
+        run = Run(pages, *(stored(x, group.dtype, s) for x, s in zip((k, v), scales, strict=True)))
+        self.backend.append(layer, k, v, self.slots(run, layer))
         return run
 
     def level(
-        self, runs: Sequence[Run], qo_lens: Sequence[int], starts: Sequence[int], causal: bool
+        self,
+        runs: Sequence[Run],
+        qo_lens: Sequence[int],
+        starts: Sequence[int],
+        causal: bool,
+        layer: int = 0,
     ) -> Level:
         """Segment s: `qo_lens[s]` rows over `runs[s]`, whose first key is at `starts[s]`."""
-        size = self.backend.geometry.page_size
+        size = self.backend.geometry.group_of(layer).page_size
         return Level(
             indptr(qo_lens),
             indptr([len(run.pages) for run in runs]),
@@ -111,9 +120,11 @@ class Pooled:
             causal,
         )
 
-    def flat(self, runs: Sequence[Run], qo_lens: Sequence[int], causal: bool) -> Plan:
+    def flat(
+        self, runs: Sequence[Run], qo_lens: Sequence[int], causal: bool, layer: int = 0
+    ) -> Plan:
         """Each run is one sequence's whole KV."""
-        level = self.level(runs, qo_lens, [0] * len(runs), causal)
+        level = self.level(runs, qo_lens, [0] * len(runs), causal, layer)
         return Plan((level,), positions([run.num_keys for run in runs], qo_lens))
 
 

@@ -12,10 +12,11 @@ from pooled import Pooled, normal
 
 from kernels import make_backend
 from kernels.backend import Attend, Plan, PoolGeometry, Scoring
-from kernels.cpu.pool import allocate, pair
+from kernels.cpu.pool import allocate, pair, pool_of
 from kernels.cpu.prepared import KEPT_SCORES, MOST_KEPT, Preparer
 from kernels.cpu.tensors import BITS, TORCH_DTYPES, narrow, to_torch, widen
 from kernels.cpu.work import PagedShape
+from kernels.geometry import POISON
 from kernels.masks import make_mask
 
 DTYPES = ("fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
@@ -25,7 +26,7 @@ DTYPES = ("fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_paired_4d_storage_reads_as_the_5d_storage_does(rng, dtype, layout) -> None:
     geometry = PoolGeometry(1, 6, 4, 2, 8, layout, dtype)
-    one = allocate(geometry)
+    one = pool_of(allocate(geometry), geometry, geometry.groups[0])
     shape = (6, *geometry.layer_shape[2:])
     bits = BITS[TORCH_DTYPES[dtype].itemsize]
     two = pair(torch.empty(shape, dtype=bits), torch.empty(shape, dtype=bits), layout, dtype)
@@ -55,8 +56,8 @@ def test_bits_widen_to_what_torch_makes_of_them(dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_poison_is_nan_in_every_format(dtype) -> None:
-    pool = allocate(PoolGeometry(1, 2, 3, 1, 8, "NHD", dtype))
-    pool.fill_with_nan()
+    geometry = PoolGeometry(1, 2, 3, 1, 8, "NHD", dtype)
+    pool = pool_of(allocate(geometry).fill_(POISON), geometry, geometry.groups[0])
     everywhere = torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([0, 1, 2, 0, 1, 2])
     assert pool.k.read(0, *everywhere).isnan().all()
     assert pool.v.read(0, *everywhere).isnan().all()
@@ -127,7 +128,7 @@ def test_requests_of_one_launch_keep_their_layers_apart(pooled, rng) -> None:
 
 
 def test_layers_share_cached_work_and_few_plans_are_cached(pooled, rng) -> None:
-    prepare = Preparer(PagedShape(32, 16, 16 * 2 * 64), 0)
+    prepare = Preparer(PagedShape(32, 16, 16 * 2 * 64, 1, {0: 0, 1: 32, 2: 64}), 0)
     q, plan = normal(rng, (6, 8, 64), "fp16"), plan_of(pooled, rng)
     first, at = prepare([Attend(0, q, plan, SCORING)])
     again, later = prepare([Attend(2, q, plan, SCORING)])
@@ -140,7 +141,7 @@ def test_layers_share_cached_work_and_few_plans_are_cached(pooled, rng) -> None:
 
 def test_large_batches_are_not_kept(rng) -> None:
     pages = KEPT_SCORES // 16 // 64 + 1
-    prepare = Preparer(PagedShape(pages, 16, 16 * 2 * 64), 0)
+    prepare = Preparer(PagedShape(pages, 16, 16 * 2 * 64, 1, {0: 0}), 0)
     pooled = Pooled(make_backend("cpu", replace(GEOMETRY, num_pages=pages)), rng, "fp16")
     run = pooled.add(pages * 16)
     request = Attend(0, normal(rng, (64, 8, 64), "fp16"), pooled.flat([run], [64], True), SCORING)

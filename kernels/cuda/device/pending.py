@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from time import perf_counter
 from typing import Any, Generic, TypeVar
@@ -71,27 +71,3 @@ class First:
 
     def result(self) -> AttentionState:
         return self._states.result()[0]
-
-
-class Mixed:
-    """Answers of unmasked and masked requests, put back in the order asked."""
-
-    def __init__(
-        self, parts: Sequence[Pending[list[AttentionState]]], masked: Sequence[bool]
-    ) -> None:
-        self._parts, self._masked = parts, masked
-
-    @property
-    def seconds(self) -> StageSeconds:
-        a, b = (part.seconds for part in self._parts)
-        return StageSeconds(
-            a.plan + b.plan, a.copy_in + b.copy_in, a.kernel + b.kernel, a.copy_out + b.copy_out
-        )
-
-    @property
-    def done(self) -> bool:
-        return all(part.done for part in self._parts)
-
-    def result(self) -> list[AttentionState]:
-        answers = [iter(part.result()) for part in self._parts]
-        return [next(answers[int(masked)]) for masked in self._masked]

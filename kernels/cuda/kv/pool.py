@@ -11,9 +11,7 @@ from kernels.backend import PoolGeometry
 from kernels.cuda.device.transfer import Transfers
 from kernels.cuda.kv.tensor_maps import TensorMaps, paged_maps
 from kernels.cuda.kv.view import KvView
-
-POISON = 0xFF
-"""A byte that makes a NaN in every storage format."""
+from kernels.geometry import POISON
 
 
 def allocate(geometry: PoolGeometry, transfers: Transfers, poison: bool) -> Any:

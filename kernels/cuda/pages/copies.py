@@ -79,10 +79,10 @@ class CudaPageCopies:
             packed,
             PAGE_MOVES,
             pool=pool,
-            page_units=geometry.page_bytes // 16,
+            page_units=geometry.piece_bytes // 16,
             pool_pages=geometry.num_pages,
-            num_layers=geometry.num_layers,
-            segment_layers=geometry.segment_layers,
+            num_layers=geometry.num_pieces,
+            segment_layers=geometry.segment_pieces,
         )
         self._library, self._transfers, self._guarded = library, transfers, guarded
         self._device, self._here = cupy.cuda.Device(), local()
@@ -92,9 +92,9 @@ class CudaPageCopies:
         self._loads = Way("load_pages", LOAD_BLOCKS, up, *streams[:2])
         self._stores = Way("store_pages", STORE_BLOCKS, down, *streams[2:])
         self._digest_bytes = DIGEST_BYTES * self._num_segments
-        last = geometry.num_layers % geometry.segment_layers or geometry.segment_layers
-        is_short = last * geometry.page_bytes < LEAST_DIGESTED
-        self._on_host = is_short or geometry.page_bytes % STRIPE > 0
+        last = geometry.num_pieces % geometry.segment_pieces or geometry.segment_pieces
+        is_short = last * geometry.piece_bytes < LEAST_DIGESTED
+        self._on_host = is_short or geometry.piece_bytes % STRIPE > 0
         """Whether digests are computed on the host."""
         nothing = np.empty(0, np.int32), np.empty(0, np.int64)
         for way in (self._loads, self._stores):  # a first launch later could wait for steps
@@ -184,14 +184,14 @@ class CudaPageCopies:
         Launcher(function, blocks, THREADS, 0, struct + places, (0, len(struct)))()
 
     def _copy_pageable(self, way: Way, pages: Int32, hosts: Int64) -> None:
-        """Copy pages that kernels do not reach in host memory, a layer at a time."""
+        """Copy pages that kernels do not reach in host memory, a piece at a time."""
         g = self._geometry
         for page, host in zip(pages.tolist(), hosts.tolist(), strict=True):
-            for layer in range(g.num_layers):
-                stored = self._pool + (layer * g.num_pages + page) * g.page_bytes
-                both = (stored, host + layer * g.page_bytes)
+            for piece in range(g.num_pieces):
+                stored = self._pool + (piece * g.num_pages + page) * g.piece_bytes
+                both = (stored, host + piece * g.piece_bytes)
                 to, source = both if way is self._loads else both[::-1]
-                runtime.memcpyAsync(to, source, g.page_bytes, way.kind, way.stream.ptr)
+                runtime.memcpyAsync(to, source, g.piece_bytes, way.kind, way.stream.ptr)
 
     def _hosts(self, pages: Int32, places: PagePlaces) -> Int64:
         """The host addresses of pages, once they are pinned."""

@@ -111,7 +111,7 @@ class RowMover:
         checks.check_layer(layer, g)
         checks.check_slots(slots, g)
         shape = (len(slots), g.num_kv_heads, g.head_dim)
-        places = check_gathered(out, shape, kind)
+        places = check_gathered(out, (shape, shape), kind)
         if len(slots) == 0:
             return Done(out or (np.zeros(shape, kind), np.zeros(shape, kind)))
         with self._guarded():

@@ -77,12 +77,13 @@ def layout_of(geometry: PoolGeometry, model: str) -> RecordLayout:
     """Records of a pool's pages. The stamp covers model, shape and formats, also of the labels."""
     shape = (
         *(geometry.num_layers, geometry.page_size, geometry.num_kv_heads, geometry.head_dim),
-        *(geometry.layout, geometry.dtype, *geometry.scales, geometry.segment_layers),
+        *(geometry.layout, geometry.dtype, *geometry.scales, geometry.segment_pieces),
+        *geometry.layer_groups,
     )
     text = repr((model, TAG.format, EXTRA.format, shape))
     stamp = blake2b(text.encode(), digest_size=STAMP_BYTES).digest()
     label_bytes = TAG.size + 4 * geometry.page_size + EXTRA_ROOM
-    segment_bytes = geometry.segment_layers * geometry.page_bytes
+    segment_bytes = geometry.segment_pieces * geometry.piece_bytes
     return RecordLayout(label_bytes, geometry.payload_bytes, stamp, segment_bytes)
 
 

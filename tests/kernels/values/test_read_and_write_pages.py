@@ -106,7 +106,7 @@ def test_digests_are_those_of_xxhash(backend, rng, page_size, heads, layers, dty
     memory = copies.memory(9, g.payload_bytes)
     for page in memory:
         page[...] = rng.integers(0, 256, page.size, np.uint8)
-    segment = g.segment_layers * g.page_bytes
+    segment = g.segment_pieces * g.piece_bytes
     places = PagePlaces(memory, np.arange(9))
     want = expected_digests([page.tobytes() for page in memory], segment)
     assert copies.write(int32(range(3, 12)), places, copies.mark())() == want
