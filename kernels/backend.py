@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 from kernels.errors import DeviceLost as DeviceLost
 from kernels.errors import Unsupported as Unsupported
 from kernels.geometry import NUMPY_DTYPES as NUMPY_DTYPES
+from kernels.geometry import POISON as POISON
 from kernels.geometry import TENSOR_DTYPES as TENSOR_DTYPES
 from kernels.geometry import DType as DType
 from kernels.geometry import LayerGroup as LayerGroup

@@ -200,6 +200,13 @@ class PoolGeometry:
             return 1, self.num_pages
         return self.payload_bytes // group.layer_bytes, 1
 
+    def alone(self, group: LayerGroup) -> PoolGeometry:
+        """The pages and the shape of a group, whose layers have their places as numbers; nothing of
+        where they are."""
+        scales = (self.k_scale, self.v_scale)
+        own = replace(group, layers=tuple(range(len(group.layers))), window=None)
+        return PoolGeometry.of_groups((own,), self.num_pages, self.layout, scales)
+
     @property
     def layer_shape(self) -> tuple[int, int, int, int, int]:
         """Shape of one layer's tensor in a pool of one group."""

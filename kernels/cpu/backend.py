@@ -12,6 +12,7 @@ import torch
 from kernels.backend import (
     LEFT_OUT,
     NUMPY_DTYPES,
+    POISON,
     Array,
     Attend,
     AttentionState,
@@ -39,7 +40,6 @@ from kernels.cpu.prepared import Order, Preparer, prepare
 from kernels.cpu.steps import Step
 from kernels.cpu.tensors import dtype_name, on_host, to_numpy, to_torch, write
 from kernels.cpu.work import PagedShape, check_range
-from kernels.geometry import POISON
 from kernels.outputs import check_gathered, check_outs, check_sinks, merge_place
 from kernels.tensor import host_array
 

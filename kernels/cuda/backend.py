@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from time import perf_counter
 
@@ -35,7 +37,6 @@ from kernels.backend import (
     RaggedAttend,
     StageSeconds,
     Tensor,
-    Unsupported,
     split_keys,
 )
 from kernels.compile import DEFAULT_CACHE
@@ -52,12 +53,23 @@ from kernels.cuda.device.pending import First, Result
 from kernels.cuda.device.transfer import Transfers, mark
 from kernels.cuda.kv.pool import allocate, pool_view
 from kernels.cuda.kv.ragged import ragged_plan, ragged_view
+from kernels.cuda.kv.view import KvView
 from kernels.cuda.masks.expand import PADDING
 from kernels.cuda.merge.merger import Merger
 from kernels.cuda.pages.copies import CudaPageCopies
 from kernels.cuda.rows.mover import RowMover
 from kernels.cuda.specs import service_specs
 from kernels.outputs import check_outs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupKernels:
+    """A group of layers: its own geometry (`PoolGeometry.alone`), where its pages are, and what
+    moves its rows."""
+
+    geometry: PoolGeometry
+    kv: KvView
+    rows: RowMover
 
 
 class CudaBackend:
@@ -76,9 +88,6 @@ class CudaBackend:
         numerics: Numerics = "fast",
         cache: Path = DEFAULT_CACHE,
     ) -> None:
-        if geometry.dtype == "fp32":
-            raise Unsupported("dtype", "fp32", "the CUDA backend stores fp16, bf16 or fp8")
-        checks.check_head_dim(geometry.head_dim)
         checks.check_pool(geometry)
         self._geometry = geometry
         self._lost: str | None = None
@@ -91,19 +100,24 @@ class CudaBackend:
             self.library = Library(device_arch(device), cache)
             self.transfers = Transfers()
             self._pool = allocate(geometry, self.transfers, poison)
-            self.kv = pool_view(geometry, self._pool.ptr)
             self._split_keys = split_keys(numerics, SPLIT_KEYS, geometry.page_size)
             here = (self.library, self.transfers, self.multiprocessors)
             how = (self._split_keys, geometry.page_size)
             self.attention = AttentionRunner(*here, *how)
             shared = (self.library, self.transfers, self.guarded)
-            self._rows = RowMover(geometry, self.kv, *shared)
+            self.groups = []
+            for group in geometry.groups:
+                alone, kv = geometry.alone(group), pool_view(geometry, group, self._pool.ptr)
+                self.groups.append(GroupKernels(alone, kv, RowMover(alone, kv, *shared)))
+            self.kv = self.groups[geometry.leading].kv
             in_order = self._split_keys > 0
             self._merging = Merger(geometry.head_dim, self.multiprocessors, *shared, in_order)
-            pool = (geometry.head_dim, geometry.dtype, geometry.page_size)
-            self.library.prepare(service_specs(self.library.arch, *pool, numerics))
+            shapes = ((one.head_dim, one.dtype, one.page_size) for one in geometry.groups)
+            specs = (service_specs(self.library.arch, *shape, numerics) for shape in shapes)
+            self.library.prepare(tuple(dict.fromkeys(chain.from_iterable(specs))))
         # timed by the benchmarks, as is attention.enqueue
-        self.enqueue_rows, self.enqueue_merge = self._rows.enqueue, self._merging.enqueue
+        self.enqueue_rows = self.groups[geometry.leading].rows.enqueue
+        self.enqueue_merge = self._merging.enqueue
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -151,23 +165,35 @@ class CudaBackend:
                 self.transfers.unregister(address)
 
     def append(self, layer: int, k: Tensor, v: Tensor, slots: Int32) -> Pending[None]:
-        return self._rows.append(layer, k, v, slots)
+        group, at = self._place(layer)
+        return group.rows.append(at, k, v, slots)
 
-    def copy_rows(self, src_pages: Int32, dst_pages: Int32, num_rows: Int32) -> None:
-        self._rows.copy(src_pages, dst_pages, num_rows)
+    def copy_rows(
+        self, src_pages: Int32, dst_pages: Int32, num_rows: Int32, group: int = 0
+    ) -> None:
+        self.groups[group].rows.copy(src_pages, dst_pages, num_rows)
 
     def gather(
         self, layer: int, slots: Int32, dtype: DType, out: tuple[Tensor, Tensor] | None = None
     ) -> Pending[tuple[Tensor, Tensor]]:
-        return self._rows.gather(layer, slots, dtype, out)
+        group, at = self._place(layer)
+        return group.rows.gather(at, slots, dtype, out)
 
     def read_stored(
         self, layer: int, slots: Int32, out: tuple[Tensor, Tensor]
     ) -> Pending[tuple[Tensor, Tensor]]:
-        return self._rows.read_stored(layer, slots, out)
+        group, at = self._place(layer)
+        return group.rows.read_stored(at, slots, out)
 
     def write_stored(self, layer: int, k: Tensor, v: Tensor, slots: Int32) -> Pending[None]:
-        return self._rows.write_stored(layer, k, v, slots)
+        group, at = self._place(layer)
+        return group.rows.write_stored(at, k, v, slots)
+
+    def _place(self, layer: int) -> tuple[GroupKernels, int]:
+        """The group of a layer, and the layer's place there."""
+        checks.check_layer(layer, self._geometry)
+        group, at = self._geometry.places[layer]
+        return self.groups[group], at
 
     def merge(
         self,
@@ -182,38 +208,43 @@ class CudaBackend:
 
     def attend(self, requests: Sequence[Attend]) -> Pending[list[AttentionState]]:
         for request in requests:
-            checks.check_attend(request, self._geometry)
+            group, _ = self._place(request.layer)
+            checks.check_attend(request, group.geometry)
         check_outs(requests)
         if not requests:
             return Done([])
-        masked = [request.mask is not None for request in requests]
-        if any(masked) and not all(masked):
-            return self._attend_mixed(requests, masked)
+        apart = len(self.groups) > 1
+        kinds = [(r.mask is not None, r.layer if apart else 0) for r in requests]
+        if kinds.count(kinds[0]) < len(kinds):
+            return self._attend_mixed(requests, kinds)
         with self.guarded():
             return self._attend(requests)
 
     def _attend_mixed(
-        self, requests: Sequence[Attend], masked: Sequence[bool]
+        self, requests: Sequence[Attend], kinds: Sequence[tuple[bool, int]]
     ) -> Pending[list[AttentionState]]:
-        """Masked and unmasked requests need different kernels: two launches, answers in order."""
+        """Masked and unmasked requests need different kernels, and tensor maps of pages whose
+        layers are together are of one layer: several launches, answers in order."""
+        every = sorted(set(kinds))
         parts = [
-            self.attend([r for r, m in zip(requests, masked, strict=True) if m is kind])
-            for kind in (False, True)
+            self.attend([r for r, one in zip(requests, kinds, strict=True) if one == kind])
+            for kind in every
         ]
-        return Mixed(parts, masked)
+        return Mixed(parts, [every.index(kind) for kind in kinds])
 
     def _attend(self, requests: Sequence[Attend]) -> Pending[list[AttentionState]]:
         seconds, start = StageSeconds(), perf_counter()
         q, first = [request.q for request in requests], requests[0]
-        compute = compute_dtype(checks.tensor_dtype(first.q, "q"), self._geometry.dtype)
+        group, _ = self._place(first.layer)
+        compute = compute_dtype(checks.tensor_dtype(first.q, "q"), group.geometry.dtype)
         config = AttentionConfig(
-            self.kv, first.q.shape[1], compute, first.scoring, first.mask is not None
+            group.kv, first.q.shape[1], compute, first.scoring, first.mask is not None
         )
-        plans = [(request.layer, request.plan) for request in requests]
+        plans = [(self._geometry.places[one.layer][1], one.plan) for one in requests]
         device_plan = self.attention.find(plans, config)
         if device_plan is None:
             for request in requests:
-                checks.check_plan(request, self._geometry)
+                checks.check_plan(request, group.geometry)
             device_plan = self.attention.make(plans, config)
         seconds.plan = perf_counter() - start
         layers = {layer for layer, _ in plans}

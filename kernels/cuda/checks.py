@@ -47,13 +47,21 @@ def check_head_dim(head_dim: int) -> None:
 
 
 def check_pool(geometry: PoolGeometry) -> None:
-    """Raises Unsupported for a pool that the kernels' row numbers of 32 bits do not reach."""
-    tokens = geometry.num_layers * geometry.num_pages * geometry.page_size
-    rows = 2 * tokens * geometry.num_kv_heads
-    if rows >= MOST_ROWS:
-        most = MOST_ROWS // (rows // geometry.num_pages)
-        rule = f"the CUDA backend reaches 2^32 rows of head_dim values: at most {most} pages"
-        raise Unsupported("pool.num_pages", geometry.num_pages, rule)
+    """Raises Unsupported for a pool that the kernels' row numbers of 32 bits do not reach, and for
+    groups of layers that have no kernels."""
+    for group in geometry.groups:
+        if group.dtype == "fp32":
+            raise Unsupported("dtype", "fp32", "the CUDA backend stores fp16, bf16 or fp8")
+        check_head_dim(group.head_dim)
+        if (group.kind, group.v_head_dim) != ("attention", group.head_dim):
+            rule = f"the CUDA backend has kernels for kind attention, v_head_dim = {group.head_dim}"
+            raise Unsupported("groups", f"{group.kind}, v_head_dim {group.v_head_dim}", rule)
+        rows = geometry.payload_bytes * group.page_size * group.num_kv_heads * 2
+        rows = rows // group.layer_bytes * geometry.num_pages
+        if rows >= MOST_ROWS:
+            most = MOST_ROWS // (rows // geometry.num_pages)
+            rule = f"the CUDA backend reaches 2^32 rows of head_dim values: at most {most} pages"
+            raise Unsupported("pool.num_pages", geometry.num_pages, rule)
 
 
 def check_layer(layer: int, geometry: PoolGeometry) -> None:
@@ -110,8 +118,7 @@ def check_level(level: Level, rows: int, geometry: PoolGeometry) -> None:
 
 
 def check_attend(request: Attend, geometry: PoolGeometry) -> None:
-    """Cheap checks for every call; `check_plan` is for new plans."""
-    check_layer(request.layer, geometry)
+    """Cheap checks for every call, by the layer's group; `check_plan` is for new plans."""
     q, heads = request.q, geometry.num_kv_heads
     good = q.ndim == 3 and q.shape[1] % heads == 0 and q.shape[2] == geometry.head_dim
     require(good and q.shape[1] > 0, "q", q.shape, f"[n, multiple of {heads}, {geometry.head_dim}]")

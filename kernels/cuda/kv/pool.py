@@ -7,19 +7,18 @@ from typing import Any
 import cupy
 from cupy.cuda import runtime
 
-from kernels.backend import PoolGeometry
+from kernels.backend import POISON, LayerGroup, PoolGeometry
 from kernels.cuda.device.transfer import Transfers
 from kernels.cuda.kv.tensor_maps import TensorMaps, paged_maps
 from kernels.cuda.kv.view import KvView
-from kernels.geometry import POISON
 
 
 def allocate(geometry: PoolGeometry, transfers: Transfers, poison: bool) -> Any:
-    """Device memory for every layer's tensor; it is freed with the object.
+    """Device memory for all pages; it is freed with the object.
 
     Raises MemoryError when the device has not that much left.
     """
-    size = geometry.num_layers * geometry.num_pages * geometry.page_bytes
+    size = geometry.num_pages * geometry.payload_bytes
     try:
         pool = transfers.scratch(size)
     except cupy.cuda.memory.OutOfMemoryError as error:
@@ -33,45 +32,51 @@ def allocate(geometry: PoolGeometry, transfers: Transfers, poison: bool) -> Any:
     return pool
 
 
-def pool_view(geometry: PoolGeometry, address: int) -> KvView:
-    """The pool at a device address as the kernels see it: `PoolGeometry.layer_shape` per layer."""
-    half = geometry.page_size * geometry.num_kv_heads
+def pool_view(geometry: PoolGeometry, group: LayerGroup, address: int) -> KvView:
+    """The pages of a group of layers as the kernels see them, in a pool at a device address."""
+    half = group.page_size * group.num_kv_heads
+    page_step, layer_step = geometry.block_steps(group)
     nhd = geometry.layout == "NHD"
-    k_scale, v_scale = geometry.scales
+    k_scale, v_scale = geometry.scales_of(group.dtype)
     return KvView(
         k=address,
-        v=address + geometry.page_bytes // 2,
-        layer_bytes=geometry.num_pages * geometry.page_bytes,
-        layer_rows=geometry.num_pages * 2 * half,
-        page_rows=2 * half,
-        token_rows=geometry.num_kv_heads if nhd else 1,
-        head_rows=1 if nhd else geometry.page_size,
-        page_size=geometry.page_size,
-        num_kv_heads=geometry.num_kv_heads,
-        head_dim=geometry.head_dim,
-        dtype=geometry.dtype,
+        v=address + group.layer_bytes // 2,
+        layer_bytes=layer_step * group.layer_bytes,
+        layer_rows=layer_step * 2 * half,
+        page_rows=page_step * 2 * half,
+        token_rows=group.num_kv_heads if nhd else 1,
+        head_rows=1 if nhd else group.page_size,
+        page_size=group.page_size,
+        num_kv_heads=group.num_kv_heads,
+        head_dim=group.head_dim,
+        dtype=group.dtype,
         k_scale=k_scale,
         v_scale=v_scale,
         num_pages=geometry.num_pages,
         contiguous=False,
-        maps=PoolMaps(geometry, address),
+        maps=PoolMaps(geometry, group, address),
     )
 
 
 class PoolMaps:
-    """Tensor maps of a pool, made when first asked for: one per layer, and one of all layers.
+    """Tensor maps of a group's pages, made when first asked for: one per layer, and one of all
+    layers, if these are apart from each other.
 
     A box is a page, whatever the kernel's tiles.
     """
 
-    def __init__(self, geometry: PoolGeometry, address: int) -> None:
-        self._geometry, self._address = geometry, address
+    def __init__(self, geometry: PoolGeometry, group: LayerGroup, address: int) -> None:
+        self._geometry, self._group, self._address = geometry, group, address
+        self._page_step, self._layer_step = geometry.block_steps(group)
         self._made: dict[int | None, TensorMaps] = {}
 
     def __call__(self, layer: int | None, _: int) -> TensorMaps:
         found = self._made.get(layer)
         if found is None:
-            step = self._geometry.num_pages * self._geometry.page_bytes
-            found = paged_maps(self._geometry, self._address + (layer or 0) * step)
+            g, step = self._geometry, self._layer_step * self._group.layer_bytes
+            apart = self._page_step == 1
+            blocks = g.num_pages * (len(self._group.layers) if apart else 1)
+            address = self._address + (layer or 0) * step
+            found = paged_maps(g.alone(self._group), address, blocks, self._page_step)
             self._made[layer] = found
         return found

@@ -35,8 +35,9 @@ class MapShape:
     box: tuple[int, ...]
 
 
-def paged_shape(geometry: PoolGeometry) -> MapShape:
-    """A pool as (64 dims, 8 slots, blocks of 64, groups of 8 slots, pages of all layers).
+def paged_shape(geometry: PoolGeometry, num_pages: int, page_step: int = 1) -> MapShape:
+    """Pages as (64 dims, 8 slots, blocks of 64, groups of 8 slots, pages), of which `num_pages` are
+    each `page_step` pages of one layer after the one before.
 
     One box is one page of one kv head: `[page_size / 8, head_dim / 64, 8, 64]` in shared memory. In
     NHD the heads are the third dimension, in HND the fourth.
@@ -47,8 +48,8 @@ def paged_shape(geometry: PoolGeometry) -> MapShape:
     slot = (g.num_kv_heads if g.layout == "NHD" else 1) * g.head_dim * 2
     heads = (g.num_kv_heads, 1) if g.layout == "NHD" else (1, g.num_kv_heads)
     return MapShape(
-        extents=(64, 8, blocks * heads[0], groups * heads[1], g.num_layers * g.num_pages),
-        strides=(slot, 128, 8 * slot, 2 * page),
+        extents=(64, 8, blocks * heads[0], groups * heads[1], num_pages),
+        strides=(slot, 128, 8 * slot, 2 * page * page_step),
         box=(64, 8, blocks, groups, 1),
     )
 
@@ -66,16 +67,16 @@ def ragged_shape(tokens: int, num_kv_heads: int, head_dim: int, tile_keys: int) 
     )
 
 
-def paged_maps(geometry: PoolGeometry, pool: int) -> TensorMaps:
-    """Maps of a whole pool, every layer: `pool` is the device address of its one allocation.
+def paged_maps(geometry: PoolGeometry, address: int, num_pages: int, page_step: int) -> TensorMaps:
+    """Maps of pages (`paged_shape`), the first of which is at a device address.
 
     Raises RuntimeError when the driver refuses the map.
     """
-    shape = paged_shape(geometry)
+    shape = paged_shape(geometry, num_pages, page_step)
     value_offset = geometry.page_size * geometry.num_kv_heads * geometry.head_dim * 2
     nhd = geometry.layout == "NHD"
     return TensorMaps(
-        packed=_both(shape, (pool, pool + value_offset), geometry.dtype),
+        packed=_both(shape, (address, address + value_offset), geometry.dtype),
         head_blocks=geometry.head_dim // 64 if nhd else 0,
         head_groups=0 if nhd else geometry.page_size // 8,
     )

@@ -43,7 +43,10 @@ def append_entry(slots: Int32) -> str:
 
 
 class RowMover:
-    """Moves rows between tensors and the token slots of one pool."""
+    """Moves rows between tensors and the token slots of one group of layers.
+
+    `geometry` is the group's own (`PoolGeometry.alone`); layers are places in the group.
+    """
 
     def __init__(
         self,
@@ -70,7 +73,6 @@ class RowMover:
         self, layer: int, k: Tensor, v: Tensor, slots: Int32, dtype: DType | None
     ) -> Pending[None]:
         """Rows of `dtype`, or as they are stored (None)."""
-        checks.check_layer(layer, self._geometry)
         checks.check_kv(k, v, self._geometry, len(slots))
         checks.check_slots(slots, self._geometry, LEFT_OUT)
         if len(slots) == 0:
@@ -108,7 +110,6 @@ class RowMover:
         """Rows as `dtype`, or as they are stored (None)."""
         g, transfers = self._geometry, self._transfers
         kind = NUMPY_DTYPES[dtype or g.dtype]
-        checks.check_layer(layer, g)
         checks.check_slots(slots, g)
         shape = (len(slots), g.num_kv_heads, g.head_dim)
         places = check_gathered(out, (shape, shape), kind)

@@ -26,7 +26,8 @@ MULTIPROCESSORS = 132
 def config_of(
     dtype: DType = "fp16", head_dim: int = 128, page_size: int = 16, cap: float = 0.0
 ) -> AttentionConfig:
-    pool = pool_view(PoolGeometry(1, 64, page_size, 8, head_dim, "NHD", dtype), 0)
+    geometry = PoolGeometry(1, 64, page_size, 8, head_dim, "NHD", dtype)
+    pool = pool_view(geometry, geometry.groups[0], 0)
     return AttentionConfig(pool, 32, "fp16", Scoring(1.0, cap), False)
 
 
