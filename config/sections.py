@@ -12,6 +12,7 @@ from typing import Annotated, Final, Literal
 from pydantic import Field, model_validator
 
 from config.cluster import ClusterSettings
+from config.groups import MAX_GROUPS, GroupSettings, check_groups
 from config.section import Bytes, Section
 from config.server import ServerSettings
 
@@ -67,6 +68,14 @@ class PoolSettings(Section):
     v_scale: Annotated[float, Field(gt=0.0)] = 1.0
     """Scale of stored V in fp8 pools: V is the stored value times this."""
 
+    groups: Annotated[tuple[GroupSettings, ...], Field(max_length=MAX_GROUPS)] = ()
+    """Groups of layers, for models whose layers differ; each has `layers`, `num_kv_heads` and
+    `head_dim`, and can have `v_head_dim`, `window` and `dtype`. They replace num_layers,
+    num_kv_heads and head_dim. page_size is that of the first group without a window."""
+
+    window_slack: Annotated[int, Field(ge=0, le=2**20)] = 0
+    """Tokens before a group's window that stay, for callers that truncate after speculation."""
+
     @model_validator(mode="after")
     def check_together(self) -> PoolSettings:
         if self.num_pages is not None and self.memory_fraction is not None:
@@ -74,6 +83,15 @@ class PoolSettings(Section):
         for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
             if scale != 1.0 and not self.dtype.startswith("fp8"):
                 raise ValueError(f"pool.{name} = {scale}: only fp8 pools have scales")
+        if self.groups:
+            check_groups(self.groups)
+            for name in ("num_layers", "num_kv_heads", "head_dim"):
+                value = getattr(self, name)
+                if value != type(self).model_fields[name].default:
+                    raise ValueError(f"pool.{name} = {value}: pool.groups has it: leave it out")
+        elif self.window_slack:
+            given = f"pool.window_slack = {self.window_slack}"
+            raise ValueError(f"{given}: no layers have a window: set pool.groups too")
         if self.num_pages is not None and self.num_pages * self.page_size > MAX_SLOTS:
             raise ValueError(
                 f"pool.num_pages = {self.num_pages}: times page_size exceeds 2**31 - 1 slots"

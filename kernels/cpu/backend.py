@@ -31,6 +31,7 @@ from kernels.backend import (
     Scoring,
     StageSeconds,
     Tensor,
+    Unsupported,
     split_keys,
 )
 from kernels.cpu import invariant, state
@@ -86,6 +87,11 @@ class CpuBackend:
         poison: bool = False,
         numerics: Numerics = "fast",
     ) -> None:
+        for group in geometry.groups:
+            if (group.kind, group.v_head_dim) != ("attention", group.head_dim):
+                given = f"{group.kind}, v_head_dim {group.v_head_dim}"
+                rule = f"the CPU backend takes kind attention, v_head_dim = {group.head_dim}"
+                raise Unsupported("groups", given, rule)
         self._geometry = geometry
         self._split_keys = split_keys(numerics, invariant.SPLIT_KEYS, geometry.page_size)
         self._memory = allocate(geometry)

@@ -11,14 +11,28 @@ from typing import Final
 from attnd.wire.bounds import MAX_JSON_BYTES
 from attnd.wire.dtypes import DTYPE_NAMES
 
+from config.groups import GroupSettings
 from config.settings import DEFAULT_NUM_PAGES, MAX_SLOTS, BackendSettings, PoolSettings, Settings
 from kernels import cuda_devices, driver_problem, make_backend
-from kernels.backend import NUMPY_DTYPES, TENSOR_DTYPES, Backend, Numerics, PoolGeometry
+from kernels.backend import (
+    NUMPY_DTYPES,
+    TENSOR_DTYPES,
+    Backend,
+    LayerGroup,
+    Numerics,
+    PoolGeometry,
+    Unsupported,
+)
+from kernels.geometry import with_least_waste
 from kernels.memory import Kind, free_bytes
 from service import __version__
-from service.operations.schema.fields import InfoAnswer, LimitsAnswer
+from service.operations.schema.fields import GroupAnswer, InfoAnswer, LimitsAnswer
 
 LOG: Final = logging.getLogger("attnd.engine")
+SHAPE: Final = frozenset(
+    {"num_layers", "page_size", "num_kv_heads", "head_dim", "layout", "dtype", "k_scale", "v_scale"}
+)
+"""Fields of a pool's geometry that are settings by the same names."""
 
 
 class PoolTooSmall(RuntimeError):
@@ -33,6 +47,9 @@ def open_backend(
     kind = found if backend.kind == "auto" else backend.kind
     if (backend.kind, kind) == ("auto", "cpu") and (problem := driver_problem()):
         LOG.warning("backend.kind = auto uses the CPU: %s", problem)
+    if len(pool.groups) > 1:
+        rule = "the engine plans for one group of layers so far"
+        raise Unsupported("pool.groups", f"{len(pool.groups)} groups", rule)
     device = backend.device if kind == "cpu" else backend.device + worker
     pages = num_pages(pool, lambda: free_bytes(kind, device))
     return make_backend(kind, geometry(pool, pages), device, numerics=numerics)
@@ -47,21 +64,34 @@ def num_pages(pool: PoolSettings, free: Callable[[], int]) -> int:
         return pool.num_pages
     if pool.memory_fraction is None:
         return DEFAULT_NUM_PAGES
-    page_bytes = geometry(pool, pages=1).page_bytes * pool.num_layers
+    one = geometry(pool, pages=1)
     given = int(free() * pool.memory_fraction)
-    pages = min(given // page_bytes, MAX_SLOTS // pool.page_size)
+    pages = min(given // one.payload_bytes, MAX_SLOTS // pool.page_size)
     if pages < 1:
         raise PoolTooSmall(
             f"pool.memory_fraction = {pool.memory_fraction} is {given} bytes here, and one page "
-            f"over {pool.num_layers} layers has {page_bytes}: raise it, or make pages smaller"
+            f"over {one.num_layers} layers has {one.payload_bytes}: raise it, or make pages smaller"
         )
     return pages
 
 
 def geometry(pool: PoolSettings, pages: int) -> PoolGeometry:
-    return PoolGeometry(
-        num_pages=pages, **pool.model_dump(exclude={"num_pages", "memory_fraction"})
-    )
+    """The pool's shape, with tokens per page for groups that have none of their own."""
+    if not pool.groups:
+        return PoolGeometry(num_pages=pages, **pool.model_dump(include=SHAPE))
+    groups = with_least_waste(tuple(layer_group(one, pool) for one in pool.groups))
+    return PoolGeometry.of_groups(groups, pages, pool.layout, (pool.k_scale, pool.v_scale))
+
+
+def layer_group(group: GroupSettings, pool: PoolSettings) -> LayerGroup:
+    """A group by its settings, with the pool's page size."""
+    dtype = group.dtype or pool.dtype
+    layers, rest = tuple(sorted(group.layers)), (pool.page_size, dtype, group.window, group.kind)
+    if group.kind == "latent":
+        values = group.latent_dim or 0
+        return LayerGroup(layers, 1, values + (group.rope_dim or 0), values, *rest)
+    heads, head_dim = group.num_kv_heads or 0, group.head_dim or 0
+    return LayerGroup(layers, heads, head_dim, group.v_head_dim or head_dim, *rest)
 
 
 def make_info(backend: Backend, settings: Settings) -> InfoAnswer:
@@ -84,5 +114,20 @@ def make_info(backend: Backend, settings: Settings) -> InfoAnswer:
         unsupported=list(backend.unsupported),
         numerics="invariant" if backend.split_keys else "fast",
         limits=limits,
-        **asdict(backend.geometry),
+        groups=group_answers(backend.geometry),
+        **{name: getattr(backend.geometry, name) for name in (*SHAPE, "num_pages")},
     )
+
+
+def group_answers(geometry: PoolGeometry) -> list[GroupAnswer] | None:
+    """The groups of a pool that was made with any."""
+    if not geometry.layer_groups:
+        return None
+    return [
+        GroupAnswer(
+            **asdict(group) | {"layers": list(group.layers)},
+            page_bytes=group.page_bytes,
+            padding=1.0 - group.page_bytes / geometry.payload_bytes,
+        )
+        for group in geometry.groups
+    ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
-from typing import Annotated, Any, Final, Literal, NoReturn, get_args
+from typing import Annotated, Any, Final, Literal, NamedTuple, NoReturn, get_args
 
 import numpy as np
 from attnd.wire.bounds import MAX_NAMES, MAX_SEQUENCES
@@ -126,6 +126,33 @@ class TierAnswer(Fields):
     """Measured seconds to load one page from the tier."""
 
 
+class GroupAnswer(Fields):
+    layers: list[int]
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    page_size: int
+    """Tokens per page."""
+    dtype: PoolDType
+    window: int | None
+    """Keys that a query sees, its own among them; null: all."""
+    kind: Literal["attention", "latent"]
+    page_bytes: int
+    """Bytes that the group uses of a page."""
+    padding: float
+    """Share of a page's bytes that pads it to the size that all groups have."""
+
+
+class LayerShape(NamedTuple):
+    """Shape of a layer's K and V, its window, and the number of its group where there are any."""
+
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    window: int | None = None
+    group: int | None = None
+
+
 class InfoAnswer(Fields):
     version: str
     instance_id: str
@@ -150,6 +177,24 @@ class InfoAnswer(Fields):
     limits: LimitsAnswer
     tiers: list[TierAnswer] | None = None
     """Tiers below the pool. Their seconds change while the process runs."""
+    groups: list[GroupAnswer] | None = None
+    """Groups of layers, in pools that were made with them; the fields above are then those of the
+    first group without a window."""
+
+    @cached_property
+    def shapes(self) -> tuple[LayerShape, ...]:
+        """The shape of each layer."""
+        if self.groups is None:
+            one = LayerShape(self.num_kv_heads, self.head_dim, self.head_dim)
+            return (one,) * self.num_layers
+        made = {
+            layer: LayerShape(
+                group.num_kv_heads, group.head_dim, group.v_head_dim, group.window, number
+            )
+            for number, group in enumerate(self.groups)
+            for layer in group.layers
+        }
+        return tuple(made[layer] for layer in range(self.num_layers))
 
 
 class BatchFields(Fields):

@@ -5,10 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from config.settings import MAX_SLOTS, BackendSettings, PoolSettings
 from kernels.memory import free_bytes, host_free_bytes
-from service.engine.store.setup import PoolTooSmall, geometry, num_pages, open_backend
+from service.engine.store.setup import (
+    PoolTooSmall,
+    geometry,
+    group_answers,
+    num_pages,
+    open_backend,
+)
 
 PAGE_BYTES = 4 * 16 * 2 * 8 * 128 * 2  # layers, tokens, K and V, heads, head_dim, fp16
 
@@ -128,3 +135,71 @@ def test_a_system_without_memory_figures_needs_num_pages(tmp_path: Path) -> None
         host_free_bytes(tmp_path)
     write(tmp_path / "proc/meminfo", "MemAvailable:  100 kB\n")
     assert host_free_bytes(tmp_path) == 100 * 1024
+
+
+GROUPS = (
+    {"layers": [0, 2, 4], "num_kv_heads": 8, "head_dim": 64, "window": 128},
+    {"layers": [3, 1, 5], "num_kv_heads": 4, "head_dim": 128, "dtype": "bf16"},
+)
+
+
+def test_groups_have_the_pool_s_page_size_or_tokens_per_page_that_waste_less() -> None:
+    pool = PoolSettings.model_validate({"page_size": 32, "groups": GROUPS, "num_pages": 9})
+    windowed, full = geometry(pool, 9).groups
+    assert (full.layers, full.num_kv_heads, full.head_dim) == ((1, 3, 5), 4, 128)
+    assert (full.page_size, full.dtype, full.window) == (32, "bf16", None)
+    assert (windowed.page_size, windowed.dtype, windowed.window) == (32, "fp16", 128)
+    assert geometry(pool, 9).payload_bytes == full.page_bytes == windowed.page_bytes
+
+
+def test_a_share_of_the_memory_is_pages_of_all_groups() -> None:
+    pool = PoolSettings.model_validate({"page_size": 32, "groups": GROUPS, "memory_fraction": 0.5})
+    page = geometry(pool, 1).payload_bytes
+    assert num_pages(pool, lambda: 20 * page + 1) == 10
+
+
+@pytest.mark.parametrize(
+    ("groups", "rule"),
+    [
+        ([{"layers": [0, 2], "num_kv_heads": 1, "head_dim": 8}], "layer 1 is in no group"),
+        (
+            [{"layers": [0], "num_kv_heads": 1, "head_dim": 8}] * 2,
+            "pool.groups.1.layers: layer 0 is in group 0 too",
+        ),
+        (
+            [{"layers": [0], "num_kv_heads": 1, "head_dim": 8, "window": 4}],
+            "one group must have no window",
+        ),
+        ([{"layers": [0], "num_kv_heads": 1}], "head_dim: must be given in a group of kind att"),
+        (
+            [{"layers": [0], "num_kv_heads": 1, "head_dim": 8, "latent_dim": 8}],
+            "latent_dim: must be left out",
+        ),
+        ([{"layers": [0], "kind": "latent", "latent_dim": 8}], "rope_dim: must be given"),
+        ([{"layers": [], "num_kv_heads": 1, "head_dim": 8}], "at least 1"),
+    ],
+)
+def test_groups_that_make_no_pool_are_refused_by_name(groups, rule) -> None:
+    with pytest.raises(ValidationError, match=rule):
+        PoolSettings.model_validate({"groups": groups})
+
+
+def test_what_groups_decide_is_not_set_beside_them() -> None:
+    groups = [{"layers": [0], "num_kv_heads": 1, "head_dim": 8}]
+    with pytest.raises(ValidationError, match=r"pool.head_dim = 8: pool.groups has it"):
+        PoolSettings.model_validate({"groups": groups, "head_dim": 8})
+    with pytest.raises(ValidationError, match=r"window_slack = 4: no layers have a window"):
+        PoolSettings(window_slack=4)
+
+
+def test_info_lists_the_groups_and_what_pads_their_pages() -> None:
+    groups = [
+        {"layers": [1, 2, 4], "num_kv_heads": 1, "head_dim": 8},
+        {"layers": [0, 3], "num_kv_heads": 1, "head_dim": 8},
+    ]
+    pool = PoolSettings.model_validate({"groups": groups, "num_pages": 2})
+    one, two = group_answers(geometry(pool, 2)) or ()
+    assert (one.layers, two.layers) == ([1, 2, 4], [0, 3])
+    assert (one.padding, two.padding) == (0.0, pytest.approx(1 / 3))
+    assert one.page_bytes == 3 * 16 * 2 * 8 * 2
+    assert group_answers(geometry(PoolSettings(), 2)) is None

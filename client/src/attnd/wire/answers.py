@@ -414,6 +414,9 @@ class Info:
     `unsupported`: features that the backend does not support.
     `numerics`: "fast", or "invariant" if a row's bits do not depend on the rest of its batch.
     `tiers`: size and measured seconds of each tier below the pool.
+    `groups`: groups of layers, in pools that were made with them: `layers`, shape, `window`, tokens
+        and bytes of a page, and the share of its bytes that is padding; the fields above are then
+        those of the first group without a window.
     """
 
     instance_id: str
@@ -434,6 +437,7 @@ class Info:
     limits: Mapping[str, float]
     numerics: str = "fast"
     tiers: tuple[Mapping[str, Any], ...] | None = None
+    groups: tuple[Mapping[str, Any], ...] | None = None
     meta: Meta = field(default=NO_META, compare=False, repr=False)
 
     @property
