@@ -29,8 +29,9 @@ from service import __version__
 from service.operations.schema.fields import GroupAnswer, InfoAnswer, LimitsAnswer
 
 LOG: Final = logging.getLogger("attnd.engine")
-SHAPE: Final = frozenset(
-    {"num_layers", "page_size", "num_kv_heads", "head_dim", "layout", "dtype", "k_scale", "v_scale"}
+SHAPE: Final = (
+    *("num_layers", "page_size", "num_kv_heads", "head_dim"),
+    *("layout", "dtype", "k_scale", "v_scale"),
 )
 """Fields of a pool's geometry that are settings by the same names."""
 
@@ -78,7 +79,7 @@ def num_pages(pool: PoolSettings, free: Callable[[], int]) -> int:
 def geometry(pool: PoolSettings, pages: int) -> PoolGeometry:
     """The pool's shape, with tokens per page for groups that have none of their own."""
     if not pool.groups:
-        return PoolGeometry(num_pages=pages, **pool.model_dump(include=SHAPE))
+        return PoolGeometry(num_pages=pages, **pool.model_dump(include=set(SHAPE)))
     groups = with_least_waste(tuple(layer_group(one, pool) for one in pool.groups))
     return PoolGeometry.of_groups(groups, pages, pool.layout, (pool.k_scale, pool.v_scale))
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from pooled import Pooled, bars, check, expected, int32, normal
 
 from kernels.backend import Attend, LayerGroup, PagePlaces, PoolGeometry, Scoring
+from tests.kernels.pooled import Pooled, bars, check, expected, int32, normal
 
 PAGES = 64
 WINDOWED = LayerGroup((0, 2, 3, 5), 4, 64, 64, 8, "fp16", window=24)
