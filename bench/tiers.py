@@ -186,7 +186,7 @@ def moves(folder: Path) -> dict[str, float]:
         with timed("host memory to disk, synced"):
             for first in range(0, MOVED, 16):
                 some = zip(keys[first : first + 16], memory[first : first + 16], strict=True)
-                store.put([NewRecord(key, "a", 35, b"", block.data) for key, block in some])
+                store.put([NewRecord(key, "a", 35, b"", (block.data,)) for key, block in some])
         with timed("disk (cached by the system) to host memory, verified"):
             for key, block in zip(keys, memory, strict=True):
                 entry = store.find(key)
@@ -208,7 +208,9 @@ def start(folder: Path) -> float:
     with closing(RecordStore(*place)) as store:
         for first in range(0, RECORDS, 1000):
             numbers = range(first, first + 1000)
-            store.put([NewRecord(n.to_bytes(16, "little"), "a", 35, b"", block) for n in numbers])
+            store.put(
+                [NewRecord(n.to_bytes(16, "little"), "a", 35, b"", (block,)) for n in numbers]
+            )
     began = time.perf_counter()
     with closing(RecordStore(*place)):
         return round(time.perf_counter() - began, 3)

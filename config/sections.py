@@ -102,9 +102,10 @@ class PoolSettings(Section):
 class BackendSettings(Section):
     """The implementation of the kernels, and its device."""
 
-    kind: Literal["auto", "cpu", "cuda"] = "auto"
+    kind: Literal["auto", "cpu", "cuda", "none"] = "auto"
     """Implementation of the kernels. `auto`: cuda if CuPy is installed and finds a GPU, else cpu.
-    Name one to fail at start instead of falling back."""
+    Name one to fail at start instead of falling back. `none`: no pool of pages and no attention,
+    only records, in cache.host_bytes and cache.disk_path."""
 
     device: Annotated[int, Field(ge=0, le=255)] = 0
     """Index of the GPU. One service uses one GPU."""
@@ -221,6 +222,10 @@ class CacheSettings(Section):
     disk_bytes: Annotated[Bytes, Field(ge=0)] = 0
     """Size of the files in cache.disk_path, in bytes."""
 
+    records_share: Annotated[float | None, Field(ge=0.0, le=1.0)] = None
+    """Share of cache.host_bytes and cache.disk_bytes for records, the opaque blocks of other
+    engines; absent: 0, and 1 with backend.kind = none. Pages have the rest."""
+
     write: Literal["evict", "commit"] = "evict"
     """When pages are written down: when the pool evicts them, or when they are committed. With
     `commit`, which needs cache.disk_path, a commit's reply waits until its pages are on disk."""
@@ -258,11 +263,6 @@ class CacheSettings(Section):
                     given = f"cache.{name} = {getattr(self, name)}"
                     raise ValueError(f"{given}: there is no disk tier: set cache.disk_path too")
             return self
-        if self.model is None:
-            raise ValueError(
-                f"cache.disk_path = {self.disk_path}: page keys do not cover the model's weights: "
-                "set cache.model to its name and revision"
-            )
         if not self.disk_bytes:
             raise ValueError(
                 f"cache.disk_path = {self.disk_path}: set cache.disk_bytes to the size of its files"
@@ -358,6 +358,45 @@ class Settings(Section):
                 "or set auth.open: true"
             )
         return self
+
+    @model_validator(mode="after")
+    def check_records(self) -> Settings:
+        cache, path = self.cache, self.cache.disk_path
+        if path is not None and self.records_share < 1.0 and cache.model is None:
+            raise ValueError(
+                f"cache.disk_path = {path}: page keys do not cover the model's weights: set "
+                "cache.model to its name and revision"
+            )
+        if self.records_share and not cache.host_bytes and path is None:
+            given = f"cache.records_share = {self.records_share}"
+            if self.backend.kind == "none":
+                given = "backend.kind = none"
+            raise ValueError(f"{given}: records need a tier: set cache.host_bytes or disk_path")
+        if self.backend.kind == "none" and self.records_share < 1.0:
+            given = f"cache.records_share = {cache.records_share}"
+            raise ValueError(f"{given}: with backend.kind = none there are no pages: leave it out")
+        if self.records_share and not self.cluster.is_one:
+            raise ValueError("records are for a service of one engine: leave out the cluster")
+        return self
+
+    @property
+    def records_share(self) -> float:
+        """Share of the tiers that records have."""
+        if self.cache.records_share is None:
+            return float(self.backend.kind == "none")
+        return self.cache.records_share
+
+    @property
+    def cache_of_pages(self) -> CacheSettings:
+        """The settings of the cache with the bytes that pages have of its tiers."""
+        if not self.records_share:
+            return self.cache
+        left = 1.0 - self.records_share
+        sizes = {
+            name: int(left * getattr(self.cache, name)) for name in ("host_bytes", "disk_bytes")
+        }
+        path = self.cache.disk_path if sizes["disk_bytes"] else None
+        return self.cache.model_copy(update={**sizes, "disk_path": path})
 
     @property
     def reads_again(self) -> bool:

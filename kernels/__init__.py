@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from kernels.backend import Backend, DeviceLost, Numerics, PoolGeometry
 
-BackendKind = Literal["cpu", "cuda", "auto"]
+BackendKind = Literal["cpu", "cuda", "auto", "none"]
 
 
 def make_backend(
@@ -36,10 +36,13 @@ def make_backend(
                 )
             name = ".cuda.backend", "CudaBackend"
             return _make(*name, geometry, device, poison, numerics)
+        case "none":
+            without: Backend = importlib.import_module(".no_pool", __package__).NoPool()
+            return without
         case "auto":
             chosen: BackendKind = "cuda" if cuda_devices() else "cpu"
             return make_backend(chosen, geometry, device, poison=poison, numerics=numerics)
-    raise ValueError(f"backend.kind = {kind}: must be cpu, cuda or auto")
+    raise ValueError(f"backend.kind = {kind}: must be cpu, cuda, auto or none")
 
 
 def cuda_devices() -> int:

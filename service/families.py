@@ -20,6 +20,10 @@ MISSES: Final = (
     *("never_stored", "evicted", "other_salt", "other_model"),
     *("corrupt", "unreadable"),
 )
+OUTCOMES: Final = (
+    *("found", "never_stored", "evicted", "other_stamp"),
+    *("corrupt", "unreadable"),
+)
 TIERS: Final = ("host", "disk")
 RESULTS: Final = ("hit", "miss")
 
@@ -231,6 +235,29 @@ LOWER: Final[dict[str, Spec]] = {
     ),
     "tier_seconds": Spec(
         "counter", "seconds", "Time of these moves.", "How busy are the tiers?", ("tier", "way")
+    ),
+    "records": Spec(
+        "gauge",
+        "records",
+        "Records in host memory and on disk.",
+        "How full are the tiers with records?",
+        ("tier",),
+        values=TIERS,
+    ),
+    "record_bytes_moved": Spec(
+        "counter",
+        "bytes",
+        "Bytes of records moved to (in) or from (out) a tier.",
+        "Who fills the tiers with records, and are these read?",
+        ("tier", "way"),
+    ),
+    "record_lookups": Spec(
+        "counter",
+        "records",
+        "Records looked up or read, by outcome: found, or the reason of the miss.",
+        "Are records found, or is a tier too small (evicted), or a disk failing (corrupt)?",
+        ("outcome",),
+        values=OUTCOMES,
     ),
     "tier_misses": Spec(
         "counter",

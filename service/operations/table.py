@@ -8,6 +8,7 @@ from service.operations import (
     attention,
     events,
     prefix,
+    records,
     rows,
     sequences,
     status,
@@ -15,7 +16,7 @@ from service.operations import (
 )
 from service.operations.schema.spec import Operation
 
-MODULES: Final = (attention, events, prefix, rows, sequences, status, transfer)
+MODULES: Final = (attention, events, prefix, records, rows, sequences, status, transfer)
 BY_NUMBER: Final = {
     declared.number: declared
     for module in MODULES

@@ -99,12 +99,14 @@ class Index:
         rows: Sequence[Row] = (),
         used: Iterable[tuple[int, int, int]] = (),
         notes: Mapping[str, str | None] | None = None,
+        *,
+        is_durable: bool = True,
     ) -> None:
-        """Write new rows and `notes` (None deletes one), durably, and `used`, `rank` of the rows of
-        some slots."""
+        """Write new rows and `notes` (None deletes one), durably by default, and `used`, `rank` of
+        the rows of some slots."""
         notes = notes or {}
         kept = {name: value for name, value in notes.items() if value is not None}
-        with self._transaction(is_durable=bool(rows or notes)):
+        with self._transaction(is_durable and bool(rows or notes)):
             self._db.executemany("update records set used = ?, rank = ? where slot = ?", used)
             self._db.executemany(INSERT, rows)
             self._db.executemany("delete from notes where name = ?", [(name,) for name in notes])
@@ -114,12 +116,18 @@ class Index:
             self.notes.pop(name, None)
         self.notes |= kept
 
-    def delete(self, slots: Iterable[int]) -> None:
-        """Delete rows, durably before their places are written to: else they would be there again
-        after a loss of power, with the bytes of others."""
+    def delete(self, slots: Iterable[int], *, is_durable: bool = True) -> None:
+        """Delete rows, by default durably before their places are written to: else they would be
+        there again after a loss of power, with the bytes of others."""
         if rows := [(slot,) for slot in slots]:
-            with self._transaction():
+            with self._transaction(is_durable):
                 self._db.executemany(DELETE, rows)
+
+    def sync(self) -> None:
+        """Make all that was written durable."""
+        with self._errors():
+            self._db.execute("pragma synchronous = full")
+            self._db.execute("pragma wal_checkpoint(full)")
 
     def slots(self, namespace: str | None = None) -> list[int]:
         """Slots of the rows of a namespace, or of all (None)."""

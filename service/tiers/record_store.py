@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import struct
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from itertools import count, islice
@@ -20,9 +21,11 @@ from service.tiers.files import Files, read_all, write_all
 from service.tiers.index import USED, Index, row_digest
 from service.tiers.other_records import DELETED_AT_ONCE, ERASED_AT_ONCE, OtherRecords
 from service.tiers.records import InvalidRecord, NewRecord, RecordLayout
-from service.tiers.shelf import Entry, Shelf
+from service.tiers.shelf import Entry, Shelf, stretches_of
 
 LOG: Final = logging.getLogger("attnd.tiers")
+COUNT: Final = struct.Struct("<I")
+"""Further places of a record, before their numbers."""
 FOREIGN: Final = -1
 """Rank of records of another stamp: they give way first."""
 
@@ -65,8 +68,11 @@ class RecordStore:
         """Free places with data of a namespace; None: after a restart it is not known whose."""
         self._touched: dict[int, Entry] = {}
         """Records used or ranked since the index was last written."""
-        self._deleted: dict[int, bool] = {}
-        """Places whose rows the index still has; whether they become free once it has not."""
+        self._deleted: dict[int, tuple[int, ...]] = {}
+        """First places of records whose rows the index still has, and the places that become free
+        once it has not."""
+        self.is_synced = True
+        """Whether all that was written survives a loss of power."""
         self._zeros = memoryview(bytes(layout.block_bytes))
         self._opened = ExitStack()
         if not self._shelf.num_slots:
@@ -102,9 +108,13 @@ class RecordStore:
 
         Raises `InvalidRecord` for one that is cut short, `OSError`.
         """
-        if read_all(self._files, self._data_fd, block, self._offset(entry.slot)) < len(block):
-            raise InvalidRecord("torn")
+        self.read_part(block, self._offset(entry.slot))
         self.use(entry)
+
+    def read_part(self, into: memoryview, offset: int) -> None:
+        """Read bytes of the file. Raises `InvalidRecord` where it is too short, `OSError`."""
+        if read_all(self._files, self._data_fd, into, offset) < len(into):
+            raise InvalidRecord("torn")
 
     def has(self, entry: Entry) -> bool:
         """Whether a record that was found has not given way since."""
@@ -122,9 +132,11 @@ class RecordStore:
         with self._lock:
             self._shelf.set_limit(namespace, limit)
 
-    def count(self) -> int:
-        """Records of this stamp."""
+    def count(self, namespace: str | None = None) -> int:
+        """Records of a namespace, or of all (None), of this stamp."""
         with self._lock:
+            if namespace is not None:
+                return self._shelf.count(namespace)
             return len(self._shelf) - self._num_foreign
 
     def drop(self, entries: Iterable[Entry]) -> None:
@@ -135,7 +147,17 @@ class RecordStore:
                 if self._shelf.find(entry.key) is entry:
                     self._shelf.take_out(entry)
                     self._forget(entry)
-                    self._deleted[entry.slot] = True
+                    self._deleted[entry.slot] = entry.slots
+
+    @property
+    def namespaces(self) -> list[str]:
+        """Namespaces with records."""
+        with self._lock:
+            return self._shelf.namespaces
+
+    @property
+    def num_places(self) -> int:
+        return self._shelf.num_slots
 
     @property
     def has_deleted(self) -> bool:
@@ -161,32 +183,43 @@ class RecordStore:
     # One thread.
 
     def put(
-        self, records: Sequence[NewRecord], notes: Mapping[str, str | None] | None = None
+        self,
+        records: Sequence[NewRecord],
+        notes: Mapping[str, str | None] | None = None,
+        *,
+        syncs: bool = True,
     ) -> list[bool]:
-        """Keep records, evicting others; returns which of them are durable now. Also keep short
-        texts of the caller's (None deletes one), and delete some rows of dropped records.
+        """Keep records, evicting others; returns which of them are there now, durably with `syncs`.
+        Also keep short texts of the caller's (None deletes one), and delete some rows of dropped
+        records.
 
         A record for which there is no place is not kept. Raises `OSError`.
         """
         self.check_place()
-        self._age_out(len(records))
-        if self._deleted and (not records or self._shelf.num_free < len(records)):
-            self._delete_rows(self._some_deleted())
+        places = sum(one.size for one in records)
+        self._age_out(places)
+        if self._deleted and (not records or self._shelf.num_free < places):
+            self._delete_rows(self._some_deleted(), syncs)
         with self._lock:
             placed = [self._place(one) for one in records]
             removed, self._given_up = self._given_up, []
-            self._deleted |= dict.fromkeys((entry.slot for entry in removed), False)
-        new = [(e, one.block) for e, one in zip(placed, records, strict=True) if e and e.holds]
+            self._deleted |= dict.fromkeys((entry.slot for entry in removed), ())
+        new = [(e, one) for e, one in zip(placed, records, strict=True) if e and e.holds]
         try:
             if removed:
-                self._delete_rows([*(entry.slot for entry in removed), *self._some_deleted()])
-            for entry, block in new:
-                self._dirty.pop(entry.slot, None)
-                write_all(self._files, self._data_fd, block, self._offset(entry.slot))
-            if new:
+                gone = [entry.slot for entry in removed]
+                self._delete_rows([*gone, *self._some_deleted()], syncs)
+            for entry, record in new:
+                self._write(entry, record.parts)
+            is_late = syncs and not self.is_synced
+            if syncs and (new or is_late):
                 self._files.sync(self._data_fd)
+            self.is_synced &= not new
             if new or notes:
-                self._insert([entry for entry, _ in new], notes)
+                self._insert([entry for entry, _ in new], notes, syncs)
+            elif is_late:
+                self._index.sync()
+            self.is_synced |= syncs
         except BaseException:
             with self._lock:
                 for entry, _ in new:
@@ -273,11 +306,13 @@ class RecordStore:
         rows, self._index.rows = self._index.rows, []
         self._clock = rows[-1][USED] if rows else 0
         end = min(-(-os.fstat(self._data_fd).st_size // size), self._shelf.num_slots)
-        beyond = [row[0] for row in rows if row[0] >= end]
+        entries = [self._entry(*row) for row in rows]
+        beyond = [entry for entry in entries if max(entry.slots) >= end]
         if beyond:
-            self._index.delete(beyond)
+            self._index.delete([entry.slot for entry in beyond])
+            self._num_foreign -= sum(entry.rank == FOREIGN for entry in beyond)
             os.ftruncate(self._data_fd, end * size)
-        entries = (self._entry(*row) for row in rows if row[0] < end)
+            entries = [entry for entry in entries if max(entry.slots) < end]
         self._dirty = dict.fromkeys(self._shelf.restore(entries, end))
         if self.foreign or self._others:
             kind = "records of another model or geometry are ignored and give way to new ones"
@@ -293,30 +328,58 @@ class RecordStore:
     ) -> Entry:
         """A record of the index; one of another stamp has a key that no caller has."""
         if stamp == self.layout.stamp:
-            return Entry(key, namespace, slot, max(0, rank), tag, is_ready=True)
+            more: tuple[int, ...] = ()
+            if self.layout.spans:
+                (num,) = COUNT.unpack_from(tag)
+                more = struct.unpack_from(f"<{num}I", tag, COUNT.size)
+                tag = tag[COUNT.size + 4 * num :]
+            return Entry(key, namespace, slot, max(0, rank), tag, is_ready=True, more=more)
         self.foreign.add(key)
         self._num_foreign += 1
         return Entry(b"\0%d" % slot, namespace, slot, FOREIGN, tag, is_ready=True)
 
     # Writes.
 
+    def _packed(self, entry: Entry) -> bytes:
+        """A record's tag as the index has it: behind its further places, where it can have some."""
+        if not self.layout.spans:
+            return entry.tag
+        num = len(entry.more)
+        return struct.pack(f"<{1 + num}I", num, *entry.more) + entry.tag
+
     def _place(self, record: NewRecord) -> Entry | None:
         """The record's place; one that is kept already is not held."""
         if self._shelf.has(record.key):
             return self._shelf.find(record.key)
-        return self._shelf.place(record.key, record.namespace, record.rank, record.tag)
+        return self._shelf.place(record.key, record.namespace, record.rank, record.tag, record.size)
 
     def _some_deleted(self) -> list[int]:
         with self._lock:
             return list(islice(self._deleted, DELETED_AT_ONCE))
 
-    def _delete_rows(self, slots: Sequence[int]) -> None:
-        """Delete rows of dropped records, durably; then their places are free."""
-        self._index.delete(slots)
+    def _delete_rows(self, slots: Sequence[int], syncs: bool = True) -> None:
+        """Delete rows of dropped records, durably with `syncs`; then their places are free."""
+        self._index.delete(slots, is_durable=syncs)
         with self._lock:
             for slot in slots:
-                if self._deleted.pop(slot, False):
-                    self._shelf.free(slot)
+                self._shelf.free(self._deleted.pop(slot, ()))
+
+    def _write(self, entry: Entry, parts: Sequence[memoryview]) -> None:
+        """Write a record to its places, with zeros to the end of the last one."""
+        size, left = self.layout.block_bytes, entry.slots
+        for slot in left:
+            self._dirty.pop(slot, None)
+        for part in parts:
+            num_places = -(-len(part) // size)
+            done = 0
+            for first, num in stretches_of(left[:num_places]):
+                piece = part[done : done + num * size]
+                write_all(self._files, self._data_fd, piece, first * size)
+                done += num * size
+            if done > len(part):
+                tail, end = done - len(part), (left[num_places - 1] + 1) * size
+                write_all(self._files, self._data_fd, self._zeros[:tail], end - tail)
+            left = left[num_places:]
 
     def _offset(self, slot: int) -> int:
         return slot * self.layout.block_bytes
@@ -350,11 +413,15 @@ class RecordStore:
     def _forget(self, entry: Entry) -> None:
         """The record was removed; its bytes are still in its place."""
         self._touched.pop(entry.slot, None)
-        self._dirty[entry.slot] = entry.namespace
+        for slot in entry.slots:
+            self._dirty[slot] = entry.namespace
         self._num_foreign -= entry.rank == FOREIGN
 
     def _insert(
-        self, entries: Sequence[Entry], notes: Mapping[str, str | None] | None = None
+        self,
+        entries: Sequence[Entry],
+        notes: Mapping[str, str | None] | None = None,
+        syncs: bool = True,
     ) -> None:
         """Write new rows, the order of use of others, and notes."""
         with self._lock:
@@ -364,11 +431,11 @@ class RecordStore:
         stamp = self.layout.stamp
         rows = []
         for one in entries:
-            fixed = one.slot, one.key, stamp, one.namespace, one.tag
+            fixed = one.slot, one.key, stamp, one.namespace, self._packed(one)
             rows.append((*fixed, one.rank, next(clock), row_digest(*fixed)))
         self._clock += len(used) + len(rows)
         if rows or used or notes:
-            self._index.write(rows, used, notes)
+            self._index.write(rows, used, notes, is_durable=syncs)
         with self._lock:
             for one in entries:  # a row of an earlier record was replaced
                 self._deleted.pop(one.slot, None)

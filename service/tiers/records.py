@@ -7,10 +7,11 @@ can compute those on the way, so that the processor need not read it.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from xxhash import xxh3_128_digest
+from xxhash import xxh3_128, xxh3_128_digest
 
 MAGIC: Final = b"atr2"
 HEADER: Final = struct.Struct("<4sHHQ16s16s16s")
@@ -41,6 +42,7 @@ class RecordLayout:
     to `payload_bytes`, in segments of `segment_bytes`. `stamp` (16 bytes) identifies the payloads'
     format: records with another stamp are never read.
 
+    `spans`: records can take several places, and neither head nor digest is among their bytes.
     `digests` are those of all segments, one after the other, where the caller has them.
     """
 
@@ -48,6 +50,7 @@ class RecordLayout:
     payload_bytes: int
     stamp: bytes
     segment_bytes: int = 2**20
+    spans: bool = False
     head_bytes: int = field(init=False)
     block_bytes: int = field(init=False)
 
@@ -116,12 +119,19 @@ class RecordLayout:
         return xxh3_128_digest(head[: HEADER.size - DIGEST_BYTES] + head[HEADER.size :] + digests)
 
 
+def digest_of(key: bytes, size: int) -> xxh3_128:
+    """The digest of a record without a head, to be updated with its bytes."""
+    return xxh3_128(size.to_bytes(8, "little") + key)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class NewRecord:
-    """A sealed block to keep, with its columns of the index."""
+    """A record to keep, with its columns of the index: its bytes are `parts`, one after another,
+    all but the last one a multiple of a place's size, and take `size` places."""
 
     key: bytes
     namespace: str
     rank: int
     tag: bytes
-    block: memoryview
+    parts: Sequence[memoryview]
+    size: int = 1

@@ -13,7 +13,8 @@ PINNED: Final = 1000
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One record, in place `slot`. Low ranks give way first; then the least recently used.
+    """One record, in the places `slot` and `more`. Low ranks give way first; then the least
+    recently used.
 
     While `holds` is above 0 a thread reads or writes the place. `is_ready`: the record can be read.
     `is_dropped`: it gives its place free as soon as it is not held. `tag` is the caller's.
@@ -27,11 +28,17 @@ class Entry:
     holds: int = 0
     is_ready: bool = False
     is_dropped: bool = False
+    more: tuple[int, ...] = ()
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        return (self.slot, *self.more)
 
 
 @dataclass(slots=True, eq=False)
 class Owner:
-    """One namespace's records by rank, least recently used first, and their maximum number."""
+    """One namespace's records by rank, least recently used first; the places that they have, and
+    their maximum."""
 
     limit: int | None = None
     count: int = 0
@@ -64,7 +71,7 @@ class Owner:
 
 
 class Shelf:
-    """Up to `num_slots` records of all namespaces, each within its limit.
+    """Records of all namespaces in `num_slots` places, each namespace within its limit of places.
 
     A namespace that has more than an equal share gives way to others first. `evicted` gets every
     record that gives way. Without `keeps`, records are there only while they are held. Not
@@ -105,6 +112,16 @@ class Shelf:
         entry = self._entries.get(key)
         return entry is not None and entry.holds > 0
 
+    @property
+    def namespaces(self) -> list[str]:
+        """Namespaces with records."""
+        return [name for name, owner in self._owners.items() if owner.count]
+
+    def count(self, namespace: str) -> int:
+        """Number of a namespace's records."""
+        owner = self._owners.get(namespace)
+        return 0 if owner is None else sum(map(len, owner.ranks.values()))
+
     def own(self, namespace: str) -> Iterator[Entry]:
         """The records of a namespace, first to be evicted first."""
         if (owner := self._owners.get(namespace)) is not None:
@@ -117,7 +134,7 @@ class Shelf:
         return [one for rank, queue in queues if rank >= PINNED for one in queue.values()]
 
     def set_limit(self, namespace: str, limit: int | None) -> None:
-        """Limit a namespace's records; those above a new limit give way as others are added."""
+        """Limit a namespace's places; records above a new limit give way as others are added."""
         self._owner(namespace).limit = limit
 
     def restore(self, entries: Iterable[Entry], end: int) -> list[int]:
@@ -128,19 +145,21 @@ class Shelf:
         for entry in entries:
             self._add(entry)
         self._end = end
-        used = {entry.slot for entry in self}
+        used = {slot for entry in self for slot in entry.slots}
         self._free = [slot for slot in range(end - 1, -1, -1) if slot not in used]
         return self._free.copy()
 
-    def place(self, key: bytes, namespace: str, rank: int, tag: bytes = b"") -> Entry | None:
-        """A place for a record, evicting others as needed; held, and not ready yet.
+    def place(
+        self, key: bytes, namespace: str, rank: int, tag: bytes = b"", size: int = 1
+    ) -> Entry | None:
+        """`size` places for a record, evicting others as needed; held, and not ready yet.
 
         None where the namespace's limit or held records prevent it.
         """
-        slot = self._take(self._owner(namespace))
-        if slot is None:
+        slots = self._take(self._owner(namespace), size)
+        if slots is None:
             return None
-        entry = Entry(key, namespace, slot, rank, tag, holds=1)
+        entry = Entry(key, namespace, slots[0], rank, tag, holds=1, more=tuple(slots[1:]))
         self._add(entry)
         return entry
 
@@ -170,19 +189,19 @@ class Shelf:
         return self.num_slots - self._end + len(self._free)
 
     def remove(self, entry: Entry) -> None:
-        """Remove a record; its place is free for others, so it must not be held."""
+        """Remove a record; its places are free for others, so it must not be held."""
         self.take_out(entry)
-        self.free(entry.slot)
+        self.free(entry.slots)
 
-    def free(self, slot: int) -> None:
-        """Give the place of a record that was taken out to others."""
-        self._free.append(slot)
+    def free(self, slots: Iterable[int]) -> None:
+        """Give the places of a record that was taken out to others."""
+        self._free += slots
 
     def take_out(self, entry: Entry) -> None:
-        """Remove a record; its place is not free yet."""
+        """Remove a record; its places are not free yet."""
         owner = self._owners[entry.namespace]
         owner.take_out(entry)
-        owner.count -= 1
+        owner.count -= 1 + len(entry.more)
         if not owner.count and owner.limit is None:
             del self._owners[entry.namespace]
         del self._entries[entry.key]
@@ -194,19 +213,28 @@ class Shelf:
     def _add(self, entry: Entry) -> None:
         owner = self._owner(entry.namespace)
         owner.put(entry)
-        owner.count += 1
+        owner.count += 1 + len(entry.more)
         self._entries[entry.key] = entry
 
-    def _take(self, owner: Owner) -> int | None:
+    def _take(self, owner: Owner, size: int) -> list[int] | None:
         self.is_jammed = False
-        while owner.limit is not None and owner.count >= owner.limit:
-            if not self._evict(owner.first()):
+        while owner.limit is not None and owner.count + size > owner.limit:
+            if size > owner.limit or not self._evict(owner.first()):
                 return None
-        if not self._free and self._end < self.num_slots:
-            self._end += 1
-            return self._end - 1
-        self.is_jammed = not self._free and not self._evict(self._victim(owner))
-        return None if self.is_jammed else self._free.pop()
+        while self.num_free < size:
+            if size > self.num_slots:
+                return None
+            if not self._evict(self._victim(owner)):
+                self.is_jammed = True
+                return None
+        used = max(0, len(self._free) - size)
+        slots = self._free[used:]
+        del self._free[used:]
+        fresh = size - len(slots)
+        slots += range(self._end, self._end + fresh)
+        self._end += fresh
+        slots.sort()
+        return slots
 
     def _evict(self, victim: Entry | None) -> bool:
         if victim is None:
@@ -217,6 +245,8 @@ class Shelf:
 
     def _victim(self, taker: Owner) -> Entry | None:
         """The first record of `taker` if that has more than its share, else of the largest."""
+        if not self._owners:
+            return None
         share = self.num_slots // len(self._owners)
         if taker.count > share and (own := taker.first()) is not None:
             return own
@@ -225,3 +255,17 @@ class Shelf:
             return entry
         every = sorted(self._owners.values(), key=lambda one: -one.count)
         return next((entry for owner in every if (entry := owner.first()) is not None), None)
+
+
+def stretches_of(slots: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Places as stretches of adjacent ones: the first of each, and their number."""
+    first = count = 0
+    for slot in slots:
+        if count and slot == first + count:
+            count += 1
+        else:
+            if count:
+                yield first, count
+            first, count = slot, 1
+    if count:
+        yield first, count

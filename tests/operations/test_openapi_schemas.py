@@ -42,6 +42,11 @@ TENSORS = {
     "export_sequence": (set(), {"token_ids", "page_keys", "k", "v"}),
     "import_sequence": ({"token_ids", "page_keys", "k", "v"}, set()),
 }
+KEYS = {"keys", "key_lens"}
+TENSORS |= {name: (KEYS, set()) for name in BY_NAME if name.endswith("_records")}
+TENSORS |= {"put_records": (KEYS | {"sizes", "values"}, set()), "get_records": (KEYS, {"values"})}
+for name in ("clear_records", "release_records"):
+    del TENSORS[name]
 each_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda one: one.name)
 
 

@@ -25,6 +25,7 @@ def test_calls_that_only_give_pages_back_are_marked() -> None:
     assert {one.name for one in OPERATIONS if one.frees} == {
         *("delete_sequence", "delete_sequences", "truncate", "truncate_sequences"),
         *("release_lease", "unpin", "evict", "clear", "cancel_import"),
+        *("delete_records", "clear_records", "release_records"),
     }
 
 
@@ -44,11 +45,13 @@ READ = (
     *("list_sequences", "get_sequence", "page_table", "gather", "info", "pool", "events", "holds"),
     *("decode", "prefill", "ragged_prefill", "cascade", "merge", "export_sequence", "get_import"),
     *("match_prefix", "prefetch", "renew_lease", "release_lease"),
+    *("contains_records", "get_records", "touch_records", "release_records"),
 )
 APPEND = (
     *("create_sequences", "append", "truncate", "truncate_sequences", "commit", "commit_sequences"),
     *("delete_sequence", "delete_sequences", "import_sequence", "cancel_import"),
     *("pin", "unpin", "evict", "clear"),
+    *("put_records", "delete_records", "clear_records"),
 )
 ADMIN = ("get_namespace", "set_namespace", "list_namespaces", "engines", "drain_engine", "snapshot")
 AB = {"layer": 0, "sequences": ["a", "b"]}

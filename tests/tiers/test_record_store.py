@@ -61,7 +61,7 @@ def record(number: int, namespace: str = "a", rank: int = 35, **changes: Any) ->
     payload = payload_of(number)
     LAYOUT.payload(block)[: len(payload)] = payload
     LAYOUT.seal(block, key_of(number), namespace, b"label", len(payload))
-    return NewRecord(key_of(number), namespace, rank, b"tag", block)
+    return NewRecord(key_of(number), namespace, rank, b"tag", (block,))
 
 
 def put(store: RecordStore, *numbers: int, **how: Any) -> list[bool]:
@@ -318,7 +318,7 @@ def test_files_of_another_geometry_stay_until_their_room_is_needed(store: Record
     for number in range(ROOM // small.block_bytes):
         block = memoryview(bytearray(small.block_bytes))
         small.seal(block, key_of(number), "a", b"", 100)
-        blocks.append(NewRecord(key_of(number), "a", 35, b"", block))
+        blocks.append(NewRecord(key_of(number), "a", 35, b"", (block,)))
     other.put(blocks[:1])
     assert (store.path / f"{LAYOUT.block_bytes}.data").exists()
     other.put(blocks)
@@ -578,7 +578,7 @@ def test_a_record_in_the_place_of_another_is_a_miss(
 ) -> None:
     namespace, number = stolen
     put(store, 1)
-    block = record(number, namespace).block
+    block = record(number, namespace).parts[0]
     (store.path / f"{LAYOUT.block_bytes}.data").write_bytes(block)
     with pytest.raises(InvalidRecord, match="foreign"):
         get(store, 1)
@@ -723,7 +723,7 @@ def test_a_hundred_thousand_records_are_known_within_a_second(tmp_path: Path) ->
     block = memoryview(bytearray(layout.block_bytes))
     for first in range(0, 100_000, 1000):
         store.put(
-            [NewRecord(key_of(n), "a", 35, b"tag", block) for n in range(first, first + 1000)]
+            [NewRecord(key_of(n), "a", 35, b"tag", (block,)) for n in range(first, first + 1000)]
         )
     store.close()
     began = time.monotonic()

@@ -156,4 +156,4 @@ def record(number: int) -> NewRecord:
     payload = f"{space} {number} ".encode() * 12
     LAYOUT.payload(block)[: len(payload)] = payload
     LAYOUT.seal(block, key, space, b"label", len(payload))
-    return NewRecord(key, space, 35, b"tag", block)
+    return NewRecord(key, space, 35, b"tag", (block,))

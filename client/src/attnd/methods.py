@@ -18,7 +18,7 @@ from functools import wraps
 from typing import Any, Final, Generic, ParamSpec, Self, TypeVar, get_args, get_type_hints, overload
 
 from attnd import splitting
-from attnd.calls import attention, control, prefix, transfer
+from attnd.calls import attention, control, prefix, records, transfer
 from attnd.calls.arguments import Int
 from attnd.calls.call import Call
 from attnd.calls.prefix import FROM_NOW
@@ -207,6 +207,13 @@ class Operations(ABC):
     get_namespace = Operation(prefix.get_namespace)
     set_namespace = Operation(prefix.set_namespace)
     event_page = Operation(prefix.event_page)
+    contains_records = Operation(records.contains_records)
+    put_records = Operation(records.put_records)
+    get_records = Operation(records.get_records)
+    touch_records = Operation(records.touch_records)
+    delete_records = Operation(records.delete_records)
+    clear_records = Operation(records.clear_records)
+    release_records = Operation(records.release_records)
     export_header = Operation(transfer.export_header)
     export_part = Operation(transfer.export_part)
     begin_import = Operation(transfer.begin_import)

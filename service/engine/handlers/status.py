@@ -37,6 +37,8 @@ def info(store: Store, request: Request, _: Seconds) -> Fields:
     fields = store.info.model_dump()
     if store.loading is not None:
         fields["tiers"] = store.loading.tiers.describe()
+    if store.records is not None:
+        fields["records"] = store.records.describe()
     return fields
 
 
@@ -156,29 +158,32 @@ def namespace_fields(store: Store, name: str) -> dict[str, Any]:
 
 def limits_of(store: Store, name: str) -> dict[str, int | None]:
     """A namespace's quota, in all tiers."""
-    held, loading = store.tree.budget.look(name), store.loading
+    held, lower = store.tree.budget.look(name), store.lower
     quota = {"max_pages": held.max_pages, "reserved_pages": held.reserved_pages}
-    return quota | ({} if loading is None else loading.tiers.limits_of(name))
+    return quota | (lower[0].limits_of(name) if lower else {})
 
 
 def list_namespaces(store: Store, request: Request, _: Seconds) -> Fields:
     every = store.tree.budget.namespaces.values()
-    return {"namespaces": sorted(one.name for one in every if one.used or one.num_sequences)}
+    names = {one.name for one in every if one.used or one.num_sequences}
+    if store.records is not None:
+        names |= store.records.namespaces
+    return {"namespaces": sorted(names)}
 
 
 def set_namespace(store: Store, request: Request, _: Seconds) -> Fields:
-    fields, loading = request.fields, store.loading
+    fields, lower = request.fields, store.lower
     limits = fields.max_host_bytes, fields.max_disk_bytes
-    if loading is None:
+    if not lower:
         if limits != (None, None):
             name = "max_disk_bytes" if limits[0] is None else "max_host_bytes"
             refuse(name, getattr(fields, name), NO_TIERS)
-    elif limits[1] is not None and loading.tiers.disk.total_bytes is None:
+    elif limits[1] is not None and lower[0].disk.total_bytes is None:
         refuse("max_disk_bytes", limits[1], NO_DISK)
     else:
-        loading.tiers.disk.refuse_note(request.tenant.namespace, QUOTA + fields.name)
+        lower[0].disk.refuse_note(request.tenant.namespace, QUOTA + fields.name)
     store.tree.budget.set_quota(fields.name, fields.max_pages, fields.reserved_pages)
-    if loading is not None:
-        loading.tiers.set_limits(fields.name, *limits)
-        keep_quota(store, request.tenant.namespace, fields.name)
+    for one in lower:
+        one.set_limits(fields.name, *limits)
+    keep_quota(store, request.tenant.namespace, fields.name)
     return namespace_fields(store, fields.name)

@@ -11,6 +11,7 @@ from service.engine.handlers import (
     exports,
     imports,
     prefix,
+    records,
     rows,
     sequences,
     states,
@@ -129,6 +130,13 @@ HANDLERS: Final[dict[str, Handler]] = {
     "drain_engine": Handler(status.drain_engine, room=ANSWER_BYTES),
     "list_namespaces": Handler(status.list_namespaces),
     "holds": Handler(prefix.holds),
+    "contains_records": Handler(records.contains_records),
+    "put_records": Handler(records.put_records),
+    "get_records": Handler(records.get_records),
+    "touch_records": Handler(records.touch_records),
+    "delete_records": Handler(records.delete_records),
+    "clear_records": Handler(records.clear_records, room=ANSWER_BYTES),
+    "release_records": Handler(records.release_records, room=0),
 }
 
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 from config.settings import Settings, device_queues
 from kernels.backend import Backend
 from kernels.lanes.lane_factory import make_lanes
+from kernels.no_pool import NO_POOL
 from service import __version__
 from service.engine.loop.callers import Callers
 from service.engine.loop.job import Job
@@ -23,12 +24,14 @@ from service.engine.loop.scheduler import NOTED_S, Scheduler
 from service.engine.loop.selftest import calibrate, self_test
 from service.engine.loop.session_lanes import SessionLanes
 from service.engine.loop.stats import MOST_REPLIES, QUIET_S, Stats
+from service.engine.records.setup import open_records
 from service.engine.store.setup import make_info
 from service.engine.store.store import FATAL, Store
-from service.engine.tiers.setup import open_tiers
+from service.engine.tiers.loading import CLOSE_S
+from service.engine.tiers.setup import open_tiers, restore_quotas
 from service.engine.work.pace import first_pace
 from service.engine.work.request import AnswerPlace, DoesNotFit, Request
-from service.errors import AttndError, NotReady, Overloaded, kind_of
+from service.errors import AttndError, NotReady, NotSupported, Overloaded, kind_of
 from service.keys import keys_of, read_again
 from service.metrics import Metrics
 from service.operations.step import STEP
@@ -91,7 +94,8 @@ class Engine:
         share = 1.0 if settings.auth.keys_file is None else settings.engine.namespace_share
         self.store.limit(settings.engine.max_sequences, settings.engine.max_leases, share)
         self.store.counts = metrics.own
-        self_test(self.store)
+        if backend.name != "none":
+            self_test(self.store)
         if backend.name == "cpu":  # processors differ more than devices do
             calibrate(self.store)
         self.lanes = lanes = make_lanes(
@@ -126,10 +130,16 @@ class Engine:
         os.set_blocking(self._wake_writer, False)
         empty_pipe = partial(os.read, self._wake_reader, 4096)
         self._selector.register(self._wake_reader, selectors.EVENT_READ, empty_pipe)
-        self.store.loading = open_tiers(self.store, tiers, metrics, self._wake)
+        self.store.loading = open_tiers(self.store, settings.cache_of_pages, metrics, self._wake)
+        if self.store.loading is not None:
+            self.store.loading.tiers.share = 1.0 - settings.records_share
         if self.store.loading is not None:
             launches = self.scheduler.launches
             self.store.loading.tiers.idle_s = lambda: launches.idle_s
+        self.store.records = open_records(
+            self.store.ledger, tiers, settings.records_share, metrics, self._wake
+        )
+        restore_quotas(self.store)
         self._beat_due = 0.0
         self._drain_ends: float | None = None
         self._must_drain = self._must_read_keys = False
@@ -166,6 +176,8 @@ class Engine:
         self.lanes.end()
         if self.store.loading is not None:
             self.store.loading.close(writes_pool=self.state.state != "lost")
+        if self.store.records is not None:
+            self.store.records.close(time.monotonic() + CLOSE_S)
         self._selector.close()
         os.close(self._wake_reader)
         os.close(self._wake_writer)
@@ -185,6 +197,8 @@ class Engine:
             scheduler.launches.submit()  # the group, to the device
             if self.store.loading is not None:
                 self.store.loading.advance()  # pages that came from other tiers, or went there
+            if self.store.records is not None:
+                self.store.records.advance()  # records that were copied, read or written
             if scheduler.long_work.count:
                 scheduler.run_slice(received)
             scheduler.run_layers()  # of steps in host memory
@@ -259,6 +273,8 @@ class Engine:
         try:
             if self.state.state != "ready":
                 raise NotReady(self.state.reason)
+            if self._backend.name == "none" and operation.needs_pool:
+                raise NotSupported(NO_POOL)
             depth = queue.depth(tenant.namespace)
             if depth >= self._settings.server.queue_depth:
                 self._refuse_overload(operation.frees, depth)

@@ -101,6 +101,8 @@ class LongWork:
                 time.sleep(1e-3)
                 if self._store.loading is not None:
                     self._store.loading.advance()
+                if self._store.records is not None:
+                    self._store.records.advance()
             self._start_slice(job, result)
 
     def _start_slice(self, job: Job, result: Any) -> None:

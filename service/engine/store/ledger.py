@@ -106,12 +106,18 @@ class Backlog(Generic[T]):
             self._turns.append(namespace, (namespace, name))
         self._items[name] = item
 
-    def take(self, most: int) -> list[tuple[str, Hashable, T]]:
-        """Take up to `most` items, namespace, name and item; one of each namespace in turn."""
+    def take(
+        self, most: int, weigh: Callable[[T], int] = lambda _: 1
+    ) -> list[tuple[str, Hashable, T]]:
+        """Take items up to the weight `most`, and one at least: namespace, name and item; turns go
+        to the namespace that has used the least weight."""
         taken: list[tuple[str, Hashable, T]] = []
-        while self._turns.count and len(taken) < most:
+        while self._turns.count and most > 0:
             namespace, name = self._turns.pop()
-            self._turns.charge(namespace, 1.0)
+            item = self._items.pop(name)
+            weight = weigh(item)
+            self._turns.charge(namespace, float(weight))
             self._ledger.add(self._kind, namespace, -1)
-            taken.append((namespace, name, self._items.pop(name)))
+            most -= weight
+            taken.append((namespace, name, item))
         return taken

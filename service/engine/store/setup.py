@@ -44,6 +44,8 @@ def open_backend(
     pool: PoolSettings, backend: BackendSettings, worker: int = 0, numerics: Numerics = "fast"
 ) -> Backend:
     """The backend with its pool; engine `worker` of several has a GPU of its own."""
+    if backend.kind == "none":
+        return make_backend("none", geometry(pool, 1))
     found: Kind = "cuda" if backend.kind == "auto" and cuda_devices() else "cpu"
     kind = found if backend.kind == "auto" else backend.kind
     if (backend.kind, kind) == ("auto", "cpu") and (problem := driver_problem()):

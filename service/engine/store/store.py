@@ -34,7 +34,9 @@ EVICTED_AHEAD: Final = 32
 
 
 if TYPE_CHECKING:
+    from service.engine.records.pool import RecordPool
     from service.engine.tiers.loading import Loading
+    from service.engine.tiers.tiers import Tiers
 
 
 class StoreLost(RuntimeError):
@@ -80,6 +82,8 @@ class Store:
         self.imports = UnfinishedImports(self.tree.books)
         self.loading: Loading | None = None
         """Loads from the tiers below the pool, if there are any."""
+        self.records: RecordPool | None = None
+        """Opaque records in the tiers, if there is room for some."""
         self.deadline = math.inf
         """By `time.monotonic()`, of the operation whose turn it is."""
         self.is_draining = False
@@ -89,6 +93,13 @@ class Store:
         self.snapshots = Snapshots(self.tree, self.all_numbers) if live else None
         self._watermark = int(high_watermark * geometry.num_pages)
         self._least_free = geometry.num_pages - self._watermark
+
+    @property
+    def lower(self) -> list[Tiers | RecordPool]:
+        """Pages and records in the tiers below the pool; one that has a disk is first."""
+        pages = None if self.loading is None else self.loading.tiers
+        every: list[Tiers | RecordPool] = [one for one in (pages, self.records) if one is not None]
+        return sorted(every, key=lambda one: one.disk.total_bytes is None)
 
     def limit(self, sequences: int, leases: int, share: float = 1.0) -> None:
         """Set the limits of all namespaces together, and the share that one may have."""
@@ -105,12 +116,13 @@ class Store:
         )
 
     def _num_holds(self, namespace: str | None) -> int:
-        """Leases and hard pins of a namespace, or of all (None)."""
+        """Leases, jobs that hold records, and hard pins of a namespace, or of all (None)."""
         cache = self.tree.cache
+        jobs = 0 if self.records is None else self.records.leases.count(namespace)
         if namespace is None:
-            return cache.num_leases + cache.num_pins
+            return jobs + cache.num_leases + cache.num_pins
         own = self.tree.budget.look(namespace)
-        return own.num_leases + len(own.pins)
+        return jobs + own.num_leases + len(own.pins)
 
     def refuse_sequences(self, namespace: str, number: int) -> None:
         """Raises OutOfSequences where `number` more exceed a limit."""

@@ -16,6 +16,7 @@ from itertools import islice
 from typing import Final, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kernels.backend import DeviceLost, EndOfCopies, PageCopies, PagePlaces
 from service.core.nodes import Node, named
@@ -53,6 +54,7 @@ class TiersOfCopier(TiersOfDisk, Protocol):
     copies: PageCopies
     layout: RecordLayout
     paths: PagePaths
+    records: NDArray[np.uint8]
     disk: Disk
 
     @property

@@ -5,16 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Protocol, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from service.engine.store.ledger import Backlog, Kind, Ledger
-from service.engine.tiers.page_records import PageTag
 from service.engine.tiers.reports import Misses, Reports, TierName, Way
 from service.tiers.record_store import RecordStore
 from service.tiers.records import NewRecord
@@ -35,6 +31,8 @@ WRITES: Final = 2
 """... for the disk's: what waits for these has no turns any more."""
 NOTES_AT_ONCE: Final = 256
 """Notes that one transaction writes: some milliseconds."""
+MOST_UNSYNCED: Final = 2**16
+"""Records that are written before some are synced in any case."""
 LAST_S: Final = 2.0
 """Time for notes at the engine's end, beyond the time for pages."""
 LOOK_S: Final = 1.0
@@ -53,15 +51,18 @@ class Clear:
 
 
 class TiersOfDisk(Protocol):
-    """The disk's part in all tiers: host memory, from which records are written, and reports."""
+    """The disk's part in all tiers: host memory, from which records are written, and reports.
+    `at_once` is the most places that one write takes."""
 
     ledger: Ledger
     host: Shelf
-    records: NDArray[np.uint8]
     misses: Misses
     reports: Reports
     at_once: int
 
+    def new_record(self, entry: Entry, rank: int) -> NewRecord: ...
+    def priority_of(self, label: bytes) -> int: ...
+    def release(self, entry: Entry) -> None: ...
     def report(self) -> None: ...
     def count(self, tier: TierName, way: Way, pages: int, began: float) -> None: ...
 
@@ -71,6 +72,14 @@ class Disk:
 
     def __init__(self, tiers: TiersOfDisk, wake: Callable[[], None]) -> None:
         self._tiers, self._wake = tiers, wake
+        self.syncs = True
+        """Whether every write is synced; else those of `sync`, and now and then."""
+        self._to_sync: set[bytes] = set()
+        """Records that are waited for, ..."""
+        self._unsynced: set[bytes] = set()
+        """... those that are being written, or were and are not synced, ..."""
+        self._syncing: list[set[bytes]] = []
+        """... and those that each write under way syncs."""
         self.store: RecordStore | None = None
         self._failed: RecordStore | None = None
         """Its records are only erased."""
@@ -103,6 +112,22 @@ class Disk:
         """In any thread."""
         store = self.store
         return None if store is None else store.find(record_id)
+
+    def is_durable(self, record_id: bytes) -> bool:
+        """Whether the disk has a record that survives a loss of power."""
+        if any(record_id in some for some in (self._unsynced, *self._syncing)):
+            return False
+        return self.find(record_id) is not None
+
+    def sync(self, record_ids: Iterable[bytes]) -> None:
+        """Make records durable that are queued, or were written."""
+        self._to_sync.update(record_ids)
+        self._wake()
+
+    @property
+    def _must_sync(self) -> bool:
+        too_many = len(self._unsynced) >= MOST_UNSYNCED
+        return too_many or not self._to_sync.isdisjoint(self._unsynced)
 
     def use(self, record_id: bytes, priority: int) -> bool:
         """Make a record the most recently used one; whether it is there."""
@@ -155,6 +180,8 @@ class Disk:
             self._write_batch(0)
         while self._notes:
             self._write_batch()
+        if not self.syncs:
+            self._write_batch(must_sync=True)
         is_idle = self._writer.close(ends + LAST_S)
         self._writer.take_done()
         if is_idle and (store := self.store or self._failed) is not None:
@@ -176,7 +203,7 @@ class Disk:
     @property
     def _has_work(self) -> bool:
         has_deleted = self.store is not None and self.store.has_deleted
-        return bool(self._records or self._notes or has_deleted)
+        return bool(self._records or self._notes or has_deleted or self._must_sync)
 
     def take_done(self, most: int | None = None) -> bool:
         """Take the ends of tasks, up to `most`; whether there were any."""
@@ -222,31 +249,36 @@ class Disk:
                 self._write_batch()
             self._is_clears_turn = not self._is_clears_turn
 
-    def _write_batch(self, num_notes: int = NOTES_AT_ONCE) -> None:
-        writes = [write for _, _, write in self._records.take(self._tiers.at_once)]
+    def _write_batch(self, num_notes: int = NOTES_AT_ONCE, must_sync: bool = False) -> None:
+        taken = self._records.take(self._tiers.at_once, lambda write: len(write[0].slots))
+        writes = [write for _, _, write in taken]
         notes = {str(name): value for _, name, value in self._notes.take(num_notes)}
-        work = partial(self._write, writes, notes)
-        self._run(work, partial(self._written, writes, time.monotonic()))
+        synced: set[bytes] | None = None
+        if not self.syncs:
+            self._unsynced.update(entry.key for entry, _ in writes)
+            if must_sync or self._must_sync:
+                synced, self._unsynced = self._unsynced, set()
+                self._syncing.append(synced)
+        work = partial(self._write, writes, notes, self.syncs or synced is not None)
+        self._run(work, partial(self._written, writes, synced, time.monotonic()))
 
     def _write(
-        self, writes: Sequence[Write], notes: dict[str, str | None], store: RecordStore
+        self,
+        writes: Sequence[Write],
+        notes: dict[str, str | None],
+        syncs: bool,
+        store: RecordStore,
     ) -> list[bool]:
         """In the writer's thread; which records are on disk now."""
         if store is not self.store:
             return [False] * len(writes)
         wanted = [not entry.is_dropped for entry, _ in writes]
         records = [
-            NewRecord(
-                entry.key,
-                entry.namespace,
-                self._rank(entry.key, PageTag.read(label).priority),
-                entry.tag,
-                self._tiers.records[entry.slot].data,
-            )
+            self._tiers.new_record(entry, self._rank(entry.key, self._tiers.priority_of(label)))
             for (entry, label), is_wanted in zip(writes, wanted, strict=True)
             if is_wanted
         ]
-        kept = iter(store.put(records, notes))
+        kept = iter(store.put(records, notes, syncs=syncs))
         return [is_wanted and next(kept) for is_wanted in wanted]
 
     def _erase(self, clear: Clear, store: RecordStore) -> bool:
@@ -266,20 +298,28 @@ class Disk:
             done(error if self.store or self._failed else None)
 
     def _written(
-        self, writes: Sequence[Write], began: float, kept: list[bool] | None, _: OSError | None
+        self,
+        writes: Sequence[Write],
+        synced: set[bytes] | None,
+        began: float,
+        kept: list[bool] | None,
+        _: OSError | None,
     ) -> None:
         tiers = self._tiers
         if kept is not None:
             tiers.count("disk", "in", sum(kept), began)
+        if synced is not None:
+            self._syncing.remove(synced)
+            self._to_sync -= synced
         for at, (entry, label) in enumerate(writes):
             written = self.find(entry.key)
             if written is not None and (written.rank >= PINNED) != (entry.key in self.pinned):
-                self.use(entry.key, PageTag.read(label).priority)  # pins changed meanwhile
+                self.use(entry.key, tiers.priority_of(label))  # pins changed meanwhile
             if written is not None and entry.is_dropped:
                 self.drop([written])
             elif written is not None and kept is not None and kept[at]:
                 tiers.reports.stored(entry, label, "DISK")
-            tiers.host.release(entry)
+            tiers.release(entry)
 
     def _rank(self, record_id: bytes, priority: int) -> int:
         return PINNED if record_id in self.pinned else priority

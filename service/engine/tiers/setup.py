@@ -62,7 +62,6 @@ def open_tiers(
         disk = RecordStore(path, cache.disk_bytes, layout, evicted=tiers.disk.evicted)
         tiers.disk.open(disk)
         store.history.begins_empty = not disk.count()
-        restore_quotas(store, tiers, disk)
     return Loading(tiers, wake)
 
 
@@ -88,11 +87,14 @@ def check_sizes(cache: CacheSettings, block_bytes: int) -> None:
             raise StoreUnavailable(f"cache.disk_bytes = {cache.disk_bytes}: {reason}")
 
 
-def restore_quotas(store: Store, tiers: Tiers, disk: RecordStore) -> None:
-    for name, value in disk.notes().items():
+def restore_quotas(store: Store) -> None:
+    """Set the quotas that were kept for this start."""
+    disk = next((one.disk.store for one in store.lower if one.disk.store is not None), None)
+    for name, value in {} if disk is None else disk.notes().items():
         if name.startswith(QUOTA):
             namespace, quota = name.removeprefix(QUOTA), json.loads(value)
-            tiers.set_limits(namespace, quota["max_host_bytes"], quota["max_disk_bytes"])
+            for one in store.lower:
+                one.set_limits(namespace, quota["max_host_bytes"], quota["max_disk_bytes"])
             try:
                 numbers = quota["max_pages"], quota["reserved_pages"]
                 store.tree.budget.set_quota(namespace, *numbers)
@@ -102,10 +104,10 @@ def restore_quotas(store: Store, tiers: Tiers, disk: RecordStore) -> None:
 
 def keep_quota(store: Store, caller: str, namespace: str) -> None:
     """Keep a namespace's quotas for the next start; the note counts for the caller's."""
-    if store.loading is None:
+    if not (lower := store.lower):
         return
-    held, tiers = store.tree.budget.look(namespace), store.loading.tiers
+    held = store.tree.budget.look(namespace)
     quota = {"max_pages": held.max_pages, "reserved_pages": held.reserved_pages}
-    quota |= tiers.limits_of(namespace)
+    quota |= lower[0].limits_of(namespace)
     value = json.dumps(quota) if any(quota.values()) else None
-    tiers.disk.note(caller, QUOTA + namespace, value)
+    lower[0].disk.note(caller, QUOTA + namespace, value)

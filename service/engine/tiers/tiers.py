@@ -25,10 +25,10 @@ from service.core.tree import PrefixTree
 from service.engine.store.ledger import Ledger
 from service.engine.tiers.copier import Copier
 from service.engine.tiers.disk import Disk
-from service.engine.tiers.page_records import PagePaths
+from service.engine.tiers.page_records import PagePaths, PageTag
 from service.engine.tiers.reports import Medium, Misses, Reports, TierName, Way, stored_event
 from service.metrics import Metrics
-from service.tiers.records import RecordLayout
+from service.tiers.records import NewRecord, RecordLayout
 from service.tiers.shelf import Entry, Shelf
 
 LOG: Final = logging.getLogger("attnd.tiers")
@@ -74,6 +74,8 @@ class Tiers:
         self.misses = Misses()
         self.reports = Reports(layout, metrics)
         self.writes_commits = False
+        self.share = 1.0
+        """Of a namespace's limits; records have the rest."""
         self.idle_s: Callable[[], float] = lambda: math.inf
         """Seconds since others last waited for the device; 0 while they do."""
         self.at_once = max(1, min(COPIED_AT_ONCE, BYTES_AT_ONCE // layout.payload_bytes))
@@ -105,6 +107,17 @@ class Tiers:
         most = self.at_once if self.is_shared() else 2 * self.at_once
         half = left // 2 if are_last and left >= 2 * LEAST_LAST else left
         return min(half, most)
+
+    def new_record(self, entry: Entry, rank: int) -> NewRecord:
+        """A record of host memory for the disk."""
+        parts = (self.records[entry.slot].data,)
+        return NewRecord(entry.key, entry.namespace, rank, entry.tag, parts)
+
+    def release(self, entry: Entry) -> None:
+        self.host.release(entry)
+
+    def priority_of(self, label: bytes) -> int:
+        return PageTag.read(label).priority
 
     def blocks(self, count: int) -> NDArray[np.uint8]:
         """Memory for records, `[count, block_bytes]`."""
@@ -200,7 +213,8 @@ class Tiers:
         """Limit a namespace's bytes in each tier; None: no limit."""
         self._limits[namespace] = host_bytes, disk_bytes
         size = self.layout.block_bytes
-        self.host.set_limit(namespace, None if host_bytes is None else host_bytes // size)
+        limit = None if host_bytes is None else int(self.share * host_bytes) // size
+        self.host.set_limit(namespace, limit)
         self.count_notes(namespace, 0)
 
     def count_notes(self, namespace: str, num_bytes: int) -> None:
@@ -208,7 +222,7 @@ class Tiers:
         self.note_bytes[namespace] += num_bytes
         limit = self.limits_of(namespace)["max_disk_bytes"]
         if limit is not None:
-            limit = max(0, limit - self.note_bytes[namespace])
+            limit = max(0, int(self.share * limit) - self.note_bytes[namespace])
         self.disk.set_limit(namespace, limit)
 
     def limits_of(self, namespace: str) -> dict[str, int | None]:

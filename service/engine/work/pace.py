@@ -31,7 +31,11 @@ FURTHEST: Final = 1e6
 Factors = tuple[float, float]
 """Factors on the first guesses of the seconds for bytes and for flops."""
 GUESSED: Final = (1.0, 1.0)
-RATES: Final[dict[str, tuple[float, float]]] = {"cpu": (4e9, 2e10), "cuda": (2e12, 2e14)}
+RATES: Final[dict[str, tuple[float, float]]] = {
+    "cpu": (4e9, 2e10),
+    "cuda": (2e12, 2e14),
+    "none": (4e9, 2e10),
+}
 """First guesses of bytes and flops per second by backend; measurements correct them."""
 
 

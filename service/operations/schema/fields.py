@@ -126,6 +126,13 @@ class TierAnswer(Fields):
     """Measured seconds to load one page from the tier."""
 
 
+class RecordsAnswer(Fields):
+    host_bytes: int
+    """In host memory; 0: they are there on their way to the disk only."""
+    disk_bytes: int
+    """On disk; 0: there is none, or it is off since a failure."""
+
+
 class GroupAnswer(Fields):
     layers: list[int]
     num_kv_heads: int
@@ -177,6 +184,8 @@ class InfoAnswer(Fields):
     limits: LimitsAnswer
     tiers: list[TierAnswer] | None = None
     """Tiers below the pool. Their seconds change while the process runs."""
+    records: RecordsAnswer | None = None
+    """Bytes that records can take; null: the service has none."""
     groups: list[GroupAnswer] | None = None
     """Groups of layers, in pools that were made with them; the fields above are then those of the
     first group without a window."""

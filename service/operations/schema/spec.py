@@ -47,6 +47,13 @@ def is_ids(kind: Any) -> bool:
     return any(NAMING in getattr(part, "__metadata__", ()) for part in get_args(kind))
 
 
+WITHOUT_POOL: Final = frozenset(
+    {
+        *("info", "engines", "drain_engine", "snapshot"),
+        *("get_namespace", "set_namespace", "list_namespaces"),
+    }
+)
+"""Operations of a service without a pool, beside those on records."""
 Symbols = tuple[str | int, ...]
 
 MAX_QO_HEADS: Final = 65535
@@ -112,6 +119,11 @@ class Operation:
         object.__setattr__(self, "answer", self.answer or answer_of(self.name))
         object.__setattr__(self, "routed", self.routing or default_routing(self))
         object.__setattr__(self, "status", self.status or (204 if self.answer is None else 200))
+
+    @property
+    def needs_pool(self) -> bool:
+        """Whether it is about pages: a service without a pool refuses it."""
+        return self.name not in WITHOUT_POOL and self.tag != "records"
 
     @property
     def path_names(self) -> tuple[str, ...]:

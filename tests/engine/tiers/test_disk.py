@@ -19,7 +19,7 @@ LAYOUT = RecordLayout(40, 1000, b"model and shape.")
 def record(number: int) -> NewRecord:
     key, block = number.to_bytes(16, "little"), memoryview(bytearray(LAYOUT.block_bytes))
     LAYOUT.seal(block, key, "a", b"label", 900)
-    return NewRecord(key, "a", 35, b"tag", block)
+    return NewRecord(key, "a", 35, b"tag", (block,))
 
 
 def piece(disk: Disk) -> None:

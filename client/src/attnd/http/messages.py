@@ -32,7 +32,7 @@ ROUTES: Final[Mapping[str, tuple[str, str]]] = {
 TENSORS: Final = frozenset(
     {
         *("append", "gather", "decode", "prefill", "ragged_prefill", "cascade", "merge"),
-        *("export_sequence", "import_sequence"),
+        *("export_sequence", "import_sequence", "put_records", "get_records"),
     }
 )
 """Operations whose requests and answers are images. All others are JSON, apart from requests with

@@ -14,13 +14,15 @@ import numpy as np
 from attnd.road.arena import Arena, Slot, held_by
 from attnd.wire import images
 from attnd.wire.dtypes import Array
-from attnd.wire.images import request_header
+from attnd.wire.images import flat, lengthened, request_header
 from attnd.wire.slots import ALIGNMENT
 
 HEADER_ROOM: Final = 16 * 1024
 """Bytes before the first array of an area, enough for some hundred sequences. Arrays are copied
 behind a longer header."""
 
+ROOMS: Final = {"values": 96 * 1024}
+"""Room before arrays of other names: for a header, and the keys of a thousand records."""
 FOLLOWS: Final[Mapping[str, tuple[str, ...]]] = {
     "k": ("q",),
     "v": ("k",),
@@ -34,12 +36,13 @@ FOLLOWS: Final[Mapping[str, tuple[str, ...]]] = {
 class Area:
     """Arrays back to back, the first one at `begin`, with room for a header before them."""
 
-    __slots__ = ("__weakref__", "arena", "begin", "busy", "end", "last", "slot")
+    __slots__ = ("__weakref__", "arena", "begin", "busy", "end", "last", "room", "slot")
 
-    def __init__(self, slot: Slot, arena: Arena) -> None:
+    def __init__(self, slot: Slot, arena: Arena, room: int) -> None:
         self.slot = slot
         self.arena = arena
-        self.begin = self.end = slot.offset + HEADER_ROOM
+        self.room = room
+        self.begin = self.end = slot.offset + room
         self.last = ""
         """Name of the array made last."""
         self.busy = threading.Lock()
@@ -94,7 +97,8 @@ class Areas:
                 or area.last not in FOLLOWS.get(name, ())
                 or not self._arena.slots.extend(area.slot, area.end + size - area.slot.offset)
             ):
-                area = Area(self._take(HEADER_ROOM + size), self._arena)
+                room = ROOMS.get(name, HEADER_ROOM)
+                area = Area(self._take(room + size), self._arena, room)
                 self._last = weakref.ref(area)
             offset = area.end
             area.end += size
@@ -107,11 +111,16 @@ class Areas:
         Raises TypeError for a dtype that images do not have, and `ArenaFull`.
         """
         ordered = images.in_order(arrays)
-        if ordered and isinstance(ordered[0][1].base, np.ndarray):
-            found = self.find(ordered)
+        before = 0
+        """Arrays that are not in the arena: a header's room has them, too."""
+        while before < len(ordered) and not isinstance(ordered[before][1].base, np.ndarray):
+            before += 1
+        if before < len(ordered):
+            found = self.find(ordered[before:])
             if found is not None:
-                header = request_header(fields, found.arrays, ALIGNMENT)
-                placed = self.place_before(found.area, found.length, header, room)
+                copies = b"".join([flat(array) for _, array in ordered[:before]])
+                header = request_header(fields, [*ordered[:before], *found.arrays], 8)
+                placed = self.place_before(found.area, found.length, header, copies, room)
                 if placed is not None:
                     return placed
         header = request_header(fields, ordered)
@@ -143,17 +152,21 @@ class Areas:
             end += array.nbytes
         return ArraysInPlace(area, ordered, end - area.begin)
 
-    def place_before(self, area: Area, length: int, header: bytes, room: int) -> PlacedCall | None:
-        """Write a header before the first `length` bytes of an area; take a slot for the answer.
+    def place_before(
+        self, area: Area, length: int, header: bytes, copies: bytes, room: int
+    ) -> PlacedCall | None:
+        """Write a header and copies of arrays before the first `length` bytes of an area; take a
+        slot for the answer.
 
-        None when the header is too long, or another call's header is there.
+        None when they are too long, or another call's header is there.
         """
-        size = len(header)
+        head = lengthened(header, -(len(header) + len(copies)) % ALIGNMENT) + copies
+        size = len(head)
         answer = self._take(room)
-        if size > HEADER_ROOM or not area.busy.acquire(blocking=False):
+        if size > area.room or not area.busy.acquire(blocking=False):
             return None
         offset = area.begin - size
-        self._arena.memory[offset : area.begin] = header
+        self._arena.memory[offset : area.begin] = head
         return PlacedCall(offset, size + length, answer, answer.size, area)
 
     def place_copies(self, header: bytes, arrays: Sequence[Array], room: int) -> PlacedCall:

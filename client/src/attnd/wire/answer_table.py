@@ -27,6 +27,8 @@ from attnd.wire.answers import (
     PageTable,
     Pool,
     PrefixMatch,
+    RecordLookup,
+    RecordsStored,
     SequenceInfo,
     SequencePage,
     Snapshot,
@@ -86,6 +88,13 @@ ANSWERS: Final[Mapping[str, Answer]] = {
     "engines": {"engines": tuple[EngineInfo, ...]},
     "drain_engine": {"name": str, "draining": bool, "sequences": int},
     "snapshot": Snapshot,
+    "contains_records": RecordLookup,
+    "put_records": RecordsStored,
+    "get_records": {"outcomes": tuple[str, ...], "num_bytes": tuple[int, ...]},
+    "touch_records": RecordLookup,
+    "delete_records": RecordLookup,
+    "clear_records": {"num_records": int},
+    "release_records": None,
 }
 """The answer of each operation but exports, whose header is the importer's."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ Array = NDArray[Any]
 Int32 = NDArray[np.int32]
 UInt8 = NDArray[np.uint8]
 Listed = Annotated[Int32, "a list in JSON"]
+FOUND: Final = "found"
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,6 +407,48 @@ class EngineInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordLookup:
+    """Which records are there.
+
+    `outcomes`: of each key, in order: `found`, or the reason of the miss: `never_stored`,
+        `evicted`, `other_stamp`, `corrupt`, `unreadable`. With `stop_at_miss` they end with the
+        first miss.
+    """
+
+    outcomes: tuple[str, ...]
+    meta: Meta = field(default=NO_META, compare=False, repr=False)
+
+    @property
+    def num_found(self) -> int:
+        """Keys before the first miss."""
+        misses = (at for at, outcome in enumerate(self.outcomes) if outcome != FOUND)
+        return next(misses, len(self.outcomes))
+
+
+@dataclass(frozen=True, slots=True)
+class RecordsStored:
+    """What became of records to store.
+
+    `outcomes`: of each, in order: `stored`, `present` where it was there already, or `no_room`.
+    `durable`: whether each is on disk and survives a loss of power.
+    """
+
+    outcomes: tuple[str, ...]
+    durable: tuple[bool, ...]
+    meta: Meta = field(default=NO_META, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordsRead:
+    """Records that were read and verified: bytes of each key, or None where `outcomes`, as of a
+    lookup, has the reason of a miss."""
+
+    outcomes: tuple[str, ...]
+    values: tuple[UInt8 | None, ...]
+    meta: Meta = NO_META
+
+
+@dataclass(frozen=True, slots=True)
 class Info:
     """The service: its pool's geometry, backend, dtypes and limits.
 
@@ -414,6 +457,7 @@ class Info:
     `unsupported`: features that the backend does not support.
     `numerics`: "fast", or "invariant" if a row's bits do not depend on the rest of its batch.
     `tiers`: size and measured seconds of each tier below the pool.
+    `records`: `host_bytes` and `disk_bytes` for records; null: the service has none.
     `groups`: groups of layers, in pools that were made with them: `layers`, shape, `window`, tokens
         and bytes of a page, and the share of its bytes that is padding; the fields above are then
         those of the first group without a window.
@@ -437,6 +481,7 @@ class Info:
     limits: Mapping[str, float]
     numerics: str = "fast"
     tiers: tuple[Mapping[str, Any], ...] | None = None
+    records: Mapping[str, int] | None = None
     groups: tuple[Mapping[str, Any], ...] | None = None
     meta: Meta = field(default=NO_META, compare=False, repr=False)
 

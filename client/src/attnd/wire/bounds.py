@@ -24,5 +24,7 @@ MAX_BATCH: Final = 512
 """Sequences that one call truncates or commits: all or none of them, in one turn of the engine."""
 MAX_NAMES: Final = 2**17
 """Token ids or page keys in a call."""
+MAX_RECORDS: Final = 1024
+"""Records in a call."""
 MAX_KEPT: Final = 2**14
 """Tokens that one call moves up behind a cut."""

@@ -89,6 +89,11 @@ def padded(text: str, alignment: int) -> bytes:
     return size.to_bytes(8, "little") + text.ljust(size).encode("ascii")
 
 
+def lengthened(head: bytes, count: int) -> bytes:
+    """A header with `count` more spaces at its end."""
+    return (len(head) - 8 + count).to_bytes(8, "little") + head[8:].ljust(len(head) - 8 + count)
+
+
 @lru_cache(maxsize=MAX_REMEMBERED)
 def describe(tensors: tuple[Shaped, ...]) -> str:
     """The header's entries for arrays back to back, each with a comma before it."""

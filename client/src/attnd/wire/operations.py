@@ -45,6 +45,13 @@ ROUTES: Final[Mapping[str, tuple[int, str, str]]] = {
     "truncate_sequences": (39, "POST", "/v1/sequences/truncate"),
     "commit_sequences": (40, "POST", "/v1/sequences/commit"),
     "prefetch": (41, "POST", "/v1/prefix/prefetch"),
+    "contains_records": (50, "POST", "/v1/records/contains"),
+    "put_records": (51, "POST", "/v1/records/put"),
+    "get_records": (52, "POST", "/v1/records/get"),
+    "touch_records": (53, "POST", "/v1/records/touch"),
+    "delete_records": (54, "POST", "/v1/records/delete"),
+    "clear_records": (55, "POST", "/v1/records/clear"),
+    "release_records": (56, "DELETE", "/v1/records/jobs/{id}"),
 }
 """Number in the road's frames, which never changes, HTTP's method, and the path: `{id}` is the
 field of that name."""

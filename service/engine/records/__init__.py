@@ -1,0 +1,1 @@
+"""Records: opaque blocks by key, in host memory and on disk."""
