@@ -184,6 +184,7 @@ def test_clear_leaves_no_byte_of_the_namespace(tmp_path: Path) -> None:
         keys = keys_of(30)
         rig.session.put_records(keys, [mark * n for n in range(1, 31)], stamp=STAMP)
         rig.session.delete_records(keys[:5], stamp=STAMP)
+        settle(rig)
         assert rig.session.clear_records() == 25
         assert mark not in data_of(tmp_path).read_bytes()
         assert set(rig.session.contains_records(keys, stamp=STAMP).outcomes) <= {
