@@ -283,6 +283,7 @@ class World(Simulation):
         elif self.fault("key file breaks", 0.005):
             process.keys = b"unreadable"
             process.engine.read_keys_again()
+            self.loop.call_later(0.5, self.restore_keys)  # what it held was perhaps not read yet
         elif self.fault("a key is revoked", 0.004):
             self.revoke(caller.space.name)
         elif self.fault("device lost", 0.001):

@@ -103,19 +103,17 @@ class PageNaming:
                 self._write(leaf, start, part[start - first :])
         return known
 
-    def check_cut(self, leaf: Leaf, length: int, keep: Int32, ids: TokenIds) -> None:
+    def check_cut(self, leaf: Leaf, length: int, num_kept: int, ids: TokenIds) -> None:
         """Raise the errors of `learn` for ids of the tokens behind a cut that is still to come."""
-        kept, full = self.kept(leaf, length, keep), length // self._size * self._size
-        held = kept[max(0, length - full) :]
-        known = min(self.known(leaf), full) + kept.size
-        self._check(leaf, ids, (min(known, length), known, length + keep.size), held)
+        known = min(self.known(leaf), length)
+        self._check(leaf, ids, (known, known, length + num_kept), ids[:0])
 
-    def kept(self, leaf: Leaf, length: int, keep: Int32) -> TokenIds:
-        """Known ids of the tokens that a cut moves or copies: from the last whole page before
-        `length` on, `keep` behind it."""
-        known, full = self.known(leaf), length // self._size * self._size
-        behind = keep[keep < known] if known >= length else keep[:0]
-        return self._read(leaf, np.concatenate((np.arange(full, min(length, known)), behind)))
+    def kept(self, leaf: Leaf, length: int) -> TokenIds:
+        """Known ids of the tokens before `length` in its last page, which a cut may copy. Ids of
+        tokens that move are forgotten: behind other tokens they can mean other keys and values."""
+        return self._read(
+            leaf, np.arange(length // self._size * self._size, min(length, self.known(leaf)))
+        )
 
     def cut(self, leaf: Leaf, length: int, kept: TokenIds) -> None:
         """A sequence was cut within the page behind the first `length` tokens; `kept` ids stay."""

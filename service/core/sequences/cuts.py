@@ -54,7 +54,7 @@ class Cut:
 class ChainKeeper(Protocol):
     """The known ids of sequences' tokens."""
 
-    def kept(self, leaf: Leaf, length: int, keep: Int32) -> TokenIds:
+    def kept(self, leaf: Leaf, length: int) -> TokenIds:
         """Those that a cut moves or copies."""
         ...
 
@@ -176,7 +176,7 @@ class Cuts:
             leaf, length = cut.leaf, cut.length_after
             kept = None
             if leaf.chain is not None:
-                kept = self._chains.kept(leaf, cut.length, cut.keep)
+                kept = self._chains.kept(leaf, cut.length)
             self._forget(cut)
             if cut.is_shared:
                 self._leave_shared(cut)

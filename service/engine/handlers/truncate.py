@@ -108,7 +108,7 @@ class Ends:
         for at, ids in enumerate(self.names):
             if ids.size:
                 leaf = store.tree.books.leaf(self.ids[at])
-                store.tree.naming.check_cut(leaf, self.lengths[at], self.keeps[at], ids)
+                store.tree.naming.check_cut(leaf, self.lengths[at], self.keeps[at].size, ids)
 
     def apply(self, store: Store) -> None:
         leaves = [store.tree.books.leaf(name) for name in self.ids]

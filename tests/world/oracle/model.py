@@ -320,13 +320,13 @@ class Model:
         """Pages that a call may take for some time, at most."""
         if op.rows:
             return sum(self._pages(rows) + 1 for rows in op.rows)
+        reserves = sum(-(-new.get("reserve", 0) // self.geometry.page_size) for new in op.new)
         if self.tiers.has_any and op.name in ("match_prefix", "create_sequences") and op.plan:
-            return self._pages(op.plan)
+            return self._pages(op.plan) + reserves
         every = [one.rows for space in self.spaces.values() for one in space.held.values()]
         longest = max((self._pages(rows) for some in every for rows in some), default=0) + 2
-        is_one = op.name in ("truncate", "import_sequence", "commit")
-        reserves = sum(-(-new.get("reserve", 0) // self.geometry.page_size) for new in op.new)
-        return longest * (1 if is_one else len(op.new)) + reserves
+        num_cut = len(op.ids) if op.name in CUTTING else op.name in ("import_sequence", "commit")
+        return longest * (num_cut or len(op.new)) + reserves
 
     def _least_cached(self, space: Namespace, wanted: Sequence[int]) -> int:
         """Tokens of a prompt that are certainly cached: leased, or of a committed sequence."""
