@@ -28,8 +28,8 @@ from http_process import is_ready, listening
 from http_service import needs_a_slow_device
 
 from service.doors.kit.link import GRACE_S, STALE_S
-from tests.harness.plain_http import http_client
-from tests.harness.processes import Process, is_alive
+from tests.harness.plain_http import http_client, status_of
+from tests.harness.processes import Process, is_alive, kill, wait_until_dead
 from tests.harness.waiting import WAIT_S, wait_for
 
 pytestmark = pytest.mark.long
@@ -234,3 +234,26 @@ def test_a_stopped_engine_leaves_no_client_waiting_and_is_not_ready() -> None:
             os.kill(engine, signal.SIGCONT)
         wait_for(lambda: client.get("/health/ready").status_code == 200, "the engine", WAIT_S)
         assert client.get("/v1/sequences").status_code == 200
+
+
+def test_a_router_that_starts_is_ready_once_it_has_met_all_engines() -> None:
+    with listening("--cluster.engines", "2") as (running, url):
+        stopped, router = running.pid("engine-1"), running.pid("http-0")
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            kill(router)
+            wait_until_dead(router)
+            wait_for(lambda: answers(url), "the next router")
+            with http_client(url) as client:
+                reply = client.get("/health/ready")
+                assert reply.status_code == 503 and "engine-1" in reply.text, reply.text
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        wait_for(lambda: is_ready(url), "all engines")
+
+
+def answers(url: str) -> bool:
+    """Whether a router serves engines, if not all of them yet."""
+    with suppress(httpx.TransportError):
+        return status_of(f"{url}/v1/engines") == 200
+    return False
