@@ -6,7 +6,7 @@ calls do with the rows of sequences is in `calls.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import eq
 from typing import Any, Final
@@ -75,7 +75,8 @@ class Namespace:
         self.earlier_pins: set[str] = set()  # of engines before, as far as they may be loaded yet,
         self.sure_pins: set[str] = set()  # and those that must be
         self.unpinned: set[str] = set()  # since what is on disk was certain: a kill may undo it
-        self.named: set[int] = set()  # rows of pages that commits have named, since ever
+        self.named: dict[int, Life | None] = {}  # rows of pages that were named, since ever, with
+        # the sequence that named them, None for several
         self.durable: list[list[int]] = []  # rows of pages that are on disk
         self.max_pages: int | None = None
         self.reserved = 0
@@ -100,6 +101,12 @@ class Namespace:
     def certain(self) -> set[str]:
         """Sequences that are there."""
         return {name for name in self.held if not self.may_have_ended(name)}
+
+    def name_rows(self, op: Op, rows: Iterable[int]) -> None:
+        """A call has named pages of these rows, or may have."""
+        life = self.lives.get(op.ids[0]) if len(op.ids) == 1 else None
+        for row in rows:
+            self.named[row] = life if self.named.get(row, life) is life else None
 
     def drop(self, name: str) -> None:
         for every in (self.held, self.lives):
@@ -142,7 +149,7 @@ class Model:
                 space.quotas = {(space.max_pages, space.reserved)}
             space.quotas |= {quota_of(op) for op in calls if op.name == "set_namespace"}
             for op in calls:
-                space.named |= self._names_of(op)
+                space.name_rows(op, self._names_of(op))
             pinning = {op.fields["page_key"] for op in calls if op.name in ("pin", "unpin")}
             keeps = is_sure and tiers.is_roomy
             space.sure_pins = (space.pins | space.sure_pins) - pinning if keeps else set()
@@ -178,7 +185,7 @@ class Model:
         self.outstanding.discard(op)
         space: Namespace = op.space
         if code in ("cancelled", "deadline_exceeded", "not_ready") or "token_ids" in op.fields:
-            space.named |= self._names_of(op)
+            space.name_rows(op, self._names_of(op))
         if code != "ok":
             right = self._is_explained(space, op, code, fields)
             check(right, f"{op.name} was refused with {code}:", fields.get("detail"), op.fields)
@@ -218,6 +225,10 @@ class Model:
             ttl_s, chained = new.get("ttl_s") or NEVER, "prefix" in new
             space.lives[name] = Life(op.sent, ttl_s, 0, end, chained)
         life = space.lives[name]
+        if "token_ids" in op.fields and op.name in ("append", "prefill", "truncate"):
+            known, end = view_of(step)["known_len"], len(rows[op.layers[0]])
+            known = known if op.name == "truncate" else known[step.at]
+            check(known == end, "known_len:", step.text, known, end)
         if op.name in CUTTING:
             view = view_of(step)
             check(view["reserved_len"] <= life.reserved, "a cut made a reserve:", step.text, view)
@@ -237,6 +248,19 @@ class Model:
         check({some[:count] for some in rows} == {rows[0][:count]}, "named too early:", step.text)
         self._check_named(space, list(rows[0][:count]))
         life.committed = count
+        size, writing = (
+            self.geometry.page_size,
+            {name for op in self.outstanding for name in op.written},
+        )
+        if (
+            life.has_chain
+            and step.name not in writing
+            and count < whole
+            and count + size <= view["known_len"]
+        ):
+            page = rows[0][count : count + size]
+            is_equal = any(space.named.get(row, life) is not life for row in page)
+            check(is_equal, "a page without its name:", step.text, view)
 
     def _is_explained(self, space: Namespace, op: Op, code: str, problem: dict[str, Any]) -> bool:
         """Whether an error is right in the present state."""
@@ -415,7 +439,7 @@ class Model:
     def _check_named(self, space: Namespace, rows: list[int]) -> None:
         """Rows were found: a commit named their pages that was not refused."""
         maybe = {row for op in self.outstanding for row in self._names_of(op) if op.space is space}
-        extra = set(rows) - space.named - maybe
+        extra = set(rows) - space.named.keys() - maybe
         check(not extra, "found pages that no commit has named:", rows, extra)
 
     def _hold(self, space: Namespace, op: Op, fields: Any) -> None:
@@ -474,7 +498,8 @@ class Model:
         most = min(len(names), *map(len, rows)) // size * size
         check(count <= most, "committed_len", name, count, most)
         life.committed = max(life.committed, count)
-        space.named.update(names[:count])
+        for row in names[:count]:
+            space.named[row] = life if space.named.get(row, life) is life else None
         if key is not None:
             old = space.keys.setdefault(key, names[:count])
             check(old == names[:count], "one key for two contents:", key)
