@@ -81,6 +81,8 @@ class ClusterCaller(Program):
         effects = [self.space.begin(step, repeats) for step in op.steps if not is_later]
         if op.name == "import_sequence":  # one effect from the beginning to the end
             self.imports |= {effect.makes: effect for effect in effects}
+        if op.name == "export_sequence":
+            op.seen = self.every(op.ids[0])  # while its engine lives
         world.result.calls += 1
         code, found, tensors = await self._call(op)
         shown = {one: found[one] for one in ("detail", "done", "lengths") if one in found}
@@ -109,8 +111,6 @@ class ClusterCaller(Program):
             self.settle(effects, "lost", {})  # each is there or is not
         else:
             self.settle(effects, code, found)
-        if code == "ok" and op.name == "export_sequence":
-            op.seen = self.space.held[op.ids[0]].rows
         if code in LOST and op.plan and op.new:
             world.abandoned.add(op.made[0])  # how many rows it has is not known
             self.own = tuple(f"{one}{self.number}" for one in self.own)

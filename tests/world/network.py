@@ -81,7 +81,7 @@ class SimSocket:
         self.latest = 0.0  # when the last bytes arrive
         self.deaf_until = 0.0  # until when the process reads nothing
         self.ends = NEVER  # when it sees the end
-        self.is_reset = self.is_closed = False
+        self.is_reset = self.is_closed = self.is_broken = False
         self.peer = self
         self.selector: SimSelector | None = None
 
@@ -148,7 +148,7 @@ class SimSocket:
             data = data[: peer.order.randint(1, len(data) - 1)]
         peer.put(data)
         if network.fault("connection breaks", 0.0003):
-            self.kill()
+            self.break_off()
         return len(data)
 
     def sendmsg(self, buffers: Sequence[Any], ancillary: Any = (), *_: Any) -> int:
@@ -188,9 +188,16 @@ class SimSocket:
 
     def close(self) -> None:
         if not self.is_closed:
-            self.shutdown()
+            self.shutdown(lost=self.is_broken)
             self.is_closed = True
             self.network.by_fd.pop(self.fd)
+
+    def break_off(self) -> None:
+        """The connection is over, though both processes live. The caller's end is the later one to
+        see it: the engine may still write to the arena until it has closed its own."""
+        engine = max(self, self.peer, key=lambda end: end.fd)
+        engine.ends, engine.is_broken = min(engine.ends, self.network.clock.now), True
+        self.changed()
 
     def kill(self) -> None:
         """The process at this end dies: what is under way may be lost. Its end is closed later."""
