@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from random import getrandbits
 from typing import Any, Final, Protocol
 
 from attnd.wire.frames import NO_STAGES
@@ -13,9 +12,9 @@ from attnd.wire.frames import NO_STAGES
 from service.doors.http.bodies import Body
 from service.doors.kit.headers import (
     JSON,
-    REQUEST_ID,
     SAFETENSORS,
     deadline_us_of,
+    request_id_of,
     traceparent_of,
 )
 from service.errors import AttndError, UnsupportedMediaType, without_frames
@@ -87,8 +86,7 @@ class Exchange:
         """The content encoding is empty for `identity`, too."""
         self.request_id = b""
         self.read_headers(scope["headers"])
-        if not self.request_id:
-            self.request_id = b"%032x" % getrandbits(128)
+        self.request_id = request_id_of(self.request_id)
 
     def read_headers(self, raw: Sequence[tuple[bytes, bytes]]) -> None:
         """Of a header that is repeated the last one counts."""
@@ -106,8 +104,7 @@ class Exchange:
                 case b"authorization":
                     self.authorization = value
                 case b"x-request-id":
-                    if REQUEST_ID.fullmatch(value):
-                        self.request_id = value
+                    self.request_id = value
                 case b"x-attnd-deadline-ms":
                     self.deadline = value
                 case b"traceparent":

@@ -330,6 +330,18 @@ def test_an_eviction_by_a_caller_reaches_all_tiers(tmp_path: Path) -> None:
     run(scenario, on_disk(tmp_path, write="commit"))
 
 
+def test_records_keep_their_priority_when_their_pages_leave_the_pool(tmp_path: Path) -> None:
+    async def scenario(caller: Caller) -> None:
+        await keep(caller, "high", PROMPTS[0], priority=90)
+        await keep(caller, "low", PROMPTS[1], priority=10)
+        await begin(caller, "large", list(range(12 * PAGE)))  # takes all pages of the pool
+        await caller.call("delete_sequence", {"id": "large"})
+        await fill(caller, PROMPTS[2:4])
+        assert await check_all(caller, PROMPTS[:2]) == [4 * PAGE, 0]
+
+    run(scenario, on_disk(tmp_path, write="commit", disk_bytes=8 * BLOCK))
+
+
 def test_another_model_finds_nothing(tmp_path: Path) -> None:
     async def before(caller: Caller) -> None:
         await fill(caller)

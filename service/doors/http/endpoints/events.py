@@ -92,7 +92,7 @@ class EventFeed:
     async def after(self, last: int) -> Page:
         """Some events after number `last`. Raises AttndError, ProblemText."""
         begin = len(self.events) - (self.newest - last)
-        if begin < 0 or last > self.newest:
+        if begin < 0:
             return await page_after(self.door, self.tenant, last)
         some = list(islice(self.events, begin, begin + AT_ONCE))
         return Page(some, last + len(some), False)
