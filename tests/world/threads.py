@@ -314,6 +314,7 @@ class CallerThread(Program):
     def end(self) -> None:
         """All rows are right, and all is given back."""
         self.is_hasty = False
+        self.world.threads.sleep(6.0)  # until what is loaded ahead is there
         for name in list(self.space.held):
             for layer in range(self.rows.geometry.num_layers):
                 self.call(call("gather", layer=layer, sequences=[name], dtype="fp32"))
