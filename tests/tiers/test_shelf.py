@@ -39,3 +39,14 @@ def test_a_record_finds_no_place_while_all_are_held() -> None:
     entry.holds = 0
     assert placed(shelf, 2) is not None
     assert evicted == [entry]
+
+
+def test_a_record_that_is_dropped_while_it_is_held_is_found_no_more() -> None:
+    shelf = Shelf(1, lambda _: None)
+    entry = placed(shelf, 0)
+    assert entry is not None
+    entry.holds = 1
+    shelf.drop(entry)
+    assert shelf.find(entry.key) is None and shelf.has(entry.key)
+    shelf.release(entry)
+    assert not shelf.has(entry.key) and placed(shelf, 1) is not None

@@ -49,6 +49,16 @@ def test_any_history_keeps_each_lines_order_and_serves_all_in_turn() -> None:
         assert sorted(queue) == sorted((n, i) for n, line in model.items() for i in line)
 
 
+def test_a_turn_whose_only_item_is_taken_out_goes_to_who_has_used_least() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for name, seconds in (("a", 0.0), ("b", 5.0), ("c", 1.0)):
+        queue.append(name, name)
+        queue.charge(name, seconds)
+    assert queue.first() == "a"
+    assert queue.remove("a", "a")
+    assert queue.first() == "c"
+
+
 def test_a_namespace_that_used_much_time_waits_until_others_used_as_much() -> None:
     queue: FairQueue[str] = FairQueue()
     for item in "aaa":

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from service.engine.store.imports import UnfinishedImports
 from service.engine.store.ledger import Backlog, Kind, Ledger
 from service.errors import Overloaded
 
@@ -52,3 +56,17 @@ def test_a_namespace_with_few_items_does_not_wait_for_one_with_many() -> None:
     taken = [namespace for namespace, _, _ in backlog.take(4)]
     assert sorted(taken) == ["few", "few", "many", "many"]
     assert len(backlog) == 28
+
+
+def test_unfinished_imports_are_counted_until_each_has_ended() -> None:
+    imports = UnfinishedImports({"~x", "~y", "~z"})  # type: ignore[arg-type]
+    begun: Any = [
+        SimpleNamespace(name=name, namespace=space, hidden=f"~{name}")
+        for name, space in (("x", "a"), ("y", "a"), ("z", "b"))
+    ]
+    for one in begun:
+        imports.add(one)
+    for one, left in zip(begun, ([1, 1], [0, 1], [0, 0]), strict=True):
+        imports.remove(one)
+        assert [imports.count(space) for space in "ab"] == left
+        assert imports.count(None) == sum(left)

@@ -100,6 +100,10 @@ def test_pages_that_the_pool_evicted_come_back_from_host_memory() -> None:
         await fill(caller)
         assert await check_all(caller) == [4 * PAGE] * 6
         assert await check_all(caller) == [4 * PAGE] * 6
+        loading = caller.engine.store.loading
+        assert loading is not None
+        await until(lambda: not loading.tiers.is_copying)
+        assert {entry.holds for entry in loading.tiers.host} == {0}
 
     run(scenario, HOST)
 
