@@ -186,6 +186,9 @@ class Model:
         space: Namespace = op.space
         if code in ("cancelled", "deadline_exceeded", "not_ready") or "token_ids" in op.fields:
             space.name_rows(op, self._names_of(op))
+        if op.name in CUTTING:  # pages that it named may stay without it
+            lives = [space.lives[name] for name in op.ids if name in space.lives]
+            space.named |= {row: None for row, one in space.named.items() if one in lives}
         if code != "ok":
             right = self._is_explained(space, op, code, fields)
             check(right, f"{op.name} was refused with {code}:", fields.get("detail"), op.fields)
