@@ -382,6 +382,7 @@ for phase in sys.stdin:
 """A caller that is killed at chosen points, many times: torch is loaded once."""
 
 
+@pytest.mark.long
 def test_a_caller_killed_anywhere_leaves_no_trace(served: Served, session: TorchSession) -> None:
     names = fresh(session, ["a", "b"])
     prefill(session, names, [16, 31])

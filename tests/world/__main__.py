@@ -27,7 +27,7 @@ def arguments() -> argparse.Namespace:
     worlds = (*WORLDS, "all")
     parser.add_argument("--world", default="all", choices=worlds, help="(default: all)")
     parser.add_argument("--table", action="store_true", help="print operations and faults")
-    parser.add_argument("--seed", type=int, help="replay this one, with its trace")
+    parser.add_argument("--seed", type=int, help="replay this one in each world, with its trace")
     parser.add_argument("--statements", type=int, default=40, help="of each caller")
     parser.add_argument("--only", help="numbers of the statements to run, of all callers")
     parser.add_argument("--most", type=int, default=1, help="number of failures to stop at")
@@ -51,11 +51,13 @@ def main() -> int:
         skipped = frozenset[int]()
         if given.only is not None:
             skipped = frozenset(range(4 * given.statements)) - {*map(int, given.only.split(","))}
-        plan = Plan(given.seed, 4, given.statements, not given.no_faults, skipped, worlds[0])
-        result = run(plan)
-        print(*result.trace, sep="\n")
-        print(f"seed {plan.seed}: {result.error or 'ok'}; digest {result.digest}")
-        return result.error is not None
+        has_faults, errors = not given.no_faults, list[str | None]()
+        for name in worlds:
+            result = run(Plan(given.seed, 4, given.statements, has_faults, skipped, name))
+            print(*result.trace, sep="\n")
+            print(f"seed {given.seed}: {result.error or 'ok'}; digest {result.digest}")
+            errors.append(result.error)
+        return any(errors)
     seeds = range(given.first, given.first + given.seeds)
     plans = (Plan(seed, statements=given.statements, world=one) for seed in seeds for one in worlds)
     totals, failed = search(plans, given.jobs, given.budget_s, given.most)

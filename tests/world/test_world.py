@@ -34,11 +34,10 @@ def test_an_unknown_name_is_refused_with_the_known_ones(option: str) -> None:
     assert status == 2 and "invalid choice: 'nowhere' (choose from" in output, output
 
 
-@pytest.mark.parametrize("name", ["engine", "cluster", "threads", "disk"])
-def test_a_seed_repeats_exactly(name: str) -> None:
-    first, second = (world("--world", name, "--seed", "3") for _ in range(2))
+def test_a_seed_repeats_exactly_in_each_world() -> None:
+    first, second = (world("--seed", "3") for _ in range(2))
     assert first == second
-    assert "digest" in first[1]
+    assert first[1].count("digest") == 4
 
 
 @pytest.mark.parametrize("bug", PATCHES)
@@ -46,6 +45,7 @@ def test_a_bug_can_still_be_put_back(bug: str) -> None:
     assert applies(bug)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bug", ["a-cut-does-not-wait-for-launches"])
 def test_a_bug_that_was_put_back_is_found(bug: str) -> None:
     status, output = world("--bug", bug, "--seeds", "100")
