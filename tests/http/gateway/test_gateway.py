@@ -6,6 +6,7 @@ import socket
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -18,6 +19,8 @@ from http_service import serving
 from triton_callers import Gateway, Triton, gateway_of
 
 from config.settings import SettingsError, load_settings
+from service.doors.kit.upstream import EngineReply
+from service.gateway.gateway import Gateway as InferenceGateway
 from tests.harness.waiting import WAIT_S, wait_for
 
 PING_S = 10
@@ -155,3 +158,23 @@ def test_a_setting_that_has_gone_names_its_successor(
     variable = f"ATTND_{successor.replace('.', '__')}".upper()
     with pytest.raises(SettingsError, match=f"set {variable} instead"):
         load_settings([])
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "header_s", "deadline_s"),
+    [(None, None, None), (None, 2.0, 2.0), (1.0, None, 1.0), (1.0, 2.0, 1.0), (3.0, 2.0, 2.0)],
+)
+async def test_the_earlier_of_two_deadlines_goes_with_the_call(
+    timeout_s: float | None, header_s: float | None, deadline_s: float | None
+) -> None:
+    asked: list[float | None] = []
+
+    async def call(_: Any, request: Any, record: Any, deadline_s: float | None) -> EngineReply:
+        asked.append(deadline_s)
+        return EngineReply({}, {}, ())
+
+    upstream, one = SimpleNamespace(call=call), SimpleNamespace
+    gateway = InferenceGateway(load_settings([]), upstream, one())  # type: ignore[arg-type]
+    request: Any = one(model=one(name="pool"), timeout_s=timeout_s)
+    await gateway.infer(one(), one(tenant=None), request, header_s)  # type: ignore[arg-type]
+    assert asked == [deadline_s]
