@@ -24,7 +24,7 @@ from kernels.errors import DeviceLost
 from service.embedded.doors import Doors
 from service.embedded.settings import settings_of
 from service.engine.loop.engine import Engine
-from service.engine.store.setup import open_backend
+from service.engine.store.setup import opened
 from service.errors import without_frames
 from service.logs import log_beside_others
 from service.metrics import Metrics
@@ -103,12 +103,10 @@ class EmbeddedEngine:
     def _run(self) -> None:
         """The thread: the engine's process in `service/engine/__main__.py`, but for what that sets
         of its process."""
-        settings, doors = self.settings.with_own_disk_path("engine-0"), self.doors
+        doors, chosen = self.doors, self.settings.backend
         try:
-            _own = make_thread_own(settings.backend.kind, settings.backend.device)
-            numerics = settings.engine.numerics
-            backend = open_backend(settings.pool, settings.backend, numerics=numerics)
-            try:
+            _own = make_thread_own(chosen.kind, chosen.device)
+            with opened(self.settings) as (settings, backend):
                 self._engine = engine = Engine(
                     self._inbox,
                     settings,
@@ -120,8 +118,6 @@ class EmbeddedEngine:
                 )
                 self._is_settled.set()
                 engine.run()
-            finally:
-                backend.close()
         except Exception as error:
             self.error = without_frames(error)
             if self._is_settled.is_set() and isinstance(error, DeviceLost):

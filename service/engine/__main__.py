@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+from contextlib import ExitStack
 from typing import Final
 
 from config.settings import set_cupy_cache, set_environment
@@ -32,40 +33,37 @@ def main() -> int:
 def serve(inherited: Inherited) -> int:
     """Make the backend, then the engine, and run it."""
     from service.engine.loop.engine import Engine
-    from service.engine.store.setup import open_backend
+    from service.engine.store.setup import opened
     from service.engine.store.store import FATAL
     from service.logs import count_dropped
     from service.metrics import Metrics
 
-    settings = inherited.settings.with_own_disk_path(f"engine-{inherited.worker}")
     metrics = Metrics(inherited.process, inherited.metrics)
     count_dropped(metrics.log_lines_dropped)
-    try:
-        how = (inherited.worker, settings.engine.numerics)
-        if settings.backend.kind != "cpu":
-            set_cupy_cache()
-        backend = open_backend(settings.pool, settings.backend, *how)
-        own, *remote = inherited.sockets
-        entry = remote[0] if remote else None
-        engine = Engine(
-            own, settings, backend, metrics, inherited.secret, entry, inherited.read_file
-        )
-    except Exception as error:
-        LOG.error("cannot start: %s", error)
-        LOG.debug("the start failed here:", exc_info=error)
-        return CANNOT_START
-    signal.signal(signal.SIGTERM, lambda *_: engine.drain())
-    on_hang_up(engine.read_keys_again)
-    engine.watch(inherited.lifeline, lambda: os._exit(1))
-    gc.collect()
-    gc.freeze()  # later collections skip the objects made so far
-    gc.set_threshold(*gc.get_threshold()[:2], NO_FULL_COLLECTION)
-    try:
-        engine.run()
-    except FATAL:
-        return 1
-    finally:
-        backend.close()
+    with ExitStack() as stack:
+        try:
+            if inherited.settings.backend.kind != "cpu":
+                set_cupy_cache()
+            settings, backend = stack.enter_context(opened(inherited.settings, inherited.worker))
+            own, *remote = inherited.sockets
+            entry = remote[0] if remote else None
+            engine = Engine(
+                own, settings, backend, metrics, inherited.secret, entry, inherited.read_file
+            )
+        except Exception as error:
+            LOG.error("cannot start: %s", error)
+            LOG.debug("the start failed here:", exc_info=error)
+            return CANNOT_START
+        signal.signal(signal.SIGTERM, lambda *_: engine.drain())
+        on_hang_up(engine.read_keys_again)
+        engine.watch(inherited.lifeline, lambda: os._exit(1))
+        gc.collect()
+        gc.freeze()  # later collections skip the objects made so far
+        gc.set_threshold(*gc.get_threshold()[:2], NO_FULL_COLLECTION)
+        try:
+            engine.run()
+        except FATAL:
+            return 1
     return 0
 
 

@@ -244,3 +244,24 @@ def test_an_import_can_be_cancelled_and_its_errors_name_the_reason(
     with pytest.raises(attnd.UnknownImport) as unknown:
         target.get_import("b")
     assert unknown.value.sequences == ("b",)
+
+
+def test_a_copy_continues_the_chain_of_its_exports_names(source: Client, target: Client) -> None:
+    grow(source, "named")
+    page_size, full = source.info().page_size, LENGTH // source.info().page_size
+    source.commit("named", Prefix(TOKENS[: full * page_size]))
+    copy_sequence(source, target, "named")
+    copied = target.get_sequence("named")
+    assert copied.known_len == copied.committed_len == full * page_size < LENGTH
+    more = TOKENS[full * page_size :] + [7] * page_size
+    k = np.zeros((LAYERS, full * page_size + len(more) - LENGTH, 2, 64), np.float32)
+    ends = [0, k.shape[1]]
+    made = target.append([*range(LAYERS)], ["named"], k, k, append_indptr=ends, token_ids=[more])
+    assert made.known_len[0] == LENGTH + k.shape[1]
+    assert made.committed_len[0] == made.known_len[0] // page_size * page_size > full * page_size
+    prompt = Prefix(TOKENS[: full * page_size] + more)
+    assert target.match_prefix(prompt, lease_s=0).matched_len == made.committed_len[0]
+    target.delete_sequence("named")
+    source.delete_sequence("named")
+    for client in (source, target):
+        client.clear()

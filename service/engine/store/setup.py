@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Final
 
@@ -38,6 +39,17 @@ SHAPE: Final = (
 
 class PoolTooSmall(RuntimeError):
     """The share of memory asked for does not hold one page."""
+
+
+@contextmanager
+def opened(settings: Settings, worker: int = 0) -> Iterator[tuple[Settings, Backend]]:
+    """The settings of engine `worker`, and its backend, which is closed at the end."""
+    own = settings.with_own_disk_path(f"engine-{worker}")
+    backend = open_backend(own.pool, own.backend, worker, own.engine.numerics)
+    try:
+        yield own, backend
+    finally:
+        backend.close()
 
 
 def open_backend(
