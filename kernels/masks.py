@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Final
 
@@ -9,6 +10,10 @@ import numpy as np
 
 from kernels.backend import Array, Int32, Int64, Mask, UInt8
 
+PIECE: Final = 2**20
+"""Elements and bytes of an expanded mask that are made at once: about a millisecond."""
+CALLS: Final = 2**13
+"""What numpy's calls for some rows cost, as elements."""
 STRIDE_WORDS: Final = 64
 """Rows of expanded masks have a multiple of this many words: few lengths, so launches repeat."""
 
@@ -36,7 +41,7 @@ class OwnMask:
     @property
     def stride(self) -> int:
         """32-bit words for the bits of a row of the expanded mask."""
-        longest = int(self.kv_lens.max(initial=1))
+        longest = int(np.maximum(self.kv_lens, self.qo_lens).max(initial=1))
         return STRIDE_WORDS * -(-longest // (32 * STRIDE_WORDS))
 
     def rows(self, order: Int32 | None) -> tuple[Int64, Int64, Int64]:
@@ -45,34 +50,51 @@ class OwnMask:
         counts = np.repeat(self.qo_lens.astype(np.int64), self.qo_lens)
         first = np.repeat((self.kv_lens - self.qo_lens).astype(np.int64), self.qo_lens)
         starts = np.repeat(np.cumsum(self.sizes) - self.sizes, self.qo_lens)
-        within = np.arange(counts.size) - np.repeat(
-            np.cumsum(self.qo_lens) - self.qo_lens, self.qo_lens
-        )
-        begin = starts * (8 if self.packed else 1) + within * counts
+        begin = starts * (8 if self.packed else 1) + self._within * counts
         made = (first, counts, begin)
         return made if order is None else (first[order], counts[order], begin[order])
 
-    def expand(self, arena: memoryview, order: Int32 | None) -> Mask:
-        """The mask of all keys for plan rows, from a copy of the elements."""
-        parts: list[UInt8] = []
-        offsets: list[Int64] = []
+    @property
+    def _within(self) -> Int64:
+        """Number of each row in its sequence."""
+        firsts = np.repeat(np.cumsum(self.qo_lens) - self.qo_lens, self.qo_lens)
+        return np.arange(firsts.size) - firsts
+
+    def expand(self, arena: memoryview, order: Int32 | None) -> Generator[None, None, Mask]:
+        """Make the mask of all keys for plan rows, from a copy of the elements, in pieces."""
+        before = -(-np.maximum(self.kv_lens - self.qo_lens, 0).astype(np.int64) // 8)
+        widths = before + -(-self.qo_lens // 8)  # own rows begin at a whole byte
+        ends = np.cumsum(widths * self.qo_lens)
+        bits = np.empty(int(ends[-1]) if ends.size else 0, np.uint8)
         place, done = self.place, 0
-        for rows, keys, size in zip(self.qo_lens, self.kv_lens, self.sizes, strict=True):
-            elements = np.frombuffer(arena, np.uint8, int(size), place)
-            place += int(size)
-            if self.packed:
-                elements = np.unpackbits(elements, count=int(rows) ** 2, bitorder="little")
-            own = np.packbits((elements != 0).reshape(rows, rows), axis=1, bitorder="little")
-            before = -(-max(int(keys) - int(rows), 0) // 8)  # whole bytes, so that own ones fit
-            bits = np.full((rows, before + own.shape[1]), 0xFF, np.uint8)
-            bits[:, before:] = own
-            begin = done + np.arange(rows, dtype=np.int64) * bits.shape[1] + before
-            offsets.append(8 * begin - (np.int64(keys) - np.int64(rows)))
-            parts.append(bits.reshape(-1))
-            done += bits.size
-        joined = np.concatenate([np.empty(0, np.int64), *offsets])
-        bits = np.concatenate([np.empty(0, np.uint8), *parts])
-        return Mask(bits, joined if order is None else joined[order])
+        sequences = zip(self.qo_lens, self.sizes, before, widths, ends, strict=True)
+        for rows, size, own, width, end in ((int(one) for one in each) for each in sequences):
+            made = bits[end - rows * width : end].reshape(rows, width)
+            at_once = max(1, PIECE // max(rows, 1))
+            for first in range(0, rows, at_once):
+                last = min(first + at_once, rows)
+                seen = self._elements(arena, place, first * rows, last * rows)
+                made[first:last, :own] = 0xFF
+                made[first:last, own:] = np.packbits(
+                    seen.reshape(-1, rows), axis=1, bitorder="little"
+                )
+                done += (last - first) * (rows + width) + CALLS
+                if done >= PIECE:
+                    done = 0
+                    yield
+            place += size
+        starts = np.repeat(8 * (ends - widths * self.qo_lens + before), self.qo_lens)
+        offsets = starts + self._within * np.repeat(8 * widths, self.qo_lens) - self.rows(None)[0]
+        return Mask(bits, offsets if order is None else offsets[order])
+
+    def _elements(self, arena: memoryview, place: int, first: int, last: int) -> Array:
+        """Elements of the sequence at `place`, as bools."""
+        if not self.packed:
+            found: Array = np.frombuffer(arena, np.uint8, last - first, place + first) != 0
+            return found
+        begin, end = first // 8, -(-last // 8)
+        held = np.frombuffer(arena, np.uint8, end - begin, place + begin)
+        return np.unpackbits(held, bitorder="little")[first - 8 * begin : last - 8 * begin]
 
 
 def own_sizes(qo_lens: Int32, packed: bool) -> Int64:

@@ -189,6 +189,27 @@ def deep_prefixes(count: int, num_pages: int) -> Burst:
     return burst
 
 
+def named_prompts(count: int, num_pages: int) -> Burst:
+    """Creates `count` sequences with a reserve, whose appends name all their pages, and deletes
+    them; other pages each time."""
+    names, length = ids(count), num_pages * PAGE
+    new = [{"id": name, "prefix": {"token_ids": []}, "reserve": length} for name in names]
+    indptr = list(range(0, count * length + 1, length))
+    rows = np.stack([ones(count * length)] * 2)
+    fields = {"layers": [0, 1], "sequences": names, "append_indptr": indptr}
+    rng = np.random.default_rng(0)
+
+    def burst() -> Iterable[Shot]:
+        tokens = rng.integers(2**32, size=count * length, dtype=np.uint32)
+        return [
+            Shot("create_sequences", {"sequences": new}),
+            Shot("append", fields, {"k": rows, "v": rows, "token_ids": tokens}),
+            Shot("delete_sequences", {"prefix": "s"}),
+        ]
+
+    return burst
+
+
 def page_keys(num_pages: int) -> list[str]:
     """Keys of the attacker's pages that `cached` commits."""
     tokens = np.arange(num_pages * PAGE, dtype=np.uint32)
@@ -279,6 +300,7 @@ ATTACKS: Final = (
     Attack("S13 pool beside a chain of 4,000 forks", calls("pool", 16), chain(4000)),
     Attack("S14 create and delete 30,000", create_and_delete(30_000)),
     Attack("S14 create 8 with prefixes of 1,000 pages", deep_prefixes(8, 1000), cached(20_000)),
+    Attack("S14 appends that name 4,000 pages", named_prompts(4, 1000)),
     Attack(
         "S14 page tables of a chain of 3,000",
         calls("page_table", 64, 2**26, sequences=ids(3000)),

@@ -116,7 +116,7 @@ class HostRun:
         out = AttentionState(self._array(slot.o, work.dtype, query), lse)
         q = self._array(slot.q, work.dtype, query)
         if work.mask is not None and place == 0:
-            self._mask = work.mask.expand(self._arena, work.plan.order)
+            self._mask = yield from work.mask.expand(self._arena, work.plan.order)
         attend = Attend(layer, q, work.plan, work.scorings[place], self._mask, out)
         if (sinks := work.sinks_at(layer)) is not None:
             attend.sinks = self._array(sinks, np.dtype(np.float32), query[1:2])
