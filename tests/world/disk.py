@@ -129,7 +129,7 @@ class DiskWorld(Run):
             self.forget(entry)
             return
         check(found is not None, "a record gave way to none:", number)
-        check(bytes(block) == bytes(wanted.block), "a wrong record was read:", number)
+        check(bytes(block) == b"".join(wanted.parts), "a wrong record was read:", number)
 
     def restart(self, how: str) -> None:
         """The next store has a copy of what the one before left on its disk."""
