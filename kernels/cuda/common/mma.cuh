@@ -73,3 +73,18 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32 (&a)[4]
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   }
 }
+
+// Each thread of a quad holds word `lane % 4` of four 16-byte chunks; after it, all of chunk `lane % 4`.
+__device__ __forceinline__ uint4 transpose_quad(uint32 a, uint32 b, uint32 c, uint32 d,
+                                                int lane) {
+  const bool odd = lane & 1, high = lane & 2;
+  const uint32 ab = __shfl_xor_sync(kAllLanes, odd ? a : b, 1);
+  const uint32 cd = __shfl_xor_sync(kAllLanes, odd ? c : d, 1);
+  a = odd ? ab : a;
+  b = odd ? b : ab;
+  c = odd ? cd : c;
+  d = odd ? d : cd;
+  const uint32 ac = __shfl_xor_sync(kAllLanes, high ? a : c, 2);
+  const uint32 bd = __shfl_xor_sync(kAllLanes, high ? b : d, 2);
+  return make_uint4(high ? ac : a, high ? bd : b, high ? c : ac, high ? d : bd);
+}

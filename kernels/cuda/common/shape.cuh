@@ -6,6 +6,10 @@
 #endif
 
 constexpr int kHeadDim = HEAD_DIM;
+#ifndef VALUE_DIM
+#define VALUE_DIM HEAD_DIM
+#endif
+constexpr int kValueDim = VALUE_DIM;
 constexpr bool kBf16 = BF16 != 0;
 constexpr int kFp8 = FP8;
 constexpr bool kIsFp8 = kFp8 != 0;

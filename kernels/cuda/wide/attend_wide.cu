@@ -13,7 +13,7 @@
 // the other's products. Memory traffic: each K and V byte of a run once per 64 * kConsumers rows, through
 // L2; q once, o or partial states once. Scores and sums are float32, P is rounded to the element type.
 //
-// Specialised by -D: HEAD_DIM (64, 128, 192, 256), BF16, TILE_KEYS, STAGES, QUERY_STAGES, PAGE_SIZE (a multiple
+// Specialised by -D: HEAD_DIM (64, 128, 192, 256), VALUE_DIM (of V and O, where it is not HEAD_DIM), BF16, TILE_KEYS, STAGES, QUERY_STAGES, PAGE_SIZE (a multiple
 // of 8 that divides TILE_KEYS; 0: ragged keys), HAS_MASK, HAS_SOFT_CAP, QUERIES_IN_REGISTERS (the scores'
 // products take Q from there; shared memory only passes it on), CONSUMERS (1, 2, 3 warpgroups that multiply),
 // CTAS (1, 2 on a multiprocessor), MOVERS (warps that move data), STAGED (fp8: tiles as stored, 2 to 4),

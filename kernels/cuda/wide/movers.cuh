@@ -41,9 +41,10 @@ __device__ __forceinline__ void stream_tiles(const Shared& shared, const TensorM
     const WorkItem& item = unit.item;
     for (TileCursor cursor(unit, params); cursor.tile >= 0; cursor.advance()) {
       const int tile = cursor.tile;
-      const uint32 target = tiles + ring.stage() * kTileBytes;
+      const uint32 target = tiles + ring.stage() * (kOfKeys ? kTileBytes : kValueTileBytes);
       const uint32 barrier = full + ring.stage() * 8;
 #if PAGE_SIZE > 0
+      constexpr int kBytes = kOfKeys ? kPageBytes : kValuePageBytes;
       const int first_page = tile * kPagesPerTile;
       const int num_pages = min(kPagesPerTile, ceil_div(item.num_keys, kPageSize) - first_page);
       const int* ids = params.kv_indices + item.kv_begin + first_page;
@@ -61,14 +62,14 @@ __device__ __forceinline__ void stream_tiles(const Shared& shared, const TensorM
         if (elect_lane()) {
           if (first == 0) {
             if (kOfKeys) publish_visit(shared, ring.stage(), cursor);
-            barrier_arrive_expect(barrier, num_pages * kPageBytes);
+            barrier_arrive_expect(barrier, num_pages * kBytes);
           }
 #pragma unroll
           for (int i = 0; i < kPagesAtOnce; ++i) {
             if (first + i < num_pages) {
-              copy_box(target + (first + i) * kPageBytes, map, barrier, 0, 0,
-                       unit.head * params.head_blocks, unit.head * params.head_groups,
-                       item.layer * params.num_pages + pages[i]);
+              const int blocks = kOfKeys ? params.head_blocks : value_blocks(params.head_blocks);
+              copy_box(target + (first + i) * kBytes, map, barrier, 0, 0, unit.head * blocks,
+                       unit.head * params.head_groups, item.layer * params.num_pages + pages[i]);
             }
           }
         }
@@ -79,11 +80,11 @@ __device__ __forceinline__ void stream_tiles(const Shared& shared, const TensorM
       barrier_wait(empty + ring.stage() * 8, ring.parity() ^ 1);
       if (elect_lane()) {
         if (kOfKeys) publish_visit(shared, ring.stage(), cursor);
-        barrier_arrive_expect(barrier, kTileBytes);
+        barrier_arrive_expect(barrier, kOfKeys ? kTileBytes : kValueTileBytes);
 #pragma unroll
-        for (int block = 0; block < kBlocks; ++block) {
+        for (int block = 0; block < (kOfKeys ? kBlocks : kValueBlocks); ++block) {
           copy_box(target + block * kBlockStride, map, barrier, 0, item.kv_begin + tile * kTileKeys,
-                   unit.head * kBlocks + block);
+                   unit.head * (kOfKeys ? kBlocks : kValueBlocks) + block);
         }
       }
 #endif

@@ -57,15 +57,15 @@ __device__ __forceinline__ void issue_scores(float (&s)[kScores], const Queries&
   products_commit();
 }
 
-// O += P V: 64 rows by kHeadDim, over kTileKeys keys.
+// O += P V: 64 rows by kValueDim, over kTileKeys keys.
 __device__ __forceinline__ void issue_values(float (&o)[kOutputs], const uint32 (&p)[kScores / 2],
                                              uint32 values) {
-  const auto b = matrix_descriptor(values, kBlockStride, kGroupStride);
+  const auto b = matrix_descriptor(values, kBlockStride, kValueGroupStride);
   products_begin();
 #pragma unroll
   for (int step = 0; step < kTileKeys / 16; ++step) {
-    Wgmma<kHeadDim>::accumulate_values(o, p[4 * step], p[4 * step + 1], p[4 * step + 2],
-                                       p[4 * step + 3], b + step * 2 * kGroupStride / 16);
+    Wgmma<kValueDim>::accumulate_values(o, p[4 * step], p[4 * step + 1], p[4 * step + 2],
+                                       p[4 * step + 3], b + step * 2 * kValueGroupStride / 16);
   }
   products_commit();
 }

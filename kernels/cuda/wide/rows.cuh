@@ -4,7 +4,8 @@
 
 #include "common/convert.cuh"
 #include "common/rows.cuh"
-#include "common/state.cuh"
+#include "common/shape.cuh"
+#include "common/limits.cuh"
 #include "wide/params.cuh"
 #include "wide/shared.cuh"
 
@@ -45,21 +46,8 @@ struct Finished {
                                         const Shared& shared, int row);
 };
 
-// How far a row's scores may rise before its reference follows, in base 2; weights are then up to 2^kTop, and a row's
-// highest is 2^(kTop - kSlack) at least.
-constexpr float kSlack = 8.0f;
-constexpr float kTop = kBf16 ? kSlack : kFp16Top;
-// Up to references of this size, in base 2, products and references are fine enough for weights of fp16 (2^28) or
-// bf16 (2^30): a float's spacing is 16, or 64, below it. Rows beyond come out as NaN.
-constexpr float kLargest = kBf16 ? 1073741824.0f : 268435456.0f;
-// Negative limits from here on, in base 2, are raised to 0: a row's highest weight is then 2^(kTop - kSlack + kLowest) at
-// least, in fp16 2^3, and what it has not, below 2^-24, is 2^-27 of that.
-constexpr float kLowest = kBf16 ? -96.0f : -4.0f;
-constexpr float kHighest = 3e38f;  // limit: finite
-
-// Running softmax of rows `row` and `row + 8`, of which this thread holds every fourth pair of columns.
-// Weights are 2^(s - reference), with a reference that no score is kTop above or more; `limit`, in units of the
-// products, is where that would be. Nothing seen: -inf, both.
+// Running softmax of rows `row` and `row + 8`, of which this thread holds every fourth pair of columns, by limits and
+// references (common/limits.cuh).
 struct Rows {
   float limit[2], sum[2];
   KeyRange keys[2];         // of the run, that the row sees
@@ -107,28 +95,15 @@ struct Rows {
   }
 
   // Raises the limits if a score of the warp's 16 rows has reached its row's. True where a reference has moved:
-  // `factor` rescales earlier sums to the new ones. Floats that are not negative are ordered as their
-  // bits are, above all that are negative, and the highest of three integers is one instruction; a row whose limit
-  // is negative is looked at each time.
+  // `factor` rescales earlier sums to the new ones.
   __device__ __forceinline__ bool raise(const float (&s)[kScores], float (&factor)[2], float scale) {
-    bool reached = false;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      int top = __float_as_int(s[2 * r]);
-#pragma unroll
-      for (int i = 2 * r; i < kScores; i += 4)
-        top = __vimax3_s32(top, __float_as_int(s[i]), __float_as_int(s[i + 1]));
-      reached |= !(limit[r] >= 0.0f) || top >= __float_as_int(limit[r]);
-    }
-    if (!__any_sync(kAllLanes, reached)) return false;
+    if (!__any_sync(kAllLanes, reaches_limit(s, limit))) return false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const auto score = [&](int i) { return s[i / 2 * 4 + 2 * r + i % 2]; };
       const float top = quad_max(highest_score<kScores / 2>(minus_infinity(), score));
       const float before = reference(r, scale);
-      // by the row's own scores alone: what other rows have, and whether they are there, leaves no trace
-      const float above = top >= limit[r] ? top + __fdividef(kSlack, scale) : limit[r];
-      limit[r] = above * scale >= kLowest ? fminf(fmaxf(above, 0.0f), kHighest) : above;
+      limit[r] = raised_limit(limit[r], top, scale);
       factor[r] = state_rescale(before, reference(r, scale));
       sum[r] *= factor[r];
     }
@@ -161,10 +136,8 @@ struct Rows {
     Finished finished;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float total = quad_sum(sum[r]);
       const float base = reference(r, scale);
-      // of a score of +inf, or of one that is too large
-      if (total > kHighest || fabsf(state_reference(base)) > kLargest) total = not_a_number();
+      const float total = checked_sum(quad_sum(sum[r]), base);
       finished.inverse[r] = state_inverse(total) * v_scale;
       finished.lse[r] = state_lse(base, total);
     }
@@ -174,11 +147,7 @@ struct Rows {
   }
 
  private:
-  // What a row's scores are weighed by, in base 2; -inf where it has seen nothing. Rounded up: rounded down, it would
-  // let weights of large scores overflow fp16.
-  __device__ __forceinline__ float reference(int r, float scale) const {
-    return __fmaf_ru(limit[r], scale, -kTop);
-  }
+  __device__ __forceinline__ float reference(int r, float scale) const { return reference_of(limit[r], scale); }
 };
 
 #if HAS_MASK
@@ -214,21 +183,6 @@ __device__ __forceinline__ void pack(const float (&s)[kScores], uint32 (&p)[kSco
 __device__ __forceinline__ void clear(float (&o)[kOutputs]) {
 #pragma unroll
   for (int i = 0; i < kOutputs; ++i) o[i] = 0.0f;
-}
-
-// Each thread of a quad holds word `lane % 4` of four 16-byte chunks; after it, all of chunk `lane % 4`.
-__device__ __forceinline__ uint4 transpose_quad(uint32 a, uint32 b, uint32 c, uint32 d,
-                                                int lane) {
-  const bool odd = lane & 1, high = lane & 2;
-  const uint32 ab = __shfl_xor_sync(kAllLanes, odd ? a : b, 1);
-  const uint32 cd = __shfl_xor_sync(kAllLanes, odd ? c : d, 1);
-  a = odd ? ab : a;
-  b = odd ? b : ab;
-  c = odd ? cd : c;
-  d = odd ? d : cd;
-  const uint32 ac = __shfl_xor_sync(kAllLanes, high ? a : c, 2);
-  const uint32 bd = __shfl_xor_sync(kAllLanes, high ? b : d, 2);
-  return make_uint4(high ? ac : a, high ? bd : b, high ? c : ac, high ? d : bd);
 }
 
 // A thread's own 16 bytes beside those of its neighbours: what it has left it reads itself, in shared memory, or in the
@@ -308,11 +262,11 @@ __device__ __forceinline__ void Finished::write(float (&o)[kOutputs],
   for (int r = 0; r < 2; ++r) {
     const int index = shared.row(slot, row + 8 * r).target;
     if (!__any_sync(kAllLanes, index >= 0)) continue;  // none of eight rows: units of few rows are short
-    const int64 offset = static_cast<int64>(index) * kHeadDim;
+    const int64 offset = static_cast<int64>(index) * kValueDim;
     if (final) {
       Element* o_row = static_cast<Element*>(params.o) + offset + part * 8;
 #pragma unroll
-      for (int j = 0; j < kHeadDim / 8; j += 4) {
+      for (int j = 0; j < kValueDim / 8; j += 4) {
         uint32 words[4];
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
@@ -325,7 +279,7 @@ __device__ __forceinline__ void Finished::write(float (&o)[kOutputs],
     } else if (index >= 0) {
       float* o_row = params.partial_o + offset + part * 2;
 #pragma unroll
-      for (int j = 0; j < kHeadDim / 8; ++j) {
+      for (int j = 0; j < kValueDim / 8; ++j) {
         const int i = 4 * j + 2 * r;
         *reinterpret_cast<float2*>(o_row + 8 * j) =
             make_float2(o[i] * inverse[r], o[i + 1] * inverse[r]);

@@ -40,6 +40,7 @@ static_assert(kPageSize % 8 == 0, "a swizzled group is 8 rows");
 static_assert(kTileKeys % kPageSize == 0, "a tile is whole pages");
 constexpr int kPagesPerTile = kTileKeys / kPageSize;
 constexpr int kPageBytes = kPageSize * kHeadDim * 2;
+constexpr int kValuePageBytes = kPageSize * kValueDim * 2;
 static_assert(kPagesPerTile <= 32, "one page id per lane");
 // Page ids that the lane which copies them holds at a time: more than 12 are too many registers.
 constexpr int kPagesAtOnce = kPagesPerTile > 12 ? 8 : kPagesPerTile;
@@ -62,15 +63,18 @@ static_assert(!kSharesRegisters ||
                       kThreads * kEntryRegisters,
               "no more than there are");
 constexpr int kScores = kTileKeys / 2;   // per thread
-constexpr int kOutputs = kHeadDim / 2;  // per thread
+constexpr int kOutputs = kValueDim / 2;  // per thread
 constexpr int kRunningFloats = 4 + kOutputs;  // of a running state, per thread: each row's max and sum, then o
 constexpr int kRunningHere = RUNNING_HERE;    // of its vectors of four, the first ones that shared memory holds
 
 // A K or V tile is made of groups of 8 keys x 64 dims (1024 bytes, swizzled). A page arrives in one box as
 // [group of 8 keys][block of 64 dims]; ragged keys arrive as [block of 64 dims][group of 8 keys].
 constexpr int kBlocks = kHeadDim / 64;
+constexpr int kValueBlocks = kValueDim / 64;
+constexpr int kValueTileBytes = kTileKeys * kValueDim * 2;
 constexpr int kTileBytes = kTileKeys * kHeadDim * 2;
 constexpr int kGroupStride = kPageSize > 0 ? kBlocks * 1024 : 1024;
+constexpr int kValueGroupStride = kPageSize > 0 ? kValueBlocks * 1024 : 1024;
 constexpr int kBlockStride = kPageSize > 0 ? 1024 : kTileKeys * 128;
 // Queries that the products read: per consumer [block of 64 dims][64 rows], swizzled. On their way to registers:
 // row after row, 16 bytes between them, so that the chunks of eight rows are in different banks.
@@ -87,6 +91,11 @@ constexpr int kUnitSlots = kIsFp8 ? 4 : 2;  // fp8 pools are read up to three ti
 // Rows are needed until o is written, under the next unit's first scores; q only until its last scores, or until it
 // is in registers.
 constexpr int kRowSlots = kQueryStages + 2;
+
+// A kv head's blocks of V in a map whose heads have `blocks` of K, or 0.
+__device__ __forceinline__ int value_blocks(int blocks) {
+  return kValueDim == kHeadDim ? blocks : blocks / kBlocks * kValueBlocks;
+}
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
@@ -125,7 +134,7 @@ struct Shared {
   uint8* base;  // aligned to 1024: swizzled groups repeat with the address
   uint32 address;
 
-  static constexpr int kQueries = 2 * kStages * kTileBytes;
+  static constexpr int kQueries = kStages * (kTileBytes + kValueTileBytes);
   static constexpr int kStaging = kQueries + kQueryStages * kQueryBytes;
   static constexpr int kRunning = kStaging + kStaged * kStagedBytes;
   static constexpr int kRows = kRunning + kRunningHere * 128 * kConsumers * 16;
@@ -138,7 +147,7 @@ struct Shared {
       : base(storage), address(shared_address(storage)) {}
   __device__ __forceinline__ uint32 keys(int stage) const { return address + stage * kTileBytes; }
   __device__ __forceinline__ uint32 values(int stage) const {
-    return address + (kStages + stage) * kTileBytes;
+    return address + kStages * kTileBytes + stage * kValueTileBytes;
   }
   __device__ __forceinline__ uint32 queries(int stage) const {
     return address + kQueries + stage * kQueryBytes;
@@ -213,11 +222,11 @@ struct Shared {
 
 // Zeroes rows `valid` and up of a V tile, with the 128 threads of a warpgroup.
 __device__ __forceinline__ void clear_rows(uint32 tile, int valid) {
-  const int num_chunks = (kTileKeys - valid) * kBlocks * 8;
+  const int num_chunks = (kTileKeys - valid) * kValueBlocks * 8;
   for (int i = threadIdx.x % 128; i < num_chunks; i += 128) {
-    const int key = valid + i / (kBlocks * 8), block = i / 8 % kBlocks;
+    const int key = valid + i / (kValueBlocks * 8), block = i / 8 % kValueBlocks;
     const uint32 target =
-        tile + key / 8 * kGroupStride + block * kBlockStride + key % 8 * 128 + i % 8 * 16;
+        tile + key / 8 * kValueGroupStride + block * kBlockStride + key % 8 * 128 + i % 8 * 16;
     asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(target), "r"(0) : "memory");
   }
 }

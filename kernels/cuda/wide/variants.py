@@ -56,6 +56,12 @@ class WideVariant:
     staged: int = 2
     splits: bool = False
     by_token: bool = False
+    v_head_dim: int | None = None
+
+    @property
+    def value_dim(self) -> int:
+        """Values of a row of V."""
+        return self.v_head_dim or self.head_dim
 
     @property
     def tile_rows(self) -> int:
@@ -87,7 +93,7 @@ class WideVariant:
         """How many vectors of a consumer thread's running state shared memory has room for."""
         each = 128 * self.consumers * 16
         room = (MOST_SHARED - self._other_bytes) // each
-        return max(0, min(1 + self.head_dim // 8, room)) if self.splits else 0
+        return max(0, min(1 + self.value_dim // 8, room)) if self.splits else 0
 
     @property
     def shared_bytes(self) -> int:
@@ -97,7 +103,7 @@ class WideVariant:
     @property
     def _other_bytes(self) -> int:
         """Shared memory but for running states."""
-        tiles = 2 * self.stages * self.tile_keys * self.head_dim * 2
+        tiles = self.stages * self.tile_keys * (self.head_dim + self.value_dim) * 2
         queries = (
             self.query_stages * self.tile_rows * (2 * self.head_dim + 16 * self.query_registers)
         )
@@ -125,6 +131,7 @@ class WideVariant:
             STAGED=self.staged,
             HAS_MASK=int(self.has_mask),
             HAS_SOFT_CAP=int(self.has_soft_cap),
+            **({} if self.value_dim == self.head_dim else {"VALUE_DIM": self.value_dim}),
             **({"BY_TOKEN": 1} if self.by_token else {}),
             **({"SPLITS": 1, "RUNNING_HERE": self.running_here} if self.splits else {}),
         )
@@ -135,6 +142,8 @@ class WideVariant:
 _GENERAL: Final = {64: (128, 3, 2), 128: (128, 2, 2), 192: (64, 3, 1), 256: (64, 2, 1)}
 _GENERAL_IN_REGISTERS: Final = 64
 _PLAIN: Final = {**_GENERAL, 64: (192, 2, 2)}
+_UNEQUAL: Final = {(192, 128): (128, 2, 1)}
+"""The same by head_dim and v_head_dim, where these are not equal; queries stay in shared memory."""
 _PLAIN_IN_REGISTERS: Final = 128
 MOST_SHARED: Final = 227 * 1024
 """Bytes of a CTA's shared memory."""
@@ -159,11 +168,20 @@ def supports(
     kv_dtype: DType,
     page_size: int,
     sm_scale: float,
+    v_head_dim: int | None = None,
 ) -> bool:
-    """Whether this kernel runs such work; everything else is the `mma.sync` kernel's.
+    """Whether this kernel runs such work; everything else is the `mma.sync` kernel's, or the plain
+    one's where `v_head_dim` is not `head_dim`.
 
     `sm_scale` must be positive, because maxima are taken before scaling.
     """
+    if v_head_dim not in (None, head_dim):
+        fits = (head_dim, v_head_dim) in _UNEQUAL and has_maps(kv_dtype, page_size)
+        return (
+            fits
+            and q_dtype == kv_dtype
+            and supports(arch, head_dim, q_dtype, kv_dtype, page_size, sm_scale)
+        )
     if arch != "sm_90a" or q_dtype not in ("fp16", "bf16") or sm_scale <= 0.0:
         return False
     if kv_dtype.startswith("fp8"):
@@ -183,6 +201,7 @@ def variant(
     has_mask: bool = False,
     has_soft_cap: bool = False,
     storage: DType | None = None,
+    v_head_dim: int | None = None,
 ) -> WideVariant:
     """The tuned specialisation for supported work; `storage` is `dtype` unless given."""
     general, by_token = has_mask or has_soft_cap, False
@@ -193,6 +212,8 @@ def variant(
         in_registers = head_dim <= _CONVERTING_IN_REGISTERS
     elif page_size not in _PAGE_SIZES:
         by_token, page_size = True, 0
+    elif v_head_dim not in (None, head_dim):
+        sizes = _UNEQUAL[head_dim, v_head_dim or head_dim]
     made = WideVariant(
         head_dim,
         dtype,
@@ -203,6 +224,7 @@ def variant(
         *sizes,
         query_registers=in_registers,
         by_token=by_token,
+        v_head_dim=v_head_dim,
     )
     return _pair(made) if by_token else made
 
