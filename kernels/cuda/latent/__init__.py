@@ -1,0 +1,1 @@
+"""The kernel for latent pools (absorbed MLA) on Hopper."""

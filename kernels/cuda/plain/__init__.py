@@ -1,0 +1,1 @@
+"""The kernel for any shape of K and V, on any device."""
