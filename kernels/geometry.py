@@ -61,10 +61,15 @@ class LayerGroup:
         return -1 if self.window is None else self.window - 1
 
     @property
+    def stored_dims(self) -> tuple[int, int]:
+        """Stored values of a head's K and V; V of a latent group is in K."""
+        return self.head_dim, 0 if self.kind == "latent" else self.v_head_dim
+
+    @property
     def row_elements(self) -> tuple[int, int]:
-        """Stored elements of a token's K and V in one layer; V of a latent group is in K."""
-        values = 0 if self.kind == "latent" else self.num_kv_heads * self.v_head_dim
-        return self.num_kv_heads * self.head_dim, values
+        """Stored elements of a token's K and V in one layer."""
+        keys, values = self.stored_dims
+        return self.num_kv_heads * keys, self.num_kv_heads * values
 
     @property
     def token_bytes(self) -> int:

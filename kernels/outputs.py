@@ -28,12 +28,13 @@ def check_state(field: str, place: AttentionState, shape: Shape, dtype: np.dtype
     check_place(f"{field}.lse", place.lse, shape[:-1], _FLOAT32)
 
 
-def check_outs(requests: Sequence[Attend | RaggedAttend]) -> None:
-    """The places of attention's answers: shaped as q, in q's dtype. Sinks: one for each head."""
+def check_outs(requests: Sequence[Attend | RaggedAttend], v_head_dim: int) -> None:
+    """The places of attention's answers: of q's rows, heads and dtype. Sinks: one for each head."""
     for request in requests:
         check_sinks(request.sinks, request.q)
         if request.out is not None:
-            check_state("out", request.out, request.q.shape, request.q.dtype)
+            shape = (*request.q.shape[:2], v_head_dim)
+            check_state("out", request.out, shape, request.q.dtype)
 
 
 def check_sinks(sinks: Float32 | None, o: Tensor) -> None:

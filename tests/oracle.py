@@ -43,11 +43,12 @@ def attend(
     sm_scale: float,
     logits_soft_cap: float = 0.0,
 ) -> State:
-    """`q [n, Hq, D]`, `k, v [m, Hkv, D]`, `seen [n, m]` -> `o [n, Hq, D]`, `lse [n, Hq]`."""
+    """`q [n, Hq, D]`, `k [m, Hkv, D]`, `v [m, Hkv, E]`, `seen [n, m]` -> `o [n, Hq, E]`, `lse [n,
+    Hq]`."""
     q, k, v = (np.asarray(x).astype(np.float64) for x in (q, k, v))
     n, heads, _ = q.shape
     group = heads // k.shape[1]
-    o, lse = np.zeros(q.shape), np.full((n, heads), -np.inf)
+    o, lse = np.zeros((n, heads, v.shape[2])), np.full((n, heads), -np.inf)
     for i in range(n):
         keys = np.flatnonzero(seen[i])
         for head in range(heads):

@@ -45,13 +45,14 @@ def attention(
     The steps' pages count from page `first_page` of the pool.
     """
     everything, states = slice(0, q.shape[0]), None
+    empty = (*q.shape[:2], pool.value_dim)
     for index, found in _found(pool, steps, first_page, q, scoring):
         if states is None and index == everything:
             states = found
             continue
-        states = States.empty(*q.shape) if states is None else states.widened()
+        states = States.empty(*empty) if states is None else states.widened()
         states.join(index, found)
-    return States.empty(*q.shape) if states is None else states
+    return States.empty(*empty) if states is None else states
 
 
 def _found(

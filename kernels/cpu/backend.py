@@ -61,8 +61,8 @@ class GroupPool:
 
     def shapes(self, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of k and v of `count` tokens."""
-        g = self.group
-        return (count, g.num_kv_heads, g.head_dim), (count, g.num_kv_heads, g.v_head_dim)
+        heads, dims = self.group.num_kv_heads, self.group.stored_dims
+        return (count, heads, dims[0]), (count, heads, dims[1])
 
     def check_rows(self, k: Array, v: Array, count: int) -> None:
         """Raise `ValueError` unless k and v are rows of `count` tokens."""
@@ -191,7 +191,7 @@ class CpuBackend:
         self, own: GroupPool, requests: Sequence[Attend], seconds: StageSeconds, clock: float
     ) -> list[AttentionState]:
         """States of the requests' rows; all stages but the last are timed, from `clock` on."""
-        _check_outs(requests)
+        _check_outs(requests, own.group.v_head_dim)
         prepared, first_page = own.prepare(requests)
         seconds.plan, clock = _lap(clock)
         given = map(_in_plan_order, requests, prepared.orders)
@@ -205,7 +205,7 @@ class CpuBackend:
     def attend_ragged(self, request: RaggedAttend) -> Pending[AttentionState]:
         seconds = StageSeconds()
         clock = time.perf_counter()
-        _check_outs([request])
+        _check_outs([request], request.v.shape[2])
         pool, paged = _as_paged(request)
         tokens, heads, dim = request.k.shape
         shape = PagedShape(tokens, 1, heads * dim, 1, {0: 0})
@@ -297,9 +297,9 @@ class CpuBackend:
         self._memory, self._pools = torch.empty(0, dtype=torch.uint8), []
 
 
-def _check_outs(requests: Sequence[Attend | RaggedAttend]) -> None:
+def _check_outs(requests: Sequence[Attend | RaggedAttend], v_head_dim: int) -> None:
     """Places of the right shapes, on the host."""
-    check_outs(requests)
+    check_outs(requests, v_head_dim)
     for request in requests:
         if request.out is not None:
             on_host(request.out.o, "out.o")

@@ -21,6 +21,7 @@ LOG2_E: Final = math.log2(math.e)
 def is_fused(pool: Pool, q: torch.Tensor, scoring: Scoring) -> bool:
     """Whether rows `q` can meet the pool's keys as they are stored."""
     same = q.dtype == pool.k.torch_dtype == pool.v.torch_dtype
+    same = same and pool.k.bits.shape[-1] == pool.value_dim
     return same and q.dtype in SIXTEEN_BITS and scoring.logits_soft_cap == 0
 
 

@@ -37,7 +37,7 @@ def attention(
     The steps, one split of some sequences each, come in order of position.
     """
     m, l = torch.full(q.shape[:2], -torch.inf), torch.zeros(q.shape[:2])  # noqa: E741
-    o = torch.zeros(q.shape)
+    o = torch.zeros(*q.shape[:2], pool.value_dim)
     scale, cap = scoring.sm_scale * pool.k.scale, scoring.logits_soft_cap
     q = q.to(torch.float32) * (scale / cap if cap > 0 else scale)
     for step in steps:

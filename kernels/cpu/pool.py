@@ -119,16 +119,26 @@ class StoredPages:
 class Pool:
     """K and V of a pool.
 
-    `joint` views a buffer that holds both as `[blocks, 2, inner axes by layout]`.
+    `joint` views a buffer that holds both as `[blocks, 2, inner axes by layout]`. With
+    `latent_dim`, V is the first values of K, and `v` has rows of no values.
     """
 
     k: StoredPages
     v: StoredPages
     joint: torch.Tensor | None = None
+    latent_dim: int | None = None
+
+    @property
+    def value_dim(self) -> int:
+        """Values of a row of V."""
+        return self.v.bits.shape[-1] if self.latent_dim is None else self.latent_dim
 
     def load(self, pages: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of runs of blocks int64 `[G, P]`, each as `StoredPages.load` gives it."""
         runs, per_run = pages.shape
+        if self.latent_dim is not None:
+            rows = self.k.load(pages, num_keys)
+            return rows, rows[..., : self.latent_dim]
         if self.joint is None or not self.k.loads_jointly(runs, per_run):
             return self.k.load(pages, num_keys), self.v.load(pages, num_keys)
         stored = self.joint.index_select(0, pages.view(-1)).view(
@@ -219,11 +229,15 @@ def pool_of(memory: torch.Tensor, geometry: PoolGeometry, group: LayerGroup) -> 
     heads = (group.page_size, group.num_kv_heads)
     heads = heads if geometry.layout == "NHD" else heads[::-1]
     k = pages[..., :num_keys].view(*pages.shape[:2], *heads, group.head_dim)
-    v = pages[..., num_keys:].view(*pages.shape[:2], *heads, group.v_head_dim)
+    v = pages[..., num_keys:].view(*pages.shape[:2], *heads, group.stored_dims[1])
     kinds = [(geometry.layout, group.dtype, scale) for scale in geometry.scales_of(group.dtype)]
     if group.head_dim != group.v_head_dim:
-        keys, values = blocks[:, :num_keys], blocks[:, num_keys:]
-        return Pool(StoredPages(k, keys, 1, 0, *kinds[0]), StoredPages(v, values, 1, 0, *kinds[1]))
+        flats = blocks[:, :num_keys], blocks[:, num_keys:]
+        of_k, of_v = (
+            StoredPages(bits, flat, 1, 0, *kind)
+            for bits, flat, kind in zip((k, v), flats, kinds, strict=True)
+        )
+        return Pool(of_k, of_v, None, group.v_head_dim if group.kind == "latent" else None)
     flat = blocks.view(-1, num_keys)
     return Pool(
         StoredPages(k, flat, 2, 0, *kinds[0]),

@@ -58,7 +58,7 @@ from kernels.cuda.masks.expand import PADDING
 from kernels.cuda.merge.merger import Merger
 from kernels.cuda.pages.copies import CudaPageCopies
 from kernels.cuda.rows.mover import RowMover
-from kernels.cuda.specs import service_specs
+from kernels.cuda.specs import group_specs
 from kernels.outputs import check_outs
 
 
@@ -111,9 +111,8 @@ class CudaBackend:
                 self.groups.append(GroupKernels(alone, kv, RowMover(alone, kv, *shared)))
             self.kv = self.groups[geometry.leading].kv
             in_order = self._split_keys > 0
-            self._merging = Merger(geometry.head_dim, self.multiprocessors, *shared, in_order)
-            shapes = ((one.head_dim, one.dtype, one.page_size) for one in geometry.groups)
-            specs = (service_specs(self.library.arch, *shape, numerics) for shape in shapes)
+            self._merging = Merger(self.kv.v_head_dim, self.multiprocessors, *shared, in_order)
+            specs = (group_specs(self.library.arch, one, numerics) for one in geometry.groups)
             self.library.prepare(tuple(dict.fromkeys(chain.from_iterable(specs))))
         # timed by the benchmarks, as is attention.enqueue
         self.enqueue_rows = self.groups[geometry.leading].rows.enqueue
@@ -150,7 +149,9 @@ class CudaBackend:
     def unsupported(self) -> tuple[str, ...]:
         return (
             "pools of fp32",
-            f"head_dim other than {', '.join(map(str, HEAD_DIMS))}",
+            f"head_dim other than {', '.join(map(str, HEAD_DIMS))}, where v_head_dim is the same",
+            "head_dim and v_head_dim that are not equal, and no multiples of 8 up to 256",
+            "latents of fp8",
             "ragged keys of fp8",
             "gather into fp8",
         )
@@ -210,13 +211,13 @@ class CudaBackend:
         for request in requests:
             group, _ = self._place(request.layer)
             checks.check_attend(request, group.geometry)
-        check_outs(requests)
         if not requests:
             return Done([])
         apart = len(self.groups) > 1
         kinds = [(r.mask is not None, r.layer if apart else 0) for r in requests]
         if kinds.count(kinds[0]) < len(kinds):
             return self._attend_mixed(requests, kinds)
+        check_outs(requests, self._place(requests[0].layer)[0].kv.v_head_dim)
         with self.guarded():
             return self._attend(requests)
 
@@ -267,10 +268,11 @@ class CudaBackend:
     ) -> Pending[list[AttentionState]]:
         """Launch attention of the last `uploaded` arrays, q, mask and sinks, and start the result
         copies."""
-        outs = [request.out for request in requests]
+        outs, values = [request.out for request in requests], config.kv.v_head_dim
         if device_plan.num_rows == 0:
-            return Done([out or _empty(r.q) for out, r in zip(outs, requests, strict=True)])
-        shapes = [(r.q.shape, r.q.dtype, r.out) for r in requests]
+            empty = [out or _empty(r.q, values) for out, r in zip(outs, requests, strict=True)]
+            return Done(empty)
+        shapes = [((*r.q.shape[:2], values), r.q.dtype, r.out) for r in requests]
         answers = Answers(self.transfers, states_made(shapes, NUMPY_DTYPES[config.compute]))
         at = uploaded.at[-1 - 2 * config.masked - len(sinks) :]
         mask = (at[1], at[2]) if config.masked else (0, 0)
@@ -291,7 +293,7 @@ class CudaBackend:
 
     def attend_ragged(self, request: RaggedAttend) -> Pending[AttentionState]:
         checks.check_ragged(request)
-        check_outs([request])
+        check_outs([request], request.v.shape[2])
         dtypes = checks.tensor_dtype(request.q, "q"), checks.tensor_dtype(request.k, "k")
         compute = compute_dtype(*dtypes)
         with self.guarded():
@@ -304,7 +306,8 @@ class CudaBackend:
             seconds = StageSeconds(copy_in=perf_counter() - start)
             tokens, heads, head_dim = request.k.shape
             k, v = uploaded.at[:2]
-            kv = ragged_view(heads, head_dim, compute, k, v, tokens)
+            values: int = request.v.shape[2]
+            kv = ragged_view(heads, head_dim, compute, k, v, tokens, values)
             masked = request.mask is not None
             config = AttentionConfig(kv, request.q.shape[1], compute, request.scoring, masked)
             ends = request.qo_indptr, request.kv_indptr
@@ -344,9 +347,10 @@ def compute_dtype(q: DType, keys: DType) -> DType:
     return next((dtype for dtype in (keys, q) if dtype in ("fp16", "bf16")), "fp16")
 
 
-def _empty(q: Tensor) -> AttentionState:
+def _empty(q: Tensor, v_head_dim: int) -> AttentionState:
     """States of no rows."""
-    return AttentionState(np.zeros(q.shape, q.dtype), np.zeros(q.shape[:2], np.float32))
+    shape = q.shape[:2]
+    return AttentionState(np.zeros((*shape, v_head_dim), q.dtype), np.zeros(shape, np.float32))
 
 
 def _sinks(requests: Sequence[Attend | RaggedAttend]) -> tuple[Float32, ...]:

@@ -12,6 +12,7 @@ from kernels.backend import (
     Attend,
     DType,
     Int32,
+    LayerGroup,
     Level,
     PoolGeometry,
     RaggedAttend,
@@ -20,7 +21,11 @@ from kernels.backend import (
 )
 from kernels.cuda.common.extremes import greatest, some
 from kernels.cuda.common.kernel import HEAD_DIMS
+from kernels.cuda.kv.view import row_unit
 
+MOST_DIM: Final = 256
+MOST_LATENT: Final = 1024
+"""Values of a head's row of K or V, and of a latent row."""
 MOST_ROWS: Final = 2**32 - 1
 """Rows of a pool, K and V of every layer: kernels number them in 32 bits, the last for none."""
 _DTYPES: Final[dict[np.dtype[Any], DType]] = {NUMPY_DTYPES[name]: name for name in TENSOR_DTYPES}
@@ -40,27 +45,41 @@ def tensor_dtype(tensor: Tensor, field: str) -> DType:
     return name
 
 
-def check_head_dim(head_dim: int) -> None:
-    """Raises Unsupported for a head_dim that has no kernels."""
-    if head_dim not in HEAD_DIMS:
+def check_dims(head_dim: int, v_head_dim: int, dtype: DType) -> None:
+    """Raises Unsupported for rows of K and V that have no kernels."""
+    if head_dim == v_head_dim and head_dim not in HEAD_DIMS:
         raise Unsupported("head_dim", head_dim, f"the CUDA backend has {HEAD_DIMS}")
+    step = 16 if dtype.startswith("fp8") else 8
+    for field, dim in (("head_dim", head_dim), ("v_head_dim", v_head_dim)):
+        if dim % step or not 0 < dim <= MOST_DIM:
+            rule = f"where both are not equal, multiples of {step} up to {MOST_DIM}"
+            raise Unsupported(field, dim, rule)
+
+
+def check_group(group: LayerGroup) -> None:
+    """Raises Unsupported for a group of layers that has no kernels."""
+    if group.dtype == "fp32":
+        raise Unsupported("dtype", "fp32", "the CUDA backend stores fp16, bf16 or fp8")
+    if group.kind == "attention":
+        check_dims(group.head_dim, group.v_head_dim, group.dtype)
+        return
+    if group.dtype.startswith("fp8"):
+        raise Unsupported("dtype", group.dtype, "the CUDA backend stores latents as fp16 or bf16")
+    for field, dim in (("row", group.head_dim), ("latent_dim", group.v_head_dim)):
+        if dim % 8 or not 0 < dim <= MOST_LATENT:
+            raise Unsupported(field, dim, f"latents are multiples of 8 up to {MOST_LATENT}")
 
 
 def check_pool(geometry: PoolGeometry) -> None:
     """Raises Unsupported for a pool that the kernels' row numbers of 32 bits do not reach, and for
     groups of layers that have no kernels."""
     for group in geometry.groups:
-        if group.dtype == "fp32":
-            raise Unsupported("dtype", "fp32", "the CUDA backend stores fp16, bf16 or fp8")
-        check_head_dim(group.head_dim)
-        if (group.kind, group.v_head_dim) != ("attention", group.head_dim):
-            rule = f"the CUDA backend has kernels for kind attention, v_head_dim = {group.head_dim}"
-            raise Unsupported("groups", f"{group.kind}, v_head_dim {group.v_head_dim}", rule)
-        rows = geometry.payload_bytes * group.page_size * group.num_kv_heads * 2
-        rows = rows // group.layer_bytes * geometry.num_pages
-        if rows >= MOST_ROWS:
-            most = MOST_ROWS // (rows // geometry.num_pages)
-            rule = f"the CUDA backend reaches 2^32 rows of head_dim values: at most {most} pages"
+        check_group(group)
+        unit = row_unit(group.head_dim, group.v_head_dim, group.kind == "latent")
+        page = geometry.payload_bytes // NUMPY_DTYPES[group.dtype].itemsize // unit
+        if page * geometry.num_pages >= MOST_ROWS:
+            most = MOST_ROWS // page
+            rule = f"the CUDA backend reaches 2^32 rows of {unit} values: at most {most} pages"
             raise Unsupported("pool.num_pages", geometry.num_pages, rule)
 
 
@@ -87,9 +106,8 @@ def check_pages(pages: Int32, geometry: PoolGeometry, field: str) -> None:
         require(False, field, bad, f"pages are 0..{geometry.num_pages - 1}")
 
 
-def check_kv(k: Tensor, v: Tensor, geometry: PoolGeometry, rows: int) -> None:
-    shape = (rows, geometry.num_kv_heads, geometry.head_dim)
-    require(k.shape == shape and v.shape == shape, "k, v", (k.shape, v.shape), f"both {shape}")
+def check_kv(k: Tensor, v: Tensor, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    require((k.shape, v.shape) == shapes, "k, v", (k.shape, v.shape), f"{shapes[0]}, {shapes[1]}")
     require(k.dtype == v.dtype, "k, v", (k.dtype, v.dtype), "one dtype")
 
 
@@ -141,17 +159,19 @@ def check_plan(request: Attend, geometry: PoolGeometry) -> None:
 
 
 def check_ragged(request: RaggedAttend) -> None:
-    """Shapes and indptr of a ragged request, whose head_dim need not be the pool's."""
+    """Shapes and indptr of a ragged request, whose head_dims need not be the pool's."""
     q, k, v = request.q, request.k, request.v
-    require(q.ndim == 3 and k.ndim == 3, "q, k", (q.ndim, k.ndim), "three dimensions")
-    require(k.shape == v.shape and k.dtype == v.dtype, "k, v", (k.shape, v.shape), "alike")
+    dims = (q.ndim, k.ndim, v.ndim)
+    require(dims == (3, 3, 3), "q, k, v", dims, "three dimensions")
+    alike = k.shape[:2] == v.shape[:2] and k.dtype == v.dtype
+    require(alike, "k, v", (k.shape, v.shape), "as many rows and heads, of one dtype")
     good = k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0 and q.shape[2] == k.shape[2]
     require(good and q.shape[1] > 0, "q", q.shape, f"heads and head_dim to go with {k.shape}")
     check_indptr(request.qo_indptr, len(q), "qo_indptr")
     check_indptr(request.kv_indptr, len(k), "kv_indptr")
     good = len(request.qo_indptr) == len(request.kv_indptr)
     require(good, "kv_indptr", len(request.kv_indptr), "as many requests as qo_indptr")
-    check_head_dim(k.shape[2])
+    check_dims(k.shape[2], v.shape[2], tensor_dtype(k, "k"))
 
 
 def check_states(o: Tensor, lse: Tensor, indptr: Int32) -> DType:

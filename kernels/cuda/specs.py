@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from kernels.backend import TENSOR_DTYPES, DType, Numerics, Scoring
+from itertools import product
+
+from kernels.backend import TENSOR_DTYPES, DType, LayerGroup, Numerics, Scoring, split_keys
 from kernels.compile import Spec
+from kernels.cuda.attention.config import AttentionShape
+from kernels.cuda.attention.kernel_sets import SPLIT_KEYS, kernel_sets
 from kernels.cuda.attention.kernels import attend_kernels, wide_variant
 from kernels.cuda.masks import expand
 from kernels.cuda.merge.variants import BATCHES, IN_ORDER, PARTIAL_BATCHES, merge_spec
@@ -12,6 +16,57 @@ from kernels.cuda.pages.copies import PAGES_SPEC
 from kernels.cuda.rows.variants import rows_spec, stored_spec
 from kernels.cuda.visible import table as visible
 from kernels.cuda.wide import variants as wide
+
+
+def group_specs(arch: str, group: LayerGroup, numerics: Numerics = "fast") -> tuple[Spec, ...]:
+    """Everything a service launches for a group of layers. Of rows of two sizes, ragged attention
+    and the plain kernel are compiled when they are used first."""
+    if group.kind == "attention" and group.head_dim == group.v_head_dim:
+        return service_specs(arch, group.head_dim, group.dtype, group.page_size, numerics)
+    keys, values = group.stored_dims
+    specs = [visible.SPEC, PAGES_SPEC, stored_spec(keys, group.dtype, values)]
+    specs += [rows_spec(keys, tensor, group.dtype, values) for tensor in TENSOR_DTYPES]
+    in_order = (True,) if numerics == "invariant" else ()
+    fp8 = group.dtype.startswith("fp8")
+    computes: tuple[DType, ...] = ("fp16", "bf16") if fp8 else (group.dtype,)
+    for compute in computes:
+        for cap, masked in product((0.0, 1.0), (False, True)):
+            specs += _set_specs(arch, group, compute, Scoring(1.0, cap), masked, numerics)
+        batches = PARTIAL_BATCHES if numerics == "fast" else (*PARTIAL_BATCHES, IN_ORDER)
+        dim = group.v_head_dim
+        specs += [merge_spec(dim, True, compute, batch, *in_order) for batch in batches]
+    for tensor, dim, batch in product(TENSOR_DTYPES, (group.v_head_dim, 0), BATCHES):
+        specs.append(merge_spec(dim, False, tensor, batch, *in_order))
+    return tuple(dict.fromkeys(specs))
+
+
+def _set_specs(
+    arch: str,
+    group: LayerGroup,
+    compute: DType,
+    scoring: Scoring,
+    masked: bool,
+    numerics: Numerics,
+) -> list[Spec]:
+    """The kernels of all sets of a group of layers."""
+    shape = AttentionShape(
+        num_kv_heads=group.num_kv_heads,
+        head_dim=group.head_dim,
+        v_head_dim=group.v_head_dim,
+        latent=group.kind == "latent",
+        dtype=group.dtype,
+        page_size=group.page_size,
+        page_bytes=group.layer_bytes,
+        contiguous=False,
+        num_qo_heads=group.num_kv_heads,
+        compute=compute,
+        scoring=scoring,
+        masked=masked,
+    )
+    split = split_keys(numerics, SPLIT_KEYS, group.page_size)
+    sets = kernel_sets(shape, arch, 1, split, group.page_size).values()
+    kernels = [kernel for one in sets for kernel in (*one.kernels, one.joining) if kernel]
+    return [kernel.spec for kernel in kernels]
 
 
 def service_specs(

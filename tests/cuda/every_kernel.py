@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,7 @@ from kernels.backend import (  # noqa: E402
     AttentionState,
     Backend,
     DType,
+    LayerGroup,
     Layout,
     Mask,
     Numerics,
@@ -70,6 +73,13 @@ POOLS: Pools = [
     (128, "fp16", "fp16", "NHD", 5),
 ]
 """head_dim, dtype of the pool, of q, layout, page_size."""
+SHAPES = (
+    LayerGroup((0, 1), KV_HEADS, 576, 512, 16, "bf16", None, "latent"),
+    LayerGroup((0, 1), KV_HEADS, 576, 512, 5, "fp16", None, "latent"),
+    LayerGroup((0, 1), KV_HEADS, 192, 128, 16, "fp16"),
+    LayerGroup((0, 1), KV_HEADS, 72, 40, 5, "bf16"),
+)
+"""Rows of K and of V of two sizes, and latent rows."""
 INVARIANT: Pools = [POOLS[0], (128, "fp8_e4m3", "fp16", "NHD", 16), POOLS[3], POOLS[5]]
 
 
@@ -129,8 +139,8 @@ class Small:
         self.equals(state, with_sinks(want, sinks), "cascade")
 
     def ragged(self, qo_len: int, scoring: Scoring, masked: bool) -> None:
-        shape = (sum(LENGTHS), KV_HEADS, self.geometry.head_dim)
-        k, v = (normal(self.rng, shape, self.dtype) for _ in range(2))
+        shape, dims = (sum(LENGTHS), KV_HEADS), self.geometry.groups[0].stored_dims
+        k, v = (normal(self.rng, (*shape, dim), self.dtype) for dim in dims)
         qo_lens = [qo_len] * len(LENGTHS)
         q, masks, mask = self.query(sum(qo_lens)), None, None
         if masked:
@@ -248,21 +258,36 @@ class Small:
         got = self.backend.merge(o, lse, bounds, target, sinks=sinks).result()
         self.equals(got, oracle.merge(parts), ("merge", shape, into))
 
-    def all(self) -> None:
-        scale = self.geometry.head_dim**-0.5
+    def attention(self) -> None:
+        """Of few and of many rows, by every scoring, cut and shared."""
+        scale, ragged = self.geometry.head_dim**-0.5, 0 not in self.geometry.groups[0].stored_dims
         runs = [self.pooled.add(n, 1) for n in LENGTHS]
         scorings = (Scoring(scale), Scoring(scale, 20.0), Scoring(scale, window_left=9))
         for qo_len in (1, 4, 33):  # 4, 16 and 132 packed rows
             for scoring in scorings:
                 self.attend(runs, qo_len, scoring, False)
             self.attend(runs, qo_len, Scoring(scale), True)
-            self.ragged(qo_len, Scoring(scale), False)
-            self.ragged(qo_len, Scoring(scale, 20.0), True)
+            if ragged:
+                self.ragged(qo_len, Scoring(scale), False)
+                self.ragged(qo_len, Scoring(scale, 20.0), True)
         self.attend([runs[0], runs[2]], 33, Scoring(scale), False)  # short prefills and no others
         long = self.pooled.add(2500, 1)  # cut, and merged; or the states of its splits joined
         for qo_len in (1, 33):
             self.attend([long], qo_len, Scoring(scale), False)
         self.share(Scoring(scale))
+
+    def copies(self) -> None:
+        """A page's rows in another page, in a pool of rows of two sizes."""
+        run = self.pooled.add(self.geometry.page_size, 1)
+        copy = Run(int32([self.pooled.free.pop()]), run.k, run.v)
+        self.backend.copy_rows(run.pages, copy.pages, int32([run.num_keys]))
+        got = self.backend.gather(1, self.pooled.slots(copy, 1), "fp32").result()
+        for rows, want in zip(got, (run.k, run.v), strict=True):
+            if rows.size and not np.array_equal(rows, want):
+                raise AssertionError(f"{self.geometry}: gathered rows differ from those copied")
+
+    def all(self) -> None:
+        self.attention()
         if self.kind == "cuda":
             for qo_heads in (2, 4, 8, 16):  # every way in which lanes share the columns
                 self.step(qo_heads)
@@ -274,22 +299,43 @@ class Small:
 def run(kind: BackendKind, pools: Pools = POOLS, numerics: Numerics = "fast") -> set[str]:
     """Everything on a kind of backend; the entry points that a device launched."""
     launched: set[str] = set()
-    rng = np.random.default_rng(11)
     for head_dim, dtype, q_dtype, layout, page_size in pools:
         pages = 6000 // page_size + 64
         geometry = PoolGeometry(2, pages, page_size, KV_HEADS, head_dim, layout, dtype, 0.5, 2.0)
-        backend = make_backend(kind, geometry, poison=True, numerics=numerics)
-        library = getattr(backend, "library", None)
-        if library is not None:
-            find = library.function
-            library.function = lambda spec, entry, *size, find=find: (
-                launched.add(entry),
-                find(spec, entry, *size),
-            )[1]
-        Small(backend, q_dtype, rng).all()
-        backend.close()
-        print(f"{kind}, {numerics}: right on {geometry}", flush=True)
+        with small(kind, geometry, q_dtype, numerics, launched) as one:
+            one.all()
     return launched
+
+
+def run_shapes(
+    kind: BackendKind, shapes: Sequence[LayerGroup] = SHAPES, numerics: Numerics = "fast"
+) -> set[str]:
+    """The same on pools of rows of K and of V of two sizes, and of latent rows."""
+    launched: set[str] = set()
+    for group in shapes:
+        geometry = PoolGeometry.of_groups((group,), 6000 // group.page_size + 64)
+        with small(kind, geometry, group.dtype, numerics, launched) as one:
+            one.attention()
+            one.copies()
+    return launched
+
+
+@contextmanager
+def small(
+    kind: BackendKind, geometry: PoolGeometry, dtype: DType, numerics: Numerics, launched: set[str]
+) -> Iterator[Small]:
+    """A pool; adds the entry points that it launches to `launched`."""
+    backend = make_backend(kind, geometry, poison=True, numerics=numerics)
+    library = getattr(backend, "library", None)
+    if library is not None:
+        find = library.function
+        library.function = lambda spec, entry, *size: (
+            launched.add(entry),
+            find(spec, entry, *size),
+        )[1]
+    yield Small(backend, dtype, np.random.default_rng(11))
+    backend.close()
+    print(f"{kind}, {numerics}: right on {geometry}", flush=True)
 
 
 def entries() -> set[str]:
@@ -300,5 +346,6 @@ def entries() -> set[str]:
 
 if __name__ == "__main__":
     missing = entries() - run("cuda") - run("cuda", INVARIANT, "invariant")
+    missing -= run_shapes("cuda") | run_shapes("cuda", SHAPES[::2], "invariant")
     if missing:
         raise SystemExit(f"never launched: {', '.join(sorted(missing))}")

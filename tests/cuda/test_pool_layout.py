@@ -19,6 +19,8 @@ GROUPS = (
     LayerGroup((0, 2, 3), 4, 64, 64, 8, "fp16", window=24),
     LayerGroup((1, 5), 2, 128, 128, 32, "bf16"),
     LayerGroup((4,), 2, 64, 64, 16, "fp8_e4m3", window=9),
+    LayerGroup((6, 7), 2, 192, 128, 16, "fp16", window=9),
+    LayerGroup((8,), 1, 576, 512, 16, "bf16", kind="latent"),
 )
 ADDRESS = 2**40
 
@@ -43,16 +45,18 @@ def test_rows_are_where_the_strides_say(layout: Layout) -> None:
         for group in geometry.groups:
             kv = pool_view(geometry, group, ADDRESS)
             size = NUMPY_DTYPES[group.dtype].itemsize
-            strides = kv.layer_bytes, kv.page_rows, kv.token_rows, kv.head_rows
-            row = size * group.head_dim
-            got = (strides[0], *(one * row for one in strides[1:]))
+            unit = size * kv.row_unit
             for (tensor, begin), address in zip(places(geometry, group), (kv.k, kv.v), strict=True):
+                if not (row := size * tensor.shape[-1]):
+                    continue  # V of latents
+                within = kv.token_rows * row, kv.head_rows * row
+                got = (kv.layer_bytes, kv.page_rows * unit, *within)
                 want = [one * size for one in tensor.stride()]
                 # a stride of one layer, or of one head, moves nothing
                 used = [at for at in range(4) if tensor.shape[at] > 1]
                 assert [got[at] for at in used] == [want[at] for at in used], (layout, group)
                 assert address - ADDRESS == begin
-            assert kv.layer_rows * row == kv.layer_bytes
+            assert kv.layer_rows * unit == kv.layer_bytes
             assert (kv.k_scale, kv.v_scale) == geometry.scales_of(group.dtype)
 
 
@@ -67,7 +71,7 @@ def test_a_map_s_boxes_are_pages_of_one_layer(layout: Layout, monkeypatch) -> No
 
     monkeypatch.setattr("kernels.cuda.kv.tensor_maps._encode", encode)
     for geometry in pools(layout):
-        for group in geometry.groups[:2]:
+        for group in (*geometry.groups[:2], *geometry.groups[3:4]):
             rows = places(geometry, group)
             kv = pool_view(geometry, group, ADDRESS)
             for layer in range(len(group.layers)):
@@ -100,8 +104,11 @@ def test_a_pool_of_several_groups_takes_whole_pages(monkeypatch) -> None:
     [
         (LayerGroup((0,), 2, 64, 64, 16, "fp32"), "dtype"),
         (LayerGroup((0,), 2, 40, 40, 16, "fp16"), "head_dim"),
-        (LayerGroup((0,), 2, 192, 128, 16, "fp16"), "groups"),
-        (LayerGroup((0,), 1, 576, 512, 16, "bf16", kind="latent"), "head_dim"),
+        (LayerGroup((0,), 2, 192, 100, 16, "fp16"), "v_head_dim"),
+        (LayerGroup((0,), 2, 264, 128, 16, "fp16"), "head_dim"),
+        (LayerGroup((0,), 2, 192, 72, 16, "fp8_e4m3"), "v_head_dim"),
+        (LayerGroup((0,), 1, 576, 512, 16, "fp8_e4m3", kind="latent"), "dtype"),
+        (LayerGroup((0,), 1, 570, 512, 16, "bf16", kind="latent"), "row"),
     ],
 )
 def test_groups_without_kernels_are_refused(group: LayerGroup, field: str) -> None:

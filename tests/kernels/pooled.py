@@ -89,15 +89,14 @@ class Pooled:
         group = self.backend.geometry.group_of(layer)
         pages = int32([self.free.pop() for _ in range(-(-num_keys // group.page_size))])
         shape = (num_keys, group.num_kv_heads)
-        k, v = (
-            normal(self.rng, (*shape, dim), self.dtype)
-            for dim in (group.head_dim, group.v_head_dim)
-        )
+        k, v = (normal(self.rng, (*shape, dim), self.dtype) for dim in group.stored_dims)
         if bias is not None:
             k = k.copy()
             k[:, :, 0] = bias[:, None]
         scales = self.backend.geometry.scales_of(group.dtype)
-        run = Run(pages, *(stored(x, group.dtype, s) for x, s in zip((k, v), scales, strict=True)))
+        held = [stored(x, group.dtype, s) for x, s in zip((k, v), scales, strict=True)]
+        values = held[0][..., : group.v_head_dim] if group.kind == "latent" else held[1]
+        run = Run(pages, held[0], values)
         self.backend.append(layer, k, v, self.slots(run, layer))
         return run
 

@@ -22,6 +22,8 @@ class AttentionShape(NamedTuple):
 
     num_kv_heads: int
     head_dim: int
+    v_head_dim: int
+    latent: bool
     dtype: DType
     page_size: int
     page_bytes: int
@@ -30,6 +32,11 @@ class AttentionShape(NamedTuple):
     compute: DType
     scoring: Scoring
     masked: bool
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Of a head's K and V."""
+        return self.head_dim, self.v_head_dim
 
     @property
     def general(self) -> bool:
@@ -57,6 +64,8 @@ class AttentionConfig(NamedTuple):
         return AttentionShape(
             num_kv_heads=kv.num_kv_heads,
             head_dim=kv.head_dim,
+            v_head_dim=kv.v_head_dim,
+            latent=kv.latent,
             dtype=kv.dtype,
             page_size=kv.page_size,
             page_bytes=kv.page_bytes,

@@ -35,6 +35,7 @@ from kernels.cuda.common.structs import (
 )
 from kernels.cuda.device.launch import Launcher, Library
 from kernels.cuda.device.transfer import Transfers
+from kernels.cuda.latent import variants as latent
 from kernels.cuda.merge.variants import merge_launch
 from kernels.cuda.plan.merges import MergeLists
 from kernels.cuda.plan.planner import make_work
@@ -47,6 +48,8 @@ SHORT_LAUNCH: Final = 512
 """Keys a warp up to which a launch gains by beginning while its predecessor ends."""
 MOST_APPENDING: Final = 256
 """Threads of a block that has registers to store new tokens."""
+TAKE_TABLES: Final = ("attend_tile", wide.ENTRY)
+"""Kernels that walk past the tiles of keys of which a custom mask leaves nothing."""
 LATE_ROWS: Final = 64
 """Rows a unit on average below which units of fixed splits are taken late, because their lengths
 are unlike. Short units of many rows begin too late then: 12 % slower. Elsewhere they are where
@@ -136,13 +139,14 @@ class DevicePlanBuilder:
         for index, launch in enumerate(work.kernels):
             items, worker_begin = at[index], at[count + 6 + index]
             kernel, persistent = kernels.kernel(launch), launch.shape.persistent
-            here = follows and kernel.entry == wide.ENTRY
+            by_maps = kernel.entry in (wide.ENTRY, latent.ENTRY)
+            here = follows and by_maps
             table = (0, 0)
-            if self._config.masked and not persistent:
+            if self._config.masked and kernel.entry in TAKE_TABLES:
                 tiles = at[2 * count + 6 + index]
                 finder, table = self._visible_step(launch, kernel, places, items, tiles)
                 (before if here else others).append(finder)
-            if kernel.entry == wide.ENTRY:
+            if by_maps:
                 beside = index > 0 if apart else bool(steps)
                 early = beside if apart else here or not beside
                 step = self._wide_step(launch, kernels, places, items, table, beside, early)
@@ -286,7 +290,7 @@ class DevicePlanBuilder:
         kv = self._config.kv
         units = len(merges.chunks) * merges.chunk_rows * kv.num_kv_heads
         how = merge_launch(
-            kv.head_dim,
+            kv.v_head_dim,
             True,
             self._config.compute,
             units,
@@ -298,15 +302,16 @@ class DevicePlanBuilder:
         launcher = Launcher(function, how.grid, how.threads, 0, _NO_MERGE, overlaps=overlaps)
         lists = (places.indptr, places.members, places.chunks, places.order)
         sizes = (len(merges.chunks), kv.num_kv_heads, self._config.group_size, merges.chunk_rows)
-        _write_lists(launcher.memory, *lists, *sizes, kv.head_dim, how.split)
+        _write_lists(launcher.memory, *lists, *sizes, kv.v_head_dim, how.split)
         return Step(launcher, write_merge)
 
 
 def visible_table(launch: KernelWork, kernels: KernelSet) -> Int32:
-    """The place of a table of visible tiles; empty for a kernel of few rows, which has none."""
-    if launch.shape.persistent:
+    """The place of a table of visible tiles; empty for kernels that have none."""
+    kernel = kernels.kernel(launch)
+    if kernel.entry not in TAKE_TABLES:
         return np.empty(0, np.int32)
-    words = visible.table_words(launch.items, kernels.kernel(launch).tile_keys)
+    words = visible.table_words(launch.items, kernel.tile_keys)
     return np.zeros(launch.num_items * words * visible.ELEMENT_BYTES // 4, np.int32)
 
 

@@ -10,6 +10,7 @@ from typing import Final, Literal
 from kernels.cuda.attention.config import AttentionShape
 from kernels.cuda.attention.kernels import (
     attend_kernels,
+    only_kernel,
     planner_shape,
     wide_kernel,
     wide_variant,
@@ -100,12 +101,6 @@ def kernel_sets(
     """
     options = (arch, config.head_dim, config.compute, config.dtype)
     page_size = 0 if config.contiguous else config.page_size
-    variant = wide_variant(*options, page_size, config.scoring, config.masked)
-    if split_keys and not wide.supports(
-        *options, pool_page if config.contiguous else page_size, config.scoring.sm_scale
-    ):
-        variant = None
-    usual = attend_kernels(*options, config.general, variant)
 
     def made_of(
         kernels: Sequence[Kernel | wide.WideVariant],
@@ -119,8 +114,20 @@ def kernel_sets(
         planner = _planner(config, made, multiprocessors, splits, joining is not None)
         return KernelSet(made, few_rows or {}, planner, joining, unit)
 
+    fixed_page = pool_page if config.contiguous else page_size
+    splits = fixed_splits(split_keys, config, fixed_page) if split_keys else NO_SPLITS
+    only = only_kernel(config, arch, fixed_page if split_keys else page_size)
+    if only is not None:
+        return {"usual": made_of([only], splits=splits)}
+    values = config.v_head_dim
+    variant = wide_variant(*options, page_size, config.scoring, config.masked, values)
+    scale = config.scoring.sm_scale
+    if split_keys and not wide.supports(*options, fixed_page, scale, values):
+        variant = None
+    if variant is not None and config.head_dim != values and not split_keys:
+        return {"usual": made_of([wide.few_variant(variant), variant])}
+    usual = attend_kernels(*options, config.general, variant)
     if split_keys:
-        splits = fixed_splits(split_keys, config, pool_page if config.contiguous else page_size)
         if variant is None or variant.by_token:
             return {"usual": made_of(usual[-1:], splits=splits)}
         alike: dict[BatchKind, wide.WideVariant]
@@ -184,10 +191,16 @@ def _planner(
     splits: Splits,
     leads: bool,
 ) -> PlannerConfig:
-    device = (config.head_dim, config.dtype, multiprocessors)
-    parts = 1 if config.general else parts_of(*device[:2], config.group_size)
+    parts = 1 if config.general else parts_of(config.head_dim, config.dtype, config.group_size)
     shapes = [
-        planner_shape(k, *device, k is kernels[-1], parts > 1 and k is kernels[0]) for k in kernels
+        planner_shape(
+            kernel,
+            config,
+            multiprocessors,
+            kernel is kernels[-1],
+            parts > 1 and kernel is kernels[0],
+        )
+        for kernel in kernels
     ]
     return PlannerConfig(
         group_size=config.group_size,

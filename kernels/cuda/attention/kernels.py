@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from kernels.backend import NUMPY_DTYPES, DType, Scoring, Unsupported
+from kernels.cuda.attention.config import AttentionShape
 from kernels.cuda.common.kernel import HEAD_DIMS, Kernel
+from kernels.cuda.latent import variants as latent
 from kernels.cuda.narrow.variants import LONG_ROWS, NARROW_RUN, narrow_kernel
+from kernels.cuda.plain.variants import plain_kernel
 from kernels.cuda.plan.costs import H200
 from kernels.cuda.plan.tiles import TileShape
 from kernels.cuda.tile.variants import tile_kernel
@@ -19,13 +22,18 @@ def wide_variant(
     page_size: int,
     scoring: Scoring,
     masked: bool,
+    v_head_dim: int | None = None,
 ) -> wide.WideVariant | None:
-    """Hopper's specialisation for such work, if it runs it; `page_size` 0 is ragged."""
-    if not wide.supports(arch, head_dim, compute, storage, page_size, scoring.sm_scale):
+    """Hopper's specialisation for such work, if it runs it; `page_size` 0 is ragged.
+
+    `v_head_dim` None: as `head_dim`.
+    """
+    options = (arch, head_dim, compute, storage, page_size, scoring.sm_scale, v_head_dim)
+    if not wide.supports(*options):
         return None
     dtype: wide.WideDType = "bf16" if compute == "bf16" else "fp16"
     capped = scoring.logits_soft_cap > 0
-    return wide.variant(head_dim, dtype, page_size, masked, capped, storage)
+    return wide.variant(head_dim, dtype, page_size, masked, capped, storage, v_head_dim)
 
 
 def wide_kernel(variant: wide.WideVariant) -> Kernel:
@@ -64,10 +72,32 @@ def attend_kernels(
     return (*narrow, *(tiles if tiles[0] != tiles[1] else tiles[:1]))
 
 
+def only_kernel(config: AttentionShape, arch: str, page_size: int) -> Kernel | None:
+    """The kernel that takes all rows of a latent pool, or of rows of K and V of such sizes that no
+    other does; None where `attend_kernels` and `wide_variant` have some. `page_size` 0 is ragged.
+    """
+    dims, scoring = config.dims, config.scoring
+    if config.latent:
+        how = (config.compute, config.dtype, page_size, scoring.sm_scale)
+        if latent.supports(arch, dims, *how):
+            capped = scoring.logits_soft_cap > 0
+            return latent.latent_kernel(config.dtype, page_size, config.masked, capped)
+    elif dims[0] == dims[1] or wide.supports(
+        arch,
+        dims[0],
+        config.compute,
+        config.dtype,
+        page_size,
+        scoring.sm_scale,
+        dims[1],
+    ):
+        return None
+    return plain_kernel(dims, config.latent, config.compute, config.dtype)
+
+
 def planner_shape(
     kernel: Kernel,
-    head_dim: int,
-    storage: DType,
+    config: AttentionShape,
     multiprocessors: int,
     largest: bool,
     few_rows: bool = False,
@@ -78,18 +108,22 @@ def planner_shape(
     decode's group is served by the kernel for few rows.
     """
     narrow, wide = kernel.entry == "attend_narrow", kernel.entry == "attend_wide"
-    token_bytes = 2 * head_dim * NUMPY_DTYPES[storage].itemsize
+    hopper, dims = wide or kernel.entry == latent.ENTRY, config.dims
+    values = dims[0] if config.latent else sum(dims)
+    token_bytes = values * NUMPY_DTYPES[config.dtype].itemsize
     costs, wide_flops = H200, H200.wide_flops
-    if head_dim == 64:
+    if dims == (64, 64):
         wide_flops = costs.thin_flops.get(kernel.rows, wide_flops)
-    reached = (wide_flops if wide else costs.tile_flops) / costs.multiprocessors / kernel.blocks
-    flops = 4 * head_dim * kernel.rows
+    reached = (wide_flops if hopper else costs.tile_flops) / costs.multiprocessors / kernel.blocks
+    flops = 2 * sum(dims) * kernel.rows
     many_seconds = flops / reached
-    if wide and kernel.rows == 64 and kernel.tile_keys > 64:
+    if hopper and kernel.rows == 64 and kernel.tile_keys > 64:
         many_seconds = max(many_seconds, token_bytes * kernel.blocks / costs.wide_bytes)
     warps = kernel.threads // 32 if narrow else 1
     narrow_item = costs.few_item if few_rows else costs.narrow_item
     narrow_bytes = costs.few_bytes if few_rows else costs.narrow_bytes
+    many_item = costs.latent_item if kernel.entry == latent.ENTRY else costs.tile_item
+    many_item = costs.wide_item if wide else many_item
     return TileShape(
         name=kernel.entry,
         rows=kernel.rows,
@@ -98,10 +132,10 @@ def planner_shape(
         granule=kernel.tile_keys,
         persistent=narrow,
         least_run=NARROW_RUN if narrow else 256,
-        item_seconds=narrow_item if narrow else costs.wide_item if wide else costs.tile_item,
+        item_seconds=narrow_item if narrow else many_item,
         key_seconds=token_bytes / narrow_bytes if narrow else many_seconds,
         heads_at_once=2 if wide else 0,  # wide.heads_together, but for hundreds of tiles on one run
         teams=tuple(t for t in range(1, warps + 1) if warps % t == 0),
-        partial_seconds=costs.partial * head_dim / 128,
+        partial_seconds=costs.partial * dims[1] / 128,
         ahead=wide,
     )

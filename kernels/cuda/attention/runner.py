@@ -144,12 +144,12 @@ class AttentionRunner:
         if device_plan.partial_rows == 0:
             return 0, 0, 0
         rows = device_plan.partial_rows * kv.num_kv_heads
-        size = rows * (kv.head_dim + 1 + device_plan.sums) * 4
+        size = rows * (kv.v_head_dim + 1 + device_plan.sums) * 4
         if size > self._partial_bytes:
             self._partial = self._transfers.scratch(size)
             self._partial_bytes = size
         base: int = self._partial.ptr
-        lse = base + rows * kv.head_dim * 4
+        lse = base + rows * kv.v_head_dim * 4
         return base, lse, lse + rows * 4 if device_plan.sums else 0
 
 

@@ -9,8 +9,8 @@ from cupy.cuda import runtime
 
 from kernels.backend import POISON, LayerGroup, PoolGeometry
 from kernels.cuda.device.transfer import Transfers
-from kernels.cuda.kv.tensor_maps import TensorMaps, paged_maps
-from kernels.cuda.kv.view import KvView
+from kernels.cuda.kv.tensor_maps import TensorMaps, latent_maps, paged_maps
+from kernels.cuda.kv.view import KvView, row_unit
 
 
 def allocate(geometry: PoolGeometry, transfers: Transfers, poison: bool) -> Any:
@@ -34,27 +34,31 @@ def allocate(geometry: PoolGeometry, transfers: Transfers, poison: bool) -> Any:
 
 def pool_view(geometry: PoolGeometry, group: LayerGroup, address: int) -> KvView:
     """The pages of a group of layers as the kernels see them, in a pool at a device address."""
-    half = group.page_size * group.num_kv_heads
+    latent, nhd = group.kind == "latent", geometry.layout == "NHD"
     page_step, layer_step = geometry.block_steps(group)
-    nhd = geometry.layout == "NHD"
+    unit = row_unit(group.head_dim, group.v_head_dim, latent)
+    block_rows = group.page_size * sum(group.row_elements) // unit
+    values_at = group.layer_bytes * group.row_elements[0] // sum(group.row_elements)
     k_scale, v_scale = geometry.scales_of(group.dtype)
     return KvView(
         k=address,
-        v=address + group.layer_bytes // 2,
+        v=address + (0 if latent else values_at),
         layer_bytes=layer_step * group.layer_bytes,
-        layer_rows=layer_step * 2 * half,
-        page_rows=page_step * 2 * half,
+        layer_rows=layer_step * block_rows,
+        page_rows=page_step * block_rows,
         token_rows=group.num_kv_heads if nhd else 1,
         head_rows=1 if nhd else group.page_size,
         page_size=group.page_size,
         num_kv_heads=group.num_kv_heads,
         head_dim=group.head_dim,
+        v_head_dim=group.v_head_dim,
         dtype=group.dtype,
         k_scale=k_scale,
         v_scale=v_scale,
         num_pages=geometry.num_pages,
         contiguous=False,
         maps=PoolMaps(geometry, group, address),
+        latent=latent,
     )
 
 
@@ -77,6 +81,7 @@ class PoolMaps:
             apart = self._page_step == 1
             blocks = g.num_pages * (len(self._group.layers) if apart else 1)
             address = self._address + (layer or 0) * step
-            found = paged_maps(g.alone(self._group), address, blocks, self._page_step)
+            make = latent_maps if self._group.kind == "latent" else paged_maps
+            found = make(self._group, g.layout, address, blocks, self._page_step)
             self._made[layer] = found
         return found

@@ -6,26 +6,40 @@ import numpy as np
 
 from kernels.backend import DType, Int32, Level, Plan, last_positions
 from kernels.cuda.kv.tensor_maps import TensorMaps, ragged_maps, ragged_shape
-from kernels.cuda.kv.view import KvView
+from kernels.cuda.kv.view import KvView, row_unit
 
 
-def ragged_view(heads: int, head_dim: int, compute: DType, k: int, v: int, tokens: int) -> KvView:
-    """Ragged keys at device addresses, as a pool of one-token pages whose ids are their indices."""
+def ragged_view(
+    heads: int,
+    head_dim: int,
+    compute: DType,
+    k: int,
+    v: int,
+    tokens: int,
+    v_head_dim: int | None = None,
+) -> KvView:
+    """Ragged keys at device addresses, as a pool of one-token pages whose ids are their indices.
+
+    `v_head_dim` None: as `head_dim`.
+    """
+    dims = head_dim, v_head_dim or head_dim
 
     def maps(_: int | None, tile_keys: int) -> TensorMaps:
-        return ragged_maps(ragged_shape(tokens, heads, head_dim, tile_keys), k, v, compute)
+        shapes = [ragged_shape(tokens, heads, dim, tile_keys) for dim in dims]
+        return ragged_maps((shapes[0], shapes[1]), (k, v), compute)
 
     return KvView(
         k=k,
         v=v,
         layer_bytes=0,
         layer_rows=0,
-        page_rows=heads,
+        page_rows=heads * dims[0] // row_unit(*dims, False),
         token_rows=heads,
         head_rows=1,
         page_size=1,
         num_kv_heads=heads,
-        head_dim=head_dim,
+        head_dim=dims[0],
+        v_head_dim=dims[1],
         dtype=compute,
         k_scale=1.0,
         v_scale=1.0,

@@ -6,12 +6,14 @@ Nothing here imports cupy; making a map needs the driver.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
-from kernels.backend import DType, PoolGeometry
+from kernels.backend import DType, LayerGroup, Layout
 
 MAP_BYTES: Final = 128
+LATENT_HALVES: Final = (4, 5)
+"""Blocks of 64 values in each half of a latent row."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,21 +37,21 @@ class MapShape:
     box: tuple[int, ...]
 
 
-def paged_shape(geometry: PoolGeometry, num_pages: int, page_step: int = 1) -> MapShape:
-    """Pages as (64 dims, 8 slots, blocks of 64, groups of 8 slots, pages), of which `num_pages` are
-    each `page_step` pages of one layer after the one before.
+def paged_shape(
+    group: LayerGroup, layout: Layout, dim: int, num_pages: int, page_step: int = 1
+) -> MapShape:
+    """K or V, of `dim` values a head, as (64 dims, 8 slots, blocks of 64, groups of 8 slots,
+    pages), of which `num_pages` are each `page_step` pages of one layer after the one before.
 
-    One box is one page of one kv head: `[page_size / 8, head_dim / 64, 8, 64]` in shared memory. In
-    NHD the heads are the third dimension, in HND the fourth.
+    One box is one page of one kv head: `[page_size / 8, dim / 64, 8, 64]` in shared memory. In NHD
+    the heads are the third dimension, in HND the fourth.
     """
-    g = geometry
-    blocks, groups = g.head_dim // 64, g.page_size // 8
-    page = g.page_size * g.num_kv_heads * g.head_dim * 2
-    slot = (g.num_kv_heads if g.layout == "NHD" else 1) * g.head_dim * 2
-    heads = (g.num_kv_heads, 1) if g.layout == "NHD" else (1, g.num_kv_heads)
+    blocks, groups = dim // 64, group.page_size // 8
+    slot = (group.num_kv_heads if layout == "NHD" else 1) * dim * 2
+    heads = (group.num_kv_heads, 1) if layout == "NHD" else (1, group.num_kv_heads)
     return MapShape(
         extents=(64, 8, blocks * heads[0], groups * heads[1], num_pages),
-        strides=(slot, 128, 8 * slot, 2 * page * page_step),
+        strides=(slot, 128, 8 * slot, group.layer_bytes * page_step),
         box=(64, 8, blocks, groups, 1),
     )
 
@@ -67,31 +69,53 @@ def ragged_shape(tokens: int, num_kv_heads: int, head_dim: int, tile_keys: int) 
     )
 
 
-def paged_maps(geometry: PoolGeometry, address: int, num_pages: int, page_step: int) -> TensorMaps:
-    """Maps of pages (`paged_shape`), the first of which is at a device address.
+def paged_maps(
+    group: LayerGroup, layout: Layout, address: int, num_pages: int, page_step: int
+) -> TensorMaps:
+    """Maps of K and V in pages (`paged_shape`), the first of which is at a device address.
 
     Raises RuntimeError when the driver refuses the map.
     """
-    shape = paged_shape(geometry, num_pages, page_step)
-    value_offset = geometry.page_size * geometry.num_kv_heads * geometry.head_dim * 2
-    nhd = geometry.layout == "NHD"
+    keys, values = (
+        paged_shape(group, layout, dim, num_pages, page_step)
+        for dim in (group.head_dim, group.v_head_dim)
+    )
+    values_at = address + group.page_size * group.row_elements[0] * 2
+    nhd = layout == "NHD"
     return TensorMaps(
-        packed=_both(shape, (address, address + value_offset), geometry.dtype),
-        head_blocks=geometry.head_dim // 64 if nhd else 0,
-        head_groups=0 if nhd else geometry.page_size // 8,
+        packed=_both((keys, values), (address, values_at), group.dtype),
+        head_blocks=group.head_dim // 64 if nhd else 0,
+        head_groups=0 if nhd else group.page_size // 8,
     )
 
 
-def ragged_maps(shape: MapShape, keys: int, values: int, dtype: DType) -> TensorMaps:
-    """Maps of contiguous `k, v [tokens, num_kv_heads, head_dim]` at two device addresses.
+def latent_maps(
+    group: LayerGroup, layout: Layout, address: int, num_pages: int, page_step: int
+) -> TensorMaps:
+    """Maps of the left and the right half of latent rows; one box is a page's half.
 
     Raises RuntimeError when the driver refuses the map.
     """
-    return TensorMaps(packed=_both(shape, (keys, values), dtype), head_blocks=0, head_groups=0)
+    whole = paged_shape(group, layout, group.head_dim, num_pages, page_step)
+    left, right = (replace(whole, box=(64, 8, n, *whole.box[3:])) for n in LATENT_HALVES)
+    packed = _both((left, right), (address, address), group.dtype)
+    return TensorMaps(packed=packed, head_blocks=0, head_groups=0)
 
 
-def _both(shape: MapShape, addresses: tuple[int, int], dtype: DType) -> bytes:
-    return b"".join(_encode(shape, address, dtype) for address in addresses)
+def ragged_maps(
+    shapes: tuple[MapShape, MapShape], addresses: tuple[int, int], dtype: DType
+) -> TensorMaps:
+    """Maps of contiguous `k [tokens, num_kv_heads, head_dim]`, and v, at two device addresses.
+
+    Raises RuntimeError when the driver refuses the map.
+    """
+    return TensorMaps(packed=_both(shapes, addresses, dtype), head_blocks=0, head_groups=0)
+
+
+def _both(shapes: tuple[MapShape, MapShape], addresses: tuple[int, int], dtype: DType) -> bytes:
+    return b"".join(
+        _encode(shape, address, dtype) for shape, address in zip(shapes, addresses, strict=True)
+    )
 
 
 def _encode(shape: MapShape, address: int, dtype: DType) -> bytes:

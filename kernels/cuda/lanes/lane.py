@@ -423,7 +423,10 @@ def check_work(work: StepWork, kv: KvView) -> None:
     if name not in fitting:
         rule = f"steps on this pool of {kv.dtype} take {' or '.join(fitting)}"
         raise Unsupported("dtype", name, rule)
-    checks.check_head_dim(kv.head_dim)
+    if kv.latent or kv.head_dim != kv.v_head_dim:
+        rule = f"steps on a device take K and V of one size, as head_dim = {kv.head_dim}"
+        raise Unsupported("v_head_dim", kv.v_head_dim, rule)
+    checks.check_dims(kv.head_dim, kv.v_head_dim, kv.dtype)
     values = work.rows * max(kv.num_kv_heads, work.num_qo_heads)
     if values * kv.head_dim >= 2**32 or values >= 2**31:
         raise Unsupported("rows", work.rows, "fewer than 2^32 values of q or k at a time")

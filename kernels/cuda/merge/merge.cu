@@ -32,7 +32,7 @@ constexpr bool kShort = BATCH == 2;
 constexpr bool kOnce = BATCH == 2 || BATCH == 10;  // a batch is a list
 constexpr int kUnits = kShort && !kAnyDim ? 2 : 1;  // vectors of a member per lane and pass
 constexpr int kValues = kUnits * kVector;
-constexpr int kMostThreads = BATCH == 4 ? (HEAD_DIM > 192 ? 512 : 1024) : 256;  // more would spill
+constexpr int kMostThreads = BATCH == 4 ? (HEAD_DIM > 256 ? 256 : HEAD_DIM > 192 ? 512 : 1024) : 256;  // more would spill
 constexpr bool kInOrder = IN_ORDER != 0;
 
 constexpr int lanes_for(int values) {

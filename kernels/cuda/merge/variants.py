@@ -48,7 +48,7 @@ def merge_launch(
     if in_order and partials and longest > ONCE:
         batch = IN_ORDER
     kernel, lanes = _kernel(head_dim, partials, dtype, batch, in_order)
-    few = units * lanes < 2**14 and longest >= 32
+    few = units * lanes < 2**14 and longest >= 32 and head_dim <= 256
     threads = (512 if head_dim > 192 else 1024) if few and batch == 4 else 256
     groups, split = threads // lanes, 1
     most = 0 if in_order else 512 * multiprocessors // lanes

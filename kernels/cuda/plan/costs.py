@@ -82,6 +82,7 @@ class Costs:
     thin_flops: Mapping[int, float]
     wide_bytes: float
     wide_item: float
+    latent_item: float
     tile_flops: float
     tile_item: float
     narrow_bytes: float
@@ -100,6 +101,7 @@ H200: Final = Costs(
     thin_flops={128: 450e12, 192: 500e12},
     wide_bytes=35e9,
     wide_item=1.8e-6,
+    latent_item=6e-6,
     tile_flops=320e12,
     tile_item=1.8e-6,
     narrow_bytes=4.3e9,

@@ -45,7 +45,8 @@ def append_entry(slots: Int32) -> str:
 class RowMover:
     """Moves rows between tensors and the token slots of one group of layers.
 
-    `geometry` is the group's own (`PoolGeometry.alone`); layers are places in the group.
+    `geometry` is the group's own (`PoolGeometry.alone`); layers are places in the group. A latent
+    pool has no rows of V: those tensors are empty.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class RowMover:
         guarded: Guard,
     ) -> None:
         self._geometry, self._kv = geometry, kv
+        self._values = 0 if kv.latent else kv.v_head_dim
         self._library, self._transfers, self._guarded = library, transfers, guarded
 
     def append(self, layer: int, k: Tensor, v: Tensor, slots: Int32) -> Pending[None]:
@@ -65,24 +67,31 @@ class RowMover:
 
     def write_stored(self, layer: int, k: Tensor, v: Tensor, slots: Int32) -> Pending[None]:
         """`Backend.write_stored`."""
-        kind = NUMPY_DTYPES[self._geometry.dtype]
+        kind = NUMPY_DTYPES[self._kv.dtype]
         checks.require(k.dtype == kind, "k.dtype", k.dtype, f"{kind}, as the pool is")
         return self._write(layer, k, v, slots, None)
+
+    def _shapes(self, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of k and v."""
+        kv = self._kv
+        return (rows, kv.num_kv_heads, kv.head_dim), (rows, kv.num_kv_heads, self._values)
 
     def _write(
         self, layer: int, k: Tensor, v: Tensor, slots: Int32, dtype: DType | None
     ) -> Pending[None]:
         """Rows of `dtype`, or as they are stored (None)."""
-        checks.check_kv(k, v, self._geometry, len(slots))
+        shapes = self._shapes(len(slots))
+        checks.check_kv(k, v, shapes)
         checks.check_slots(slots, self._geometry, LEFT_OUT)
         if len(slots) == 0:
             return Done(None)
         transfers = self._transfers
+        tensors = (k, v) if self._values else (k,)
         with self._guarded():
-            uploaded = upload(transfers, as_is(k, v, slots))
-            made_here = any(_is_of(tensor, transfers.compute) for tensor in (k, v))
+            uploaded = upload(transfers, as_is(*tensors, slots))
+            made_here = any(_is_of(tensor, transfers.compute) for tensor in tensors)
             with transfers.compute:
-                at = uploaded.at
+                at = (uploaded.at[0], uploaded.at[1] if self._values else 0, uploaded.at[-1])
                 entry = append_entry(slots)
                 self.enqueue(entry, layer, dtype, len(slots), at, overlap=not made_here)
             uploaded.release(mark(transfers.compute))
@@ -108,33 +117,37 @@ class RowMover:
         self, layer: int, slots: Int32, dtype: DType | None, out: tuple[Tensor, Tensor] | None
     ) -> Pending[tuple[Tensor, Tensor]]:
         """Rows as `dtype`, or as they are stored (None)."""
-        g, transfers = self._geometry, self._transfers
-        kind = NUMPY_DTYPES[dtype or g.dtype]
-        checks.check_slots(slots, g)
-        shape = (len(slots), g.num_kv_heads, g.head_dim)
-        places = check_gathered(out, (shape, shape), kind)
+        kv, transfers = self._kv, self._transfers
+        kind = NUMPY_DTYPES[dtype or kv.dtype]
+        checks.check_slots(slots, self._geometry)
+        shapes = self._shapes(len(slots))
+        places = check_gathered(out, shapes, kind)
         if len(slots) == 0:
-            return Done(out or (np.zeros(shape, kind), np.zeros(shape, kind)))
+            return Done(out or (np.zeros(shapes[0], kind), np.zeros(shapes[1], kind)))
+        asked = zip(shapes, places, strict=True) if self._values else ((shapes[0], places[0]),)
         with self._guarded():
             uploaded = upload(transfers, as_is(slots))
-            made = [Made(kind, [Goal(shape, kind, place)]) for place in places]
+            made = [Made(kind, [Goal(shape, kind, place)]) for shape, place in asked]
             answers = Answers(transfers, made)
             with transfers.compute:
-                at = (*answers.at, *uploaded.at)
+                at = (answers.at[0], answers.at[1] if self._values else 0, *uploaded.at)
                 self.enqueue("gather_rows", layer, dtype, len(slots), at)
             launched = mark(transfers.compute)
             uploaded.release(launched)
             done = answers.send(launched)
 
         def rows() -> tuple[Tensor, Tensor]:
-            k, v = answers.take()
-            return k, v
+            if self._values:
+                k, v = answers.take()
+                return k, v
+            (k,) = answers.take()
+            return k, np.zeros(shapes[1], kind) if places[1] is None else places[1]
 
         return Result(self._guarded, done, rows, StageSeconds())
 
     def copy(self, src_pages: Int32, dst_pages: Int32, num_rows: Int32) -> None:
         """`Backend.copy_rows`."""
-        g = self._geometry
+        kv, g = self._kv, self._geometry
         checks.check_pages(src_pages, g, "src_pages")
         checks.check_pages(dst_pages, g, "dst_pages")
         same = len(src_pages) == len(dst_pages) == len(num_rows)
@@ -142,10 +155,11 @@ class RowMover:
         if len(num_rows) == 0:
             return
         low, high = int(num_rows.min()), int(num_rows.max())
-        checks.require(low >= 0 and high <= g.page_size, "num_rows", (low, high), "0..page_size")
+        checks.require(low >= 0 and high <= kv.page_size, "num_rows", (low, high), "0..page_size")
         with self._guarded():
             uploaded = upload(self._transfers, as_is(src_pages, dst_pages, num_rows))
-            function = self._library.function(rows_spec(g.head_dim, "fp16", g.dtype), "copy_rows")
+            spec = rows_spec(kv.head_dim, "fp16", kv.dtype, self._values)
+            function = self._library.function(spec, "copy_rows")
             grid = (len(num_rows), g.num_layers)
             pool = np.frombuffer(bytearray(self._pool(0)), POOL_ROWS)
             with self._transfers.compute:
@@ -167,14 +181,20 @@ class RowMover:
         appended must be there already: it is read while earlier kernels of the stream may still
         run.
         """
-        g, appends = self._geometry, entry in APPENDS
-        if rows * g.num_kv_heads * g.head_dim >= 2**32:
+        kv, appends = self._kv, entry in APPENDS
+        # a thread has the same values of K and V where these are alike
+        width = kv.head_dim + (0 if kv.head_dim == self._values else self._values)
+        if rows * kv.num_kv_heads * width >= 2**32:
             raise Unsupported("rows", rows, "fewer than 2^32 values of k at a time")
-        spec, width = stored_spec(g.head_dim, g.dtype), stored_width(g.head_dim, g.dtype)
-        if dtype is not None:
-            spec, width = rows_spec(g.head_dim, dtype, g.dtype), g.head_dim
+        if dtype is None:
+            spec, width = (
+                stored_spec(kv.head_dim, kv.dtype, self._values),
+                stored_width(width, kv.dtype),
+            )
+        else:
+            spec = rows_spec(kv.head_dim, dtype, kv.dtype, self._values)
         function = self._library.function(spec, entry)
-        units = rows * g.num_kv_heads * (width // 8)
+        units = rows * kv.num_kv_heads * (width // 8)
         per_block = THREADS * (APPENDED_UNITS if appends else 1)
         k, v, slots = at
         tensors = packed(TENSOR_ROWS, k=k, v=v, slots=slots, num_rows=rows)

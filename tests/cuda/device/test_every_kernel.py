@@ -15,6 +15,7 @@ SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sa
 
 def test_the_sanitizers_program_is_right_on_the_cpu() -> None:
     assert every_kernel.run("cpu", every_kernel.POOLS[:1]) == set()
+    assert every_kernel.run_shapes("cpu", every_kernel.SHAPES[::2]) == set()
 
 
 @pytest.mark.gpu

@@ -132,6 +132,7 @@ def config() -> AttentionConfig:
         page_size=16,
         num_kv_heads=8,
         head_dim=128,
+        v_head_dim=128,
         dtype="fp16",
         k_scale=1.0,
         v_scale=1.0,

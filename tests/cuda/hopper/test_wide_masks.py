@@ -110,7 +110,8 @@ def masked_launches(
     """Launches of 512 rows over 10000 keys with 2 query heads on 1 kv head."""
     maps = TensorMaps(bytes(wide.PARAMS_AT), 2, 0)
     strides = {"layer_bytes": 0, "layer_rows": 0, "page_rows": 32, "token_rows": 1, "head_rows": 1}
-    pool = {"page_size": 16, "num_kv_heads": 1, "head_dim": 128, "dtype": "fp16", "num_pages": 625}
+    pool = {"page_size": 16, "num_kv_heads": 1, "head_dim": 128, "v_head_dim": 128}
+    pool |= {"dtype": "fp16", "num_pages": 625}
     rest = {"k_scale": 1.0, "v_scale": 1.0, "contiguous": False, "maps": lambda *_: maps}
     config = AttentionConfig(
         KvView(k=1, v=2, **strides, **pool, **rest), 2, "fp16", Scoring(0.1), masked

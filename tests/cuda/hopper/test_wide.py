@@ -137,7 +137,7 @@ def test_a_page_lands_as_groups_of_eight_keys_by_blocks_of_64_dims(
     elements = np.arange(g.num_layers * np.prod(g.layer_shape)).reshape(2, *g.layer_shape)
     if layout == "HND":
         elements = elements.swapaxes(3, 4)  # [layer, page, k or v, slot, head, dim]
-    shape = tensor_maps.paged_shape(g, g.num_layers * g.num_pages)
+    shape = tensor_maps.paged_shape(g.groups[0], layout, head_dim, g.num_layers * g.num_pages)
     nhd = layout == "NHD"
     blocks = head_dim // 64 if nhd else 0
     groups = 0 if nhd else page_size // 8

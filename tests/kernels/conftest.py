@@ -1,0 +1,1 @@
+"""Puts this folder where tests of the folders below import its helpers from."""
