@@ -65,8 +65,14 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) attend_plain(const __g
   for (int first = seen.low / kKeys * kKeys; first <= seen.high; first += kKeys) {
     const int key = first + lane;
     const bool visible = seen.has(key) && (p.mask_bits == nullptr || unmasked(p.mask_bits, first_bit + key));
-    const int in_run = min(key, item.num_keys - 1), page = in_run / p.page_size, offset = in_run - page * p.page_size;
-    const int id = p.kv_indices == nullptr ? item.kv_begin + page : p.kv_indices[item.kv_begin + page];
+    int offset = min(key, item.num_keys - 1), id = 0;
+    if (p.kv_indices == nullptr) {  // ragged keys: K and V have no pages in common
+      offset += item.kv_begin;
+    } else {
+      const int page = offset / p.page_size;
+      offset -= page * p.page_size;
+      id = p.kv_indices[item.kv_begin + page];
+    }
 
     float score = minus_infinity();
     if (visible) {
