@@ -31,7 +31,6 @@ from kernels.backend import (
     Scoring,
     StageSeconds,
     Tensor,
-    Unsupported,
     split_keys,
 )
 from kernels.cpu import invariant, state
@@ -87,11 +86,6 @@ class CpuBackend:
         poison: bool = False,
         numerics: Numerics = "fast",
     ) -> None:
-        for group in geometry.groups:
-            if (group.kind, group.v_head_dim) != ("attention", group.head_dim):
-                given = f"{group.kind}, v_head_dim {group.v_head_dim}"
-                rule = f"the CPU backend takes kind attention, v_head_dim = {group.head_dim}"
-                raise Unsupported("groups", given, rule)
         self._geometry = geometry
         self._split_keys = split_keys(numerics, invariant.SPLIT_KEYS, geometry.page_size)
         self._memory = allocate(geometry)
