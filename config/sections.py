@@ -371,7 +371,9 @@ class Settings(Section):
             given = f"cache.records_share = {self.records_share}"
             if self.backend.kind == "none":
                 given = "backend.kind = none"
-            raise ValueError(f"{given}: records need a tier: set cache.host_bytes or disk_path")
+            raise ValueError(
+                f"{given}: records need a tier: set cache.host_bytes or cache.disk_path"
+            )
         if self.backend.kind == "none" and self.records_share < 1.0:
             given = f"cache.records_share = {cache.records_share}"
             raise ValueError(f"{given}: with backend.kind = none there are no pages: leave it out")

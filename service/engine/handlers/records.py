@@ -89,7 +89,7 @@ def lookup(pool: RecordPool, keys: RecordNames, stop: bool = False) -> Iterator[
         if pool.find(one) is not None:
             yield "found"
             continue
-        yield pool.reason(keys.namespace, keys.stamp, key)
+        yield pool.reason(one, keys.namespace, keys.stamp, key)
         if stop:
             return
 
@@ -264,9 +264,9 @@ def get_records(store: Store, request: Request, _: Seconds) -> Answer:
 
 def answer_text(outcomes: Sequence[str], sizes: Sequence[int]) -> str:
     """The fields of the answer to a read, as JSON of one length whatever becomes of records."""
-    without = len(dump_json({"outcomes": [""] * len(outcomes), "num_bytes": sizes}))
+    spaces = sum(LONGEST_OUTCOME - len(outcome) for outcome in outcomes)
     text = dump_json({"outcomes": outcomes, "num_bytes": sizes})
-    return text.ljust(without + LONGEST_OUTCOME * len(outcomes))
+    return f"{text[:-1]}{' ' * spaces}}}"
 
 
 def loading(

@@ -14,7 +14,7 @@ from service.engine.tiers.disk import Disk
 from service.tiers.shelf import Entry, Shelf
 
 LEASED_SHARE: Final = 0.5
-"""Share of the places of all tiers that leases can hold."""
+"""Share of the places on disk, or without one in host memory, that leases can hold."""
 
 
 class PoolOfLeases(Protocol):
@@ -97,8 +97,7 @@ class RecordLeases:
     @property
     def _kind(self) -> Kind:
         store = self._pool.disk.store
-        places = self._pool.host.num_slots if self._pool.host.keeps else 0
-        places += 0 if store is None else store.num_places
+        places = self._pool.host.num_slots if store is None else store.num_places
         most = max(1, int(LEASED_SHARE * places))
         return Kind("places of records held by jobs", most, "release jobs, or let them end")
 

@@ -116,20 +116,21 @@ class RecordPool:
     def find_in(self, tier: TierName, one: bytes) -> Entry | None:
         return self.host.find(one) if tier == "host" else self.disk.find(one)
 
-    def reason(self, namespace: str, stamp: bytes, key: bytes) -> Reason:
+    def reason(self, one: bytes, namespace: str, stamp: bytes, key: bytes) -> Reason:
         """Why a record is not there."""
-        one = record_id(namespace, stamp, key)
         found = self.misses.reason(one, False, namespace, key, stamp)
         return "other_stamp" if found == "other_salt" else found  # type: ignore[return-value]
 
     def use(self, one: bytes) -> None:
-        """Make a record the most recently used one, in each tier that has it."""
+        """Make a record the most recently used one, in each tier that has it. Of one that a job
+        holds, the copy on disk stays, and one in host memory where that has the only copy."""
         rank = PINNED if one in self.disk.pinned else RANK
-        if (entry := self.host.find(one)) is not None:
-            self.host.use(entry, rank)
         store = self.disk.store
-        if store is not None and (entry := store.find(one)) is not None:
-            store.use(entry, rank)
+        if store is not None and (written := store.find(one)) is not None:
+            store.use(written, rank)
+            rank = RANK
+        if (entry := self.host.find(one)) is not None:
+            self.host.use(entry, rank if store is None or not entry.holds else RANK)
 
     # Store.
 
