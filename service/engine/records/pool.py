@@ -343,15 +343,16 @@ class RecordPool:
 
     def report(self) -> None:
         """Update the gauges."""
-        disk = self.disk.store
-        counts = {
-            "host": len(self.host) if self.host.keeps else 0,
-            "disk": 0 if disk is None else disk.count(),
-        }
-        for tier, number in counts.items():
+        for tier, number in self.num_records.items():
             self._metrics.set(number, "records", tier)
         self._metrics.set(float(self.host.keeps), "tier_up", "host")
-        self._metrics.set(float(disk is not None), "tier_up", "disk")
+        self._metrics.set(float(self.disk.store is not None), "tier_up", "disk")
+
+    @property
+    def num_records(self) -> dict[str, int]:
+        disk = self.disk.store
+        host = len(self.host) if self.host.keeps else 0
+        return {"host": host, "disk": 0 if disk is None else disk.count()}
 
     def looked_up(self, outcome: str, number: int) -> None:
         self._metrics.add(number, "record_lookups", outcome)

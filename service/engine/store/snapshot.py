@@ -17,6 +17,8 @@ from service.image.json_text import dump_json
 from service.image.writing import in_order, shaped
 
 COLUMNS: Final = ("parents", "pages", "totals", "sequences", "states")
+IN_TIERS: Final = ("host", "disk", "host_records", "disk_records")
+"""Numbers of pages and records in the tiers below the pool."""
 LEAST_S: Final = 0.2
 """Least seconds between two snapshots; sooner requests get the last one again."""
 TREE_SHARE: Final = 0.02
@@ -60,7 +62,7 @@ class Snapshots:
     def _take(self, now: float) -> PoolSnapshot:
         pool, tree = self._pool, self._look(now)
         states, step = page_states(pool)
-        numbers = {"host": 0, "disk": 0} | self._count()
+        numbers = dict.fromkeys(IN_TIERS, 0) | self._count()
         for private in ("available", "imports"):
             del numbers[private]
         fields: dict[str, Any] = numbers | {

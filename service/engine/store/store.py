@@ -223,7 +223,10 @@ class Store:
 
     def all_numbers(self) -> dict[str, int]:
         """The numbers of the whole pool, and of the tiers' records."""
-        return self.numbers() | ({} if self.loading is None else self.loading.tiers.num_records)
+        found = self.numbers() | ({} if self.loading is None else self.loading.tiers.num_records)
+        if self.records is not None:
+            found |= {f"{tier}_records": num for tier, num in self.records.num_records.items()}
+        return found
 
     def numbers(self, namespace: str | None = None) -> dict[str, int]:
         """Pages by their state, sequences, leases and imports: of the whole pool (None), or of the

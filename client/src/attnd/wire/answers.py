@@ -355,6 +355,8 @@ class Snapshot:
         without a cluster.
     `host`: pages in host memory, behind the pool.
     `disk`: pages on disk.
+    `host_records`: records in host memory.
+    `disk_records`: records on disk.
     """
 
     free: int
@@ -372,6 +374,8 @@ class Snapshot:
     engines: tuple[EnginePages, ...] = ()
     host: int = 0
     disk: int = 0
+    host_records: int = 0
+    disk_records: int = 0
     meta: Meta = field(default=NO_META, compare=False, repr=False)
 
 

@@ -87,6 +87,8 @@ const handlers = {
     const counts = [`${exact(pool.referenced)} of ${exact(pool.total)} pages referenced`, `${exact(pool.cached)} cached`];
     if (pool.host) counts.push(`${exact(pool.host)} in host memory`);
     if (pool.disk) counts.push(`${exact(pool.disk)} on disk`);
+    if (pool.host_records) counts.push(`${plural(pool.host_records, "record")} in host memory`);
+    if (pool.disk_records) counts.push(`${plural(pool.disk_records, "record")} on disk`);
     write("used-of", counts.join(", "));
     for (const one of byId("split").children) one.style.flexGrow = pool[one.className];
     write("sequences", exact(pool.sequences));
