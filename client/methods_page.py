@@ -35,6 +35,10 @@ GROUPS: Final[dict[str, tuple[str, ...]]] = {
         *("release_lease", "pin", "unpin", "holds", "evict", "clear", "events", "event_page"),
         *("get_namespace", "set_namespace"),
     ),
+    "Records": (
+        *("put_records", "get_records", "contains_records", "touch_records", "delete_records"),
+        *("clear_records", "release_records"),
+    ),
     "Moving sequences": (
         *("export", "import_", "export_header", "export_part", "begin_import", "import_part"),
         *("end_import", "get_import", "cancel_import"),
