@@ -29,6 +29,12 @@ TTL_S: Final = 600.0
 """After which attnd deletes the idle sequences of a process that was killed."""
 
 
+UNRECORDED: Final = (
+    "forwards are not recorded ({}), and beside an engine in this process others may wait for "
+    "ever: run `attnd serve`, and name it by --attnd"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """New tokens of a sequence that holds `stored` tokens."""
@@ -43,7 +49,8 @@ class Runner:
 
     `connect` opens a session: again after its engine was restarted. A batch has `max_rows` rows and
     `max_tokens` tokens at most. `salt` keeps the model's KV apart from that of others that share
-    the attnd; None: a digest of the model.
+    the attnd; None: a digest of the model. Raises RuntimeError where forwards that are not recorded
+    could wait for ever.
     """
 
     def __init__(
@@ -92,6 +99,9 @@ class Runner:
         try:
             self._record()
         except RuntimeError as error:
+            if self.session.placement.kind == "same_process":
+                self.close()
+                raise RuntimeError(UNRECORDED.format(error)) from error
             LOG.warning("forwards are not recorded, so they run as they are: %s", error)
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import pytest
 import torch
-from attnd.torch import TorchSession
+from attnd.torch import EmbeddedSession, Placement, TorchSession
 from attnd.transformers import pool_settings
 from transformers import (
     Gemma2Config,
@@ -139,3 +139,41 @@ def test_answers_of_other_decoders_equal_generate(build: Any) -> None:
                 assert asked[0].request.cached_tokens == cached
         finally:
             scheduler.close()
+
+
+def test_a_runner_with_its_engine_in_this_process_answers_as_generate_without_graphs() -> None:
+    torch.manual_seed(7)
+    model, prompt = qwen2().eval(), [7, *range(1, 70)]
+    model.set_attn_implementation("eager")
+    expected = greedy(model, prompt, COUNT)
+    settings = pool_settings(model) | {"pool.num-pages": 60, "backend.kind": "cpu"}
+    runner = Runner(model, lambda: EmbeddedSession(settings), 4, 4 + 64)
+    scheduler = Scheduler(runner, NoText(), set())
+    scheduler.start()
+    try:
+        assert ask(scheduler, prompt, COUNT).tokens() == expected
+    finally:
+        scheduler.close()
+
+
+def test_forwards_beside_an_engine_of_this_process_must_be_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where they cannot be, the runner ends at once: a first launch in a step might not return."""
+
+    def fails(_: Runner) -> None:
+        raise RuntimeError("no graph")
+
+    model, sessions = qwen2().eval(), []
+    settings = pool_settings(model) | {"pool.num-pages": 60, "backend.kind": "cpu"}
+
+    def connect() -> EmbeddedSession:
+        sessions.append(session := EmbeddedSession(settings))
+        session.placement = Placement("same_process", 1.0)
+        return session
+
+    monkeypatch.setattr(Runner, "_record", fails)
+    with pytest.raises(RuntimeError, match=r"not recorded \(no graph\), .* name it by --attnd"):
+        Runner(model, connect, 4, 4 + 64)
+    with pytest.raises(RuntimeError, match="closed"):
+        sessions[0].info()
