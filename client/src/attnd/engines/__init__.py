@@ -1,0 +1,1 @@
+"""What the caches under serving engines share: calls of records whose failures are misses."""
