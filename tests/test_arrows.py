@@ -58,6 +58,8 @@ def beyond(*packages: str) -> Callable[[str], bool]:
 PRODUCT: Final = ("service/*", "kernels/*", "config/*", "client/*")
 EXTRAS: Final = ("client/src/attnd/torch/*", "client/src/attnd/transformers/*")
 """Parts of the client that need torch."""
+ADAPTERS: Final = tuple(f"client/src/attnd/{one}/*" for one in ("lmcache", "vllm", "sglang"))
+"""Parts of the client that run inside a serving engine."""
 ONLY: Final = {
     "xxhash": (
         *("service/tiers/index.py", "service/tiers/records.py", "kernels/digests.py"),
@@ -69,7 +71,7 @@ ONLY: Final = {
     "ray": ("service/cluster/ray/*",),
     "zmq msgspec": ("service/doors/zmq/*",),
     "service.cluster": ("service/cluster/*", "service/__main__.py"),
-    "torch": ("kernels/cpu*", *EXTRAS),
+    "torch": ("kernels/cpu*", *EXTRAS, "client/src/attnd/sglang/*"),
     "cupy cupyx cuda": ("kernels/cuda*", "kernels/compile*"),
     "prometheus_client": ("service/metrics.py",),
     "opentelemetry": ("service/doors/kit/ledger.py",),
@@ -170,13 +172,30 @@ ARROWS: Final = (
         "the client imports numpy, ml_dtypes and its HTTP parser only",
         ("client/*",),
         beyond("numpy", "httptools", "ml_dtypes", "attnd"),
-        but=EXTRAS,
+        but=(*EXTRAS, *ADAPTERS),
     ),
     Arrow(
         "the client does without its extras",
         ("client/*",),
-        under("attnd.torch", "attnd.transformers"),
-        but=EXTRAS,
+        under(
+            *("attnd.torch", "attnd.transformers", "attnd.lmcache", "attnd.vllm", "attnd.sglang")
+        ),
+        but=(*EXTRAS, *ADAPTERS),
+    ),
+    Arrow(
+        "an adapter imports its engine, numpy and the client's records, and no other adapter",
+        ("client/src/attnd/lmcache/*",),
+        beyond("numpy", "lmcache", "attnd.engines", "attnd.lmcache"),
+    ),
+    Arrow(
+        "the same for vLLM",
+        ("client/src/attnd/vllm/*",),
+        beyond("numpy", "vllm", "attnd.engines", "attnd.vllm"),
+    ),
+    Arrow(
+        "the same for SGLang, whose pages are tensors",
+        ("client/src/attnd/sglang/*",),
+        beyond("numpy", "torch", "sglang", "attnd.engines", "attnd.sglang"),
     ),
     Arrow(
         "the client's steps need torch and nothing else",
