@@ -14,7 +14,7 @@ def fail() -> str:
 
 
 def test_each_job_ends_once_with_its_result_or_none(caplog: pytest.LogCaptureFixture) -> None:
-    workers: Workers[str] = Workers(1)
+    workers = Workers(1)
     ended: list[str | None] = []
     workers.submit("load", lambda: "done", ended.append)
     workers.submit("load", fail, ended.append)
@@ -25,7 +25,7 @@ def test_each_job_ends_once_with_its_result_or_none(caplog: pytest.LogCaptureFix
 
 
 def test_a_close_fails_what_has_not_begun_and_waits_for_what_has() -> None:
-    workers: Workers[str] = Workers(1)
+    workers = Workers(1)
     begun, go_on = threading.Event(), threading.Event()
     ended: dict[int, str | None] = {}
 
@@ -49,7 +49,7 @@ def test_a_close_fails_what_has_not_begun_and_waits_for_what_has() -> None:
 
 
 def test_a_load_waits_for_no_store_and_a_lookup_for_no_load() -> None:
-    workers: Workers[str] = Workers(2)
+    workers = Workers(2)
     go_on, ended = threading.Event(), list[str | None]()
     for kind in ("store", "store", "store", "load", "load", "load"):
         workers.submit(kind, lambda: str(go_on.wait(10)), lambda _: None)  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -33,29 +33,23 @@ class StoreOptions:
     threads: int = 4
 
     @classmethod
-    def read(cls, given: Mapping[str, Any], more: Iterable[str] = ()) -> Self:
-        """Raises ValueError for an unknown option, a wrong type, or a number that is not above 0.
-
-        `more`: names of options that are the adapter's own.
-        """
-        kinds = {"url": str, "deadline_s": float, "lease_s": float, "threads": int}
+    def read(cls, given: Mapping[str, Any]) -> Self:
+        """Raises ValueError for an unknown option, a wrong type, or a number out of bounds."""
+        kinds = {"deadline_s": float, "lease_s": float, "threads": int}
         known = {one.name for one in fields(cls)}
-        if unknown := given.keys() - known - {*more}:
-            raise ValueError(
-                f"unknown options {', '.join(sorted(unknown))}; there are "
-                f"{', '.join(sorted({*known, *more}))}"
-            )
+        if unknown := given.keys() - known:
+            names, others = ", ".join(sorted(unknown)), ", ".join(sorted(known))
+            raise ValueError(f"unknown options {names}; there are {others}")
         if not given.get("url"):
             raise ValueError('url is missing: give "url": "http://127.0.0.1:8080", or a socket')
-        values = {name: value for name, value in given.items() if name in known}
-        for name, value in values.items():
+        for name, value in given.items():
             kind = kinds.get(name, str)
             accepted = (int, float) if kind is float else (kind,)
             if not isinstance(value, accepted) or isinstance(value, bool):
                 raise ValueError(f"{name} is {value!r}, expected {kind.__name__}")
             if kind is not str and not 0 < value < 86_400:
                 raise ValueError(f"{name} is {value}, expected more than 0 and less than 86400")
-        return cls(**values)
+        return cls(**given)
 
     def key(self) -> str:
         """The caller's API key, from its file where one is given."""

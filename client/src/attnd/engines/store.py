@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -103,20 +104,22 @@ class EngineStore:
     def contains(self, keys: Sequence[bytes], job: str | None = None) -> list[bool]:
         """Whether each key has a record; with `job`, records found are held until its release."""
         hits: list[bool] = []
-        for at in range(0, len(keys), MAX_KEYS):
-            some = keys[at : at + MAX_KEYS]
-            reply = self._lookup(some, job)
-            if reply is None and job is not None and not self.outage.holds:
-                reply = self._lookup(some, None)  # more than may be held
-            outcomes = [""] * len(some) if reply is None else reply.outcomes
-            hits += [one == FOUND for one in outcomes]
+        for some in parts(keys):
+            outcomes = self._lookup(some, job)
+            if outcomes is None and job is not None and not self.outage.holds:
+                outcomes = self._lookup(some, None)  # more than may be held
+            hits += [one == FOUND for one in outcomes or [""] * len(some)]
         return hits
 
-    def _lookup(self, keys: Sequence[bytes], job: str | None) -> Any:
-        held = {} if job is None else {"job": job, "lease_s": self.options.lease_s}
-        return self._attempt(
-            "contains", len(keys), lambda to: to.contains_records(keys, stamp=self.stamp, **held)
-        )
+    def _lookup(self, keys: Sequence[bytes], job: str | None) -> Sequence[str] | None:
+        def look_up(to: Connected) -> Any:
+            if job is None:
+                return to.contains_records(keys, stamp=self.stamp)
+            lease_s = self.options.lease_s
+            return to.contains_records(keys, stamp=self.stamp, job=job, lease_s=lease_s)
+
+        reply = self._attempt("contains", len(keys), look_up)
+        return None if reply is None else list(reply.outcomes)
 
     def put(self, keys: Sequence[bytes], records: Sequence[Sequence[Part]]) -> list[str]:
         """Store records; returns the outcome of each: "stored", "present", or why it is not."""
@@ -144,13 +147,7 @@ class EngineStore:
         hits = [False] * len(keys)
         for batch, size in batches(keys, records):
             names = [keys[at] for at in batch]
-            reply = self._attempt(
-                "get",
-                len(batch),
-                lambda to, names=names, size=size: to.get_records(
-                    names, stamp=self.stamp, size=size
-                ),
-            )
+            reply = self._attempt("get", len(batch), partial(read, names, self.stamp, size))
             for at, value in zip(batch, () if reply is None else reply.values, strict=False):
                 if value is not None:
                     hits[at] = scatter(value, records[at])
@@ -161,21 +158,13 @@ class EngineStore:
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """Delete records; those that are not there are no error."""
-        for at in range(0, len(keys), MAX_KEYS):
-            some = keys[at : at + MAX_KEYS]
-            self._attempt(
-                "delete",
-                len(some),
-                lambda to, some=some: to.delete_records(some, stamp=self.stamp),
-            )
+        for some in parts(keys):
+            self._attempt("delete", len(some), partial(delete, some, self.stamp))
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Count records as used now."""
-        for at in range(0, len(keys), MAX_KEYS):
-            some = keys[at : at + MAX_KEYS]
-            self._attempt(
-                "touch", len(some), lambda to, some=some: to.touch_records(some, stamp=self.stamp)
-            )
+        for some in parts(keys):
+            self._attempt("touch", len(some), partial(touch, some, self.stamp))
 
     def clear(self) -> None:
         """Erase all records of the key's namespace."""
@@ -247,6 +236,24 @@ class EngineStore:
             if not self.outage.holds:
                 self.outage.begin(f"{type(error).__name__}: {error}")
             self._is_usable = False
+
+
+def delete(keys: Sequence[bytes], stamp: str, to: Connected) -> Any:
+    return to.delete_records(keys, stamp=stamp)
+
+
+def touch(keys: Sequence[bytes], stamp: str, to: Connected) -> Any:
+    return to.touch_records(keys, stamp=stamp)
+
+
+def read(keys: Sequence[bytes], stamp: str, size: int, to: Connected) -> Any:
+    return to.get_records(keys, stamp=stamp, size=size)
+
+
+def parts(keys: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+    """The keys of one call each."""
+    for at in range(0, len(keys), MAX_KEYS):
+        yield keys[at : at + MAX_KEYS]
 
 
 def batches(

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Final, Generic, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 T = TypeVar("T")
 Kind = Literal["lookup", "load", "store"]
@@ -14,7 +14,7 @@ Kind = Literal["lookup", "load", "store"]
 LOG: Final = logging.getLogger("attnd.engines")
 
 
-class Workers(Generic[T]):
+class Workers:
     """Jobs by kind, so that a load never waits for stores, nor a lookup for loads.
 
     A job that is submitted ends in one call of `done` with its result, or with None where it
@@ -27,7 +27,7 @@ class Workers(Generic[T]):
             kind: ThreadPoolExecutor(size, f"attnd-{kind}") for kind, size in sizes.items()
         }
         self._idle = threading.Condition()
-        self._open: set[Future[T]] = set()
+        self._open: set[Future[Any]] = set()
 
     def submit(self, kind: Kind, job: Callable[[], T], done: Callable[[T | None], None]) -> None:
         """Run `job` in a thread of its kind; `done` runs in that thread, or in the canceller's."""

@@ -8,6 +8,7 @@ import threading
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from typing import Any, Final, Generic, TypeVar
 
@@ -17,7 +18,7 @@ from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 
 from attnd.engines.options import StoreOptions, stamp_of
-from attnd.engines.store import Part, EngineStore
+from attnd.engines.store import EngineStore, Part
 from attnd.engines.workers import Kind, Workers
 
 T = TypeVar("T")
@@ -102,7 +103,7 @@ class AttndL2Adapter(L2AdapterInterface):
         facts = {"revision": options.revision, "lmcache": version("lmcache")}
         self._store = EngineStore(options, stamp_of("lmcache", options.revision, facts))
         self._store.check()
-        self._workers: Workers[Any] = Workers(options.threads)
+        self._workers = Workers(options.threads)
         self._stores: Results[L2StoreResult] = Results()
         self._lookups: Results[Bitmap] = Results()
         self._loads: Results[Bitmap] = Results()
@@ -157,7 +158,7 @@ class AttndL2Adapter(L2AdapterInterface):
     def submit_unlock(self, keys: list[Any]) -> None:
         """A release that is lost is made good by the end of the lease."""
         for job in self._locks.remove(keys):
-            self._workers.submit("store", lambda job=job: self._store.release(job), lambda _: None)
+            self._workers.submit("store", partial(self._store.release, job), lambda _: None)
 
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
         """Writes to no object after the task's result."""

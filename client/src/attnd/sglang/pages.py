@@ -93,7 +93,7 @@ def pieces_of(pool: Any, indices: torch.Tensor) -> list[NDArray[np.uint8]]:
     pointers, sizes = pool.get_page_buffer_meta(indices)
     pairs = zip(flat(pointers), flat(sizes), strict=True)
     return [
-        np.frombuffer((ctypes.c_uint8 * size).from_address(pointer), np.uint8)
+        np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(pointer))
         for pointer, size in pairs
     ]
 

@@ -80,7 +80,7 @@ class AttndTier(SecondaryTierManager):
         self._rows: NDArray[np.uint8] | None = rows_of(primary_kv_view)
         self._store = EngineStore(given, stamp)
         self._store.check(self._rows.shape[1])
-        self._workers: Workers[tuple[bool, ...]] = Workers(given.threads)
+        self._workers = Workers(given.threads)
         self._lookups = Lookups(tier_type, self._store)
         self._ended: list[Ended] = []
         self._lock = threading.Lock()
