@@ -35,7 +35,7 @@ class StoreOptions:
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Self:
         """Raises ValueError for an unknown option, a wrong type, or a number out of bounds."""
-        kinds = {"deadline_s": float, "lease_s": float, "threads": int}
+        kinds: dict[str, Any] = {"deadline_s": float, "lease_s": float, "threads": int}
         known = {one.name for one in fields(cls)}
         if unknown := given.keys() - known:
             names, others = ", ".join(sorted(unknown)), ", ".join(sorted(known))
