@@ -1,6 +1,9 @@
 """Tests with the oldest and the newest releases that the package allows: `make test-matrix`.
 
-    python -m tests.matrix [--keep] [oldest] [newest]
+    python -m tests.matrix [--keep] [oldest] [newest] [lmcache] [vllm] [sglang]
+
+The last three are the adapters in the newest two releases of each engine
+(`tests/engines/released/proofs.py`).
 
 Each side has a virtual environment of its own in .cache/matrix (or in `MATRIX_DIR`), some GB for
 torch, which is removed afterwards. The bounds are those of the two pyproject.toml.
@@ -21,9 +24,11 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from tests.engines.released import proofs
+
 ROOT: Final = Path(__file__).parent.parent
 PLACE: Final = Path(os.environ.get("MATRIX_DIR", ROOT / ".cache" / "matrix"))
-SIDES: Final = ("oldest", "newest")
+SIDES: Final = ("oldest", "newest", *proofs.RELEASES)
 TESTS: Final[dict[str, tuple[str, ...]]] = {
     "transformers": ("tests/models", "tests/examples/test_serve_models.py"),
     "torch": ("tests/session", "tests/kernels"),
@@ -36,7 +41,7 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Tests with the extremes of what is allowed")
-    parser.add_argument("sides", nargs="*", help=f"of {' and '.join(SIDES)}; default: both")
+    parser.add_argument("sides", nargs="*", help=f"of {' and '.join(SIDES)}; default: all")
     parser.add_argument(
         "--keep", action="store_true", help="keep the environments for the next run"
     )
@@ -52,6 +57,8 @@ def main() -> int:
 
 def passes(side: str) -> bool:
     """Set up an environment, and run the tests of all packages in it."""
+    if side in proofs.RELEASES:
+        return proofs.passes(side, PLACE)
     python = PLACE / side / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", PLACE / side], check=True)

@@ -16,11 +16,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from vllm.v1.kv_offload.base import LookupResult, Medium
-from vllm.v1.kv_offload.tiering.example import manager
-
 from attnd.engines.options import StoreOptions
 from attnd.vllm.tier import AttndTier
+from vllm.v1.kv_offload.base import LookupResult, Medium
+from vllm.v1.kv_offload.tiering.example import manager
 
 URL = os.environ["ATTND_URL"]
 

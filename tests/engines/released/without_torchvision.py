@@ -1,4 +1,4 @@
-"""Stands in for torchvision, which SGLang imports for pictures and whose wheels need CUDA's torch."""
+"""Stands in for torchvision, which SGLang imports for pictures: its wheels need torch for CUDA."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class StandIn(ModuleType):
         super().__init__(name)
         self.__spec__ = ModuleSpec(name, None, is_package=True)
         self.__path__: list[str] = []
+        self.__version__ = "0.28.0"
         sys.modules[name] = self
 
     def __getattr__(self, name: str) -> Any:
