@@ -43,7 +43,7 @@ PACKAGES: Final[dict[str, tuple[str, ...]]] = {
         *("uvicorn", "pybase64", "pillow", "transformers==5.19.0", "sentencepiece", "tiktoken"),
         *("einops", "setproctitle", "prometheus-client", "compressed-tensors", "zstandard"),
         *("xxhash", "pytest", "IPython", "dill", "triton", "python-multipart", "interegular"),
-        *("partial_json_parser", "llguidance", "apache-tvm-ffi==0.1.11"),
+        *("partial_json_parser", "llguidance", "gguf", "apache-tvm-ffi==0.1.11"),
     ),
 }
 GPU_ONLY: Final = ("torchvision", "torchaudio", "torchcodec")
@@ -138,6 +138,7 @@ def vllm(python: Path, release: str, url: str) -> bool:
 def sglang(python: Path, release: str, url: str) -> bool:
     """SGLang's factory, host pools, controller and injection of faults over the backend."""
     pytest = [python, "-m", "pytest", "-q", "-p", "without_torchvision", "-p", "no:cacheprovider"]
+    pytest += ["-c", os.devnull, "--rootdir", os.devnull]
     return output([*pytest, HERE / "sglang_controller.py"], url, "/") is not None
 
 
