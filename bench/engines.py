@@ -143,8 +143,8 @@ class Bench:
                 time.sleep(SETTLE_S)
             for how in ("bits flipped", "truncated"):
                 tier.damage(how)
-                time.sleep(SETTLE_S)
-                self.row(tier, how, engine.again, "a")
+                self.row(tier, how, lambda: self.found(engine), "a")
+                self.rows[-1]["misses"] = tier.misses()
                 self.fill(engine, tier)
             tier.kill()
             self.row(tier, "killed, or deleted", engine.again, "a")
@@ -157,17 +157,27 @@ class Bench:
         tier.restart()
         with self.engine([tier.options()]) as engine:
             self.row(tier, "all restarted", engine.answer, "a")
+            self.rows[-1]["misses"] = tier.misses()
         self.use("b")
         with self.engine([tier.options()]) as engine:
             self.row(tier, "other weights", engine.answer, "b")
+            self.rows[-1]["misses"] = tier.misses()
         tier.close()
 
     def fill(self, engine: Engine, tier: Tier) -> None:
-        """Begin anew with an empty tier, and store everything."""
+        """Begin with an empty tier, and store everything."""
         tier.empty()
+        for _ in range(2):  # the first time, the tier may not know yet that the service is back
+            time.sleep(SETTLE_S)
+            engine.again()
         time.sleep(SETTLE_S)
-        engine.again()
+
+    def found(self, engine: Engine) -> dict[str, Any]:
+        """The answers after a restart of the tier's service, to which it is connected again."""
         time.sleep(SETTLE_S)
+        engine.again("a salt that was never used")
+        time.sleep(SETTLE_S)
+        return engine.again()
 
     def hang(self, engine: Engine, tier: Tier) -> dict[str, Any]:
         engine.forget()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Timer
 from typing import Any, Final, Protocol
+
+from attnd import Client
 
 from bench.driver.servers import Server, free_port, running
 
@@ -28,6 +31,7 @@ class Tier(Protocol):
     @contextmanager
     def hanging(self, seconds: float) -> Iterator[None]: ...
     def empty(self) -> None: ...
+    def misses(self) -> str: ...
     def close(self) -> None: ...
 
 
@@ -58,6 +62,10 @@ class FsTier:
 
     def empty(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def misses(self) -> str:
+        """No reasons are known."""
+        return ""
 
     def close(self) -> None:
         self.empty()
@@ -118,18 +126,27 @@ class AttndService:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.server = self._start()
 
+    def misses(self) -> str:
+        """Reasons of misses since the start of the service, with the number of records."""
+        with Client(self.server.url) as client:
+            lines = client.metrics().splitlines()
+        pattern = r'attnd_record_lookups_total{.*outcome="(\w+)".*} (\d+)'
+        found = [match for line in lines if (match := re.match(pattern, line))]
+        counts = {one[1]: int(one[2]) for one in found if int(one[2]) and one[1] != "found"}
+        return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+
     def close(self) -> None:
         self.stack.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def spoil(file: Path, how: str) -> None:
-    """Flip a bit in each `FLIP_EVERY` bytes of a file, or cut it to its half."""
+    """Flip a bit of the exponent of each 256th fp32 number of a file, or cut it to its half."""
     if how == "truncated":
         os.truncate(file, file.stat().st_size // 2)
         return
     data = bytearray(file.read_bytes())
-    for at in range(FLIP_EVERY // 2, len(data), FLIP_EVERY):
+    for at in range(FLIP_EVERY - 1, len(data), FLIP_EVERY):
         data[at] ^= 0x40
     file.write_bytes(data)
 

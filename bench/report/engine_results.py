@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from bench.report.provenance import RESULTS, Results
-from bench.report.tables import markdown, with_stamp
+from bench.report.tables import markdown, with_stamp, wrapped
 
 ENGINE_RESULTS: Final = RESULTS / "engines-cpu.json"
 
@@ -15,20 +15,24 @@ def table(results: Results) -> str:
     tiers = list(dict.fromkeys(row["tier"] for row in results["rows"]))
     found = {(row["tier"], row["what"]): row for row in results["rows"]}
     names = list(dict.fromkeys(row["what"] for row in results["rows"]))
-    head = ["the tier below vLLM", *(f"{tier}: {one}" for tier in tiers for one in COLUMNS)]
+    head = ["below vLLM", *(f"{tier}: {one}" for tier in tiers for one in COLUMNS)]
     rows = [
         [name, *(cell for tier in tiers for cell in cells(found.get((tier, name))))]
         for name in names
     ]
-    note = (
-        "same: prompts of four with the tokens of an engine without a tier; difference: largest of "
-        "the log-probabilities; recomputed: tokens of the prompts that did not come from the tier; "
-        f"vLLM {results['vllm']} on the CPU, a Llama of random weights; on a busy machine"
+    reasons = "; ".join(
+        f"{row['what']}: {row['misses']}" for row in results["rows"] if row.get("misses")
     )
-    return with_stamp(markdown(head, rows), results, note)
+    note = (
+        "same: prompts with the tokens of an engine without a tier; log-p: largest difference of "
+        "the log-probabilities; computed: tokens of the prompts that did not come from the tier; "
+        f"vLLM {results['vllm']} on the CPU, a Llama of random weights; the machine was busy; "
+        f"attnd's own reasons of misses: {reasons}"
+    )
+    return wrapped(with_stamp(markdown(head, rows), results, note))
 
 
-COLUMNS: Final = ("same", "difference", "recomputed")
+COLUMNS: Final = ("same", "log-p", "computed")
 
 
 def cells(row: Results | None) -> list[str]:

@@ -29,6 +29,8 @@ MAX_KEYS: Final = 1024
 MAX_BATCH_BYTES: Final = 32 * 2**20
 """Of the records in one call, which may have one larger record all the same."""
 MAX_RECORD_BYTES: Final = 64 * 2**20
+RETRIES: Final = 1
+"""For a connection that a restart of the service broke; a call without a reply has none."""
 FIRST_PAUSE_S: Final = 0.5
 MAX_PAUSE_S: Final = 30.0
 FOUND: Final = "found"
@@ -44,8 +46,8 @@ def connect(options: StoreOptions) -> Connected:
         path = ""
     timeout, key = options.deadline_s, options.key() or None
     if path and (path == options.url or os.path.exists(path)):
-        return Session(options.url, api_key=key, timeout=timeout, retries=0)
-    return Client(options.url, api_key=key, timeout=timeout, retries=0)
+        return Session(options.url, api_key=key, timeout=timeout, retries=RETRIES)
+    return Client(options.url, api_key=key, timeout=timeout, retries=RETRIES)
 
 
 @dataclass(slots=True)
