@@ -28,7 +28,7 @@ def store(records: Records) -> EngineStore:
 
 @pytest.fixture
 def engines() -> Iterator[None]:
-    """The engines' interfaces in `sys.modules`, and the adapters imported anew over them."""
+    """The engines' interfaces in `sys.modules`, and the adapters imported over them."""
     before = dict(sys.modules)
     sys.modules.update(interfaces.modules())
     yield

@@ -103,7 +103,7 @@ def test_every_part_of_a_key_counts(adapter: Any, other: Key) -> None:
     assert look_up(adapter, [Key(), other]) == [True, False]
 
 
-def test_an_object_of_another_dtype_is_a_miss_and_can_be_stored_anew(adapter: Any) -> None:
+def test_an_object_of_another_dtype_is_a_miss_and_can_be_stored_again(adapter: Any) -> None:
     store(adapter, [Key()], [np.zeros(10, np.uint8)])
     place = np.full(10, 255, np.uint8)
     assert load(adapter, [Key()], [memory(place, "fp16")]) == [False]

@@ -32,7 +32,7 @@ KEYS: Final = "vllm:kv_offload_attnd_keys"
 STORED: Final = ("stored", "present")
 OLDEST: Final = (0, 32)
 PENDING_SHARE: Final = 4
-"""A store is refused where stores would hold more than one slot in so many."""
+"""A store is refused where stores would hold more than one slot of this number."""
 
 
 class Lookups(AsyncLookupManager):
