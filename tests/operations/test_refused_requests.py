@@ -115,6 +115,7 @@ OF_FIELDS: list[Case] = [
     ("info", {"x": 1}, {}, "x", "no such field"),
     ("append", {"sequences": ["a"]}, KV, "layer", "must be given"),
     ("append", {**A, "layer": LAYERS}, KV, "layer", "below num_layers = 2"),
+    ("decode", {**A, "layer": LAYERS}, {"q": queries(1)}, "layer", "below num_layers = 2"),
     ("append", {**A, "layer": -1}, KV, "layer", "greater than or equal to 0"),
     ("append", {**A, "layer": True}, KV, "layer", "integer"),
     ("append", {**A, "layer": "0"}, KV, "layer", "integer"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from config.sections import AuthSettings, Settings
+from service import keys
 from service.errors import Forbidden, Unauthorized
 from service.keys import KeysError, line_of, new_key, read_again, read_keys
 from service.processes.handover import CheckedFiles
@@ -32,10 +33,10 @@ def test_a_line_is_a_digest_a_namespace_and_scopes(tmp_path: Path) -> None:
         f"{DIGEST} search read,append  # rotated in spring",
         line_of("other", "chat", ["admin"]),
     )
-    keys = read_keys(path)
-    assert keys.check(b"secret", "") == keys.by_digest[bytes.fromhex(DIGEST)]
-    assert keys.check(b"secret", "").tenant is tenant_of("search", ["append", "read"])
-    assert keys.check(b"other", "").tenant.scopes == {"admin"}
+    found = read_keys(path)
+    assert found.check(b"secret", "") == found.by_digest[bytes.fromhex(DIGEST)]
+    assert found.check(b"secret", "").tenant is tenant_of("search", ["append", "read"])
+    assert found.check(b"other", "").tenant.scopes == {"admin"}
 
 
 def test_a_file_that_every_user_can_change_is_refused(tmp_path: Path) -> None:
@@ -67,6 +68,14 @@ def test_a_file_that_breaks_a_rule_is_refused_with_the_line_and_without_the_key(
     text = str(refused.value)
     assert rule in text and str(tmp_path) in text and "\n" not in text
     assert "secret" not in text, "an operator who writes the key itself must not find it in the log"
+
+
+def test_a_file_has_keys_up_to_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys, "MAX_KEYS", 2)
+    lines = [line_of(name, "a", ["read"]) for name in ("one", "two", "three")]
+    assert len(read_keys(file_of(tmp_path, *lines[:2])).by_digest) == 2
+    with pytest.raises(KeysError, match="3 keys, the limit is 2"):
+        read_keys(file_of(tmp_path, *lines))
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -88,6 +88,20 @@ async def test_ids_of_an_engine_that_died_are_lost_up_to_their_limit(monkeypatch
         assert sorted(status) == [404, 410, 410] and len(ids.entries) == 2
 
 
+async def test_an_id_that_is_made_while_engines_are_asked_for_it_is_unknown_until_then() -> None:
+    async with fake_cluster("ab") as cluster:
+        ids, held = cluster.router.ids, list[tuple[str, str]]()
+
+        async def made_meanwhile() -> None:
+            held.extend(await ids.hold(OPEN, ["same"]))
+            cluster.links["b"].ids.add("same")
+
+        cluster.links["b"].do_next("gather", made_meanwhile)
+        assert (await cluster.call("get_sequence", {"id": "same"})).status == 404
+        ids.release(held)
+        assert (await cluster.call("get_sequence", {"id": "same"})).status == 200
+
+
 async def test_entries_of_sequences_that_have_expired_are_removed() -> None:
     async with fake_cluster("ab") as cluster:
         ids, engine = cluster.router.ids, cluster.engine_of("a")

@@ -192,6 +192,7 @@ def check_error(response: httpx.Response, status: int, words: str) -> None:
         ),
         ({"inputs": [{"name": "q", "datatype": "FP32", "shape": [2**62] * 8}]}, 0, 422, "q.shape"),
         ({"inputs": [{"name": "q", "datatype": "FP32", "shape": [1]}]}, 0, 422, "q.data"),
+        ({"inputs": [{"name": "q", "datatype": "FP9", "shape": [1]}]}, 0, 422, "q.datatype = FP9"),
         ([], 0, 400, "the request is not a JSON object"),
     ],
 )
@@ -219,6 +220,17 @@ def test_data_may_be_nested_and_only_so_deep(v2: httpx.Client) -> None:
     check_error(merge([[]], [1, 2, 1]), 422, "o.data = 0 bytes: its shape needs 16")
     check_error(merge([[1, "x"]], [1, 2, 1]), 422, "o.data")
     check_error(merge(nested, [0]), 422, "lse.data")
+
+
+def test_an_output_may_be_spelled_out_where_the_others_are_binary(v2: httpx.Client) -> None:
+    o = {"name": "o", "shape": [1, 2, 1, 2], "datatype": "FP32", "data": [1, 2, 3, 4]}
+    lse = {"name": "lse", "shape": [1, 2, 1], "datatype": "FP32", "data": [0, "-Infinity"]}
+    outputs = [{"name": "o", "parameters": {"binary_data": False}}]
+    body = {"inputs": [o, lse], "outputs": outputs, "parameters": {"binary_data_output": True}}
+    answer = v2.post("/v2/models/merge/infer", json=body)
+    assert answer.headers["content-type"] == "application/json", answer.text
+    (found,) = answer.json()["outputs"]
+    assert found["data"] == [1, 2]
 
 
 @pytest.mark.parametrize("length", ["-1", "x", "99999", "9" * 20, "1e1"])
