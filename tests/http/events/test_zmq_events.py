@@ -316,6 +316,10 @@ def test_a_cluster_publishes_the_events_of_its_router_and_of_the_next_one(tmp_pa
     ("arguments", "message"),
     [
         (("--cache.zmq-endpoint", "tcp://0.0.0.0:5557"), "auth.open"),
+        (
+            ("--cache.zmq-endpoint", "ipc://x", "--cache.zmq-replay-endpoint", "tcp://*:5558"),
+            "auth.open",
+        ),
         (("--cache.zmq-endpoint", "ipc://x", "--cache.events-history", "0"), "events_history"),
         (("--cache.zmq-replay-endpoint", "ipc://x"), "set that too"),
         (("--cache.zmq-endpoint", "http://x"), "zmq_endpoint"),
