@@ -275,7 +275,7 @@ def test_a_mask_that_becomes_too_large_is_refused_with_its_size(tmp_path: Path) 
     with serve("cpu", tmp_path) as running, running.session() as session:
         fresh(session, ["a"])
         slots = session.slots(23200, HEADS, mask="packed")
-        rule = "a bit for each row and key takes 71270400 bytes, at most 67108864: send fewer rows"
+        rule = "a bit for each row and key takes 71270400 bytes, at most 16777216: send fewer rows"
         with (
             pytest.raises(InvalidRequest, match=rule),
             session.step(["a"], slots, qo_indptr=[0, 23200], mask=True, append=True),

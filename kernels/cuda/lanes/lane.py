@@ -262,7 +262,7 @@ class CudaLane:
         """
         words = work.rows * mask.stride
         if 4 * words + expand.PADDING > self._mask_bytes:
-            self._mask_bytes = 2 * 4 * words + expand.PADDING
+            self._mask_bytes = 4 * words + expand.PADDING
             self._mask = self._memory.scratch(self._mask_bytes)
         order, side = None if work.plan is None else work.plan.order, self._memory.side
         struct = packed(

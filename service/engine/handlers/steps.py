@@ -27,7 +27,7 @@ from service.errors import InvalidRequest
 from service.families import Mode
 from service.operations.step import StepFields
 
-MOST_MASK_BYTES: Final = 2**26
+MOST_MASK_BYTES: Final = 2**24
 """Maximum size of a step's mask once it has a bit for each row and key."""
 
 
