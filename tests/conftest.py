@@ -11,6 +11,7 @@ import asyncio
 import gc
 import inspect
 import logging
+import os
 import re
 import secrets
 import sys
@@ -28,6 +29,7 @@ from kernels import cuda_devices, make_backend
 from kernels.backend import Backend, Numerics, PoolGeometry
 
 pytest_plugins = ["tests.harness.retry"]
+os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # an EmbeddedSession needs it from the start
 LONG_FILE: Final = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.long", re.MULTILINE)
 
 
