@@ -27,7 +27,7 @@ ONE_TILE: Final = (96, 128)
 average and at most, in groups of up to 8."""
 NARROW_GROUP: Final = 8
 """Rows of a decode up to which the narrow kernel is bound by memory alone."""
-WEIGHED_KEYS: Final = (100, 400)
+WEIGHED_KEYS: Final = (100, 600)
 """Between how many keys of all heads a multiprocessor other kernels may be faster all the same,
 above head_dim 128, where tiles have `LONG_ROWS_TILE` keys."""
 LONG_ROWS_TILE: Final = 64
@@ -112,7 +112,10 @@ class Load(NamedTuple):
 
 
 def batch_kind(
-    plans: Sequence[Plan], usual: PlannerConfig, sets: Mapping[BatchKind, KernelSet]
+    plans: Sequence[Plan],
+    usual: PlannerConfig,
+    sets: Mapping[BatchKind, KernelSet],
+    costs: SetCosts = H200.sets,
 ) -> BatchKind:
     """The set for a batch: of those that there are, whose usual one plans by `usual`."""
     if usual.splits:
@@ -121,15 +124,16 @@ def batch_kind(
     chosen: BatchKind = kind if kind in sets else "usual"
     if settled or "wide whole" not in sets or usual.window_left >= 0:  # windows: not measured
         return chosen
-    batch, costs = segments_of(plans, usual), H200.sets
+    batch = segments_of(plans, usual)
     if not len(batch.rows):
         return chosen
     soonest = SURE * estimate(sets[chosen], batch, costs, chosen == "short decode")
     mixed = least(batch.rows) <= usual.takes[-1]
     for other, one in sets.items():
         if one.alone and (mixed or other != "wide whole"):  # else that is the usual set
-            end = estimate(one, batch, costs, soonest=soonest)
-            if (end if one.planner.splits else end / SURE) < soonest:
+            sure = 1.0 if one.planner.splits else SURE
+            end = estimate(one, batch, costs, soonest=sure * soonest) / sure
+            if end < soonest:
                 chosen, soonest = other, end
     return chosen
 

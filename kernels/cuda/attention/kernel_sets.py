@@ -18,7 +18,7 @@ from kernels.cuda.attention.kernels import (
 from kernels.cuda.common.extremes import greatest
 from kernels.cuda.common.kernel import Kernel
 from kernels.cuda.narrow.variants import few_rows_kernels, parts_of, short_decode_kernels
-from kernels.cuda.plan.costs import H200, NO_COSTS, UnitCosts, WideName
+from kernels.cuda.plan.costs import H200, NO_COSTS, SetCosts, UnitCosts, WideName
 from kernels.cuda.plan.runs import KernelWork
 from kernels.cuda.plan.tiles import NO_SPLITS, ROWS, PlannerConfig, Splits
 from kernels.cuda.wide import variants as wide
@@ -63,13 +63,15 @@ class KernelSet:
     """Kernels for increasing numbers of packed rows, with their costs for the planner.
 
     `few_rows` has replacements of the first for few rows, by rows and `heads_first`; `joining` is
-    the one that joins the fixed splits of a run; `unit` what the last one's units take, on Hopper.
+    the one that joins the fixed splits of a run; `unit` what units of the `largest`
+    one take on Hopper.
     """
 
     kernels: tuple[Kernel, ...]
     few_rows: dict[tuple[int, bool], Kernel]
     planner: PlannerConfig
     joining: Kernel | None = None
+    largest: wide.WideVariant | None = None
     unit: UnitCosts = NO_COSTS
 
     @property
@@ -108,11 +110,11 @@ def kernel_sets(
         splits: Splits = NO_SPLITS,
         joining: Kernel | None = None,
     ) -> KernelSet:
-        last = kernels[-1]
-        unit = unit_costs(last) if isinstance(last, wide.WideVariant) else NO_COSTS
+        last = kernels[-1] if isinstance(kernels[-1], wide.WideVariant) else None
+        unit = NO_COSTS if last is None else unit_costs(last, H200.sets)
         made = tuple(wide_kernel(k) if isinstance(k, wide.WideVariant) else k for k in kernels)
         planner = _planner(config, made, multiprocessors, splits, joining is not None)
-        return KernelSet(made, few_rows or {}, planner, joining, unit)
+        return KernelSet(made, few_rows or {}, planner, joining, last, unit)
 
     fixed_page = pool_page if config.contiguous else page_size
     splits = fixed_splits(split_keys, config, fixed_page) if split_keys else NO_SPLITS
@@ -173,7 +175,7 @@ def fixed_splits(split_keys: int, config: AttentionShape, page_size: int) -> Spl
     return Splits(split_keys, first if config.head_dim > 64 and first < split_keys else 0)
 
 
-def unit_costs(variant: wide.WideVariant) -> UnitCosts:
+def unit_costs(variant: wide.WideVariant, costs: SetCosts) -> UnitCosts:
     """What a unit of the wide kernel takes beside others of its launch."""
     if variant.by_token:
         name: WideName = "token"
@@ -181,7 +183,7 @@ def unit_costs(variant: wide.WideVariant) -> UnitCosts:
         name = "few" if variant.ctas == 1 else "short" if variant.tile_keys == 64 else "pair"
     else:
         name = "wide" if variant.consumers == 2 else "long"
-    return H200.sets.unit(name, variant.head_dim, variant.converts, variant.tile_keys)
+    return costs.unit(name, variant.head_dim, variant.converts, variant.tile_keys)
 
 
 def _planner(

@@ -80,7 +80,7 @@ def test_a_batch_is_reported_by_its_rows_and_keys(
     [
         ("cascade/96x(3k+4x1k+192)", 8, 128, "usual"),
         ("cascade/512x(800+96)", 8, 128, "usual"),
-        ("cascade/16x(2k+128)", 8, 128, "few whole"),
+        ("cascade/16x(2k+128)", 8, 128, "pair whole"),
         ("cascade/8x16x(6k+128)", 8, 128, "pair fixed"),
         ("decode/64x8k-mqa", 1, 128, "pair whole"),
         ("decode/64x4k", 3, 256, "few fixed"),
