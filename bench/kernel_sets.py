@@ -91,7 +91,7 @@ class Timed:
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Timed:
         geometry, plan = pool_plan(record["row"])
-        config = config_of(record["row"], pool_view(geometry, 0))
+        config = config_of(record["row"], pool_view(geometry, geometry.groups[geometry.leading], 0))
         return cls(record["us"], plan, kernel_sets(config.shape, "sm_90a", H200.multiprocessors))
 
     def chosen(self, costs: SetCosts) -> float:
