@@ -134,7 +134,9 @@ def planner_shape(
         least_run=NARROW_RUN if narrow else 256,
         item_seconds=narrow_item if narrow else many_item,
         key_seconds=token_bytes / narrow_bytes if narrow else many_seconds,
-        heads_at_once=2 if wide else 0,  # wide.heads_together, but for hundreds of tiles on one run
+        heads_at_once=2
+        if wide and dims[0] == dims[1]
+        else 0,  # wide.heads_together, but for hundreds of tiles on one run
         teams=tuple(t for t in range(1, warps + 1) if warps % t == 0),
         partial_seconds=costs.partial * dims[1] / 128,
         ahead=wide,

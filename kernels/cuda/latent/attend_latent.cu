@@ -21,9 +21,8 @@
 
 constexpr int kThreads = 384;
 
-// Named barriers of both consumer warpgroups, but for the last, of which each has one.
-constexpr int kFirstWeights = 1, kSecondWeights = 2, kSums = 3, kFirstMultiplied = 4, kSecondScores = 5, kUnitBegins = 6,
-              kCleared = 7;
+// Named barriers of both consumer warpgroups.
+constexpr int kFirstWeights = 1, kSecondWeights = 2, kSums = 3, kFirstMultiplied = 4, kSecondScores = 5, kUnitBegins = 6;
 
 // This warp no longer needs what a barrier guards.
 __device__ __forceinline__ void release(uint32 barrier) {
@@ -57,29 +56,11 @@ __device__ __forceinline__ void gather_rows(const Shared& shared, const WorkItem
   }
 }
 
-// Zeroes the rows from `valid` on of the own tile, both halves of which have come: slots past the run's end may hold
-// anything, NaN included, and 0 * NaN is NaN. The other warpgroup reads them after this one's weights are there.
-__device__ __forceinline__ void clear_dead(const Shared& shared, int self, int valid) {
-  for (int i = fresh_thread() % 128; i < (kTileKeys - valid) * kBlocks * 8; i += 128) {
-    const int key = valid + i / (kBlocks * 8), block = i / 8 % kBlocks, half = block >= kLeftBlocks;
-    const uint32 at = shared.tile(self, half) + key / 8 * group_stride(half) + (block - half * kLeftBlocks) * 1024 +
-                      key % 8 * 128 + i % 8 * 16;
-    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
-  }
-  fence_async_proxy();
-  named_barrier_sync(kCleared + self, 128);
-}
-
 // The scores of the own tile of a pair; of the second warpgroup they are under way. The second begins as the first ends,
 // else both would make weights at a time.
 template <int kSelf>
-__device__ __forceinline__ void begin_scores(float (&s)[kScores], const Queries& q, const Shared& shared, uint32 parity,
-                                             int valid) {
+__device__ __forceinline__ void begin_scores(float (&s)[kScores], const Queries& q, const Shared& shared, uint32 parity) {
   barrier_wait(shared.full(kSelf, 0), parity);
-  if (valid > 0 && valid < kTileKeys && valid % kPageSize != 0) {
-    barrier_wait(shared.full(kSelf, 1), parity);
-    clear_dead(shared, kSelf, valid);
-  }
   if (kSelf) named_barrier_sync(kSecondScores, 256);
   issue_scores<0, false>(s, q, shared, kSelf);
   barrier_wait(shared.full(kSelf, 1), parity);
@@ -100,10 +81,10 @@ __device__ __forceinline__ void finish_values(float (&o)[kOutputs], uint32 empty
 
 // Pair number `pair` of the CTA, tiles `2 * index` and the next of the unit's keys, after `begin_scores`.
 __device__ __forceinline__ void attend_first(float (&o)[kOutputs], float (&s)[kScores], Rows& rows, const Shared& shared,
-                                             const WideParams& params, uint32 pair, int index) {
+                                             const WideParams& params, const WorkItem& item, uint32 pair, int index) {
   float factor[2] = {1.0f, 1.0f};
   uint32 w[kScores / 2];
-  finish_scores(s, rows, shared, params, 2 * index);
+  finish_scores(s, rows, shared, params, item, 2 * index, 0);
   if (rows.raise(s, factor, shared, params.scale, 0, pair)) rescale(o, factor);
   rows.weigh(s, w, params.scale);
   store_weights(shared.weights(0), w);
@@ -124,7 +105,7 @@ __device__ __forceinline__ void attend_first(float (&o)[kOutputs], float (&s)[kS
 }
 
 __device__ __forceinline__ void attend_second(float (&o)[kOutputs], float (&s)[kScores], Rows& rows, const Shared& shared,
-                                              const WideParams& params, uint32 pair, int index) {
+                                              const WideParams& params, const WorkItem& item, uint32 pair, int index) {
   float factor[2] = {1.0f, 1.0f};
   uint32 w[kScores / 2];
   named_barrier_sync(kFirstWeights, 256);
@@ -139,7 +120,7 @@ __device__ __forceinline__ void attend_second(float (&o)[kOutputs], float (&s)[k
   issue_other_values<1>(o, shared.weights(0), shared.tile(0, 1));
   products_wait<1>();
   pin(s);
-  finish_scores(s, rows, shared, params, 2 * index + 1);
+  finish_scores(s, rows, shared, params, item, 2 * index + 1, 1);
   if (rows.raise(s, factor, shared, params.scale, 1, pair)) {
     products_wait<0>();
     pin(o);
@@ -176,14 +157,13 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WidePar
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) o[i] = 0.0f;
     named_barrier_sync(kUnitBegins, 256);  // weights take the place of what has been loaded
-    int index = (max(item.num_keys, 1) - 1) / kPairKeys;
-    for (int valid = item.num_keys - index * kPairKeys - kSelf * kTileKeys; index >= 0; --index, valid = kTileKeys) {
-      begin_scores<kSelf>(s, q, shared, pair & 1, valid);
+    for (int index = (max(item.num_keys, 1) - 1) / kPairKeys; index >= 0; --index) {
+      begin_scores<kSelf>(s, q, shared, pair & 1);
       ++pair;
       if (kSelf) {
-        attend_second(o, s, rows, shared, params, pair, index);
+        attend_second(o, s, rows, shared, params, item, pair, index);
       } else {
-        attend_first(o, s, rows, shared, params, pair, index);
+        attend_first(o, s, rows, shared, params, item, pair, index);
       }
     }
     const Targets targets(item, params);

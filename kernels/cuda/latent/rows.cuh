@@ -7,6 +7,8 @@
 #include "common/rows.cuh"
 #include "latent/products.cuh"
 
+constexpr int kCleared = 7;  // named barrier of one warpgroup; of the second, the next
+
 // Limits and sums of rows `my_row()` and 8 further. Limits are those of both warpgroups, each sum is of the own keys.
 struct Rows {
   float limit[2], sum[2];
@@ -83,14 +85,31 @@ __device__ __forceinline__ void rescale(float (&o)[kOutputs], const float (&fact
   for (int i = 0; i < kOutputs; ++i) o[i] *= factor[i / 2 % 2];
 }
 
-// Hides from a tile's scores what their rows do not see, and caps them.
+// Zeroes the rows from `valid` on of a warpgroup's own tile: slots past the run's end may hold anything, NaN included, and
+// 0 * NaN is NaN. The other warpgroup reads them once this one's weights are there.
+__device__ __forceinline__ void clear_dead(const Shared& shared, int self, int valid) {
+#pragma unroll 1
+  for (int i = fresh_thread() % 128; i < (kTileKeys - valid) * kBlocks * 8; i += 128) {
+    const int key = valid + i / (kBlocks * 8), block = i / 8 % kBlocks, half = block >= kLeftBlocks;
+    const uint32 at = shared.tile(self, half) + key / 8 * group_stride(half) + (block - half * kLeftBlocks) * 1024 +
+                      key % 8 * 128 + i % 8 * 16;
+    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
+  }
+  fence_async_proxy();
+  named_barrier_sync(kCleared + self, 128);
+}
+
+// Hides from a tile's scores what their rows do not see, and caps them; dead slots of the tile become zeros. All that is
+// rare is in one branch.
 __device__ __forceinline__ void finish_scores(float (&s)[kScores], const Rows& rows, const Shared& shared,
-                                              const WideParams& params, uint32 tile) {
+                                              const WideParams& params, const WorkItem& item, uint32 tile, int self) {
 #if HAS_SOFT_CAP
 #pragma unroll
   for (int i = 0; i < kScores; ++i) s[i] = tanh_accurate(s[i] * params.cap_scale);
 #endif
   if (tile < (rows.whole & 0xffff) || tile >= rows.whole >> 16) {
+    const int valid = item.num_keys - static_cast<int>(tile) * kTileKeys;  // the same for all warps, which then all are here
+    if (valid > 0 && valid < kTileKeys && valid % kPageSize != 0) clear_dead(shared, self, valid);
     const int column = tile * kTileKeys + fresh_lane() % 4 * 2;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -148,18 +167,31 @@ struct Targets {
 
 // A warpgroup's half of the columns: final rows in 16-byte chunks, a quad of threads 64 consecutive bytes at a time;
 // partial rows in float, a quad 32 bytes at a time. The first warpgroup writes lse.
-__device__ __forceinline__ void write_rows(const float (&o)[kOutputs], const Rows& rows, const float (&sum)[2],
+__device__ __forceinline__ void write_rows(float (&o)[kOutputs], const Rows& rows, const float (&sum)[2],
                                            const Targets& to, const WideParams& params, int self) {
   const int part = fresh_lane() % 4;
+  const bool final = __any_sync(kAllLanes, to.final);  // of the whole unit: no branch below parts a warp
+  float factor[2], lse[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float base = rows.reference(r, params.scale), total = checked_sum(sum[r], base);
-    const float inverse = state_inverse(total);
-    float lse = state_lse(base, total);
-    const float kept = add_sink(lse, to.sink[r]);
+    factor[r] = state_inverse(total);
+    lse[r] = state_lse(base, total);
+  }
+  if (__any_sync(kAllLanes, factor[0] == 0.0f || factor[1] == 0.0f)) {  // rows that have seen nothing
+#pragma unroll
+    for (int i = 0; i < kOutputs; ++i) o[i] = factor[i / 2 % 2] == 0.0f ? 0.0f : o[i];
+  }
+  if (has_sinks(params)) {  // first divided, then multiplied: the bits do not depend on where a row is divided
+    rescale(o, factor);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) factor[r] = add_sink(lse[r], to.sink[r]);
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const bool there = to.row[r] >= 0;
     const int64 offset = to.row[r] * kValueDim + self * (kValueDim / 2);
-    const auto value = [&](int i) { return state_output(o[i], inverse) * kept; };
-    if (to.final) {
+    if (final) {
       uint16* o_row = static_cast<uint16*>(params.o) + offset + part * 8;
 #pragma unroll
       for (int j = 0; j < kValueDim / 16; j += 4) {
@@ -167,19 +199,19 @@ __device__ __forceinline__ void write_rows(const float (&o)[kOutputs], const Row
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
           const int i = 4 * (j + c) + 2 * r;
-          words[c] = pack<kBf16>(value(i), value(i + 1));
+          words[c] = pack<kBf16>(o[i] * factor[r], o[i + 1] * factor[r]);
         }
         const uint4 chunk = transpose_quad(words[0], words[1], words[2], words[3], part);
-        if (to.row[r] >= 0) *reinterpret_cast<uint4*>(o_row + j * 8) = chunk;
+        if (there) *reinterpret_cast<uint4*>(o_row + j * 8) = chunk;
       }
-    } else if (to.row[r] >= 0) {
+    } else if (there) {
       float* o_row = params.partial_o + offset + part * 2;
 #pragma unroll
       for (int j = 0; j < kValueDim / 16; ++j) {
         const int i = 4 * j + 2 * r;
-        *reinterpret_cast<float2*>(o_row + 8 * j) = make_float2(value(i), value(i + 1));
+        *reinterpret_cast<float2*>(o_row + 8 * j) = make_float2(o[i] * factor[r], o[i + 1] * factor[r]);
       }
     }
-    if (self == 0 && part == 0 && to.row[r] >= 0) (to.final ? params.lse : params.partial_lse)[to.row[r]] = lse;
+    if (self == 0 && part == 0 && there) (final ? params.lse : params.partial_lse)[to.row[r]] = lse[r];
   }
 }
