@@ -241,7 +241,8 @@ def measure(python: Path, tiers: Sequence[str]) -> Results:
         text=True,
         check=True,
     )
-    return {**provenance(), "vllm": version.stdout.strip(), "rows": bench.rows}
+    command = "python -m bench.engines --python VENV/bin/python"
+    return {**provenance(), "command": command, "vllm": version.stdout.strip(), "rows": bench.rows}
 
 
 def main() -> None:

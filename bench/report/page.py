@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Final
 
 from bench import cache, cluster, core, gpu_steps, gpu_tiers, model, service, tiers
+from bench.report.engine_results import ENGINE_RESULTS
+from bench.report.engine_results import table as engine_table
 from bench.report.kernel_results import H100_RESULTS, KERNEL_RESULTS, kernels_table
 from bench.report.provenance import RESULTS, Results, read_results
 from bench.report.serving_results import SERVING_RESULTS
@@ -104,6 +106,15 @@ SECTIONS: Final = (
         SERVING_RESULTS.with_stem("serving-cuda"),
         serving_table,
         svg("serving-cuda", "Tokens a second and the first token's wait, by way of serving"),
+    ),
+    Section(
+        "A whole vLLM over its own tier and over attnd",
+        "python -m bench.engines --python VENV/bin/python",
+        "Four prompts are answered, vLLM's caches are emptied, and the prompts are answered again "
+        "from the tier below: vLLM's own `fs` tier, or attnd ([engines](../docs/engines.md)).",
+        ENGINE_RESULTS,
+        engine_table,
+        svg("engines-cpu", "Prompts with the same tokens, and tokens computed"),
     ),
     Section(
         "The prefix cache on a published trace",

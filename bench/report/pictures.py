@@ -12,6 +12,7 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
+from bench.report.engine_results import ENGINE_RESULTS
 from bench.report.kernel_results import KERNEL_RESULTS
 from bench.report.provenance import RESULTS, Results, read_results, workloads
 from bench.report.serving_results import SERVING_RESULTS
@@ -68,6 +69,27 @@ def draw_kernels(results: Results, path: Path) -> None:
         axes.set_title(f"attnd on one {results['device']}", loc="left", fontsize=9)
 
 
+def draw_engines(results: Results, path: Path) -> None:
+    """Prompts with the same tokens, and tokens that were computed, by tier and what happened."""
+    names = list(dict.fromkeys(row["what"] for row in results["rows"]))[::-1]
+    found = {(row["tier"], row["what"]): row for row in results["rows"]}
+    with picture(path, (7.2, 3.0), 2) as (left, right):
+        for offset, (tier, colour) in zip(
+            (0.19, -0.19), (("fs", RED), ("attnd", BLUE)), strict=True
+        ):
+            label = "vLLM's fs tier" if tier == "fs" else "attnd"
+            for axes, key in ((left, "same"), (right, "recomputed")):
+                rows = [(at, found.get((tier, name))) for at, name in enumerate(names)]
+                places = [at + offset for at, row in rows if row]
+                values = [row.get(key, 0) for _, row in rows if row]
+                axes.barh(places, values, 0.36, color=colour, label=label)
+        left.set_yticks(range(len(names)), names)
+        right.set_yticks(range(len(names)), [])
+        left.set(xlabel="prompts with the same tokens, of 4")
+        right.set(xlabel="tokens of the prompts that were computed")
+        right.legend(frameon=False, loc="upper right", bbox_to_anchor=(1.0, 1.12), ncols=2)
+
+
 def draw_serving(results: Results, path: Path) -> None:
     """Tokens a second and the first token's wait by way of serving, shared prompts and not."""
     ways = list(dict.fromkeys(row["way"] for row in results["rows"]))[::-1]
@@ -91,5 +113,6 @@ def draw_serving(results: Results, path: Path) -> None:
 def draw_all() -> None:
     """Every picture, in bench/results/pictures."""
     draw_kernels(read_results(KERNEL_RESULTS), PICTURES / "h200.svg")
+    draw_engines(read_results(ENGINE_RESULTS), PICTURES / "engines-cpu.svg")
     for name in ("serving-cpu", "serving-cuda"):
         draw_serving(read_results(SERVING_RESULTS.with_stem(name)), PICTURES / f"{name}.svg")
