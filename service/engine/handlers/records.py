@@ -108,7 +108,8 @@ def contains_records(store: Store, request: Request, _: Seconds) -> Fields:
     if fields.job is not None:
         held = [one for one, how in zip(keys.ids, outcomes, strict=False) if how == "found"]
         if held:
-            store.refuse_hold(keys.namespace)
+            if not pool.leases.has(keys.namespace, fields.job):
+                store.refuse_hold(keys.namespace)
             pool.leases.hold(keys.namespace, fields.job, held, fields.lease_s)
     return {"outcomes": counted(pool, outcomes)}
 

@@ -46,6 +46,10 @@ class RecordLeases:
         """Jobs that hold a record."""
         self._next_end = math.inf
 
+    def has(self, namespace: str, job: str) -> bool:
+        """Whether a job holds records."""
+        return (namespace, job) in self._jobs
+
     def count(self, namespace: str | None) -> int:
         """Jobs of a namespace, or of all (None), that hold records."""
         return sum(namespace in (None, owner) for owner, _ in self._jobs)

@@ -190,6 +190,7 @@ def test_a_job_holds_records_until_its_release_or_its_end(later: Any) -> None:
         session.put_records(keys[3:], [value] * 77, stamp=STAMP)
         found = session.contains_records(keys[:3], stamp=STAMP)
         assert found.outcomes == ("found", "found", "evicted")
+        assert rig.pool.leases.count("default") == 2
         session.release_records("two")
         session.release_records("two")
         session.put_records(keys_of(64, "more"), [value] * 64, stamp=STAMP)

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from attnd.calls.call import Call
+from attnd.calls.records import key_arrays
 
 from service.engine.records import moves
 from service.engine.records.moves import EXTENT
@@ -153,6 +155,26 @@ def test_a_disk_that_cannot_be_read_is_a_miss_with_its_reason(tmp_path: Path) ->
         rig.files.read_error = None
         assert read(rig.session, [b"a"]) == {b"a": b"1" * 100}
         assert rig.metric('attnd_record_lookups_total{outcome="unreadable"}') == 1
+
+
+def test_no_byte_of_another_answer_is_where_a_record_was_not_read(tmp_path: Path) -> None:
+    """A door's answers to many callers take turns in one place."""
+    with records(tmp_path, host_bytes=0) as rig:
+        session = rig.session
+        session.put_records([b"a", b"b"], [b"1" * 50_000] * 2, stamp=STAMP, durable=True)
+        secret = session.empty("values", (2**20,), np.uint8)
+        secret[...] = 255
+        del secret
+        rig.files.read_error = errno.EIO
+        found: list[Any] = []
+        arrays = key_arrays([b"a", b"b"])
+        room = 2**18
+        session.send(
+            Call("get_records", found.append, True, {"stamp": STAMP}, arrays, answer_bytes=room)
+        )
+        (reply,) = found
+        assert reply.fields["outcomes"] == ["unreadable"] * 2
+        assert reply.tensors["values"].size == 100_000 and not reply.tensors["values"].any()
 
 
 def test_a_damaged_record_of_host_memory_is_read_from_the_disk(tmp_path: Path) -> None:
