@@ -22,6 +22,7 @@ from service.core.errors import SequenceExists as SequenceExists
 from service.core.errors import UnknownLease as UnknownLease
 from service.core.errors import UnknownPage as UnknownPage
 from service.core.errors import UnknownSequence as UnknownSequence
+from service.core.errors import WindowReturned as WindowReturned
 
 E = TypeVar("E", bound=Exception)
 

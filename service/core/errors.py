@@ -123,6 +123,20 @@ class KeyMismatch(CoreError):
         super().__init__(detail, page=page, **extra)
 
 
+class WindowReturned(CoreError):
+    """Pages of a layer group with a window were returned, since no later row could see them: those
+    of the token `first` are needed, and those from `kept` on are left."""
+
+    def __init__(self, sequence: str, group: int, window: int, first: int, kept: int) -> None:
+        detail = (
+            f"{sequence}: layer group {group} has returned its pages before token {kept}, which "
+            f"its window of {window} had passed, and token {first} is needed: truncate or fork "
+            f"at {kept + window - 1} tokens or more, or raise pool.window_slack"
+        )
+        numbers = {"group": group, "window": window, "first": first, "kept": kept}
+        super().__init__(detail, sequences=[sequence], **numbers)
+
+
 class InvalidRequest(CoreError):
     """`field` had `value` (shortened), which breaks `rule`."""
 

@@ -27,6 +27,7 @@ from service.core.pool.allocator import PageAllocator
 from service.core.pool.budget import Budget
 from service.core.pool.links import Links
 from service.core.pool.named_pages import NamedPages
+from service.core.pool.satellites import Satellites
 from service.core.sequences.books import SequenceBooks
 
 
@@ -38,6 +39,7 @@ class Sums:
 
     def __init__(self, books: SequenceBooks, links: Links, budget: Budget) -> None:
         self._books, self._links, self._budget = books, links, budget
+        self._satellites = links.named.satellites
         self._unnamed: set[Node] = set()
         self._holders: Int32 = np.zeros(budget.allocator.num_pages, np.int32)
         self._used, self._cached, self._pinned = Counter[str](), Counter[str](), Counter[str]()
@@ -62,7 +64,7 @@ class Sums:
             owner, count = leaf.owner.name, int(self._books.num_pages[leaf.index])
             self._hold(owner, leaf.table.read(leaf.start, count))
             self._hold(owner, leaf.reserve)
-            self._reserved[owner] += leaf.reserve.size
+            self._reserved[owner] += self._weight(leaf.reserve)
             node = leaf.parent
             while node is not None and node.name is None and node not in self._unnamed:
                 self._unnamed.add(node)
@@ -79,10 +81,16 @@ class Sums:
         for node in list(self._links.named.nodes):
             if node is not None:
                 name = named(node)
-                owner, size = name.root.namespace.name, node.pages.size
+                owner, size = name.root.namespace.name, self._weight(node.pages)
                 self._hold(owner, node.pages)
-                self._cached[owner] += size if name.state == CACHED else 0
-                self._pinned[owner] += size if name.state == PINNED else 0
+                middle = 0 if self._satellites is None else self._satellites.middle(node.pages)
+                self._cached[owner] += size if name.state == CACHED else middle
+                self._pinned[owner] += size - middle if name.state == PINNED else 0
+                if (middle > 0) != (name in name.root.namespace.middles):
+                    self._wrong_own = (
+                        f"the named node of pages {node.start} to {node.end} of its path has "
+                        f"{middle} pages in its middle, unlike its namespace's list"
+                    )
                 if name.own != self._on_node[node]:
                     self._wrong_own = (
                         f"the named node of pages {node.start} to {node.end} of its path has "
@@ -91,9 +99,14 @@ class Sums:
             yield
 
     def _hold(self, owner: str, pages: Int32) -> None:
-        """Count a holder of distinct pages, and the pages for a namespace."""
+        """Count a holder of distinct pages with their satellites, and the pages for a namespace."""
+        if self._satellites is not None:
+            pages = self._satellites.with_satellites(pages)
         self._used[owner] += pages.size
         self._holders[pages] += 1
+
+    def _weight(self, pages: Int32) -> int:
+        return pages.size if self._satellites is None else self._satellites.weight(pages)
 
     def check_nodes(self) -> None:
         """Raises `IntegrityError` for wrong counts of nodes or serials."""
@@ -110,6 +123,10 @@ class Sums:
         """Raises `IntegrityError` for wrong counts of pages, leases or namespaces."""
         pages, budget = self._links.named, self._budget
         check_holders(self._holders, budget.allocator)
+        if (satellites := self._satellites) is not None:
+            is_free = ~budget.allocator.held()
+            if (stray := np.flatnonzero((satellites.of[is_free] >= 0).any(axis=1))).size:
+                raise IntegrityError(f"{stray.size} free pages have satellites")
         if self._wrong_own:
             raise IntegrityError(self._wrong_own)
         for one in budget.namespaces.values():
@@ -223,11 +240,39 @@ def check_leaves(leaves: Sequence[Leaf], books: SequenceBooks, names: NamedPages
             seen.add(node)
             if is_linked(node, names):
                 check_node(node)
+                check_bundles(node.pages, names.satellites)
                 todo.append(node.parent)
             yield
         if books.holds(leaf):
             check_leaf(leaf, books, names.page_size)
+            if names.satellites is not None:
+                check_leaf_bundles(leaf, books, names.satellites)
         yield
+
+
+def check_leaf_bundles(leaf: Leaf, books: SequenceBooks, satellites: Satellites) -> None:
+    """A sequence has all satellites that its rows need, and its reserve has all."""
+    lengths, size = books.lengths[:, leaf.index], satellites.page_size
+    num_pages = int(books.num_pages[leaf.index])
+    check_bundles(leaf.table.read(leaf.start, num_pages), satellites)
+    if satellites.num_torn(leaf.reserve):
+        raise IntegrityError(f"{leaf.id} reserves pages without satellites")
+    for window in satellites.windows:
+        first = max(0, int(lengths.min()) - window.tokens + 1) // size
+        if not satellites.has(window, leaf.table.read(first, num_pages)).all():
+            rule = f"lacks pages of group {window.group} that its window of {window.tokens} needs"
+            raise IntegrityError(f"{leaf.id} with lengths {lengths.tolist()} {rule}")
+
+
+def check_bundles(pages: Int32, satellites: Satellites | None) -> None:
+    """Each leading page has whole bundles, in groups without a window all of them."""
+    if satellites is None:
+        return
+    for shape, columns in zip(satellites.shapes, satellites.columns, strict=True):
+        held = satellites.of[pages, columns] >= 0
+        wanted = held.any(axis=1) if shape.window is not None else True
+        if (held.all(axis=1) != wanted).any():
+            raise IntegrityError(f"leading pages lack a part of their bundles in {shape}")
 
 
 def is_linked(node: Node, names: NamedPages) -> bool:

@@ -122,7 +122,8 @@ class Leaf:
     (in the books) are valid. Pages from `start` on are the leaf's own. `index` is the sequence's
     column in the books; `origin` the id it was forked from; `owner` the namespace its pages count
     for. `reserve` are its pages behind the table, for growth to `reserved_len` tokens.
-    `chain` None: its pages get names by commits only.
+    `chain` None: its pages get names by commits only. In pools with windows, own pages before
+    `seen` have no satellites that can be returned, and from `due` tokens on others have.
     """
 
     id: str
@@ -135,6 +136,8 @@ class Leaf:
     reserve: Int32 = field(default_factory=NO_PAGES.copy)
     reserved_len: int = 0
     chain: Chain | None = None
+    seen: int = 0
+    due: int = 0
 
 
 def named(node: Node) -> Name:
@@ -282,8 +285,10 @@ class Namespace:
 
     `used` counts its pages: `cached` ones, which can be evicted, `pinned` ones, held by hard pins
     alone, and the rest, held by leases and sequences, with the `reserved` ones of these. It has at
-    most `max_pages` (None: no limit); `reserved_pages` are never allocated to others. `leases` by
-    id, `pins`: the nodes of its hard pins by root and page key, `leaves`: its sequences.
+    most `max_pages` (None: no limit); `reserved_pages` are never allocated to others. `middles`:
+    names of nodes with pages that can be evicted from their middle, least recently used first.
+    `leases` by id, `pins`: the nodes of its hard pins by root and page key, `leaves`: its
+    sequences.
     """
 
     name: str
@@ -295,6 +300,7 @@ class Namespace:
     reserved: int = 0
     num_nodes: int = 0
     order: EvictionOrder = field(default_factory=EvictionOrder)
+    middles: dict[Name, None] = field(default_factory=dict)
     roots: dict[str, Root] = field(default_factory=dict)
     leases: dict[str, Lease] = field(default_factory=dict)
     pins: dict[tuple[Root, bytes], Node] = field(default_factory=dict)

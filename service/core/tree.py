@@ -21,16 +21,19 @@ from service.core.integrity import (
 from service.core.keys import Prefix
 from service.core.nodes import Leaf
 from service.core.page_table import PageTable
+from service.core.plans.group_levels import group_table
 from service.core.plans.ragged import CsrTable, csr_table, token_slots
 from service.core.pool.allocator import PageAllocator
 from service.core.pool.budget import Budget, EvictionPaused
 from service.core.pool.links import Links
 from service.core.pool.named_pages import NamedPages
+from service.core.pool.satellites import GroupShape, Satellites
 from service.core.prefix.cache import PrefixCache
 from service.core.prefix.commits import Commits
 from service.core.prefix.naming import PageNaming
 from service.core.sequences.books import Ids, SequenceBooks, first_lengths
 from service.core.sequences.cuts import Cuts
+from service.core.sequences.windows import Windows
 from service.core.values import (
     Extension,
     Indices,
@@ -52,11 +55,21 @@ class PrefixTree:
     Not thread-safe: one thread owns it. The planner and the integrity check read `allocator`,
     `books` and the leaves' links. `budget` allocates pages within quotas, `cache` finds committed
     pages, `commits` names the pages of sequences, `naming` those whose ids are known,
-    by itself, `cuts` cuts sequences, many at once.
+    by itself, `cuts` cuts sequences, many at once. With several layer groups `satellites` are the
+    pages of all but the leading one, whose pages `page_size` and page tables count; `windows`
+    returns those of groups with a window, if there is one.
     """
 
-    def __init__(self, num_pages: int, page_size: int, num_layers: int) -> None:
-        """Raises `InvalidRequest` for a size below 1, or if token slots exceed int32."""
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        num_layers: int,
+        groups: Sequence[GroupShape] = (),
+        window_slack: int = 0,
+    ) -> None:
+        """`window_slack`: tokens before a window that are kept for a cut. Raises `InvalidRequest`
+        for a size below 1, if token slots exceed int32, or for groups that do not fit together."""
         if min(num_pages, page_size, num_layers) < 1:
             given = (num_pages, page_size, num_layers)
             raise InvalidRequest("num_pages, page_size, num_layers", given, "each at least 1")
@@ -67,14 +80,20 @@ class PrefixTree:
         self.books = SequenceBooks(num_layers)
         self.num_layers = num_layers
         self.page_size = page_size
-        named = NamedPages(num_pages, page_size)
+        self.satellites: Satellites | None = None
+        if len(groups) > 1:
+            self.satellites = Satellites(num_pages, page_size, num_layers, groups, window_slack)
+        named = NamedPages(num_pages, page_size, self.satellites)
         self._named = named
         self.links = Links(named)
         self.budget = Budget(self.allocator, named, self.links)
         self.cache = PrefixCache(self.links, self.budget)
         self.commits = Commits(self.books, self.links, self.budget)
         self.naming = PageNaming(self.books, named, self.commits)
-        self.cuts = Cuts(self.books, self.budget, self.links, self.naming, page_size)
+        self.windows: Windows | None = None
+        if self.satellites is not None and self.satellites.windows:
+            self.windows = Windows(self.books, self.budget, self.satellites)
+        self.cuts = Cuts(self.books, self.budget, self.links, self.naming, page_size, self.windows)
 
     def create(self, new: Sequence[NewSpec]) -> RowCopies:
         """Create sequences; all or none.
@@ -87,6 +106,8 @@ class PrefixTree:
         Raises `InvalidRequest`, `SequenceExists`, `UnknownSequence` (parents), `OutOfPages`.
         """
         lengths = first_lengths(self.books, new)
+        if self.windows is not None:
+            self._check_windows(new, lengths)
         num_tails = sum(length % self.page_size > 0 for length in lengths)
         owner = self.budget.namespace(new[0].namespace) if new else None
         fresh = np.empty(0, np.int32) if owner is None else self.budget.take(owner, num_tails)
@@ -138,6 +159,8 @@ class PrefixTree:
         if not shared <= length <= longest:
             rule = f"{shared} (tokens in shared pages) to {longest} (the layer's length)"
             raise InvalidRequest("length", length, rule)
+        if self.windows is not None:
+            self.windows.check(leaf, length, group=self.group_of(layer))
         self.books.lengths[layer, leaf.index] = length
         if leaf.chain is not None:
             leaf.chain.known = min(leaf.chain.known, length)
@@ -171,7 +194,7 @@ class PrefixTree:
         self._grow(index[grown], missing[grown])
         lengths = wanted.astype(np.int32)
         held[index] = lengths
-        slots = self._slots_after(index, before, counts)
+        slots = self.layer_slots(layer, self._slots_after(index, before, counts))
         new_pages = missing[grown].astype(np.int32)
         num_pages = self.books.num_pages[index[grown]]
         leaves, got = self.books.leaves(index), self.books.leaves(index[grown])
@@ -190,6 +213,10 @@ class PrefixTree:
             others = extension.others = np.array(layers[1:], np.intp)
             columns = np.array([leaf.index for leaf in extension.leaves], np.intp)
             self.books.lengths[np.ix_(others, columns)] = extension.lengths
+            if self.satellites is not None:
+                slots = self._slots_after(columns, extension.before, counts)
+                every = range(len(self.satellites.shapes))
+                extension.group_slots = tuple(self.satellites.slots(one, slots) for one in every)
         return extension
 
     def add_pages(self, name: str, count: int) -> Int32:
@@ -275,14 +302,45 @@ class PrefixTree:
         return self.books.lengths[layer][index], self.books.leaves(index)
 
     def page_table(self, ids: Ids, layer: int) -> CsrTable:
+        """The whole page tables at a layer. Raises `UnknownSequence`, and `InvalidRequest` for a
+        layer with a window, where pages are returned."""
         lengths, leaves = self.read(ids, layer)
-        return csr_table([leaf.table for leaf in leaves], lengths, self.page_size)
+        table = csr_table([leaf.table for leaf in leaves], lengths, self.page_size)
+        if self.satellites is None:
+            return table
+        if self.satellites.window_at(layer) is not None:
+            rule = "its group has a window, and its pages before it are returned"
+            raise InvalidRequest("layer", layer, rule)
+        return group_table(self.satellites, self.group_of(layer), table)
+
+    def group_of(self, layer: int) -> int:
+        """The layer's group, in the order of the settings."""
+        return 0 if self.satellites is None else self.satellites.group_by_layer[layer]
+
+    def page_size_at(self, layer: int) -> int:
+        """Tokens of a page of the layer's group."""
+        if self.satellites is None:
+            return self.page_size
+        return self.satellites.shapes[self.satellites.group_by_layer[layer]].page_size
+
+    def layer_slots(self, layer: int, slots: Int32) -> Int32:
+        """Token slots of a layer's group, for `slots` of the leading one."""
+        if self.satellites is None:
+            return slots
+        return self.satellites.slots(self.satellites.group_by_layer[layer], slots)
+
+    def group_copies(self, copies: RowCopies) -> list[RowCopies]:
+        """Copies of rows of leading pages, as those of each group's pages."""
+        if self.satellites is None:
+            return [copies]
+        return [self.satellites.copies(at, copies) for at in range(len(self.satellites.shapes))]
 
     def plan_key(self, ids: Ids, layer: int) -> Hashable:
         """A key whose equality means equal plans for equal queries, also across layers."""
         self._check_layer(layer)
         index = self.books.look_up(ids).indices
-        return self.books.serials[index].tobytes(), self.books.lengths[layer][index].tobytes()
+        key = self.books.serials[index].tobytes(), self.books.lengths[layer][index].tobytes()
+        return key if self.satellites is None else (*key, self.group_of(layer))
 
     def describe(self, name: str) -> SequenceView:
         """The view of one sequence. Raises `UnknownSequence`."""
@@ -332,6 +390,15 @@ class PrefixTree:
     def _check_layer(self, layer: int) -> None:
         if not 0 <= layer < self.num_layers:
             raise InvalidRequest("layer", layer, f"0 to {self.num_layers - 1}")
+
+    def _check_windows(self, new: Sequence[NewSpec], lengths: Sequence[int]) -> None:
+        """Raises `WindowReturned` for forks at lengths whose next row needs returned pages."""
+        sources: dict[str, str] = {}
+        for spec, length in zip(new, lengths, strict=True):
+            if spec.parent is not None:
+                sources[spec.id] = source = sources.get(spec.parent, spec.parent)
+                if self.windows is not None and source in self.books:
+                    self.windows.check(self.books.leaf(source), length)
 
     def _add(self, spec: NewSpec, parent: Leaf | None, length: int, tail: Int32) -> None:
         """Add a sequence with `parent`'s full pages up to its first length, then `tail`."""

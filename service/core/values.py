@@ -64,7 +64,8 @@ class Extension:
     order. `lengths` int32 [B]: kv_len afterwards. For the undo: the `leaves` and their lengths
     `before`; the leaves that got pages (`grown`), how many each got (`num_new_pages`), and how many
     each has now (`num_pages`); and `others`, more layers with the same lengths: all layers share
-    one page table, so the slots and pages are theirs, too. `known`: numbers of tokens with known
+    one page table, so the slots and pages are theirs, too, but layers of other groups have those of
+    `group_slots`, by group. `known`: numbers of tokens with known
     ids before, where the call brought ids.
     """
 
@@ -77,6 +78,7 @@ class Extension:
     num_new_pages: Int32
     num_pages: Int32
     others: Indices | None = None
+    group_slots: tuple[Int32, ...] | None = None
     known: list[int] | None = None
 
     @property

@@ -8,6 +8,7 @@ import numpy as np
 
 from service.core.plans.plan import CascadePlan
 from service.core.plans.ragged import token_slots
+from service.core.pool.satellites import GroupShape
 from service.core.tree import PrefixTree
 from service.core.values import Int32, NewSpec, RowCopies
 
@@ -27,9 +28,10 @@ def truncate(tree: PrefixTree, name: str, length: int) -> RowCopies:
 
 
 def slots_of(tree: PrefixTree, name: str, layer: int = 0) -> Int32:
-    """The token slots of a sequence."""
+    """The token slots of a sequence, negative where its page was returned."""
     lengths, leaves = tree.read([name], layer)
-    return token_slots([leaves[0].table], np.zeros_like(lengths), lengths, tree.page_size)
+    slots = token_slots([leaves[0].table], np.zeros_like(lengths), lengths, tree.page_size)
+    return tree.layer_slots(layer, slots)
 
 
 def check_blocks(tree: PrefixTree) -> None:
@@ -44,10 +46,18 @@ def check_blocks(tree: PrefixTree) -> None:
 
 
 class TokenPool:
-    """One token number per slot and layer; unwritten slots are `EMPTY`."""
+    """One token number per slot and layer; unwritten slots, and those of free pages once `poison`
+    was called, are `EMPTY`."""
 
-    def __init__(self, num_pages: int = 32, page_size: int = 4, num_layers: int = 1) -> None:
-        self.tree = PrefixTree(num_pages, page_size, num_layers)
+    def __init__(
+        self,
+        num_pages: int = 32,
+        page_size: int = 4,
+        num_layers: int = 1,
+        groups: Sequence[GroupShape] = (),
+        window_slack: int = 0,
+    ) -> None:
+        self.tree = PrefixTree(num_pages, page_size, num_layers, groups, window_slack)
         self.page_size = page_size
         self.stored = np.full((num_layers, num_pages * page_size), EMPTY, dtype=np.int64)
 
@@ -74,8 +84,11 @@ class TokenPool:
         """Cut sequences to a length and the tokens at `keeps` behind it; rows move one by one."""
         arrays = [np.array(keep, np.int32) for keep in keeps]
         cuts = self.tree.cuts.prepare(names, lengths, arrays, batch=True)
-        for source, target in zip(*self.tree.cuts.moves(cuts), strict=True):
-            self.stored[:, target] = self.stored[:, source]
+        sources, targets = self.tree.cuts.moves(cuts)
+        for layer in self.layers:
+            to = self.tree.layer_slots(layer, targets)
+            for source, target in zip(self.tree.layer_slots(layer, sources), to, strict=True):
+                self.stored[layer, target] = self.stored[layer, source]
         self._copy(self.tree.cuts.copies(cuts))
         self.tree.cuts.finish(cuts)
 
@@ -93,14 +106,23 @@ class TokenPool:
     def read(self, name: str, layer: int = 0) -> list[int]:
         """The sequence's tokens, found by its page table."""
         table = self.tree.page_table([name], layer)
-        slots = self._slots(table.kv_indices, int(table.kv_last_page_len[0]))
+        size = self.tree.page_size_at(layer)
+        slots = self._slots(table.kv_indices, int(table.kv_last_page_len[0]), size)
         tokens: list[int] = self.stored[layer, slots].tolist()
         return tokens
 
     def read_slots(self, name: str, layer: int = 0) -> list[int]:
-        """The sequence's tokens, found by its token slots."""
-        tokens: list[int] = self.stored[layer, slots_of(self.tree, name, layer)].tolist()
+        """The sequence's tokens, found by its token slots; `EMPTY` for returned pages."""
+        slots = slots_of(self.tree, name, layer)
+        tokens: list[int] = np.where(slots < 0, EMPTY, self.stored[layer, slots]).tolist()
         return tokens
+
+    def poison(self) -> None:
+        """Overwrite the free pages."""
+        free = self.tree.allocator.free_pages
+        for layer in self.layers:
+            size = self.tree.page_size_at(layer)
+            self.stored[layer, self._slots(free, size, size)] = EMPTY
 
     def pages(self, name: str, layer: int = 0) -> list[int]:
         pages: list[int] = self.tree.page_table([name], layer).kv_indices.tolist()
@@ -116,8 +138,8 @@ class TokenPool:
             assert level.qo_indptr[-1] == num_rows
             for s, last in enumerate(level.kv_last_page_len.tolist()):
                 pages = level.kv_indices[level.kv_indptr[s] : level.kv_indptr[s + 1]]
-                assert (1 <= last <= self.page_size) if pages.size else last == 0
-                tokens = self.stored[layer, self._slots(pages, last)]
+                assert (1 <= last <= plan.page_size) if pages.size else last == 0
+                tokens = self.stored[layer, self._slots(pages, last, plan.page_size)]
                 seen = np.stack((level.kv_start[s] + np.arange(tokens.size), tokens), axis=1)
                 for row in range(level.qo_indptr[s], level.qo_indptr[s + 1]):
                     hidden = seen[:, 0] > plan.positions[row]
@@ -128,14 +150,17 @@ class TokenPool:
     def free_all(self) -> None:
         self.tree.free([view.id for view in self.tree.list(None, 1 << 20)])
 
-    def _slots(self, pages: Int32, last_page_len: int) -> Int32:
-        slots = pages[:, np.newaxis] * self.page_size + np.arange(self.page_size)
-        count = pages.size * self.page_size - (self.page_size - last_page_len) * (pages.size > 0)
+    def _slots(self, pages: Int32, last_page_len: int, size: int) -> Int32:
+        slots = pages[:, np.newaxis] * size + np.arange(size)
+        count = pages.size * size - (size - last_page_len) * (pages.size > 0)
         return slots.ravel()[:count].astype(np.int32)
 
     def _copy(self, copies: RowCopies) -> None:
         assert not set(copies.src_pages.tolist()) & set(copies.dst_pages.tolist())
-        columns = (copies.src_pages, copies.dst_pages, copies.num_rows)
-        for source, to, rows in zip(*(column.tolist() for column in columns), strict=True):
-            a, b = source * self.page_size, to * self.page_size
-            self.stored[:, b : b + rows] = self.stored[:, a : a + rows]
+        for group, one in enumerate(self.tree.group_copies(copies)):
+            layers = [at for at in self.layers if self.tree.group_of(at) == group]
+            size = self.tree.page_size_at(layers[0])
+            columns = (one.src_pages, one.dst_pages, one.num_rows)
+            for source, to, rows in zip(*(column.tolist() for column in columns), strict=True):
+                a, b = source * size, to * size
+                self.stored[layers, b : b + rows] = self.stored[layers, a : a + rows]

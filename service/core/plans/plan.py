@@ -10,6 +10,7 @@ import numpy as np
 
 from service.core.errors import InvalidRequest
 from service.core.page_table import PageTable
+from service.core.plans.group_levels import group_level, visible_runs, windowed_level
 from service.core.plans.levels import CascadeLevel, PlanBatch, Runs, cut_level
 from service.core.plans.ragged import Int32, indptr, lens_of, ramps
 from service.core.plans.segments import Segments, cut_segments
@@ -26,7 +27,8 @@ class CascadePlan:
     Plan row r is row `order[r]` of the request (None: the identity). `positions` int32 [n], in plan
     order, is the row's position in its own sequence, `kv_len - qo_len + i`; negative if there are
     more queries than keys. `is_cascade`: sequences share some level. `tokens_read` counts the keys
-    of all segments that have query rows, `tokens_flat` the keys read without sharing.
+    of all segments that have query rows, `tokens_flat` the keys read without sharing. `page_size`
+    is that of the group of the plan's layer.
     """
 
     levels: tuple[CascadeLevel, ...]
@@ -35,6 +37,7 @@ class CascadePlan:
     is_cascade: bool
     tokens_read: int
     tokens_flat: int
+    page_size: int
 
     @property
     def num_levels(self) -> int:
@@ -54,11 +57,15 @@ def make_plan(
 
     `mode`: `always` makes a segment of every range of pages that several sequences share, `auto` of
     ranges that save more than they cost, `never` of none. With `split_keys`, segments end at
-    multiples of it, short of those pages.
+    multiples of it, short of those pages. In a layer group with a window every sequence is a
+    segment of its own, without the pages before its rows' windows.
 
-    Raises `UnknownSequence`.
+    Raises `UnknownSequence`; `WindowReturned` for rows that see returned pages.
     """
     kv_lens, leaves = tree.read(ids, layer)
+    satellites, window = tree.satellites, None
+    if satellites is not None and (window := satellites.window_at(layer)) is not None:
+        mode = "never"
     qo_lens = lens_of(qo_indptr)
     segments = None
     if mode != "never":
@@ -74,8 +81,15 @@ def make_plan(
         kv_lens, qo_lens = kv_lens[places], qo_lens[places]
     tables = [leaf.table for leaf in leaves]
     batch = PlanBatch(tree.page_size, tables, kv_lens, indptr(qo_lens))
-    runs = [_flat_runs(batch)] if segments is None else _runs(segments, batch, split_keys)
+    if window is not None:
+        runs = [visible_runs(batch, window, split_keys)]
+    else:
+        runs = [_flat_runs(batch)] if segments is None else _runs(segments, batch, split_keys)
     cut = [cut_level(batch, level, hides) for level in runs]
+    if satellites is not None and window is not None:
+        cut = [windowed_level(satellites, window, cut[0], [leaf.id for leaf in leaves], batch)]
+    elif satellites is not None:
+        cut = [group_level(satellites, tree.group_of(layer), level) for level in cut]
     # Levels without keys add nothing, but a plan has at least one level.
     levels = [level for level in cut if level.kv_indices.size] or cut[:1]
     return CascadePlan(
@@ -84,7 +98,8 @@ def make_plan(
         order=order,
         is_cascade=segments is not None and bool(segments.shared),
         tokens_read=sum(level.tokens_read for level in levels),
-        tokens_flat=int(kv_lens[qo_lens > 0].sum()),
+        tokens_flat=int(kv_lens[qo_lens > 0].sum()) if window is None else cut[0].tokens_read,
+        page_size=tree.page_size_at(layer),
     )
 
 
@@ -102,14 +117,20 @@ def explicit_levels(
     nothing there. Every level's keys count from position 0. `causal` and `positions` apply to the
     last level.
 
-    Raises `UnknownSequence`, and `InvalidRequest` if a row would see a page twice.
+    Raises `UnknownSequence`, and `InvalidRequest` if a row would see a page twice, or for a layer
+    with a window.
     """
+    if (satellites := tree.satellites) is not None and satellites.window_at(layer) is not None:
+        rule = f"its group {tree.group_of(layer)} has a window, and levels are whole sequences"
+        raise InvalidRequest("layer", layer, f"{rule}: decode or prefill there")
     total = max(int(qo_indptr[-1]) for _, qo_indptr in levels) if num_rows is None else num_rows
     batches = [_explicit_batch(tree, layer, *level, total) for level in levels]
     _check_disjoint(tree, layer, levels, batches)
     cut = [
         cut_level(batch, _flat_runs(batch), causal and batch is batches[-1]) for batch in batches
     ]
+    if satellites is not None:
+        cut = [group_level(satellites, tree.group_of(layer), level) for level in cut]
     qo_lens = lens_of(batches[-1].qo_indptr)
     return CascadePlan(
         levels=tuple(cut),
@@ -118,6 +139,7 @@ def explicit_levels(
         is_cascade=len(cut) > 1,
         tokens_read=sum(level.tokens_read for level in cut),
         tokens_flat=_flat_tokens(batches),
+        page_size=tree.page_size_at(layer),
     )
 
 

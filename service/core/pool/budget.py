@@ -83,17 +83,27 @@ class Budget:
         return namespace
 
     def take(self, owner: Namespace, count: int) -> Int32:
-        """Allocate `count` pages for a namespace, int32 [count], evicting as needed; all or none.
+        """Allocate `count` leading pages for a namespace, int32 [count], with their satellites,
+        evicting as needed; all or none. Other methods count pages of all groups.
 
         Raises `OutOfPages`.
         """
-        if count and count > self.available(owner):
-            self._evict_for(owner, count)
-        pages = self.allocator.allocate(count)
-        owner.used += count
-        return pages
+        satellites = self._named.satellites
+        num_ids = count if satellites is None else count * satellites.per_page
+        if count and num_ids > self.available(owner):
+            self._evict_for(owner, num_ids)
+        ids = self.allocator.allocate(num_ids)
+        owner.used += num_ids
+        return ids if satellites is None else satellites.attach(ids, count)
 
     def release(self, owner: Namespace, pages: Int32) -> None:
+        """Free leading pages with their satellites."""
+        if self._named.satellites is not None:
+            pages = self._named.satellites.detach(pages)
+        self.release_ids(owner, pages)
+
+    def release_ids(self, owner: Namespace, pages: Int32) -> None:
+        """Free pages of any group."""
         self.allocator.release(pages)
         owner.used -= pages.size
 
@@ -112,6 +122,8 @@ class Budget:
     def set_reserve(self, leaf: Leaf, pages: Int32) -> None:
         """Make `pages`, which count for its namespace, a sequence's reserve."""
         more = pages.size - leaf.reserve.size
+        if self._named.satellites is not None:  # reserves have all of theirs
+            more *= self._named.satellites.per_page
         leaf.reserve = pages
         leaf.owner.reserved += more
         self.num_reserved += more
@@ -150,9 +162,14 @@ class Budget:
 
     def evict(self, namespace: Namespace, count: int, urgency: Urgency = "now") -> int:
         """Evict up to `count` of a namespace's pages; returns how many."""
-        evicted = 0
+        satellites, evicted = self._named.satellites, 0
+        if satellites is not None:
+            evicted = self._evict_middles(namespace, count)
         while evicted < count and (node := namespace.order.first()) is not None:
             size = min(node.pages.size, count - evicted)
+            if satellites is not None:
+                weights = satellites.weights(node.pages[: -size - 1 : -1])
+                size = min(size, int(np.searchsorted(weights.cumsum(), count - evicted)) + 1)
             if self.keeper is not None:
                 size = self.keeper.num_ready(node, size, urgency)
                 if not size:
@@ -161,9 +178,20 @@ class Budget:
             pages = self._named.shorten(node, size)
             if is_whole:
                 self._remove(namespace, node)
+            before = namespace.used
             self.release(namespace, pages)
-            evicted += size
+            evicted += before - namespace.used
         self.num_evicted += evicted
+        return evicted
+
+    def _evict_middles(self, namespace: Namespace, count: int) -> int:
+        """Evict about `count` pages of groups with a window from the middle of nodes, least
+        recently used first; returns how many."""
+        evicted = 0
+        while evicted < count and namespace.middles:
+            freed = self._named.take_middle(next(iter(namespace.middles)), count - evicted)
+            self.release_ids(namespace, freed)
+            evicted += freed.size
         return evicted
 
     def evict_ahead(self, count: int) -> int:

@@ -37,6 +37,8 @@ class Links:
     def split(self, node: Node, end: int) -> Node:
         """Split a node; returns the upper part, whose last page is the path's `end`-th."""
         size = end - node.start
+        if node.name is not None:
+            self.named.count(node.pages, node.name, -1)
         upper = self.split_off(node, compact(node.pages[:size]))
         node.pages = compact(node.pages[size:])
         if node.name is not None:
@@ -84,7 +86,6 @@ class Links:
         while node is not None and self.named.unhold(node):
             parent = node.parent
             while parent is not None and self.named.is_last_holder(parent, node):
-                self.named.absorb(parent, node)
                 self.merge(parent, node)
                 parent = node.parent
             node = parent
@@ -93,7 +94,6 @@ class Links:
         """Merge a named node with its parent if both have the same holders and retention."""
         parent = node.parent
         if parent is not None and self.named.are_alike(parent, node):
-            self.named.absorb(parent, node)
             self.merge(parent, node)
 
     def remove(self, node: Node) -> None:
@@ -107,10 +107,16 @@ class Links:
         """Move the pages of `node` to its only child, which replaces it."""
         self.count -= 1
         self.named.num_changes += 1
+        if node.name is not None and isinstance(child, Node):
+            self.named.absorb(node, child)
         child.parent = node.parent
         child.start = node.start
         if isinstance(child, Node):
             child.pages = np.concatenate((node.pages, child.pages))
+            if child.name is not None:
+                self.named.count(child.pages, child.name, 1)
+        else:
+            child.seen, child.due = min(child.seen, node.start), 0
         if node.parent is not None:
             node.parent.children.remove(node)
             node.parent.children.add(child)

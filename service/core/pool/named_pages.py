@@ -23,7 +23,9 @@ from service.core.nodes import (
     compact,
     named,
 )
+from service.core.page_table import NO_PAGES
 from service.core.pool.retention import RetentionTimers
+from service.core.pool.satellites import Satellites, before_reach
 
 POOL: Final = "GPU"
 """The medium of the pool, on the CPU too."""
@@ -84,13 +86,17 @@ class NamedPages:
     """One row per page of the pool, valid while the page has a name; named `nodes` by number.
 
     `extra` is the key material of pages that have some beside their token ids, by page.
-    `retention` keeps their priorities, `num_pages` counts pages with names, `num_changes` increases
+    `satellites` are the pages of other layer groups (None: there is one group). `retention` keeps
+    their priorities, `num_pages` counts pages with names, `num_changes` increases
     whenever nodes or their holders change. `states` repeats each node's state by its number, for
     queries over all pages at once. `listener` and `watcher`, if set, receive stored and removed
     pages.
     """
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, satellites: Satellites | None = None
+    ) -> None:
+        self.satellites = satellites
         self.keys: Keys = np.zeros((num_pages, WORDS), dtype=np.uint64)
         self._key_bytes = self.keys.data.cast("B")
         self.token_ids: NDArray[np.uint32] = np.zeros((num_pages, page_size), dtype=np.uint32)
@@ -127,6 +133,8 @@ class NamedPages:
         name.used = self.retention.now
         node.name = name
         self._write(node.pages, name.number, keys, ids)
+        if self.satellites is not None:
+            self.count(node.pages, name, 1)
         own = None if extra is None else self._write_extra(node, extra)
         self.num_pages += node.pages.size
         root.namespace.num_nodes += 1
@@ -164,7 +172,7 @@ class NamedPages:
         return own or None
 
     def split(self, upper: Node, lower: Node, name: Name) -> None:
-        """Name `upper`, which has taken the front of `lower`, with the same holders."""
+        """Name `upper`, which has taken the front of `lower`, with the same holders; count both."""
         upper.name = Name(name.root, self._number(upper), name.with_ids, name.keep)
         name.root.namespace.num_nodes += 1
         upper.name.kids = {self.first_key(lower): lower}
@@ -175,16 +183,19 @@ class NamedPages:
         self.node_of[upper.pages] = upper.name.number
         self._kids_above(upper, name.root)[self.first_key(upper)] = upper
         self.retention.watch(upper, upper.name)
+        self.count(upper.pages, upper.name, 1)
+        self.count(lower.pages, name, 1)
         if name.state == CACHED:
             name.root.namespace.order.rank_again(upper, upper.name, self.retention.rank(upper.name))
 
     def absorb(self, parent: Node, child: Node) -> None:
-        """Transfer the names of `parent`'s pages to `child`, which is about to replace it."""
+        """Transfer the names of `parent`'s pages to `child`, which is about to replace it, and is
+        counted then."""
         above, name = named(parent), named(child)
-        self._count(above, -parent.pages.size)
+        self.count(parent.pages, above, -1)
+        self.count(child.pages, name, -1)
         self.node_of[parent.pages] = name.number
         self._kids_above(parent, above.root)[self.first_key(parent)] = child
-        self._count(name, parent.pages.size)
         self._forget(above)
 
     def shorten(self, node: Node, count: int) -> Int32:
@@ -192,7 +203,7 @@ class NamedPages:
         name = named(node)
         keep = node.pages.size - count
         removed = node.pages[keep:]
-        self._count(name, -count)
+        self.count(removed, name, -1)  # without a middle: what could go before is gone
         self.node_of[removed] = -1
         self.num_pages -= count
         if self.extra:
@@ -211,6 +222,33 @@ class NamedPages:
         else:
             node.pages = compact(node.pages[:keep])
         return removed
+
+    def take_middle(self, name: Name, most: int) -> Int32:
+        """Remove and return about `most` pages of groups with a window from a node's middle."""
+        node, satellites, taken = self.nodes[name.number], self.satellites, [NO_PAGES]
+        if node is None or satellites is None:
+            return NO_PAGES
+        self.count(node.pages, name, -1)
+        for window in satellites.windows:
+            pages = before_reach(window, node.pages)
+            pages = pages[satellites.has(window, pages)][: -(-max(0, most) // window.width)]
+            taken.append(satellites.take_bundles(window, pages))
+            most -= taken[-1].size
+        self.count(node.pages, name, 1)
+        return np.concatenate(taken)
+
+    def give_bundles(self, own: Int32, held: Int32) -> None:
+        """Give the bundles of a sequence's `own` pages to the `held` pages that have names and will
+        replace them, where these lack some."""
+        if self.satellites is None:
+            return
+        nodes = [self.nodes[number] for number in set(self.node_of[held].tolist())]
+        for sign in (-1, 1):
+            for node in nodes:
+                if node is not None:
+                    self.count(node.pages, named(node), sign)
+            if sign < 0:
+                self.satellites.transfer(own, held)
 
     # Holders and states.
 
@@ -277,27 +315,32 @@ class NamedPages:
         state = REFERENCED if name.refs else PINNED if name.pins else CACHED
         if state == name.state:
             return
-        size = node.pages.size
-        self._count(name, -size)
+        self.count(node.pages, name, -1)
         order = name.root.namespace.order
         if name.state == CACHED:
             order.take_out(node, name)
         name.state = self.states[name.number] = state
         name.used = self.retention.now
-        self._count(name, size)
+        self.count(node.pages, name, 1)
         if state == CACHED:
             order.use(node, name, self.retention.rank(name))
 
-    def _count(self, name: Name, pages: int) -> None:
-        """Count `pages` more (negative: fewer) in the name's state."""
+    def count(self, pages: Int32, name: Name, sign: int) -> None:
+        """Count a node's `pages` in the name's state (`sign` -1: not any more). The middle of a
+        node can be evicted in every state."""
         self.num_changes += 1
-        namespace = name.root.namespace
-        if name.state == CACHED:
-            namespace.cached += pages
-            self.num_cached += pages
-        elif name.state == PINNED:
-            namespace.pinned += pages
-            self.num_pinned += pages
+        namespace, size, middle = name.root.namespace, pages.size, 0
+        if self.satellites is not None:
+            size, middle = self.satellites.weight(pages), self.satellites.middle(pages)
+            namespace.middles.pop(name, None)
+            if middle and sign > 0:
+                namespace.middles[name] = None
+        cached = size if name.state == CACHED else middle
+        namespace.cached += sign * cached
+        self.num_cached += sign * cached
+        if name.state == PINNED:
+            namespace.pinned += sign * (size - middle)
+            self.num_pinned += sign * (size - middle)
 
     # Lookup.
 

@@ -47,11 +47,16 @@ class PrefixCache:
         self.named = links.named
 
     def match(self, namespace: str, prefix: Prefix) -> Match:
-        """The longest beginning of `prefix` that is cached in the namespace."""
+        """The longest beginning of `prefix` that is cached in the namespace, with all pages that a
+        row behind it sees."""
         root = self._budget.look(namespace).roots.get(prefix.cache_salt)
         if root is None:
             return Match(None, 0)
-        return walk(self.named, root, None, prefix, prefix.num_pages(self.named.page_size))
+        found = walk(self.named, root, None, prefix, prefix.num_pages(self.named.page_size))
+        satellites = self.named.satellites
+        if satellites is None or not satellites.windows or not found.num_pages:
+            return found
+        return shortened(found, satellites.num_usable(found.table()))
 
     def chain(self, namespace: str, key: bytes, cache_salt: str) -> Prefix:
         """The keys of a page and of all before it. Raises `UnknownPage`."""
@@ -216,8 +221,14 @@ def held_or_new(found: Match, most_new: int) -> Match:
     node = found.node
     while node is not None and named(node).state != REFERENCED:
         node = node.parent
-    num_pages = min(found.num_pages, (0 if node is None else node.end) + most_new)
-    node = found.node
+    return shortened(found, (0 if node is None else node.end) + most_new)
+
+
+def shortened(found: Match, most: int) -> Match:
+    """The first pages of a match, at most `most`."""
+    node, num_pages = found.node, min(found.num_pages, most)
+    if num_pages == found.num_pages:
+        return found
     while node is not None and node.start >= num_pages:
         node = node.parent
     return Match(node, num_pages)

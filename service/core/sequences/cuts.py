@@ -15,6 +15,7 @@ from service.core.page_table import NO_PAGES
 from service.core.pool.budget import Budget
 from service.core.pool.links import Links
 from service.core.sequences.books import SequenceBooks
+from service.core.sequences.windows import Windows
 from service.core.values import Int32, RowCopies, row_copies
 
 
@@ -77,7 +78,9 @@ class Cuts:
         links: Links,
         chains: ChainKeeper,
         page_size: int,
+        windows: Windows | None,
     ) -> None:
+        self._windows = windows
         self._books = books
         self._budget = budget
         self._links = links
@@ -94,7 +97,8 @@ class Cuts:
     ) -> list[Cut]:
         """Check every cut and allocate the pages that they need; all or none.
 
-        `batch`: errors name the sequence. Raises `UnknownSequence`, `InvalidRequest`, `OutOfPages`.
+        `batch`: errors name the sequence. Raises `UnknownSequence`, `InvalidRequest`, `OutOfPages`,
+        and `WindowReturned` where pages that the cut sequence needs were returned.
         """
         leaves = self._books.leaves(self._books.look_up_distinct(ids).indices)
         cuts, wanted = [], []
@@ -113,6 +117,8 @@ class Cuts:
                 length, keep = length + stays, keep[stays:]
             if (self._books.lengths[:, leaf.index] == length + keep.size).all():
                 continue  # nothing to cut
+            if self._windows is not None:
+                self._windows.check(leaf, length, keep.item(-1) + 1 if keep.size else None)
             cut, num_fresh = self._planned(leaf, length, keep)
             cuts.append(cut)
             wanted.append(num_fresh)
@@ -196,7 +202,8 @@ class Cuts:
         full, start = length // self._page_size, leaf.start
         behind = -(-(length + keep.size) // self._page_size) - full if full < start else 0
         own = leaf.table.read(start, int(self._books.num_pages[leaf.index]))
-        reused = NO_PAGES if keep.size else own[:behind].copy()
+        is_torn = self._windows is not None and self._windows.num_torn(own[:behind]) > 0
+        reused = NO_PAGES if keep.size or is_torn else own[:behind].copy()
         return Cut(leaf, length, keep, full, start, reused, NO_PAGES), behind - reused.size
 
     def _leave_shared(self, cut: Cut) -> None:
@@ -219,6 +226,7 @@ class Cuts:
             self._links.detach(leaf, lower)
         leaf.table.cut(cut.full)
         leaf.table.push(cut.full, tail)
+        leaf.seen, leaf.due = min(leaf.seen, cut.full), 0
         self._books.set_num_pages(leaf, cut.full + tail.size)
 
     def drop_pages(self, leaf: Leaf, keep: int) -> None:
@@ -226,6 +234,7 @@ class Cuts:
         count = int(self._books.num_pages[leaf.index])
         self._release(leaf, keep, leaf.table.read(keep, count))
         leaf.table.cut(keep)
+        leaf.seen, leaf.due = min(leaf.seen, keep), 0
         self._books.set_num_pages(leaf, keep)
 
     def _release(self, leaf: Leaf, keep: int, pages: Int32) -> None:
@@ -233,9 +242,10 @@ class Cuts:
         reserve is missing then."""
         if leaf.reserved_len:
             wanted = -(-leaf.reserved_len // self._page_size) - keep
-            back = pages[: max(0, wanted - leaf.reserve.size)]
+            torn = 0 if self._windows is None else self._windows.num_torn(pages)
+            back = pages[torn : torn + max(0, wanted - leaf.reserve.size)]
             self._budget.set_reserve(leaf, np.concatenate((back, leaf.reserve)))
-            pages = pages[back.size :]
+            pages = np.concatenate((pages[:torn], pages[torn + back.size :]))
         self._budget.release(leaf.owner, pages)
 
     def reserve(self, leaves: Sequence[Leaf], counts: Sequence[int]) -> None:

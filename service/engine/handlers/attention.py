@@ -169,8 +169,9 @@ def attention_plan(
 
 def attend_slices(store: Store, attend: Attend, cost: Cost) -> Slices:
     """One attention, some plan rows at a time; its states go to `attend.out`."""
-    keys = row_keys(attend.plan, store.geometry.page_size, attend.scoring.window_left)
-    shared = shared_keys(attend.plan, store.geometry.page_size)
+    page_size = store.tree.page_size_at(attend.layer)
+    keys = row_keys(attend.plan, page_size, attend.scoring.window_left)
+    shared = shared_keys(attend.plan, page_size)
     again = min(shared, int(keys.max(initial=0)))
     fixed = Cost(num_bytes=float(again) * store.geometry.token_bytes)
     for span in paced_spans(store.pace, "attend", keys + 1, cost, fixed):
@@ -282,7 +283,7 @@ def paged_cost(store: Store, q: Array, planned: Planned, window_left: int) -> Co
     most = Cost(num_bytes, 4.0 * heads * dim * rows * planned.max_keys)
     if not store.pace.is_long("attend", most):
         return most
-    keys = row_keys(planned.plan, store.geometry.page_size, window_left)
+    keys = row_keys(planned.plan, planned.page_size, window_left)
     return Cost(num_bytes, 4.0 * heads * dim * float(keys.sum()))
 
 

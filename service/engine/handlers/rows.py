@@ -90,18 +90,27 @@ def append_layers(
 
     def slices() -> Slices:
         for layer, k, v in parts:
-            yield from write_slices(store, replace(every, layer=layer), (k, v))
+            own = replace(every, layer=layer, slots=slots_at(store, every, layer))
+            yield from write_slices(store, own, (k, v))
 
     if store.pace.is_long("append", write_cost(rows)) or len(parts) > LAYERS_AT_ONCE:
         return SlicedWork(slices(), partial(store.undo, every), counts=counted)
     started = time.monotonic()
     try:
-        written = [store.backend.append(layer, k, v, every.slots) for layer, k, v in parts]
+        own = [(layer, k, v, slots_at(store, every, layer)) for layer, k, v in parts]
+        written = [store.backend.append(*one) for one in own]
     except BaseException:
         store.undo(every)
         raise
     seconds.copy_in += time.monotonic() - started
     return Completed(every, written, counted)
+
+
+def slots_at(store: Store, extension: Extension, layer: int) -> Int32:
+    """The token slots of an extension of many layers at one of them."""
+    if extension.group_slots is None:
+        return extension.slots
+    return extension.group_slots[store.tree.group_of(layer)]
 
 
 def write_slices(store: Store, extension: Extension, rows: tuple[Array, Array]) -> Slices:
@@ -132,7 +141,7 @@ def gather(store: Store, request: Request, seconds: Seconds) -> Work:
 
     def read(first: int, last: int) -> Pending[Any]:
         part = (out[0][first:last], out[1][first:last])
-        slots = chosen.slots(first, last, geometry.page_size)
+        slots = store.tree.layer_slots(fields.layer, chosen.slots(first, last, geometry.page_size))
         return store.backend.gather(fields.layer, slots, dtype, out=part)
 
     def slices() -> Slices:
@@ -179,12 +188,17 @@ def choose(store: Store, fields: Any) -> TokenRows:
     """Tokens `start:stop` of each sequence; no slot is looked up yet.
 
     A stop beyond a sequence's end means its end. Raises `InvalidRequest` for more tokens than int32
-    counts.
+    counts, and `WindowReturned` for tokens whose pages were returned.
     """
     lengths, leaves = store.tree.read(fields.ids, fields.layer)
     first = np.minimum(fields.start, lengths).astype(np.int32)
     last = lengths if fields.stop is None else np.minimum(fields.stop, lengths)
     counts = (last - first).astype(np.int32)
+    satellites, windows = store.tree.satellites, store.tree.windows
+    if satellites is not None and windows and (window := satellites.window_at(fields.layer)):
+        for leaf, begin, end in zip(leaves, first.tolist(), last.tolist(), strict=True):
+            if end > begin:
+                windows.check_rows(window, leaf, begin, end)
     if int(counts.sum(dtype=np.int64)) > np.iinfo(np.int32).max:
         rule = "together they hold more than 2**31 - 1 tokens"
         raise InvalidRequest("sequences", len(fields.ids), rule)
@@ -203,7 +217,7 @@ def page_table(store: Store, request: Request, _: Seconds) -> Work:
     Raises AnswerTooLarge for more than `MAX_TABLE` pages, before anything is planned.
     """
     ids, layer = store.look_up(request), request.fields.layer
-    pages = -(-store.tree.lengths(ids, layer) // store.geometry.page_size)
+    pages = -(-store.tree.lengths(ids, layer) // store.tree.page_size_at(layer))
     if (count := int(pages.sum(dtype=np.int64))) > MAX_TABLE:
         most = NUMBER_BYTES * MAX_TABLE
         raise AnswerTooLarge(NUMBER_BYTES * count, most, "request the tables of fewer sequences")

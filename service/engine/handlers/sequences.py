@@ -190,6 +190,8 @@ def refuse_reserves(store: Store, namespace: str, counts: Sequence[int]) -> None
     """Raises `OutOfPages` where `counts` tokens cannot be reserved, whatever is evicted."""
     budget, size = store.tree.budget, store.geometry.page_size
     needed = sum(count // size for count in counts)
+    if store.tree.satellites is not None:
+        needed *= store.tree.satellites.per_page
     owner = budget.look(namespace)
     if needed > budget.obtainable(owner):
         raise budget.refusal(owner, needed)

@@ -92,7 +92,8 @@ def row_keys(plan: Plan, page_size: int, window_left: int) -> Int64:
             start = np.repeat(level.kv_start.astype(np.int64), rows)
             seen = np.minimum(np.maximum(plan.positions[within] + 1 - start, 0), seen)
         keys[within] += seen
-    return in_window(keys, plan.positions, window_left)
+    first = np.repeat(plan.levels[0].kv_start, np.diff(plan.levels[0].qo_indptr))
+    return in_window(keys, plan.positions - first, window_left)
 
 
 def shared_keys(plan: Plan, page_size: int) -> int:
@@ -106,7 +107,8 @@ def shared_keys(plan: Plan, page_size: int) -> int:
 
 
 def in_window(keys: Int64, positions: Int32, window_left: int) -> Int64:
-    """Number of `keys` that rows at `positions` see, without keys before the window."""
+    """Number of `keys` that rows see, without keys before the window; `positions` count from the
+    first key."""
     if window_left < 0:
         return keys
     hidden = np.maximum(positions.astype(np.int64) - window_left, 0)

@@ -142,7 +142,7 @@ def cut(store: Store, cuts: Sequence[Cut], ends: Ends, answer: Callable[[], None
         ends.apply(store)
         answer()
         return Completed()
-    begun, failing_since = False, math.inf
+    tree, begun, failing_since = store.tree, False, math.inf
     geometry, dtype = store.geometry, NUMPY_DTYPES[store.geometry.dtype]
 
     def move(todo: deque[Move]) -> Done[None]:
@@ -155,12 +155,13 @@ def cut(store: Store, cuts: Sequence[Cut], ends: Ends, answer: Callable[[], None
                 begun = len(copies) > 0
             while todo:
                 layer, first, last = todo[0]
-                slots = sources[first:last]
+                slots = tree.layer_slots(layer, sources[first:last])
                 shape = (slots.size, geometry.num_kv_heads, geometry.head_dim)
                 rows = np.empty(shape, dtype), np.empty(shape, dtype)  # bit by bit
                 store.backend.read_stored(layer, slots, rows).result()
                 begun = True
-                store.backend.write_stored(layer, *rows, targets[first:last]).result()
+                to = tree.layer_slots(layer, targets[first:last])
+                store.backend.write_stored(layer, *rows, to).result()
                 todo.popleft()
                 failing_since = math.inf
         except NoMemory:  # open steps hold it

@@ -24,7 +24,7 @@ class Planned:
     """A plan for the backend, with its cost: KV tokens read, and tokens that flat attention reads.
 
     `max_keys` is the maximum number of keys that one of its rows can see; `num_segments` counts the
-    segments that have keys.
+    segments that have keys; `page_size` is the layer's.
     """
 
     plan: Plan
@@ -34,6 +34,7 @@ class Planned:
     tokens_flat: int
     max_keys: int
     num_segments: int
+    page_size: int
     by_kind: dict[Hashable, Any] = field(default_factory=dict)
     """What attention derives from the plan for one kind of query: the same for all layers."""
 
@@ -95,7 +96,7 @@ class PlanCache:
         return len(self._kept)
 
     def _keep(self, key: Hashable, plan: CascadePlan) -> Planned:
-        planned = from_core(plan, self._tree.page_size)
+        planned = from_core(plan)
         self._kept[key] = planned
         self._num_indices += planned.num_indices
         while len(self._kept) > MAX_ENTRIES or (
@@ -106,7 +107,7 @@ class PlanCache:
         return planned
 
 
-def from_core(plan: CascadePlan, page_size: int) -> Planned:
+def from_core(plan: CascadePlan) -> Planned:
     """The core's plan as the backend takes it, with the same arrays."""
     levels = tuple(
         Level(
@@ -126,6 +127,7 @@ def from_core(plan: CascadePlan, page_size: int) -> Planned:
         plan.is_cascade,
         plan.tokens_read,
         plan.tokens_flat,
-        sum(int(each.max(initial=0)) for each in pages) * page_size,
+        sum(int(each.max(initial=0)) for each in pages) * plan.page_size,
         sum(int(np.count_nonzero(each)) for each in pages),
+        plan.page_size,
     )

@@ -169,6 +169,17 @@ class KeyMismatch(ServiceError, status=409, title="A page has another name alrea
     page: int
 
 
+class WindowReturned(ServiceError, status=409, title="Pages before the window were returned"):
+    """A row would see token `first` of a sequence, at the layers of `group`, whose pages before
+    token `kept` were returned when its `window` had passed them."""
+
+    sequences: tuple[str, ...]
+    group: int
+    window: int
+    first: int
+    kept: int
+
+
 class SequenceChanged(ServiceError, status=409, title="The sequence changed during its export"):
     """The sequence has changed since its export's header was made, and has `generation` now.
 
