@@ -124,7 +124,7 @@ def attend(store: Store, request: Request, seconds: Seconds) -> Work:
         yield from attend_slices(store, work, plan.cost)
         in_base(lse, base)
 
-    return SlicedWork(slices(), partial(store.undo, extension), counts=counts)
+    return SlicedWork(slices(), partial(store.undo, extension), counts=counts, rows=extension)
 
 
 def lay_reporting(

@@ -58,7 +58,8 @@ def append(store: Store, request: Request, seconds: Seconds) -> Work:
     counted = Counts(appended=extension.num_stored)
     if store.pace.is_long("append", write_cost(rows)):
         slices = write_slices(store, extension, rows)
-        return SlicedWork(slices, partial(store.undo, extension), counts=counted)
+        undo = partial(store.undo, extension)
+        return SlicedWork(slices, undo, counts=counted, rows=extension)
     return Completed(extension, (store.write(extension, rows, seconds),), counted)
 
 
@@ -94,7 +95,7 @@ def append_layers(
             yield from write_slices(store, own, (k, v))
 
     if store.pace.is_long("append", write_cost(rows)) or len(parts) > LAYERS_AT_ONCE:
-        return SlicedWork(slices(), partial(store.undo, every), counts=counted)
+        return SlicedWork(slices(), partial(store.undo, every), counts=counted, rows=every)
     started = time.monotonic()
     try:
         own = [(layer, k, v, slots_at(store, every, layer)) for layer, k, v in parts]

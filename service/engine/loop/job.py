@@ -11,7 +11,7 @@ from service.core.errors import CoreError
 from service.core.sequences.books import Watch
 from service.core.values import Extension
 from service.engine.work.request import Request
-from service.engine.work.work import Seconds, Work
+from service.engine.work.work import OpenedStep, Seconds, SlicedWork, Work
 from service.errors import AttndError, Internal, InvalidRequest, Overloaded, without_frames
 from service.tenants import OPEN, Tenant
 
@@ -44,6 +44,14 @@ class Job:
     @property
     def extension(self) -> Extension | None:
         return None if self.work is None else self.work.extension
+
+    @property
+    def rows(self) -> Extension | None:
+        """The rows that it adds, at once, in slices or in a step."""
+        match self.work:
+            case SlicedWork() | OpenedStep():
+                return self.work.rows
+        return self.extension
 
 
 def refusal_of(job: Job, error: Exception) -> AttndError:

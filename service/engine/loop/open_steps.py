@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from kernels.lanes.lane import Lane, Lanes
-from service.core.values import Extension
 from service.engine.handlers.table import HANDLERS
 from service.engine.loop.job import Job
 from service.engine.loop.long_work import unwanted
@@ -128,9 +127,9 @@ class OpenSteps:
             self._ready.append(job.request.tenant.namespace, work.lane)
 
     @property
-    def extensions(self) -> list[Extension | None]:
-        """The rows of all open steps, which may yet be undone."""
-        return [work.rows for steps in self._by_lane.values() for _, work in steps.jobs]
+    def jobs(self) -> list[Job]:
+        """All open steps, which may yet be undone."""
+        return [job for steps in self._by_lane.values() for job, _ in steps.jobs]
 
     @property
     def num_ready(self) -> int:

@@ -14,6 +14,8 @@ from typing import Final
 from kernels.lanes.lane import Lanes
 from service.core.nodes import Leaf
 from service.core.pool.budget import NO_LIMIT, EvictionPaused
+from service.core.sequences.windows import Windows
+from service.core.values import Extension
 from service.engine.handlers.table import HANDLERS, sharing_of
 from service.engine.loop.job import Job, refusal_of
 from service.engine.loop.launches import Launches
@@ -286,6 +288,8 @@ class Scheduler:
                 self._find_unnamed(job)
                 self.name_pages()
                 self._charge(job, time.monotonic() - started)
+            if self._store.tree.windows is not None and job.rows is not None:
+                self._return_windows(self._store.tree.windows, job.request, job.rows)
             if job.request.report is not None:
                 job.request.report()
             self._reply(job)
@@ -305,11 +309,7 @@ class Scheduler:
         if not self._unnamed:
             return
         ends, naming = time.monotonic() + NAMING_S, self._store.tree.naming
-        stored: dict[Leaf, int] = {}
-        for rows in (*(job.extension for job in self.launches.jobs), *self.steps.extensions):
-            if rows is not None:
-                for leaf, before in zip(rows.leaves, rows.before.tolist(), strict=True):
-                    stored[leaf] = min(before, stored.get(leaf, before))
+        stored = self._stored()
         for leaf in list(self._unnamed):
             if leaf.id in self._locks:
                 continue
@@ -317,6 +317,39 @@ class Scheduler:
                 del self._unnamed[leaf]
             if time.monotonic() > ends:
                 return
+
+    def _stored(self) -> dict[Leaf, int]:
+        """The tokens before the rows that may yet be undone, of each sequence that has such."""
+        stored: dict[Leaf, int] = {}
+        for rows in (job.rows for job in (*self.launches.jobs, *self.steps.jobs)):
+            if rows is not None:
+                for leaf, before in zip(rows.leaves, rows.before.tolist(), strict=True):
+                    stored[leaf] = min(before, stored.get(leaf, before))
+        return stored
+
+    def _return_windows(self, windows: Windows, request: Request, rows: Extension) -> None:
+        """Return pages that windows have passed, of the sequences to which a request has added
+        `rows`. Rows of an append may be attended by a later call, with all that they see. Sequences
+        that calls without rows of their own read, or that have pages to name, keep theirs."""
+        is_append = request.operation.name == "append"
+        lengths = rows.before.tolist() if is_append else rows.lengths.tolist()
+        if not windows.is_due(rows.leaves, lengths):
+            return
+        stored, reading = self._stored(), set[str]()
+        for job in (*self.launches.jobs, *self.steps.jobs):
+            if job.rows is None or not job.rows.num_stored:
+                handler = HANDLERS[job.request.operation.name]
+                reading.update(handler.reads(job.request), handler.writes(job.request))
+        due = self._store.tree.naming.due
+        kept = {
+            leaf
+            for leaf in rows.leaves
+            if leaf.id in reading or leaf.id in self._locks or leaf in due
+        }
+        if is_append:
+            for leaf, before in zip(rows.leaves, lengths, strict=True):
+                stored[leaf] = min(before, stored.get(leaf, before))
+        windows.settle(rows.leaves, stored, kept)
 
     def _refuse(self, job: Job, error: Exception) -> None:
         started = time.monotonic()

@@ -113,7 +113,8 @@ class SlicedWork:
 
     `undo` takes back all that the operation changed, by default nothing; `undo_slices` does so
     where that is too long for one turn as well. `made` names sequences that are locked until it is
-    over, beside the request's own. `must_finish`: whether it can no longer be undone.
+    over, beside the request's own. `must_finish`: whether it can no longer be undone. `rows`: what
+    `undo` takes back.
     """
 
     slices: Slices
@@ -123,6 +124,7 @@ class SlicedWork:
     made: tuple[str, ...] = ()
     must_finish: Callable[[], bool] = lambda: False
     undo_slices: Callable[[], Slices] | None = None
+    rows: Extension | None = None
 
     def run(self) -> None:
         result = None
