@@ -16,7 +16,7 @@ from attnd.wire.dtypes import Array
 from service.cluster.placement.inflight_prompts import InflightPrompt
 from service.cluster.routing.replies import run_in_background
 from service.core.keys import Prefix, as_keys, extra_by_page, root_key
-from service.core.pool.named_pages import POOL
+from service.core.pool.named_pages import POOL, WINDOW
 from service.operations.schema.page_names import keys_of
 
 MAX_LOGGED: Final = 16_384
@@ -50,7 +50,10 @@ class Prefixes:
 
     def add(self, tag: str, event: Event) -> None:
         """Adds an event of an engine. The cluster has an event of its own where no engine had a
-        page in its pool before, or none has it there any more."""
+        page in its pool before, or none has it there any more; none of a group with a window, whose
+        pages say where a prefix can be cut, not where it is."""
+        if WINDOW in event:
+            return
         namespace, medium = event["namespace"], event.get("medium", POOL)
         there = self.pages[medium].setdefault(tag, set())
         match event:
@@ -71,6 +74,8 @@ class Prefixes:
 
     def add_again(self, event: Event) -> None:
         """Logs what an engine repeats, for readers that missed events."""
+        if WINDOW in event:
+            return
         keys = event.get("page_keys", ()) if event["type"] == "stored" else ()
         if event.get("medium", POOL) == POOL and any(map(self.is_in_a_pool, keys)):
             self.log.add(event, is_new=False)

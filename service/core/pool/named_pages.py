@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -25,10 +25,12 @@ from service.core.nodes import (
 )
 from service.core.page_table import NO_PAGES
 from service.core.pool.retention import RetentionTimers
-from service.core.pool.satellites import Satellites, before_reach
+from service.core.pool.satellites import Satellites, Window, before_reach
 
 POOL: Final = "GPU"
 """The medium of the pool, on the CPU too."""
+WINDOW: Final = "kv_cache_spec_sliding_window"
+"""The field of events that only those of layer groups with a window have."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +39,8 @@ class Stored:
 
     `parent_key` is the key of the page before them (the root's, for a prompt's first pages).
     `token_ids` are uint32, None where unknown. `medium`: where they are, in vLLM's words. `extra`:
-    key material beside the ids, by the page's index in `keys`.
+    key material beside the ids, by the page's index in `keys`. `group`: the layer group whose pages
+    they are; None in a pool of one.
     """
 
     namespace: str
@@ -46,15 +49,17 @@ class Stored:
     token_ids: bytes | None
     medium: str = POOL
     extra: Extra | None = None
+    group: int | None = None
 
 
 @dataclass(slots=True, eq=False)
 class Removed:
-    """Pages were evicted from `medium`."""
+    """Pages of a layer `group` (None: of the only one) were evicted from `medium`."""
 
     namespace: str
     keys: bytes
     medium: str = POOL
+    group: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -145,7 +150,12 @@ class NamedPages:
         if self.listener is not None:
             before = root.key if node.parent is None else self.last_key(node.parent)
             token_ids = None if ids is None else ids.tobytes()
-            self.listener(Stored(root.namespace.name, keys, before, token_ids, extra=own))
+            group = None if self.satellites is None else self.satellites.leading
+            self.listener(
+                Stored(root.namespace.name, keys, before, token_ids, extra=own, group=group)
+            )
+            for change in self.stored_bundles(root, node.pages, before):
+                self.listener(change)
 
     def _write(self, pages: Int32, number: int, keys: bytes, ids: TokenIds | None) -> None:
         if pages.size > 1:
@@ -214,7 +224,11 @@ class NamedPages:
             self.watcher.unnamed(removed, name)
         if self.listener is not None:
             keys = self.key_of(removed.item()) if count == 1 else self.keys[removed].tobytes()
-            self.listener(Removed(name.root.namespace.name, keys))
+            group = None if self.satellites is None else self.satellites.leading
+            self.listener(Removed(name.root.namespace.name, keys, group=group))
+            for window in () if self.satellites is None else self.satellites.windows:
+                held = removed[self.satellites.has(window, removed)] if self.satellites else removed
+                self._report_removed(name, window, held)
         if keep == 0:
             name.root.namespace.order.take_out(node, name)
             del self._kids_above(node, name.root)[self.first_key(node)]
@@ -232,23 +246,53 @@ class NamedPages:
         for window in satellites.windows:
             pages = before_reach(window, node.pages)
             pages = pages[satellites.has(window, pages)][: -(-max(0, most) // window.width)]
+            self._report_removed(name, window, pages)
             taken.append(satellites.take_bundles(window, pages))
             most -= taken[-1].size
         self.count(node.pages, name, 1)
         return np.concatenate(taken)
 
-    def give_bundles(self, own: Int32, held: Int32) -> None:
-        """Give the bundles of a sequence's `own` pages to the `held` pages that have names and will
-        replace them, where these lack some."""
-        if self.satellites is None:
+    def give_bundles(self, own: Int32, path: Int32) -> None:
+        """Give the bundles of a sequence's `own` pages to the last pages of a named `path`, which
+        will replace them, where these lack some."""
+        if self.satellites is None or not own.size:
             return
+        held = path[path.size - own.size :]
         nodes = [self.nodes[number] for number in set(self.node_of[held].tolist())]
-        for sign in (-1, 1):
-            for node in nodes:
-                if node is not None:
-                    self.count(node.pages, named(node), sign)
-            if sign < 0:
-                self.satellites.transfer(own, held)
+        for node in filter(None, nodes):
+            self.count(node.pages, named(node), -1)
+        given = self.satellites.transfer(own, held)
+        for node in filter(None, nodes):
+            self.count(node.pages, named(node), 1)
+        if self.listener is not None and (last := nodes[0]) is not None:
+            root, before = named(last).root, held.size < path.size
+            key = self.key_of(path.item(-held.size - 1)) if before else root.key
+            for window, pages in given:
+                has = np.isin(held, pages)
+                for change in self._stored_runs(window, root, held, has, key):
+                    self.listener(change)
+
+    def stored_bundles(self, root: Root, pages: Int32, before: bytes) -> Iterator[Stored]:
+        """The pages that groups with a window have of the leading `pages`, which have names and
+        follow the page with the key `before`."""
+        for window in () if self.satellites is None else self.satellites.windows:
+            if self.satellites is not None:
+                has = self.satellites.has(window, pages)
+                yield from self._stored_runs(window, root, pages, has, before)
+
+    def _stored_runs(
+        self, window: Window, root: Root, pages: Int32, has: NDArray[np.bool_], before: bytes
+    ) -> Iterator[Stored]:
+        bounds = np.flatnonzero(np.diff(has, prepend=False, append=False))
+        for begin, end in bounds.reshape(-1, 2).tolist():
+            key = self.key_of(pages.item(begin - 1)) if begin else before
+            keys = self.keys[pages[begin:end]].tobytes()
+            yield Stored(root.namespace.name, keys, key, None, group=window.group)
+
+    def _report_removed(self, name: Name, window: Window, pages: Int32) -> None:
+        if self.listener is not None and pages.size:
+            keys = self.keys[pages].tobytes()
+            self.listener(Removed(name.root.namespace.name, keys, group=window.group))
 
     # Holders and states.
 

@@ -253,7 +253,7 @@ class Commits:
         leaf.table = PageTable.of(pages, self._books.blocks)
         self._links.attach(leaf, node)
         self._links.detach(leaf, old)
-        self._named.give_bundles(own, pages[start : start + own.size])
+        self._named.give_bundles(own, pages[: found.num_pages])
         self._budget.release(leaf.owner, own)
         self._books.set_num_pages(leaf, count)
         self._books.renew(leaf)

@@ -34,7 +34,7 @@ def named_in(pages: NamedPages, namespace: str, at_once: int) -> Iterator[Stored
                 path.append(above)
             while path and is_there(pages, path[-1]):
                 if (left := np.flatnonzero(~done[path[-1].pages])).size:
-                    yield part(pages, path[-1], int(left[0]), at_once, done)
+                    yield from part(pages, path[-1], int(left[0]), at_once, done)
                 else:
                     path.pop()
 
@@ -51,8 +51,8 @@ def is_there(pages: NamedPages, node: Node) -> bool:
 
 def part(
     pages: NamedPages, node: Node, first: int, at_once: int, done: NDArray[np.bool_]
-) -> Stored:
-    """The pages `first:first + at_once` of a node, which are `done` then."""
+) -> Iterator[Stored]:
+    """The pages `first:first + at_once` of a node, which are `done` then, by layer group."""
     name, some = named(node), node.pages[first : first + at_once]
     done[some] = True
     if first:
@@ -63,4 +63,6 @@ def part(
     marked = np.flatnonzero(pages.has_extra[some]).tolist()
     extra = {at: pages.extra[some.item(at)] for at in marked} or None
     keys = pages.keys[some].tobytes()
-    return Stored(name.root.namespace.name, keys, before, ids, extra=extra)
+    group = None if pages.satellites is None else pages.satellites.leading
+    yield Stored(name.root.namespace.name, keys, before, ids, extra=extra, group=group)
+    yield from pages.stored_bundles(name.root, some, before)

@@ -28,9 +28,11 @@ Layout = Literal["map", "array"]
 POOL: Final = "GPU"
 """vLLM's name of the memory that attention reads, and so of events without a medium."""
 GROUP: Final = 0
-"""vLLM's number of a KV cache group. A pool is one group: all layers store every token."""
+"""vLLM's number of a KV cache group. A pool without layer groups is one."""
 KIND: Final = "full_attention"
 """vLLM's name of such a group's cache."""
+WINDOW: Final = "kv_cache_spec_sliding_window"
+"""vLLM's name of the window of a group that has one."""
 END: Final = (-1).to_bytes(8, "big", signed=True)
 """The sequence number that ends a replay."""
 
@@ -60,15 +62,16 @@ def fields_of(event: dict[str, Any]) -> dict[str, Any] | None:
                 "medium": event.get("medium", POOL),
                 "lora_name": None,
                 "extra_keys": extra_keys(event),
-                "group_idx": GROUP,
-                "kv_cache_spec_kind": KIND,
+                "group_idx": event.get("group_idx", GROUP),
+                "kv_cache_spec_kind": event.get("kv_cache_spec_kind", KIND),
+                **{name: event[name] for name in (WINDOW,) if name in event},
             }
         case "removed":
             return {
                 "type": "BlockRemoved",
                 "block_hashes": hashes(event),
                 "medium": event.get("medium", POOL),
-                "group_idx": GROUP,
+                "group_idx": event.get("group_idx", GROUP),
             }
         case "cleared":
             return {"type": "AllBlocksCleared"}

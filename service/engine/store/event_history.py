@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Final
 
 import numpy as np
 
 from service.core.keys import KEY_BYTES, extra_keys
-from service.core.pool.named_pages import Change, Cleared, Removed, Stored
+from service.core.pool.named_pages import WINDOW, Change, Cleared, Removed, Stored
+from service.core.pool.satellites import GroupShape
 
 TOKENS_AN_EVENT: Final = 2048
 PAGES_AN_EVENT: Final = 128
@@ -22,6 +23,9 @@ PAGE_BYTES: Final = 2 * KEY_BYTES + 3
 TOKEN_BYTES: Final = 8
 EXTRA_BYTES: Final = 4
 """Approximate JSON size of an event, a page, a token, and a byte of further key material."""
+FULL: Final = {"attention": "full_attention", "latent": "mla_attention"}
+SLIDING: Final = {"attention": "sliding_window", "latent": "sliding_window_mla"}
+"""vLLM's names of a layer group's kind, without and with a window."""
 ANSWER_BYTES: Final = 24 * 2**10
 """Approximate JSON size of one reply: it takes the engine a fraction of a millisecond."""
 
@@ -90,8 +94,12 @@ class EventHistory:
     changes of that time. To other readers they say nothing new.
     """
 
-    def __init__(self, page_size: int, most_pages: int) -> None:
-        """Changes of `most_pages` are kept for each namespace; with 0, none."""
+    def __init__(
+        self, page_size: int, most_pages: int, groups: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        """Changes of `most_pages` are kept for each namespace; with 0, none. `groups`: the fields
+        that tell the layer groups' events apart."""
+        self.groups = groups
         self.page_size = page_size
         self.pages_an_event = max(1, min(PAGES_AN_EVENT, TOKENS_AN_EVENT // page_size))
         self.most_pages = most_pages
@@ -155,7 +163,7 @@ class EventHistory:
                 if page and size > ANSWER_BYTES:
                     break
                 known = {"id": start + len(page) + 1, "namespace": namespace, "time": when}
-                page.append(known | fields(event, self.page_size))
+                page.append(known | fields(event, self.page_size, self.groups))
             elif (restating := past.restating) is None:
                 break
             else:
@@ -202,10 +210,10 @@ def parts_of(change: Change, pages: int) -> Iterator[Change]:
             for at, (part, parent, some) in enumerate(zip(keys, before, ids, strict=True)):
                 own = range(at * pages, (at + 1) * pages)
                 extra = {n - own.start: key for n, key in (change.extra or {}).items() if n in own}
-                yield Stored(change.namespace, part, parent, some, change.medium, extra)
+                yield replace(change, keys=part, parent_key=parent, token_ids=some, extra=extra)
         case Removed():
             for part in cut(change.keys, pages * KEY_BYTES):
-                yield Removed(change.namespace, part, change.medium)
+                yield replace(change, keys=part)
         case Cleared():
             yield change
 
@@ -214,7 +222,21 @@ def cut(data: bytes, size: int) -> list[bytes]:
     return [data[at : at + size] for at in range(0, len(data), size)]
 
 
-def fields(event: Event, page_size: int) -> dict[str, Any]:
+def group_fields(shapes: Sequence[GroupShape], kinds: Sequence[str]) -> list[dict[str, Any]]:
+    """For each layer group the fields of its events, by vLLM's names; `kinds` are the groups'."""
+    found = []
+    for at, (shape, kind) in enumerate(zip(shapes, kinds, strict=True)):
+        own: dict[str, Any] = {"group_idx": at, "kv_cache_spec_kind": FULL[kind]}
+        if shape.window is not None:
+            own["kv_cache_spec_kind"] = SLIDING[kind]
+            own[WINDOW] = shape.window
+        found.append(own)
+    return found
+
+
+def fields(
+    event: Event, page_size: int, groups: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
     match event:
         case Stored():
             pages: dict[str, Any] = {"page_keys": hex_keys(event.keys)}
@@ -224,9 +246,13 @@ def fields(event: Event, page_size: int) -> dict[str, Any]:
             if event.extra:
                 every = [event.extra.get(at, b"") for at in range(weight_of(event))]
                 pages["extra_keys"] = [extra_fields(one) if one else None for one in every]
-            return {"type": "stored"} | pages | {"page_size": page_size, "medium": event.medium}
+            pages |= {"page_size": page_size, "medium": event.medium}
+            own = {} if event.group is None else groups[event.group]
+            return {"type": "stored"} | pages | dict(own)
         case Removed():
-            return {"type": "removed", "page_keys": hex_keys(event.keys), "medium": event.medium}
+            pages = {"page_keys": hex_keys(event.keys), "medium": event.medium}
+            own = {} if event.group is None else groups[event.group]
+            return {"type": "removed"} | pages | dict(own)
         case Cleared():
             return {"type": "cleared"}
         case Pressure():

@@ -512,6 +512,10 @@ class CacheEvent:
         it, or null; absent: none of the pages has any.
     `page_size`: stored: tokens per page.
     `medium`: stored, removed: `GPU` is the pool, `CPU` host memory, `DISK`.
+    `group_idx`: stored, removed: the layer group of the pages; null in a pool without groups.
+    `kv_cache_spec_kind`: stored, removed: `full_attention`, `sliding_window`, `mla_attention` or
+        `sliding_window_mla`, as vLLM names them; null in a pool without groups.
+    `kv_cache_spec_sliding_window`: stored, removed: the window of the group, if it has one.
     `is_high`: pressure: whether the part of the pool that cannot be evicted exceeds
         `cache.high_watermark`.
     `free`: pressure: pages that the namespace can allocate without evictions.
@@ -528,6 +532,9 @@ class CacheEvent:
     extra_keys: tuple[Sequence[Mapping[str, Any]] | None, ...] | None = None
     page_size: int | None = None
     medium: str | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
     is_high: bool | None = None
     free: int | None = None
     available: int | None = None
