@@ -38,6 +38,12 @@ def page_states(tree: PrefixTree, most: int = MOST_CELLS) -> tuple[UInt8, int]:
     have = np.flatnonzero(numbers >= 0)
     if have.size:
         states[have] = np.frombuffer(named.states, np.uint8)[numbers[have]]
+    if named.satellites is not None:
+        leading = np.flatnonzero(named.node_of >= 0)
+        held = named.satellites.of[leading]
+        owns = np.frombuffer(named.states, np.uint8)[named.node_of[leading]]
+        shown = (held >= 0) & (held % step == 0)
+        states[held[shown] // step] = np.broadcast_to(owns[:, np.newaxis], held.shape)[shown]
     return states, step
 
 

@@ -323,6 +323,11 @@ class PrefixTree:
             return self.page_size
         return self.satellites.shapes[self.satellites.group_by_layer[layer]].page_size
 
+    def tokens_in(self, num_pages: int) -> int:
+        """Tokens of one sequence that pages of all groups hold, windows that return some aside."""
+        per_page = 1 if self.satellites is None else self.satellites.per_page
+        return num_pages // per_page * self.page_size
+
     def layer_slots(self, layer: int, slots: Int32) -> Int32:
         """Token slots of a layer's group, for `slots` of the leading one."""
         if self.satellites is None:

@@ -12,6 +12,7 @@ from core_pool import EMPTY, TokenPool
 from service.core.errors import OutOfPages, WindowReturned
 from service.core.keys import Prefix
 from service.core.nodes import FOREVER
+from service.core.outline import page_states
 from service.core.plans.plan import make_plan
 from service.core.pool.named_pages import Change, Removed, Stored
 from service.core.pool.satellites import GroupShape
@@ -137,6 +138,18 @@ def test_the_middle_of_a_sequence_that_runs_can_be_evicted_and_its_end_not() -> 
     assert [token for _, token in seen][-5:] == [30, 31, 32, 33, 34]
     with pytest.raises(WindowReturned):
         cached.pool.fork("c", "a", 6)
+
+
+@pytest.mark.parametrize("most", [400, 90])
+def test_the_picture_of_the_pool_shows_satellites_as_their_leading_pages(most: int) -> None:
+    cached = Cached(window=6)
+    cached.store("a", [*range(40)])
+    cached.begin("b", [*range(60, 69)])
+    states, step = page_states(cached.tree, most)
+    assert step == -(-400 // most)
+    if step == 1:
+        assert np.bincount(states, minlength=4).tolist() == [400 - 40 - 12, 12, 0, 40]
+    assert states.tolist() == page_states(cached.tree)[0][::step].tolist()
 
 
 def test_a_lease_and_a_hard_pin_keep_what_a_hit_needs() -> None:

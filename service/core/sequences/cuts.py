@@ -246,6 +246,9 @@ class Cuts:
             back = pages[torn : torn + max(0, wanted - leaf.reserve.size)]
             self._budget.set_reserve(leaf, np.concatenate((back, leaf.reserve)))
             pages = np.concatenate((pages[:torn], pages[torn + back.size :]))
+            if torn:  # windows have returned a part of them, so less may be reserved than before
+                held = keep + leaf.reserve.size
+                leaf.reserved_len = min(leaf.reserved_len, held * self._page_size)
         self._budget.release(leaf.owner, pages)
 
     def reserve(self, leaves: Sequence[Leaf], counts: Sequence[int]) -> None:

@@ -87,7 +87,7 @@ def pool(store: Store, request: Request, _: Seconds) -> Work:
     fields["total"] = sum(fields[name] for name in ("free", "referenced", "cached", "pinned"))
     own = store.tree.budget.look(namespace)
     fields["reserved"] = own.reserved
-    fields["available_tokens"] = fields["available"] * store.geometry.page_size
+    fields["available_tokens"] = store.tree.tokens_in(fields["available"])
     fields |= limits_of(store, namespace) | store.shares
     num_named = own.num_nodes
 
