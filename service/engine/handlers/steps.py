@@ -87,7 +87,11 @@ def step(store: Store, request: Request, seconds: Seconds) -> OpenedStep:
 
 def extend(store: Store, fields: StepFields, batch: Batch) -> Extension | None:
     """Reserve pages for the new tokens at every layer; None where there are neither tokens nor
-    ids."""
+    ids. Raises `InvalidRequest` for layers of several groups."""
+    groups = sorted({store.tree.group_of(layer) for layer in fields.layers})
+    if len(groups) > 1:
+        rule = f"they are of the layer groups {groups}, and a step has one plan: a step for each"
+        raise InvalidRequest("layers", fields.layers, rule)
     if fields.append or fields.token_ids is not None:
         counts = fields.counts if fields.append else np.zeros_like(fields.counts)
         return store.tree.extend_layers(fields.layers, batch, counts, fields.offset_array)
