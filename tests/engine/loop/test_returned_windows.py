@@ -115,26 +115,56 @@ def test_decodes_of_many_rounds_hold_their_window_and_see_all_of_it(rounds: Roun
     assert tree.allocator.num_pages - tree.allocator.num_free == 2 * (6 + num_bundles(rounds, "b"))
 
 
-def test_pages_that_a_waiting_launch_reads_are_not_given_to_the_call_behind_it(
-    rounds: Rounds,
-) -> None:
-    """The last row is attended again while later tokens are decoded and answered: their pages must
-    not go to another sequence, whose rows are written before the launch begins."""
+def prefill(name: str, n: int, layer: int) -> NewCall:
+    """The last rows of a sequence, once more."""
+    fields = {"layer": layer, "sequences": [name], "qo_indptr": [0, n], "causal": True}
+    return NewCall("prefill", fields | window_of(layer), {"q": queries(7 * n, n)})
+
+
+def test_pages_that_a_waiting_call_reads_are_not_given_to_the_one_behind_it(rounds: Rounds) -> None:
+    """Earlier rows are attended again while the last token is decoded: their pages must not go to
+    another sequence, whose rows are written before the launch begins."""
     first, other = begun(rounds, "a", "b")
     for step in range(9):
         check(rounds, first.decode(100 * step))
-    rounds.backend.late = True
     gates = rounds.backend.step_by_step()
+    rounds.backend.late = True
     found = first.decode(2000)
-    again = decode("a", layer=WINDOWED, seed=77, **window_of(WINDOWED))
-    expected = first.expected(again)
-    rounds.run()
-    found.append((rounds.ask(again), expected))
-    rounds.scheduler.take_turns()  # it waits in its group
+    rounds.scheduler.take_turns()
+    rounds.scheduler.launches.submit()
+    again = prefill("a", 5, WINDOWED)
+    found.append((rounds.ask(again), first.expected(again)))
+    rounds.scheduler.take_turns()
+    assert len(rounds.answered) == 1 + 18
     for gate in gates:
         gate.set()
-    rounds.scheduler.launches.reply()  # the decodes are answered
+    rounds.scheduler.launches.reply()
+    assert len(rounds.answered) == 1 + 20
     other.append(9, 31)
+    rounds.scheduler.take_turns()
+    rounds.backend.let_all()
+    check(rounds, found)
+
+
+def test_rows_in_flight_keep_what_they_see_until_they_cannot_be_undone(rounds: Rounds) -> None:
+    first, other = begun(rounds, "a", "b")
+    for step in range(7):
+        check(rounds, first.decode(100 * step))
+    gates = rounds.backend.step_by_step()
+    rounds.backend.late = True
+    found: list[tuple[Job, Any]] = []
+    for step in range(3):
+        found += first.decode(1000 + 100 * step)
+        rounds.scheduler.take_turns()
+        rounds.scheduler.launches.submit()
+        if step == 0:
+            num_gates = len(gates)
+    for gate in gates[:num_gates]:
+        gate.set()
+    rounds.backend.failures["result"] = [RuntimeError("lost")]
+    rounds.scheduler.launches.reply()
+    assert len(rounds.answered) == 1 + 16
+    other.append(5, 31)
     rounds.scheduler.take_turns()
     rounds.backend.let_all()
     check(rounds, found)
