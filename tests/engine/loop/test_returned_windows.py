@@ -152,6 +152,7 @@ def test_rows_in_flight_keep_what_they_see_until_they_cannot_be_undone(rounds: R
         check(rounds, first.decode(100 * step))
     gates = rounds.backend.step_by_step()
     rounds.backend.late = True
+    rounds.backend.failures["result"] = [None, RuntimeError("lost")]
     found: list[tuple[Job, Any]] = []
     for step in range(3):
         found += first.decode(1000 + 100 * step)
@@ -161,7 +162,6 @@ def test_rows_in_flight_keep_what_they_see_until_they_cannot_be_undone(rounds: R
             num_gates = len(gates)
     for gate in gates[:num_gates]:
         gate.set()
-    rounds.backend.failures["result"] = [RuntimeError("lost")]
     rounds.scheduler.launches.reply()
     assert len(rounds.answered) == 1 + 16
     other.append(5, 31)
