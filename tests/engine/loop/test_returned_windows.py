@@ -148,26 +148,26 @@ def test_pages_that_a_waiting_call_reads_are_not_given_to_the_one_behind_it(roun
 
 def test_rows_in_flight_keep_what_they_see_until_they_cannot_be_undone(rounds: Rounds) -> None:
     (written,) = begun(rounds, "a")
-    for step in range(7):
-        check(rounds, written.decode(100 * step))
+    for step in range(10):
+        check(rounds, written.decode(100 * step, [FULL] if step > 6 else [FULL, WINDOWED]))
     gates = rounds.backend.step_by_step()
     rounds.backend.late = True
-    found = written.decode(1000)
-    rounds.scheduler.take_turns()
-    rounds.scheduler.launches.submit()
-    first = list(gates)
-    for step in range(2):
-        found += written.decode(2000 + 100 * step)
+    found: list[tuple[Job, Any]] = []
+    for step in range(3):  # two are on the device, the third one waits
+        found += written.decode(1000 + 100 * step, [WINDOWED])
         rounds.scheduler.take_turns()
+        rounds.scheduler.launches.submit()
+        if step == 0:
+            first = list(gates)
+            rounds.backend.failures["result"] = [RuntimeError("lost")]
+    assert rounds.store.tree.describe("a").lengths == (10, 10)
+    assert not rounds.backend.failures["result"]
     for gate in first:
         gate.set()
     rounds.scheduler.launches.reply()
-    assert len(rounds.answered) == 1 + 16
-    rounds.backend.failures["result"] = [RuntimeError("lost")]
-    rounds.scheduler.launches.submit()
+    assert len(rounds.answered) == 1 + 17 + 1
     rounds.backend.let_all()
     check(rounds, found)
-    assert not rounds.backend.failures["result"]
 
 
 def test_rows_of_a_launch_that_fails_are_undone_with_all_that_they_saw(rounds: Rounds) -> None:
