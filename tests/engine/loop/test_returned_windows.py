@@ -147,27 +147,32 @@ def test_pages_that_a_waiting_call_reads_are_not_given_to_the_one_behind_it(roun
 
 
 def test_rows_in_flight_keep_what_they_see_until_they_cannot_be_undone(rounds: Rounds) -> None:
+    """A decode is answered while a prefill behind it is on the device, which then fails."""
     (written,) = begun(rounds, "a")
-    for step in range(10):
-        check(rounds, written.decode(100 * step, [FULL] if step > 6 else [FULL, WINDOWED]))
+    for step in range(15):
+        check(rounds, written.decode(100 * step, [FULL] if step > 8 else [FULL, WINDOWED]))
     gates = rounds.backend.step_by_step()
     rounds.backend.late = True
-    found: list[tuple[Job, Any]] = []
-    for step in range(3):  # two are on the device, the third one waits
-        found += written.decode(1000 + 100 * step, [WINDOWED])
-        rounds.scheduler.take_turns()
-        rounds.scheduler.launches.submit()
-        if step == 0:
-            first = list(gates)
-            rounds.backend.failures["result"] = [RuntimeError("lost")]
-    assert rounds.store.tree.describe("a").lengths == (10, 10)
+    found = written.decode(1000, [WINDOWED])
+    rounds.scheduler.take_turns()
+    rounds.scheduler.launches.submit()
+    first = list(gates)
+    rounds.backend.failures["result"] = [RuntimeError("lost")]
+    again = prefill("a", 5, WINDOWED).but(k=rows(81, 5), v=rows(82, 5))
+    job = rounds.ask(written.write(again))
+    rounds.scheduler.take_turns()
+    rounds.scheduler.launches.submit()
+    assert rounds.store.tree.describe("a").lengths == (15, 15)
     assert not rounds.backend.failures["result"]
     for gate in first:
         gate.set()
     rounds.scheduler.launches.reply()
-    assert len(rounds.answered) == 1 + 17 + 1
+    assert len(rounds.answered) == 1 + 24 + 1
     rounds.backend.let_all()
-    check(rounds, found)
+    rounds.finish()
+    assert job.error is not None  # it was alone
+    check(rounds, [*found, (rounds.ask(again), written.expected(again))])
+    check(rounds, written.decode(3000))
 
 
 def test_rows_of_a_launch_that_fails_are_undone_with_all_that_they_saw(rounds: Rounds) -> None:
