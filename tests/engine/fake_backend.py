@@ -123,13 +123,15 @@ class FakeBackend:
         self.pool[layer, 1, slots[stored]] = v[stored]
         return Done(None) if self.steps is None else Later(None, self._gate())
 
-    def copy_rows(self, src_pages: Int32, dst_pages: Int32, num_rows: Int32) -> None:
+    def copy_rows(
+        self, src_pages: Int32, dst_pages: Int32, num_rows: Int32, group: int = 0
+    ) -> None:
         self._called("copy_rows")
         size = self.geometry.page_size
         for src, dst, rows in zip(src_pages, dst_pages, num_rows, strict=True):
-            self.pool[:, :, dst * size : dst * size + rows] = self.pool[
-                :, :, src * size : src * size + rows
-            ]
+            for layer in self.geometry.groups[group].layers:
+                pages = self.pool[layer]
+                pages[:, dst * size : dst * size + rows] = pages[:, src * size : src * size + rows]
 
     def attend(self, requests: Sequence[Attend]) -> Pending[list[AttentionState]]:
         self._called("attend")

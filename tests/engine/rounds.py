@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from config.settings import Settings
+from kernels.geometry import PoolGeometry
 from kernels.lanes.host_lanes import HostLanes
 from service.engine.loop.job import Job
 from service.engine.loop.scheduler import Scheduler
@@ -16,15 +17,17 @@ from service.engine.work.request import AnswerPlace, Request
 from service.metrics import Metrics
 from service.operations.schema.spec import validate
 from service.operations.table import BY_NAME
-from tests.engine.fake_backend import FakeBackend
+from tests.engine.fake_backend import GEOMETRY, FakeBackend
 from tests.engine.harness import NewCall
 
 
 class Rounds:
     """The scheduler, and the jobs that it has answered."""
 
-    def __init__(self, lanes: Any = None, slice_s: float = 1.0) -> None:
-        self.backend = FakeBackend()
+    def __init__(
+        self, lanes: Any = None, slice_s: float = 1.0, geometry: PoolGeometry = GEOMETRY
+    ) -> None:
+        self.backend = FakeBackend(geometry)
         info = make_info(self.backend, Settings())
         self.store = Store(self.backend, DevicePace(4e9, 2e10, slice_s), info)
         self.answered: list[Job] = []

@@ -237,8 +237,8 @@ def prefix_at(store: Store, request: Request, index: int) -> Prefix | None:
 
 def copy_rows(store: Store, copies: RowCopies) -> None:
     if copies.src_pages.size:
-        for one in store.tree.group_copies(copies):
-            store.backend.copy_rows(one.src_pages, one.dst_pages, one.num_rows)
+        for group, one in enumerate(store.tree.group_copies(copies)):
+            store.backend.copy_rows(one.src_pages, one.dst_pages, one.num_rows, group)
 
 
 def list_sequences(store: Store, request: Request, _: Seconds) -> Fields:

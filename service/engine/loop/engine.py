@@ -88,9 +88,8 @@ class Engine:
         self._metrics = metrics
         pace = first_pace(backend.name, settings.engine.slice_ms / 1e3)
         tiers, server = settings.cache, settings.server
-        self.store = Store(
-            backend, pace, self.info, tiers.high_watermark, tiers.events_history, server.live
-        )
+        kept = (tiers.high_watermark, tiers.events_history, server.live)
+        self.store = Store(backend, pace, self.info, *kept, settings.pool.window_slack)
         share = 1.0 if settings.auth.keys_file is None else settings.engine.namespace_share
         self.store.limit(settings.engine.max_sequences, settings.engine.max_leases, share)
         self.store.counts = metrics.own

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Final
 
 from kernels.backend import Backend, DeviceLost, Int32, Pending, Tensor
 from service.core.errors import IntegrityError
+from service.core.pool.satellites import GroupShape
 from service.core.prefix.inventory import named_in
 from service.core.sequences.books import Batch
 from service.core.tree import PrefixTree
 from service.core.values import Extension
-from service.engine.store.event_history import EventHistory
+from service.engine.store.event_history import EventHistory, group_fields
 from service.engine.store.imports import UnfinishedImports
 from service.engine.store.ledger import RETRY_S, Kind, Ledger
 from service.engine.store.plan_cache import PlanCache
@@ -58,9 +59,10 @@ class Store:
         high_watermark: float = 1.0,
         events_history: int = 0,
         live: bool = True,
+        window_slack: int = 0,
     ) -> None:
         """`events_history`: pages for which each namespace's events are kept; `live`: whether
-        snapshots may be taken."""
+        snapshots may be taken; `window_slack`: tokens that are kept behind windows."""
         geometry = backend.geometry
         self.info = info
         self.backend = backend
@@ -68,11 +70,14 @@ class Store:
         self.pace = pace
         self.num_qo_heads = geometry.num_kv_heads
         """Query heads of the latest queries."""
-        self.tree = PrefixTree(geometry.num_pages, geometry.page_size, geometry.num_layers)
+        shapes = [GroupShape(one.layers, one.page_size, one.window) for one in geometry.groups]
+        size, layers = geometry.page_size, geometry.num_layers
+        self.tree = PrefixTree(geometry.num_pages, size, layers, shapes, window_slack)
         self._leased = Kind("pages held by leases", geometry.num_pages, "release leases")
         self.limit(info.limits.max_sequences, info.limits.max_sequences)
         self.plans = PlanCache(self.tree, backend.split_keys)
-        self.history = EventHistory(geometry.page_size, events_history)
+        names = group_fields(shapes, [one.kind for one in geometry.groups])
+        self.history = EventHistory(geometry.page_size, events_history, names)
         if self.history.is_kept:
             self.tree.cache.named.listener = self.history.hear
             at_once = self.history.pages_an_event

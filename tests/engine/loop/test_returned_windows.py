@@ -6,23 +6,21 @@ The scheduler runs without sockets, round by round; pages are overwritten as the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from service.core.pool.satellites import GroupShape
-from service.core.tree import PrefixTree
 from service.engine.loop.job import Job
-from service.engine.store.plan_cache import PlanCache
 from service.errors import WindowReturned
-from tests.engine.fake_backend import dense_row
+from tests.engine.fake_backend import GEOMETRY, dense_row
 from tests.engine.harness import NewCall, append, creation, decode, gather, queries, rows
 from tests.engine.poison import has_poison, poison_freed_pages
 from tests.engine.rounds import Rounds
 
 WINDOW = 6
-SIZE = 4
+SIZE = GEOMETRY.page_size
 FULL, WINDOWED = 0, 1
 """Layers."""
 
@@ -30,12 +28,10 @@ FULL, WINDOWED = 0, 1
 @pytest.fixture
 def rounds(monkeypatch: pytest.MonkeyPatch) -> Rounds:
     """A pool of two layers, one with a window."""
-    made = Rounds()
-    store, geometry = made.store, made.store.geometry
-    shapes = [GroupShape((FULL,), SIZE), GroupShape((WINDOWED,), SIZE, WINDOW)]
-    store.tree = PrefixTree(geometry.num_pages, geometry.page_size, geometry.num_layers, shapes)
-    store.plans = PlanCache(store.tree)
-    poison_freed_pages(monkeypatch, store)
+    whole = GEOMETRY.groups[0]
+    groups = replace(whole, layers=(FULL,)), replace(whole, layers=(WINDOWED,), window=WINDOW)
+    made = Rounds(geometry=replace(GEOMETRY, layer_groups=groups))
+    poison_freed_pages(monkeypatch, made.store)
     return made
 
 
