@@ -15,6 +15,7 @@ HELD = {"cached": 1}
 NO_PAGES = {"needed": 3, "free": 1, "total": 9, "available": 2, "held": HELD}
 SUPPORTED: dict[str, Any] = {"supported": []}
 CHANGED = {"sequences": ["a"], "generation": "0f"}
+RETURNED = {"sequences": ["a"], "group": 1, "window": 6, "first": 3, "kept": 8}
 PARTS = {"part": 3, "next_part": 1, "num_parts": 4}
 DIGESTS = {"of": "part 3", "given": "0f", "found": "1f"}
 EXAMPLES: list[tuple[AttndError, int, str, dict[str, Any]]] = [
@@ -45,6 +46,7 @@ EXAMPLES: list[tuple[AttndError, int, str, dict[str, Any]]] = [
     (errors.UnknownPage("ab"), 404, "unknown_page", {"page_key": "ab"}),
     (errors.KeyMismatch(3, "it has another"), 409, "key_mismatch", {"page": 3}),
     (errors.UnknownImport("a"), 404, "unknown_import", {"sequences": ["a"]}),
+    (errors.WindowReturned("a", 1, 6, 3, 8), 409, "window_returned", RETURNED),
     (errors.SequenceChanged("a", "0f"), 409, "sequence_changed", CHANGED),
     (errors.ImportExists("a"), 409, "import_exists", {"sequences": ["a"]}),
     (errors.PartMismatch(3, 1, 4), 409, "part_mismatch", PARTS),
