@@ -97,8 +97,8 @@ class EventHistory:
     def __init__(
         self, page_size: int, most_pages: int, groups: Sequence[Mapping[str, Any]] = ()
     ) -> None:
-        """Changes of `most_pages` are kept for each namespace; with 0, none. `groups`: the fields
-        that tell the layer groups' events apart."""
+        """Changes of `most_pages` are kept for each namespace; with 0, none. `groups`: further
+        fields of events, by layer group."""
         self.groups = groups
         self.page_size = page_size
         self.pages_an_event = max(1, min(PAGES_AN_EVENT, TOKENS_AN_EVENT // page_size))
