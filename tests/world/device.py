@@ -104,8 +104,11 @@ class WorldDevice(FakeBackend):
     def write_stored(self, layer: int, k: Any, v: Any, slots: Int32) -> Any:
         return self._launch("write_stored", super().write_stored, layer, k, v, slots.copy())
 
-    def copy_rows(self, *given: Int32) -> None:
-        self._launch("copy_rows", super().copy_rows, *(one.copy() for one in given))
+    def copy_rows(
+        self, src_pages: Int32, dst_pages: Int32, num_rows: Int32, group: int = 0
+    ) -> None:
+        arrays = (one.copy() for one in (src_pages, dst_pages, num_rows))
+        self._launch("copy_rows", super().copy_rows, *arrays, group)
 
     def attend(self, requests: Sequence[Attend]) -> Any:
         def kernel() -> Any:
