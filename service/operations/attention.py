@@ -29,6 +29,7 @@ from service.operations.schema.fields import (
     check_layer,
     check_mask_length,
     check_one_mask,
+    check_window,
     int32,
     one_each,
     pool_sizes,
@@ -53,7 +54,8 @@ class ScoringFields(Fields):
 
 class WindowFields(ScoringFields):
     window_left: Annotated[int, Field(ge=-1, le=INT32_MAX)] = -1
-    """Window size: number of keys before its own position that a query sees; -1: all."""
+    """Window size: number of keys before its own position that a query sees; -1: all. Absent at a
+    layer of a group with a window: that window, and no other is accepted."""
 
 
 class PagedFields(ExpectingFields, WindowFields):
@@ -62,11 +64,15 @@ class PagedFields(ExpectingFields, WindowFields):
     """Whether KV that several of the sequences share is read once for all of them."""
 
     def sizes(self, info: InfoAnswer) -> dict[str, int]:
-        return pool_sizes(info) | {"B": len(self.sequences)}
+        return pool_sizes(info, self.layer) | {"B": len(self.sequences)}
 
     def check(self, entries: Entries, info: InfoAnswer) -> None:
         """Rules that decode and prefill share."""
         check_layer(self.layer, info)
+        if (own := info.shapes[self.layer].window) is not None:
+            if "window_left" in self.model_fields_set:
+                check_window(self.layer, self.window_left, info)
+            self.__dict__["window_left"] = own - 1
         check_batch(self)
         check_ids_given(self, entries, entries["q"].shape[0], len(self.sequences))
         missing = [name for name in ("k", "v") if name not in entries]
@@ -152,7 +158,7 @@ class CascadeFields(ScoringFields):
     """Whether the reply also has each level's own state: `o.0`, `lse.0`, ..."""
 
     def sizes(self, info: InfoAnswer) -> dict[str, int]:
-        return pool_sizes(info)
+        return pool_sizes(info, self.layer)
 
     def check(self, entries: Entries, info: InfoAnswer) -> None:
         check_layer(self.layer, info)

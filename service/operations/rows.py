@@ -48,10 +48,14 @@ class AppendFields(ExpectingFields):
     def sizes(self, info: InfoAnswer) -> dict[str, int]:
         rows = {"n": len(self.sequences)} if self.append_indptr is None else {}
         layers = {} if self.layers is None else {"L": len(self.layers)}
-        return pool_sizes(info) | rows | layers
+        return pool_sizes(info, self.every_layer[0]) | rows | layers
 
     def is_ragged(self) -> bool:
         return self.layers is not None
+
+    def group_words(self, info: InfoAnswer) -> str:
+        shape = info.shape_of(self.every_layer[0])
+        return "" if shape.group is None else f" (layer group {shape.group})"
 
     @property
     def every_layer(self) -> list[int]:
@@ -74,6 +78,10 @@ class AppendFields(ExpectingFields):
             )
         for layer in self.every_layer:
             check_layer(layer, info, "layer" if self.layers is None else "layers")
+        shapes = [info.shapes[layer][:3] for layer in self.every_layer]
+        if shapes.count(shapes[0]) < len(shapes):
+            rule = "they are of layer groups of several shapes: append to each group by itself"
+            refuse("layers", self.layers, rule)
         if len(set(self.every_layer)) < len(self.every_layer):
             refuse("layers", self.layers, "duplicate layer")
         check_batch(self)

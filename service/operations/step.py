@@ -25,6 +25,7 @@ from service.operations.schema.fields import (
     check_ids_given,
     check_indptr,
     check_one_each,
+    check_window,
     int32,
     one_each,
     refuse,
@@ -136,10 +137,14 @@ class StepFields(ScoringFields):
         check_one_each("offsets", self.offsets, len(self.ids))
         if not self.slots:
             refuse("slots", self.slots, "at least one slot is required")
-        check_heads("num_qo_heads", self.num_qo_heads, self.num_qo_heads, info.num_kv_heads)
+        for layer in self.layers:
+            heads = info.shapes[layer].num_kv_heads
+            check_heads("num_qo_heads", self.num_qo_heads, self.num_qo_heads, heads)
         if len(self.windows) != len(self.layers):
             given = f"{len(self.windows)} numbers"
             refuse("window_left", given, f"must be one, or {len(self.layers)}, one per layer")
+        if info.groups is not None:
+            self.set_windows(info)
         if (self.op == "prefill") != (self.qo_indptr is not None):
             refuse("qo_indptr", self.qo_indptr, "must be given for prefill, and only there")
         if self.qo_indptr is not None:
@@ -149,6 +154,16 @@ class StepFields(ScoringFields):
         if self.qo_indptr is None and (place := self.mask_place) is not None:
             refuse("mask", place, "must be absent from a decode: send a prefill of one row each")
         check_ids_given(self, entries, self.rows, len(self.ids))
+
+    def set_windows(self, info: InfoAnswer) -> None:
+        """Give layers of groups with a window that one; no other is accepted."""
+        windows = list(self.windows)
+        for place, layer in enumerate(self.layers):
+            if (own := info.shapes[layer].window) is not None:
+                if "window_left" in self.model_fields_set:
+                    check_window(layer, windows[place], info)
+                windows[place] = own - 1
+        self.__dict__["windows"] = tuple(windows)
 
 
 STEP: Final = Operation(

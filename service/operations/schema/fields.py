@@ -87,6 +87,11 @@ class Fields(BaseModel):
         """Whether the tensors have their ragged shapes."""
         return False
 
+    def group_words(self, info: InfoAnswer) -> str:
+        """For errors: the layer group whose shapes the tensors have, if the pool has any."""
+        shape = info.shape_of(getattr(self, "layer", None))
+        return "" if shape.group is None else f" (layer group {shape.group})"
+
     def check(self, entries: Entries, info: InfoAnswer) -> None:
         """Rules that involve several fields and tensors. Raises `InvalidRequest`."""
 
@@ -205,6 +210,10 @@ class InfoAnswer(Fields):
         }
         return tuple(made[layer] for layer in range(self.num_layers))
 
+    def shape_of(self, layer: int | None) -> LayerShape:
+        """The shape of a layer; of layer 0 for one that the pool does not have."""
+        return self.shapes[layer if layer is not None and layer < self.num_layers else 0]
+
 
 class BatchFields(Fields):
     """Fields of an operation on a batch of sequences."""
@@ -284,9 +293,10 @@ class NoFields(Fields):
     """An operation without fields."""
 
 
-def pool_sizes(info: InfoAnswer) -> dict[str, int]:
-    """Sizes of the symbols that the pool determines."""
-    return {"Hkv": info.num_kv_heads, "D": info.head_dim}
+def pool_sizes(info: InfoAnswer, layer: int) -> dict[str, int]:
+    """Sizes of the symbols that the pool determines at a layer."""
+    shape = info.shape_of(layer)
+    return {"Hkv": shape.num_kv_heads, "D": shape.head_dim, "Dv": shape.v_head_dim}
 
 
 def refuse(field: str, value: object, rule: str) -> NoReturn:
@@ -296,6 +306,14 @@ def refuse(field: str, value: object, rule: str) -> NoReturn:
 def check_layer(layer: int, info: InfoAnswer, field: str = "layer") -> None:
     if layer >= info.num_layers:
         refuse(field, layer, f"must be below num_layers = {info.num_layers}")
+
+
+def check_window(layer: int, window_left: int, info: InfoAnswer) -> None:
+    """Check that a window is that of the layer's group, if this has one."""
+    shape = info.shapes[layer]
+    if shape.window is not None and window_left != shape.window - 1:
+        rule = f"layer {layer} is of layer group {shape.group}, whose window_left is "
+        refuse("window_left", window_left, f"{rule}{shape.window - 1}: leave it out")
 
 
 def check_ids(ids: Sequence[str], field: str = "sequences") -> None:

@@ -57,9 +57,14 @@ WITHOUT_POOL: Final = frozenset(
 Symbols = tuple[str | int, ...]
 
 MAX_QO_HEADS: Final = 65535
-AT_LEAST_ONE: Final = frozenset({"Hq", "Hkv", "H", "D"})
+AT_LEAST_ONE: Final = frozenset({"Hq", "Hkv", "H", "D", "Dv"})
 """Symbols whose size is at least 1 in every tensor."""
-LONG_NAMES: Final = {"Hq": "num_qo_heads", "Hkv": "num_kv_heads", "D": "head_dim"}
+LONG_NAMES: Final = {
+    "Hq": "num_qo_heads",
+    "Hkv": "num_kv_heads",
+    "D": "head_dim",
+    "Dv": "v_head_dim",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +72,8 @@ class TensorSpec:
     """One tensor; `{i}` in its name is the number of a cascade level.
 
     A symbol in shapes has one size in all tensors of a request: B sequences, n query rows, nnz rows
-    of K and V or of states, T lists of states, Hq query heads, Hkv KV heads, D head dimension.
+    of K and V or of states, T lists of states, Hq query heads, Hkv KV heads, D head dimension of
+    q and k, Dv of v and o.
     `ragged` is the shape if the fields are ragged (`is_ragged`); `like` names the tensor whose
     dtype this one must have.
     """
@@ -171,7 +177,8 @@ def prepare(
     layout = read_layout(header, room)
     fields = validate(operation.fields, layout.fields)
     entries = {entry.name: entry for entry in layout.entries}
-    check_tensors(operation.takes, entries, fields.sizes(info), fields.is_ragged())
+    sizes, ragged = fields.sizes(info), fields.is_ragged()
+    check_tensors(operation.takes, entries, sizes, ragged, fields.group_words(info))
     fields.check(entries, info)
     names = "token_ids" in entries or getattr(fields, "token_ids", None) is not None
     if operation.appended_with and (names or operation.appended_with in entries):
@@ -193,17 +200,24 @@ def validate(model: type[Model], fields: Any) -> Model:
 
 
 def check_tensors(
-    takes: tuple[TensorSpec, ...], entries: Entries, sizes: dict[str, int], ragged: bool
+    takes: tuple[TensorSpec, ...],
+    entries: Entries,
+    sizes: dict[str, int],
+    ragged: bool,
+    group: str = "",
 ) -> None:
-    """Check names, dtypes and shapes of a request's tensors; adds sizes of symbols to `sizes`."""
+    """Check names, dtypes and shapes of a request's tensors; adds sizes of symbols to `sizes`.
+
+    `group` names the layer group that the pool's sizes are of.
+    """
     check_names(takes, entries)
     for spec in takes:
         if (entry := entries.get(spec.name)) is not None:
             check_dtype(spec, entry, entries)
             shape = spec.ragged if ragged and spec.ragged is not None else spec.shape
-            check_shape(entry, shape, sizes)
+            check_shape(entry, shape, sizes, group)
     if "Hq" in sizes:
-        check_heads("q.shape", list(entries["q"].shape), sizes["Hq"], sizes["Hkv"])
+        check_heads("q.shape", list(entries["q"].shape), sizes["Hq"], sizes["Hkv"], group)
 
 
 def check_names(takes: tuple[TensorSpec, ...], entries: Entries) -> None:
@@ -229,7 +243,7 @@ def check_dtype(spec: TensorSpec, entry: Entry, entries: Entries) -> None:
         refuse(f"{spec.name}.dtype", name, rule)
 
 
-def check_shape(entry: Entry, shape: Symbols, sizes: dict[str, int]) -> None:
+def check_shape(entry: Entry, shape: Symbols, sizes: dict[str, int], group: str = "") -> None:
     """Check a tensor's shape; adds the sizes of its new symbols to `sizes`."""
     found = dict(sizes)
     right = len(shape) == len(entry.shape)
@@ -237,7 +251,7 @@ def check_shape(entry: Entry, shape: Symbols, sizes: dict[str, int]) -> None:
         want = symbol if isinstance(symbol, int) else found.setdefault(symbol, got)
         right &= want == got and (got > 0 or symbol not in AT_LEAST_ONE)
     if not right:
-        refuse(f"{entry.name}.shape", list(entry.shape), shape_rule(shape, sizes))
+        refuse(f"{entry.name}.shape", list(entry.shape), shape_rule(shape, sizes) + group)
     sizes.update(found)
 
 
@@ -251,8 +265,10 @@ def shape_rule(shape: Symbols, sizes: dict[str, int]) -> str:
     return f"{rule}, {' and '.join(free)} at least 1" if free else rule
 
 
-def check_heads(field: str, value: object, num_qo_heads: int, num_kv_heads: int) -> None:
+def check_heads(
+    field: str, value: object, num_qo_heads: int, num_kv_heads: int, group: str = ""
+) -> None:
     """Check that the query heads, in this field, form equal groups, one per KV head."""
     if num_qo_heads > MAX_QO_HEADS or num_qo_heads % num_kv_heads:
-        rule = f"num_qo_heads must be a multiple of num_kv_heads = {num_kv_heads}"
+        rule = f"num_qo_heads must be a multiple of num_kv_heads = {num_kv_heads}{group}"
         refuse(field, value, f"{rule}, at most {MAX_QO_HEADS}")

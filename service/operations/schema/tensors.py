@@ -16,19 +16,18 @@ def query(rows: str = "n", like: str = "") -> TensorSpec:
 def pair(
     rows: str, words: str, *, optional: bool = False, like: str = "", ragged: Symbols | None = None
 ) -> tuple[TensorSpec, TensorSpec]:
-    """`k` and `v`."""
-    shape: Symbols = (rows, "Hkv", "D")
+    """`k` and `v`; `ragged` is k's ragged shape. Like `q`, both have its head dimension."""
+    values = None if ragged is None else (*ragged[:-1], "Dv")
+    shape, words_v = (rows, "Hkv", "D" if like else "Dv"), f"values {words}, in k's dtype"
     return (
-        TensorSpec("k", TENSOR_DTYPES, shape, f"keys {words}", optional, like, ragged),
-        TensorSpec(
-            "v", TENSOR_DTYPES, shape, f"values {words}, in k's dtype", optional, "k", ragged
-        ),
+        TensorSpec("k", TENSOR_DTYPES, (rows, "Hkv", "D"), f"keys {words}", optional, like, ragged),
+        TensorSpec("v", TENSOR_DTYPES, shape, words_v, optional, "k", values),
     )
 
 
 def state(suffix: str = "", *, optional: bool = False) -> tuple[TensorSpec, TensorSpec]:
     """`o` and `lse` of a reply."""
-    shape: Symbols = ("n", "Hq", "D")
+    shape: Symbols = ("n", "Hq", "Dv")
     lse = "log-sum-exp in lse_base; -inf for a row that sees no key"
     return (
         TensorSpec(f"o{suffix}", TENSOR_DTYPES, shape, "output, in q's dtype", optional),
