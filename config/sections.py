@@ -71,7 +71,8 @@ class PoolSettings(Section):
     groups: Annotated[tuple[GroupSettings, ...], Field(max_length=MAX_GROUPS)] = ()
     """Groups of layers, for models whose layers differ; each has `layers`, `num_kv_heads` and
     `head_dim`, and can have `v_head_dim`, `window` and `dtype`. They replace num_layers,
-    num_kv_heads and head_dim. page_size is that of the first group without a window."""
+    num_kv_heads and head_dim. page_size is that of the first group without a window. Pools of
+    several groups have no tiers, exports and imports, and no steps through layers of two groups."""
 
     window_slack: Annotated[int, Field(ge=0, le=2**20)] = 0
     """Tokens before a group's window that stay, for callers that truncate after speculation."""
@@ -319,6 +320,16 @@ class Settings(Section):
     log: LogSettings = LogSettings()
     config: Path | None = None
     """YAML file whose settings override the defaults."""
+
+    @model_validator(mode="after")
+    def check_tiers(self) -> Settings:
+        cache, groups = self.cache, len(self.pool.groups)
+        given = cache.disk_path or cache.host_bytes
+        if groups > 1 and given:
+            name = "disk_path" if cache.disk_path else "host_bytes"
+            rule = "the tiers take pools of one group of layers: leave it out"
+            raise ValueError(f"cache.{name} = {given}: pool.groups has {groups} groups: {rule}")
+        return self
 
     @model_validator(mode="after")
     def check_router(self) -> Settings:

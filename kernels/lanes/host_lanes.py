@@ -101,11 +101,13 @@ class HostRun:
         if work.plan is None:
             return
         slot = work.slots[layer % len(work.slots)]
-        geometry = self._backend.geometry
-        query = (work.rows, work.num_qo_heads, geometry.head_dim)
-        stored = (work.rows, geometry.num_kv_heads, geometry.head_dim)
+        group = self._backend.geometry.group_of(layer)
+        query = (work.rows, work.num_qo_heads, group.head_dim)
+        answer = (*query[:2], group.v_head_dim)
+        stored = (work.rows, group.num_kv_heads)
         if work.append_slots is not None:
-            k, v = (self._array(at, work.dtype, stored) for at in (slot.k, slot.v))
+            k = self._array(slot.k, work.dtype, (*stored, group.head_dim))
+            v = self._array(slot.v, work.dtype, (*stored, group.v_head_dim))
             at_once = max(1, APPENDED_AT_ONCE * work.rows // max(k.nbytes, 1))
             for first in range(0, work.rows, at_once):
                 rows = slice(first, first + at_once)
@@ -113,7 +115,7 @@ class HostRun:
                 if rows.stop < work.rows:
                     yield
         lse = self._array(slot.lse, np.dtype(np.float32), query[:2])
-        out = AttentionState(self._array(slot.o, work.dtype, query), lse)
+        out = AttentionState(self._array(slot.o, work.dtype, answer), lse)
         q = self._array(slot.q, work.dtype, query)
         if work.mask is not None and place == 0:
             self._mask = yield from work.mask.expand(self._arena, work.plan.order)

@@ -48,16 +48,23 @@ _write_rows: Final = writer(TENSOR_ROWS, "k", "v", base=POOL_ROWS.itemsize)
 class Shared:
     """Objects that a lane shares with its backend and the other lanes.
 
+    `kvs` has the pages of each group of layers, `places` is as in `PoolGeometry`.
     `compute` is the backend's stream, `aside` one that never waits for a caller.
     """
 
-    kv: KvView
+    kvs: tuple[KvView, ...]
+    places: tuple[tuple[int, int], ...]
     library: Library
     multiprocessors: int
     split_keys: int
     guarded: Callable[[], AbstractContextManager[None]]
     compute: Any
     aside: Any
+
+    def kv_at(self, layer: int) -> tuple[KvView, int]:
+        """The pages of a layer's group, and the layer's place there."""
+        group, at = self.places[layer]
+        return self.kvs[group], at
 
 
 @dataclass(slots=True, eq=False)
@@ -177,7 +184,7 @@ class CudaLane:
     def begin(self, work: StepWork) -> CudaRun:
         """Lay the step's plan out, and give the stream all its layers."""
         if work.plan is not None:
-            check_work(work, self.shared.kv)
+            check_work(work, self.shared.kv_at(work.layers[0])[0])
         if self._under_way() >= SIDES:
             raise RuntimeError("a step begins while both sides of the lane are read: this is a bug")
         with self.shared.guarded():
@@ -236,11 +243,9 @@ class CudaLane:
             return Laid((), (0,) * len(work.layers))
         scorings: dict[Scoring, int] = {}
         which = tuple(scorings.setdefault(one, len(scorings)) for one in work.scorings)
-        kinds, masked = [], work.mask is not None
+        kinds, masked, (kv, _) = [], work.mask is not None, self.shared.kv_at(work.layers[0])
         for scoring in scorings:
-            config = AttentionConfig(
-                self.shared.kv, work.num_qo_heads, dtype_name(work.dtype), scoring, masked
-            )
+            config = AttentionConfig(kv, work.num_qo_heads, dtype_name(work.dtype), scoring, masked)
             device_plan = self._attention.make([(0, work.plan)], config)
             self._attention.partials(device_plan, config.kv)  # no memory is asked for later
             kinds.append((config, device_plan))
@@ -250,7 +255,7 @@ class CudaLane:
             laid = replace(laid, expand=launch, mask=at)
         if work.append_slots is None:
             return laid
-        ends = ends_with(work.plan, work.append_slots, self.shared.kv.page_size)
+        ends = ends_with(work.plan, work.append_slots, kv.page_size)
         if ends and all(device_plan.appends for _, device_plan in kinds):
             return replace(laid, inside=True)
         return replace(laid, append=self._append(work, work.append_slots))
@@ -281,7 +286,7 @@ class CudaLane:
 
     def _append(self, work: StepWork, slots: Int32) -> Launcher:
         """The launch that appends, but for the layer and its tensors."""
-        kv, dtype = self.shared.kv, dtype_name(work.dtype)
+        (kv, _), dtype = self.shared.kv_at(work.layers[0]), dtype_name(work.dtype)
         spec = rows_spec(kv.head_dim, dtype, kv.dtype)
         function = self.shared.library.function(spec, append_entry(slots))
         units = work.rows * kv.num_kv_heads * (kv.head_dim // 8)
@@ -371,9 +376,10 @@ class CudaLane:
         self, work: StepWork, laid: Laid, layer: int, kind: tuple[AttentionConfig, DevicePlan]
     ) -> None:
         """One layer, on the current stream."""
-        slot, base, kv = work.slots[layer % len(work.slots)], self.address, self.shared.kv
+        slot, base = work.slots[layer % len(work.slots)], self.address
+        kv, at = self.shared.kv_at(layer)
         if laid.append is not None:
-            shift = layer * kv.layer_bytes
+            shift = at * kv.layer_bytes
             _write_pool(laid.append.memory, kv.k + shift, kv.v + shift)
             _write_rows(laid.append.memory, base + slot.k, base + slot.v)
             laid.append()
@@ -383,7 +389,7 @@ class CudaLane:
         given = (0, 0) if sinks is None else (base + sinks, work.num_qo_heads)
         where = (base + slot.q, base + slot.o, lse)
         new = (base + slot.k, base + slot.v) if laid.inside else (0, 0)
-        self._attention.enqueue(device_plan, config, layer, where, laid.mask, given, new)
+        self._attention.enqueue(device_plan, config, at, where, laid.mask, given, new)
         if work.lse_scale != 1.0:
             scale(lse, work.rows * work.num_qo_heads, work.lse_scale)
 

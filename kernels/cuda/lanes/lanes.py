@@ -72,7 +72,8 @@ class CudaLanes:
             backend.transfers.reserve()
         backend.library.before_load = self._check_load
         self._shared = Shared(
-            backend.kv,
+            tuple(group.kv for group in backend.groups),
+            backend.geometry.places,
             backend.library,
             backend.multiprocessors,
             backend.split_keys,

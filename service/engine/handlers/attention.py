@@ -69,7 +69,7 @@ def attend(store: Store, request: Request, seconds: Seconds) -> Work:
     """A decode or prefill: append the rows that came along, plan, and attend."""
     fields, tensors = request.fields, request.tensors
     q, qo_indptr = tensors["q"], fields.qo_indptr_array
-    facts: QueryFacts = request.known.get("query") or query_facts(request)
+    facts: QueryFacts = request.known.get("query") or query_facts(store, request)
     request.place.require_bytes(facts.answer_bytes)
     sinks = copied_sinks(tensors["sinks"]) if "sinks" in tensors else None
     batch = store.look_up(request)
@@ -137,14 +137,16 @@ def lay_reporting(
         return start + lens_text(store, leaves) + "}"
 
     request.report = lambda: place.lay_again(text())
-    return place.lay_text(text(), state_shapes(request.tensors["q"]))
+    shapes = state_shapes(request.tensors["q"], value_dim(store, request.fields.layer))
+    return place.lay_text(text(), shapes)
 
 
-def query_facts(request: Request) -> QueryFacts:
+def query_facts(store: Store, request: Request) -> QueryFacts:
     """Made once for a request that repeats."""
     fields, q = request.fields, request.tensors["q"]
     options = (fields.sm_scale, fields.logits_soft_cap, fields.window_left, fields.lse_base)
-    needed = answer_bytes(TEXT_BYTES + room(request), state_shapes(q))
+    shapes = state_shapes(q, value_dim(store, fields.layer))
+    needed = answer_bytes(TEXT_BYTES + room(request), shapes)
     facts = request.known["query"] = QueryFacts(needed, (q.shape, q.dtype, options))
     return facts
 
@@ -157,9 +159,12 @@ def attention_plan(
     store.num_qo_heads = q.shape[1]
     plan = AttentionPlan(
         scoring(q, fields),
-        paged_cost(store, q, planned, fields.window_left),
-        counts_of(store, planned, "cascade" if planned.is_cascade else "flat"),
-        AnswerLayout.of(answer_text(fields.lse_base, planned), state_shapes(q)),
+        paged_cost(store, q, planned, fields.window_left, fields.layer),
+        counts_of(store, planned, "cascade" if planned.is_cascade else "flat", fields.layer),
+        AnswerLayout.of(
+            answer_text(fields.lse_base, planned),
+            state_shapes(q, value_dim(store, fields.layer)),
+        ),
     )
     if len(planned.by_kind) >= MOST_KINDS:
         planned.by_kind.clear()
@@ -173,7 +178,7 @@ def attend_slices(store: Store, attend: Attend, cost: Cost) -> Slices:
     keys = row_keys(attend.plan, page_size, attend.scoring.window_left)
     shared = shared_keys(attend.plan, page_size)
     again = min(shared, int(keys.max(initial=0)))
-    fixed = Cost(num_bytes=float(again) * store.geometry.token_bytes)
+    fixed = Cost(num_bytes=float(again) * store.geometry.group_of(attend.layer).token_bytes)
     for span in paced_spans(store.pace, "attend", keys + 1, cost, fixed):
         piece, rows = cut_attend(attend, span)
         states = yield Slice(partial(store.backend.attend, [piece]), "attend", span.cost)
@@ -185,10 +190,11 @@ def attend_slices(store: Store, attend: Attend, cost: Cost) -> Slices:
 def cascade(store: Store, request: Request, seconds: Seconds) -> Work:
     """Explicit levels, merged by the backend; with `return_levels`, each alone and then merged."""
     fields, q = request.fields, request.tensors["q"]
-    shapes = state_shapes(q)
+    dim = value_dim(store, fields.layer)
+    shapes = state_shapes(q, dim)
     if fields.return_levels:
         for index in range(len(fields.levels)):
-            shapes += state_shapes(q, f".{index}")
+            shapes += state_shapes(q, dim, f".{index}")
     request.place.require(TEXT_BYTES, shapes)
     given = request.tensors.get("sinks")
     sinks = None if given is None else copied_sinks(given)
@@ -199,8 +205,8 @@ def cascade(store: Store, request: Request, seconds: Seconds) -> Work:
     laid = request.place.lay_text(answer_text(fields.lse_base, planned), shapes)
     out = AttentionState(laid["o"], laid["lse"])
     whole = Attend(fields.layer, q, planned.plan, scoring(q, fields), None, out, sinks)
-    counted = counts_of(store, planned, "explicit")
-    cost = paged_cost(store, q, planned, -1)
+    counted = counts_of(store, planned, "explicit", fields.layer)
+    cost = paged_cost(store, q, planned, -1, fields.layer)
     parts = each_level(whole, laid) if fields.return_levels else (whole,)
 
     def finish(states: list[AttentionState]) -> None:
@@ -265,8 +271,15 @@ def scoring(q: Array, fields: Any) -> Scoring:
     )
 
 
-def state_shapes(q: Array, suffix: str = "") -> tuple[Shaped, ...]:
-    return ((f"lse{suffix}", FLOAT32, q.shape[:2]), (f"o{suffix}", q.dtype, q.shape))
+def value_dim(store: Store, layer: int) -> int:
+    """Dimension of the heads of v and o at a layer."""
+    return store.geometry.group_of(layer).v_head_dim
+
+
+def state_shapes(q: Array, dim: int, suffix: str = "") -> tuple[Shaped, ...]:
+    """The states of q, whose o has heads of `dim` values."""
+    rows = q.shape[:2]
+    return ((f"lse{suffix}", FLOAT32, rows), (f"o{suffix}", q.dtype, (*rows, dim)))
 
 
 def answer_text(lse_base: str, planned: Planned) -> str:
@@ -275,10 +288,11 @@ def answer_text(lse_base: str, planned: Planned) -> str:
     return f'{{"lse_base":"{lse_base}","levels":{planned.num_levels},"cascade":{cascade}}}'
 
 
-def paged_cost(store: Store, q: Array, planned: Planned, window_left: int) -> Cost:
+def paged_cost(store: Store, q: Array, planned: Planned, window_left: int, layer: int) -> Cost:
     """Bytes and flops of attention; keys are counted row by row where they may be many."""
     rows, heads, dim = q.shape
-    num_bytes = float(planned.tokens_read) * store.geometry.token_bytes + 2.0 * q.nbytes
+    token_bytes = store.geometry.group_of(layer).token_bytes
+    num_bytes = float(planned.tokens_read) * token_bytes + 2.0 * q.nbytes
     num_bytes += SEGMENT_BYTES * max(planned.num_segments - FEW_SEGMENTS, 0)
     most = Cost(num_bytes, 4.0 * heads * dim * rows * planned.max_keys)
     if not store.pace.is_long("attend", most):
@@ -287,9 +301,9 @@ def paged_cost(store: Store, q: Array, planned: Planned, window_left: int) -> Co
     return Cost(num_bytes, 4.0 * heads * dim * float(keys.sum()))
 
 
-def counts_of(store: Store, planned: Planned, mode: Mode) -> Counts:
+def counts_of(store: Store, planned: Planned, mode: Mode, layer: int) -> Counts:
     """Bytes that a plan reads, and bytes that it saves compared with flat attention."""
-    token_bytes = store.geometry.token_bytes
+    token_bytes = store.geometry.group_of(layer).token_bytes
     saved = (planned.tokens_flat - planned.tokens_read) * token_bytes
     return Counts(0, planned.tokens_read * token_bytes, max(saved, 0), mode)
 

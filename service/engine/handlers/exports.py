@@ -41,8 +41,16 @@ SOME_DIGEST: Final = "0" * 64
 """Placeholder for a digest that is not known yet."""
 
 
+def refuse_groups(store: Store) -> None:
+    """Raises InvalidRequest in a pool with layer groups: an export has one shape of K and V."""
+    if store.geometry.layer_groups:
+        rule = "exports and imports take pools without groups: leave pool.groups out"
+        raise InvalidRequest("pool.groups", f"{len(store.geometry.groups)} groups", rule)
+
+
 def export_sequence(store: Store, request: Request, _: Seconds) -> Work:
     fields = request.fields
+    refuse_groups(store)
     leaf = store.tree.books.leaf(fields.id)
     header = header_of(store, leaf, fields.part_bytes)
     if fields.part is None:

@@ -16,6 +16,7 @@ from service.engine.handlers.exports import (
     count_rows,
     header_digest,
     pieces,
+    refuse_groups,
     rows_at_once,
     spans_of,
 )
@@ -46,6 +47,7 @@ from service.operations.transfer import Header
 
 
 def import_sequence(store: Store, request: Request, _: Seconds) -> Answer:
+    refuse_groups(store)
     fields = request.fields
     if fields.header is not None:
         return begin(store, request, fields.header)

@@ -131,10 +131,12 @@ def gather(store: Store, request: Request, seconds: Seconds) -> Work:
     started = time.monotonic()
     chosen = choose(store, fields)
     seconds.plan += time.monotonic() - started
-    own = "fp16" if geometry.dtype.startswith("fp8") else geometry.dtype
+    group = geometry.group_of(fields.layer)
+    own = "fp16" if group.dtype.startswith("fp8") else group.dtype
     dtype = cast(DType, fields.dtype or own)
-    shape = (chosen.num_rows, geometry.num_kv_heads, geometry.head_dim)
-    shapes: tuple[Shaped, ...] = tuple((name, NUMPY_DTYPES[dtype], shape) for name in "kv")
+    rows = (chosen.num_rows, group.num_kv_heads)
+    dims = (("k", group.head_dim), ("v", group.v_head_dim))
+    shapes: tuple[Shaped, ...] = tuple((name, NUMPY_DTYPES[dtype], (*rows, d)) for name, d in dims)
     request.place.require(64 + NUMBER_BYTES * chosen.indptr.size, shapes, PAGING)
     laid = request.place.lay({"kv_indptr": chosen.indptr.tolist()}, shapes)
     out = (laid["k"], laid["v"])

@@ -30,7 +30,7 @@ LN_2: Final = math.log(2.0)
 def ragged_prefill(store: Store, request: Request, _: Seconds) -> Work:
     fields, tensors = request.fields, request.tensors
     q = tensors["q"]
-    shapes = state_shapes(q)
+    shapes = state_shapes(q, request.tensors["v"].shape[2])
     request.place.require(TEXT_BYTES, shapes)
     packed = "packed_mask" in tensors
     given, mask = tensors.get("packed_mask" if packed else "mask"), None

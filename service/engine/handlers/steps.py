@@ -67,7 +67,7 @@ def step(store: Store, request: Request, seconds: Seconds) -> OpenedStep:
             fields.cascade,
         )
         slots = extension.slots if extension is not None and fields.append else None
-        work = step_work(fields, planned, slots, store.geometry.head_dim)
+        work = step_work(fields, planned, slots, store.geometry.group_of(fields.layers[0]).head_dim)
         pieces = partial(attend_in_pieces, store, planned)
         run = where.lane.begin(replace(work, mask=mask, attend=pieces))
     except BaseException:
@@ -136,7 +136,9 @@ def step_work(
 def attend_in_pieces(store: Store, planned: Planned, attend: Attend) -> Iterator[None]:
     """Run a layer's attention, a slice at a time."""
     pace = store.pace
-    cost = paged_cost(store, host_array(attend.q), planned, attend.scoring.window_left)
+    cost = paged_cost(
+        store, host_array(attend.q), planned, attend.scoring.window_left, attend.layer
+    )
     if not pace.is_long("attend", cost):
         store.backend.attend([attend]).result()
         return
@@ -161,15 +163,21 @@ def check_places(store: Store, fields: StepFields, arena_bytes: int) -> None:
             check_place("slots", slot.lse, 4, arena_bytes)
         return
     g, width = store.geometry, DTYPES[fields.dtype].itemsize
-    query = fields.rows * fields.num_qo_heads * g.head_dim * width
-    stored = fields.rows * g.num_kv_heads * g.head_dim * width if fields.append else 0
+    group, rows = g.group_of(fields.layers[0]), fields.rows * width
+    stored = rows * group.num_kv_heads if fields.append else 0
     lse = 4 * fields.rows * fields.num_qo_heads
     if fields.sinks is not None:
         check_place("sinks", fields.sinks, 4 * g.num_layers * fields.num_qo_heads, arena_bytes)
     if (place := fields.mask_place) is not None:
         size = int(own_sizes(fields.counts, fields.mask is None).sum())
         check_place("packed_mask" if fields.mask is None else "mask", place, size, arena_bytes)
-    sizes = {"q": query, "k": stored, "v": stored, "o": query, "lse": lse}
+    sizes = {
+        "q": rows * fields.num_qo_heads * group.head_dim,
+        "k": stored * group.head_dim,
+        "v": stored * group.v_head_dim,
+        "o": rows * fields.num_qo_heads * group.v_head_dim,
+        "lse": lse,
+    }
     for number, slot in enumerate(fields.slots or ()):
         for name, num_bytes in sizes.items():
             check_place(f"slots.{number}.{name}", getattr(slot, name), num_bytes, arena_bytes)
@@ -186,7 +194,7 @@ def counts_of_step(
 ) -> Counts:
     """Counts of all layers together."""
     mode: Mode = "cascade" if planned.is_cascade else "flat"
-    one, layers = counts_of(store, planned, mode), len(fields.layers)
+    one, layers = counts_of(store, planned, mode, fields.layers[0]), len(fields.layers)
     added = 0 if extension is None else extension.num_stored
     return replace(
         one,

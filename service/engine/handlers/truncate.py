@@ -143,7 +143,6 @@ def cut(store: Store, cuts: Sequence[Cut], ends: Ends, answer: Callable[[], None
         answer()
         return Completed()
     tree, begun, failing_since = store.tree, False, math.inf
-    geometry, dtype = store.geometry, NUMPY_DTYPES[store.geometry.dtype]
 
     def move(todo: deque[Move]) -> Done[None]:
         """Carry out moves while there is memory for them. All rows of a move are read before any is
@@ -156,8 +155,10 @@ def cut(store: Store, cuts: Sequence[Cut], ends: Ends, answer: Callable[[], None
             while todo:
                 layer, first, last = todo[0]
                 slots = tree.layer_slots(layer, sources[first:last])
-                shape = (slots.size, geometry.num_kv_heads, geometry.head_dim)
-                rows = np.empty(shape, dtype), np.empty(shape, dtype)  # bit by bit
+                group = store.geometry.group_of(layer)
+                dtype, shape = NUMPY_DTYPES[group.dtype], (slots.size, group.num_kv_heads)
+                k = np.empty((*shape, group.head_dim), dtype)
+                rows = k, np.empty((*shape, group.v_head_dim), dtype)  # bit by bit
                 store.backend.read_stored(layer, slots, rows).result()
                 begun = True
                 to = tree.layer_slots(layer, targets[first:last])

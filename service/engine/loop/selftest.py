@@ -21,6 +21,7 @@ from kernels.backend import (
     Array,
     Attend,
     DType,
+    LayerGroup,
     Level,
     Plan,
     PoolGeometry,
@@ -84,13 +85,15 @@ def lengths_for(geometry: PoolGeometry) -> Lengths:
 def check_trunk_and_fork(store: Store, lengths: Lengths) -> None:
     """Append to every layer; on the last: causal prefill, fork, decode with an append, decode."""
     geometry = store.geometry
-    layer = geometry.num_layers - 1
+    leading = geometry.groups[geometry.leading]
+    layer = leading.layers[-1]
     rng = np.random.default_rng(0)
-    (k, v), stored = random_rows(rng, geometry, lengths.trunk)
+    (k, v), stored = random_rows(rng, geometry, leading, lengths.trunk)
     run(store, "create_sequences", {"sequences": [{"id": TRUNK}]})
     rows = {"sequences": [TRUNK], "append_indptr": [0, lengths.trunk]}
-    for each in range(layer):
-        run(store, "append", {"layer": each, **rows}, k=k, v=v)
+    for each in set(range(geometry.num_layers)) - {layer}:
+        (own_k, own_v), _ = random_rows(rng, geometry, geometry.group_of(each), lengths.trunk)
+        run(store, "append", {"layer": each, **rows}, k=own_k, v=own_v)
     q = random_q(rng, geometry, lengths.trunk)
     fields: dict[str, Any] = {"layer": layer, "sequences": [TRUNK], "causal": True}
     answer = run(store, "prefill", {**fields, "qo_indptr": [0, lengths.trunk]}, q=q, k=k, v=v)
@@ -103,7 +106,7 @@ def check_trunk_and_fork(store: Store, lengths: Lengths) -> None:
         ids.append(FORK)
         held.append((stored[0][: lengths.fork], stored[1][: lengths.fork]))
     q = random_q(rng, geometry, len(ids))
-    (k, v), added = random_rows(rng, geometry, len(ids))
+    (k, v), added = random_rows(rng, geometry, leading, len(ids))
     wanted = [
         dense(q[i : i + 1], *(np.concatenate((held[i][s], added[s][i : i + 1])) for s in (0, 1)))
         for i in range(len(ids))
@@ -160,16 +163,18 @@ def dense(q: Array, k: Float64, v: Float64) -> tuple[Float64, Float64]:
     return np.einsum("nht,thd->nhd", weights, values) / total[:, :, None], np.log(total)
 
 
-def random_rows(rng: np.random.Generator, geometry: PoolGeometry, n: int) -> tuple[Rows, Stored]:
-    """k and v [n, Hkv, D], and their real values in the pool.
+def random_rows(
+    rng: np.random.Generator, geometry: PoolGeometry, group: LayerGroup, n: int
+) -> tuple[Rows, Stored]:
+    """k and v [n, Hkv, D or Dv] of a group's layers, and their real values in the pool.
 
     They are made from stored values: a way to round that is right but another cannot show.
     """
-    kept, dtype = NUMPY_DTYPES[geometry.dtype], NUMPY_DTYPES[tensor_dtype(geometry)]
-    shape = (n, geometry.num_kv_heads, geometry.head_dim)
+    kept, dtype = NUMPY_DTYPES[group.dtype], NUMPY_DTYPES[tensor_dtype(geometry)]
+    shape, dims = (n, group.num_kv_heads), (group.head_dim, group.v_head_dim)
     k, v = (
-        rng.standard_normal(shape).astype(kept).astype(np.float64) * scale
-        for scale in (geometry.k_scale, geometry.v_scale)
+        rng.standard_normal((*shape, dim)).astype(kept).astype(np.float64) * scale
+        for dim, scale in zip(dims, geometry.scales_of(group.dtype), strict=True)
     )
     return (k.astype(dtype), v.astype(dtype)), (k, v)
 
@@ -204,7 +209,7 @@ def calibrate(store: Store) -> None:
     num_tokens = GUESSED_S / pace.seconds("attend", token)
     num_pages = max(1, int(num_tokens / ROWS / geometry.page_size))
     attend = Attend(
-        layer=0,
+        layer=geometry.groups[geometry.leading].layers[0],
         q=np.zeros((ROWS, heads, dim), NUMPY_DTYPES[tensor_dtype(geometry)]),
         plan=decode_plan(num_pages, geometry.page_size, geometry.num_pages),
         scoring=Scoring(dim**-0.5),
