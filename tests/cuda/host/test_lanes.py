@@ -18,7 +18,7 @@ from fake_device import FakeDevice
 from flat_plans import decode_plan
 
 from config.settings import device_queues
-from kernels.backend import Scoring
+from kernels.backend import PoolGeometry, Scoring
 from kernels.cuda.backend import CudaBackend
 from kernels.cuda.device import host_memory, transfer
 from kernels.cuda.lanes import lane as lane_module
@@ -48,7 +48,7 @@ class FakeBackend(CudaBackend):
         self._lost = None
         self.transfers = transfer.Transfers()
         self.library = SimpleNamespace(before_load=None)  # type: ignore[assignment]
-        self.kv = SimpleNamespace()  # type: ignore[assignment]
+        self.groups, self._geometry = [], PoolGeometry(2, 1, 1, 1, 64)
         self.multiprocessors = 8
         self._split_keys = 0
         self._page_copies = None
