@@ -180,7 +180,7 @@ class ImportFields(Fields):
     """With `header`: seconds without a request after which the import is cancelled."""
 
     def sizes(self, info: InfoAnswer) -> dict[str, int]:
-        return pool_sizes(info)
+        return pool_sizes(info, 0)
 
     def check(self, entries: Entries, info: InfoAnswer) -> None:
         """The fields and tensors of one of the three forms: `header`, `part`, or neither."""

@@ -22,7 +22,6 @@ from kernels.backend import (
     LayerGroup,
     Numerics,
     PoolGeometry,
-    Unsupported,
 )
 from kernels.geometry import with_least_waste
 from kernels.memory import Kind, free_bytes
@@ -62,9 +61,6 @@ def open_backend(
     kind = found if backend.kind == "auto" else backend.kind
     if (backend.kind, kind) == ("auto", "cpu") and (problem := driver_problem()):
         LOG.warning("backend.kind = auto uses the CPU: %s", problem)
-    if len(pool.groups) > 1:
-        rule = "the engine plans for one group of layers so far"
-        raise Unsupported("pool.groups", f"{len(pool.groups)} groups", rule)
     device = backend.device if kind == "cpu" else backend.device + worker
     pages = num_pages(pool, lambda: free_bytes(kind, device))
     return make_backend(kind, geometry(pool, pages), device, numerics=numerics)

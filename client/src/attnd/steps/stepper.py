@@ -142,7 +142,7 @@ class Stepper(Generic[A]):
         offsets: Indices | None = None,
         sm_scale: float | None = None,
         logits_soft_cap: float = 0.0,
-        window_left: Int | Indices = -1,
+        window_left: Int | Indices | None = None,
         lse_base: Literal["e", "2"] = "e",
         cascade: Literal["auto", "always", "never"] = "auto",
         deadline: float | None = None,

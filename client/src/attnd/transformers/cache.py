@@ -52,9 +52,10 @@ class AttndCache(Cache):  # type: ignore[misc]  # transformers asks isinstance(.
         watch(model)
         if geometry.rope_tokens is not None:
             keep_cache(uncompiled(model))
+        several = len(session.info().groups or ()) > 1  # a step is through layers of one group
         road: Road[Any] = (
             DeviceRoad(session, geometry.windows, geometry.has_sinks)
-            if isinstance(session, TorchSession) and may_step(session)
+            if isinstance(session, TorchSession) and may_step(session) and not several
             else HostRoad(session)
         )
         info = road.control.info()
@@ -101,7 +102,8 @@ class AttndCache(Cache):  # type: ignore[misc]  # transformers asks isinstance(.
                 f'model.set_attn_implementation("{NAME}"); where that was done, the model computes '
                 "this attention in its own code, and attnd cannot serve it"
             )
-        wanted = (self._geometry.num_kv_heads, self._geometry.head_dim)
+        shapes = self._geometry.shapes
+        wanted = shapes[layer_idx] if layer_idx < len(shapes) else shapes[-1]
         for name, states in (("k", key_states), ("v", value_states)):
             found = (states.shape[1], states.shape[3])
             if found != wanted or layer_idx >= len(self):

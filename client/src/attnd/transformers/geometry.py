@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -27,12 +29,30 @@ FEATURES: Final = {
 
 
 @dataclass(frozen=True, slots=True)
+class Group:
+    """Layers with one shape of K and V and one window, as a group of the pool."""
+
+    layers: tuple[int, ...]
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """As an entry of the service's `pool.groups`."""
+        fields = {"layers": list(self.layers), "num_kv_heads": self.num_kv_heads}
+        window = {} if self.window is None else {"window": self.window}
+        return fields | {"head_dim": self.head_dim} | window
+
+
+@dataclass(frozen=True, slots=True)
 class Geometry:
     """The pool that a model needs, and how its layers attend.
 
-    `windows` has each layer's `window_left`, -1 where it is off. `sm_scale` None is head_dim **
-    -0.5. `has_sinks`: layers have attention sinks. `rope_tokens`: a runner whose forwards mix
-    sequences must keep all of them that short, or their K depends on each other; None: any length.
+    `groups`: the pool's groups of layers; empty: all are one. `windows` has each layer's
+    `window_left`, -1 where it is off. `sm_scale` None is head_dim ** -0.5. `has_sinks`: layers have
+    attention sinks. `rope_tokens`: a runner whose forwards mix sequences must keep all of them that
+    short, or their K depends on each other; None: any length.
     """
 
     num_qo_heads: int
@@ -44,6 +64,16 @@ class Geometry:
     sm_scale: float | None = None
     logits_soft_cap: float = 0.0
     rope_tokens: int | None = None
+    groups: tuple[Group, ...] = ()
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """KV heads and head_dim of each layer."""
+        found = [(self.num_kv_heads, self.head_dim)] * self.num_layers
+        for group in self.groups:
+            for layer in group.layers:
+                found[layer] = (group.num_kv_heads, group.head_dim)
+        return found
 
     @property
     def num_layers(self) -> int:
@@ -72,6 +102,9 @@ class Geometry:
 
     def settings(self) -> dict[str, object]:
         """The service's settings by name, as its command line takes them."""
+        if self.groups:
+            groups = json.dumps([group.settings for group in self.groups])
+            return {"pool.groups": groups, "pool.dtype": self.dtype}
         return {
             "pool.num-layers": self.num_layers,
             "pool.num-kv-heads": self.num_kv_heads,
@@ -81,30 +114,34 @@ class Geometry:
 
     def command(self) -> str:
         """How to start a service with such a pool."""
-        arguments = " ".join(f"--{name} {value}" for name, value in self.settings().items())
+        given = self.settings().items()
+        arguments = " ".join(f"--{name} {shlex.quote(str(value))}" for name, value in given)
         return f"attnd serve {arguments}"
 
 
 def pool_settings(
-    model: Any, dtype: str | None = None, *, tokens: int | None = None
+    model: Any, dtype: str | None = None, *, tokens: int | None = None, groups: bool = False
 ) -> dict[str, object]:
     """The settings of a service for this model: `{"pool.num-layers": 32, ...}`.
 
     `dtype` is the pool's when it is not to be the model's own. The pool holds `tokens` tokens;
-    None: as many as the service's settings say. Raises ValueError for a model that attnd cannot
-    serve.
+    None: as many as the service's settings say. With `groups` layers with a window are groups of
+    their own, which return pages that no later token sees; a model whose layers have heads of
+    several sizes has groups in any case. Such a pool has no tiers, and forwards through it are
+    calls for each layer. Raises ValueError for a model that attnd cannot serve.
     """
-    settings = geometry_of(model, dtype).settings()
+    geometry = geometry_of(model, dtype, groups=groups)
+    settings = geometry.settings()
     if tokens is not None:
         pages = -(-tokens // PAGE_SIZE)
         settings |= {"pool.page-size": PAGE_SIZE, "pool.num-pages": pages}
     return settings
 
 
-def geometry_of(model: Any, dtype: str | None = None) -> Geometry:
+def geometry_of(model: Any, dtype: str | None = None, *, groups: bool = False) -> Geometry:
     """The geometry in the model's configuration; ValueError for features that attnd lacks.
 
-    `dtype` is the pool's, as in `pool_settings`.
+    `dtype` and `groups` are as in `pool_settings`.
     """
     config = model.config.get_text_config(decoder=True)
     check_served(model.config, config)
@@ -119,12 +156,17 @@ def geometry_of(model: Any, dtype: str | None = None) -> Geometry:
         for module in model.modules()
         if hasattr(module, "layer_idx") and hasattr(module, "scaling")
     )
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    windows = tuple(windows_of(config))
+    shapes = shapes_of(model, [(kv_heads, head_dim)] * len(windows))
+    found = groups_of(shapes, windows)
     return Geometry(
         num_qo_heads=heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        num_kv_heads=kv_heads,
         head_dim=head_dim,
         dtype=dtype or DTYPES[model.dtype],
-        windows=tuple(windows_of(config)),
+        windows=windows,
+        groups=found if len(set(shapes)) > 1 or (groups and len(found) > 1) else (),
         has_sinks=any("sink" in name.rpartition(".")[2] for name, _ in model.named_parameters()),
         sm_scale=next(scales, None),
         logits_soft_cap=float(getattr(config, "attn_logit_softcapping", None) or 0.0),
@@ -161,22 +203,47 @@ def check_attention(model: Any, decoder: Any) -> None:
             f"{what} computes attention in its own code, without transformers' AttentionInterface, "
             "and set_attn_implementation does nothing: attnd cannot serve this model"
         )
-    sizes = {
-        int(module.head_dim)
-        for module in model.modules()
-        if hasattr(module, "layer_idx") and isinstance(getattr(module, "head_dim", None), int)
-    }
-    if len(sizes) > 1:
-        raise ValueError(
-            f"layers of {what} have head_dim {', '.join(map(str, sorted(sizes)))}: attnd's pool "
-            "has one for all layers; use another attn_implementation for this model"
-        )
 
 
 def refusal(config: Any, name: str, value: object, meaning: str) -> ValueError:
     return ValueError(
         f"{type(config).__name__}.{name} is {value!r}: attnd does not serve {meaning}; "
         "use another attn_implementation for this model"
+    )
+
+
+def shapes_of(model: Any, default: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """KV heads and head_dim of each layer, where its attention has them; else the configuration's.
+
+    Raises ValueError for a layer whose v has heads of another size than k.
+    """
+    found = list(default)
+    for module in model.modules():
+        layer, dim = getattr(module, "layer_idx", None), getattr(module, "head_dim", None)
+        key, value = (getattr(module, name, None) for name in ("k_proj", "v_proj"))
+        wide = getattr(key, "out_features", None)
+        if not (isinstance(layer, int) and isinstance(dim, int)) or wide is None:
+            continue
+        if value is not None and getattr(value, "out_features", wide) != wide:
+            sizes = f"{wide} values of k and {value.out_features} of v"
+            raise ValueError(f"layer {layer} has {sizes}: attnd does not serve this model")
+        if layer < len(found) and wide % dim == 0:
+            found[layer] = (wide // dim, dim)
+    return found
+
+
+def groups_of(shapes: list[tuple[int, int]], windows: tuple[int, ...]) -> tuple[Group, ...]:
+    """Groups of layers of one shape and window; one without a window, where there is none.
+
+    That one is the group with the widest window: it keeps all pages, and its calls the window.
+    """
+    kinds: dict[tuple[tuple[int, int], int], list[int]] = {}
+    for layer, kind in enumerate(zip(shapes, windows, strict=True)):
+        kinds.setdefault(kind, []).append(layer)
+    full = max(kinds, key=lambda kind: float("inf") if kind[1] < 0 else kind[1])
+    return tuple(
+        Group(tuple(layers), *shape, None if (shape, window) == full or window < 0 else window + 1)
+        for (shape, window), layers in kinds.items()
     )
 
 
@@ -197,6 +264,9 @@ def window_left(sliding_window: int | None) -> int:
 
 def check_pool(geometry: Geometry, info: Info) -> None:
     """ValueError with the command line of the right service when the pool is another model's."""
+    if geometry.groups or info.groups:
+        check_groups(geometry, info)
+        return
     given = (info.num_layers, info.num_kv_heads, info.head_dim, info.dtype)
     wanted = (geometry.num_layers, geometry.num_kv_heads, geometry.head_dim, geometry.dtype)
     if given == wanted:
@@ -206,3 +276,28 @@ def check_pool(geometry: Geometry, info: Info) -> None:
     if given[:3] == wanted[:3]:
         error += f"; give dtype={info.dtype!r} to have K and V rounded to the pool's"
     raise ValueError(f"{error}: start a service for it with\n  {geometry.command()}")
+
+
+def check_groups(geometry: Geometry, info: Info) -> None:
+    """ValueError where a layer of the pool is not as the model's: in shape, dtype or window."""
+    wanted = [
+        (*shape, geometry.dtype, window)
+        for shape, window in zip(geometry.shapes, geometry.windows, strict=True)
+    ]
+    one = (info.num_kv_heads, info.head_dim, info.dtype, -1)
+    given = dict.fromkeys(range(info.num_layers), one)
+    for group in info.groups or ():
+        shape = (group["num_kv_heads"], group["head_dim"], group["dtype"])
+        given |= dict.fromkeys(group["layers"], (*shape, window_left(group["window"])))
+    for layer, (need, has) in enumerate(zip(wanted, given.values(), strict=False)):
+        has = given[layer]
+        if need[:3] != has[:3] or has[3] not in (-1, need[3]):
+            break
+    else:
+        if len(wanted) == len(given):
+            return
+        layer, need, has = min(len(wanted), len(given)), len(wanted), len(given)
+    raise ValueError(
+        f"layer {layer} of the service's pool is {has}, the model's {need} (KV heads, head_dim, "
+        f"dtype, window_left): start a service for it with\n  {geometry.command()}"
+    )
