@@ -289,15 +289,19 @@ def check_groups(geometry: Geometry, info: Info) -> None:
     for group in info.groups or ():
         shape = (group["num_kv_heads"], group["head_dim"], group["dtype"])
         given |= dict.fromkeys(group["layers"], (*shape, window_left(group["window"])))
-    for layer, (need, has) in enumerate(zip(wanted, given.values(), strict=False)):
-        has = given[layer]
-        if need[:3] != has[:3] or has[3] not in (-1, need[3]):
-            break
-    else:
-        if len(wanted) == len(given):
-            return
-        layer, need, has = min(len(wanted), len(given)), len(wanted), len(given)
-    raise ValueError(
-        f"layer {layer} of the service's pool is {has}, the model's {need} (KV heads, head_dim, "
-        f"dtype, window_left): start a service for it with\n  {geometry.command()}"
-    )
+    count = min(len(wanted), len(given))
+    wrong = [
+        layer
+        for layer in range(count)
+        if wanted[layer][:3] != given[layer][:3] or given[layer][3] not in (-1, wanted[layer][3])
+    ]
+    if not wrong and len(wanted) == len(given):
+        return
+    error = f"the service's pool has {len(given)} layers, the model {len(wanted)}"
+    if wrong:
+        layer = wrong[0]
+        error = (
+            f"layer {layer} of the service's pool is {given[layer]}, the model's {wanted[layer]} "
+            "(KV heads, head_dim, dtype, window_left)"
+        )
+    raise ValueError(f"{error}: start a service for it with\n  {geometry.command()}")
