@@ -22,6 +22,7 @@ from kernels.backend import (
     LayerGroup,
     Numerics,
     PoolGeometry,
+    Unsupported,
 )
 from kernels.geometry import with_least_waste
 from kernels.memory import Kind, free_bytes
@@ -61,6 +62,9 @@ def open_backend(
     kind = found if backend.kind == "auto" else backend.kind
     if (backend.kind, kind) == ("auto", "cpu") and (problem := driver_problem()):
         LOG.warning("backend.kind = auto uses the CPU: %s", problem)
+    if any(group.kind == "latent" for group in pool.groups):
+        rule = "no operation takes rows of latent KV yet: the kernels alone do"
+        raise Unsupported("pool.groups", "kind latent", rule)
     device = backend.device if kind == "cpu" else backend.device + worker
     pages = num_pages(pool, lambda: free_bytes(kind, device))
     return make_backend(kind, geometry(pool, pages), device, numerics=numerics)

@@ -15,7 +15,7 @@ from tests.engine.pool_model import close, cpu_engine
 GROUPS = (
     LayerGroup((0, 3), 2, 16, 16, 8, "fp32", window=11),
     LayerGroup((1,), 1, 32, 32, 16, "fp32"),
-    LayerGroup((2,), 4, 8, 8, 16, "fp32"),
+    LayerGroup((2,), 4, 24, 16, 16, "fp32"),
 )
 GEOMETRY = PoolGeometry.of_groups(GROUPS, 96, "NHD")
 LAYERS = range(4)
@@ -33,8 +33,12 @@ class Sequences:
         """A decode or prefill with new random rows, which are remembered."""
         group = GEOMETRY.group_of(layer)
         q, k, v = (
-            self.rng.standard_normal((sum(lens), heads, group.head_dim), np.float32)
-            for heads in (HEADS, group.num_kv_heads, group.num_kv_heads)
+            self.rng.standard_normal((sum(lens), *heads), np.float32)
+            for heads in (
+                (HEADS, group.head_dim),
+                (group.num_kv_heads, group.head_dim),
+                (group.num_kv_heads, group.v_head_dim),
+            )
         )
         ends = np.cumsum([0, *lens]).tolist()
         for at, one in enumerate(names):

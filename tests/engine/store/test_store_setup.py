@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from config.settings import MAX_SLOTS, BackendSettings, PoolSettings
+from kernels.backend import Unsupported
 from kernels.memory import free_bytes, host_free_bytes
 from service.engine.store.setup import (
     PoolTooSmall,
@@ -203,3 +204,11 @@ def test_info_lists_the_groups_and_what_pads_their_pages() -> None:
     assert (one.padding, two.padding) == (0.0, pytest.approx(1 / 3))
     assert one.page_bytes == 3 * 16 * 2 * 8 * 2
     assert group_answers(geometry(PoolSettings(), 2)) is None
+
+
+def test_latent_groups_wait_for_operations_that_take_their_rows() -> None:
+    group = {"layers": [0], "kind": "latent", "latent_dim": 16, "rope_dim": 8}
+    pool = PoolSettings.model_validate({"groups": [group], "num_pages": 1})
+    assert geometry(pool, 1).groups[0].head_dim == 24
+    with pytest.raises(Unsupported, match="no operation takes rows of latent KV"):
+        open_backend(pool, BackendSettings(kind="cpu"))
