@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from kernels.backend import PoolGeometry
 from service.engine.handlers.steps import check_places
 from service.errors import InvalidRequest
 from service.operations.step import StepFields
 
 PLACE = 4096
-STORE: Any = SimpleNamespace(geometry=SimpleNamespace(num_layers=3, num_kv_heads=2, head_dim=8))
+STORE: Any = SimpleNamespace(geometry=PoolGeometry(3, 1, 1, 2, 8))
 STEP = {"layers": [0, 1, 2], "sequences": list("abcde"), "num_qo_heads": 4, "dtype": "F16"}
 PLAIN = STEP | {"op": "decode"}
 RAGGED = STEP | {"op": "prefill", "qo_indptr": [0, 2, 3, 4, 5, 9]}
