@@ -150,13 +150,15 @@ def geometry_of(model: Any, dtype: str | None = None, *, groups: bool = False) -
         known = ", ".join(str(one).removeprefix("torch.") for one in DTYPES)
         raise ValueError(f"the model is {model.dtype}: attnd takes {known}; convert it with .to()")
     heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    every = getattr(config, "per_layer_config", None)  # where layers differ in it
+    first = every[0] if every else config
+    head_dim = getattr(first, "head_dim", None) or config.hidden_size // heads
     scales = (
         float(module.scaling)
         for module in model.modules()
         if hasattr(module, "layer_idx") and hasattr(module, "scaling")
     )
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    kv_heads = getattr(first, "num_key_value_heads", None) or heads
     windows = tuple(windows_of(config))
     shapes = shapes_of(model, [(kv_heads, head_dim)] * len(windows))
     found = groups_of(shapes, windows)
