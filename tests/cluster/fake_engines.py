@@ -35,7 +35,9 @@ from service.road.caller_end.slots import Slot
 from service.tenants import Tenant
 from tests.cluster.harness import SETTINGS, Cluster
 
-INFO: Final = InfoAnswer.model_construct(instance_id="", **SETTINGS.pool.model_dump())
+INFO: Final = InfoAnswer.model_construct(
+    instance_id="", **SETTINGS.pool.model_dump(exclude={"groups"})
+)
 """What routers and checks of requests read of it."""
 
 

@@ -128,7 +128,7 @@ def test_attention_costs_the_keys_of_each_row_where_a_bound_of_them_is_long(
     store: Any = SimpleNamespace(geometry=GEOMETRY, pace=DevicePace(1.0, 1.0, slice_s))
     q = np.zeros((3, 4, 8), np.float32)
     moved = 9.0 * GEOMETRY.token_bytes + 2.0 * q.nbytes
-    assert paged_cost(store, q, planned, -1) == Cost(moved, 4.0 * 4 * 8 * keys)
+    assert paged_cost(store, q, planned, -1, 0) == Cost(moved, 4.0 * 4 * 8 * keys)
 
 
 def test_pieces_of_attention_over_pages_have_the_numbers_of_the_whole(rng: Rng) -> None:
