@@ -51,10 +51,12 @@ class Ids:
     lease: str
     page_key: str
     generation: str
+    record: str
 
     @property
     def all(self) -> tuple[str, ...]:
-        return (self.sequence, self.importing, self.lease, self.page_key, self.generation)
+        names = (self.sequence, self.importing, self.lease, self.page_key, self.generation)
+        return (*names, self.record)
 
 
 def of_value(value: float, n: int = 1, heads: int = KV_HEADS) -> Any:
@@ -67,6 +69,15 @@ def fields(**given: Any) -> Body:
 
 def attend(ids: Ids) -> Body:
     return {"layer": 0, "sequences": [ids.sequence]}, {"q": of_value(1, 1, QO_HEADS)}
+
+
+def record(ids: Ids, value: int | None = None, **more: Any) -> Body:
+    """A request for a record, with the bytes to store if there is a value."""
+    key = np.frombuffer(ids.record.encode(), np.uint8)
+    tensors = {"keys": key, "key_lens": np.array([key.size], np.uint8)}
+    if value is not None:
+        tensors |= {"values": np.full(100, value, np.uint8), "sizes": np.array([100])}
+    return {"stamp": "model", **more}, tensors
 
 
 REQUESTS: Mapping[str, Callable[[Ids], list[Body]]] = {
@@ -145,6 +156,13 @@ REQUESTS: Mapping[str, Callable[[Ids], list[Body]]] = {
     "commit_sequences": lambda ids: [
         fields(sequences=[ids.sequence], token_ids=TOKENS, names_indptr=[0, len(TOKENS)])
     ],
+    "contains_records": lambda ids: [record(ids), record(ids, job=ids.lease, lease_s=1)],
+    "put_records": lambda ids: [record(ids, 11)],
+    "get_records": lambda ids: [record(ids)],
+    "touch_records": lambda ids: [record(ids)],
+    "delete_records": lambda ids: [record(ids)],
+    "clear_records": lambda ids: [fields()],
+    "release_records": lambda ids: [fields(id="job-of-blue"), fields(id=ids.lease)],
 }
 """Of each operation the requests that name an id; none where it takes none."""
 
@@ -182,6 +200,7 @@ class Service:
 
     url: str
     socket: str | None = None
+    has_records: bool = True
 
     @contextmanager
     def caller(self, namespace: str, *scopes: str) -> Iterator[Ask]:
@@ -221,6 +240,7 @@ def over_road(session: Session, name: str, body: Body) -> Reply:
     return Reply(answer.status, json.dumps(answer.fields).encode(), answer.fields, tensors)
 
 
+RECORDS: Final = ("--cache.host-bytes", "8MiB", "--cache.records-share", "1.0")
 LONG: Final = [
     pytest.param(name, marks=pytest.mark.long) for name in ("a cluster of two", "embedded")
 ]
@@ -235,11 +255,11 @@ def service(
     keys = keys_file(tmp_path_factory.mktemp("keys"), named)
     if request.param == "a cluster of two":
         with listening(*keys, "--cluster.engines", "2") as (_, url):
-            yield Service(url)
+            yield Service(url, has_records=False)
     elif request.param == "embedded":
         from attnd.torch import EmbeddedSession
 
-        words = [word.removeprefix("--") for word in (*ARGUMENTS, *keys)]
+        words = [word.removeprefix("--") for word in (*ARGUMENTS, *keys, *RECORDS)]
         settings = dict(zip(words[::2], words[1::2], strict=True))
         key = next(iter(named))
         with EmbeddedSession(settings, serve_port=0, api_key=key) as session:
@@ -247,7 +267,7 @@ def service(
                 client.wait_ready(60)
             yield Service(str(session.url))
     else:
-        with serving(*keys) as found:
+        with serving(*keys, *RECORDS) as found:
             is_road = request.param == "over the road"
             yield Service(found.url, found.engine_socket if is_road else None)
 
@@ -258,6 +278,7 @@ def blue(service: Service) -> Iterator[Ask]:
     with service.caller("blue", *SCOPES) as ask:
         yield ask
         ask("cancel_import", fields(id="blue-gets-this"))
+        ask("clear_records", fields())
         for held in ask("holds", fields()).fields["holds"]:
             ask("release_lease", fields(id=held["lease"]))
         delete_all(ask)
@@ -274,7 +295,7 @@ def good(reply: Reply) -> Mapping[str, Any]:
     return reply.fields
 
 
-def make_all(blue: Ask) -> tuple[Ids, Ids]:
+def make_all(blue: Ask, has_records: bool) -> tuple[Ids, Ids]:
     """Ids of blue's, and as many that do not exist."""
     name, importing = "blue-owns-this", "blue-gets-this"
     good(blue("create_sequences", fields(sequences=[{"id": name}])))
@@ -289,8 +310,19 @@ def make_all(blue: Ask) -> tuple[Ids, Ids]:
     beginning = {"id": importing, "header": header, "digest": exported.fields["digest"]}
     good(blue("import_sequence", (beginning | {"idle_s": 60}, dict(exported.tensors))))
     lease, key = found["lease"]["id"], done["last_key"]
-    mine = Ids(name, importing, lease, key, header["generation"])
-    return mine, Ids("noneownsthis-x", "nonegetsthis-x", other(lease), other(key), "0f" * 16)
+    mine = Ids(name, importing, lease, key, header["generation"], "blue-stored-it")
+    nobodys = (
+        "noneownsthis-x",
+        "nonegetsthis-x",
+        other(lease),
+        other(key),
+        "0f" * 16,
+        "nonestoredthis",
+    )
+    if has_records:
+        assert good(blue("put_records", record(mine, 77)))["outcomes"] == ["stored"]
+        good(blue("contains_records", record(mine, job="job-of-blue", lease_s=60)))
+    return mine, Ids(*nobodys)
 
 
 def other(text: str) -> str:
@@ -312,7 +344,10 @@ def masked(reply: Reply, ids: Ids) -> tuple[int, bytes, dict[str, bytes]]:
 
 VOLATILE: Final = {"pool", "info", "engines", "snapshot", "holds", "list_namespaces", "events"}
 """Operations whose replies change by themselves; their requests name nothing."""
-NAMELESS: Final = {"list_sequences", "match_prefix", "prefetch"}
+NAMELESS: Final = {
+    *("list_sequences", "match_prefix", "prefetch"),
+    *("contains_records", "put_records", "get_records", "touch_records"),
+}
 """Operations that succeed whatever ids the request has."""
 
 
@@ -324,7 +359,7 @@ def test_every_operation_is_tried() -> None:
 def test_ids_of_another_namespace_are_answered_like_unknown_ids(
     service: Service, blue: Ask, scope: str
 ) -> None:
-    mine, nobodys = make_all(blue)
+    mine, nobodys = make_all(blue, service.has_records)
     before = state_of(blue, mine)
     with service.caller("red", scope) as red:
         for operation in OPERATIONS:
@@ -335,7 +370,8 @@ def test_ids_of_another_namespace_are_answered_like_unknown_ids(
                 reply, expected = red(operation.name, body), red(operation.name, unknown)
                 where = (operation.name, body, reply, expected)
                 assert reply.status != 422, where
-                assert reply.status < 500, where
+                is_refused = operation.tag == "records" and not service.has_records
+                assert reply.status < 500 or (is_refused and reply.status == 501), where
                 if operation.scope != scope and operation.appended_with not in body[1]:
                     assert reply.status == 403, where
                 if operation.name not in VOLATILE and reply.status != 201:
@@ -353,7 +389,9 @@ def state_of(blue: Ask, ids: Ids) -> list[Any]:
     held = sorted((one["lease"] or "", one["page_key"]) for one in found)
     importing = good(blue("get_import", fields(id=ids.importing)))["state"]
     good(blue("renew_lease", fields(id=ids.lease, lease_s=60)))
-    return [good(blue("get_sequence", fields(id=ids.sequence))), held, importing]
+    stored = blue("get_records", record(ids))
+    values = stored.tensors["values"].tobytes() if stored.is_ok else b""
+    return [values, good(blue("get_sequence", fields(id=ids.sequence))), held, importing]
 
 
 TIMED: Final = ("get_sequence", "gather", "export_sequence", "renew_lease")
@@ -366,7 +404,7 @@ def test_an_id_of_another_namespace_takes_as_long_as_an_unknown_one(
     service: Service, blue: Ask, operation: str
 ) -> None:
     """Compares lower quartiles of interleaved calls: a busy machine delays the others."""
-    mine, nobodys = make_all(blue)
+    mine, nobodys = make_all(blue, service.has_records)
     took: dict[Ids, list[float]] = {mine: [], nobodys: []}
     with service.caller("red", *SCOPES) as red:
         for turn in range(ROUNDS):
