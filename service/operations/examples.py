@@ -1,8 +1,8 @@
 """An example of each operation's body and path, for a pool of a given shape.
 
-In the order of the table all of them succeed on an empty pool. Commits name no tokens, as the
-append fills one layer only. Leases, pins and imports need a value of an earlier reply, and have
-none.
+In the order of the table all of them succeed on an empty pool, those of records where the service
+has some. Commits name no tokens, as the append fills one layer only. Leases, pins and imports need
+a value of an earlier reply, and have none.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ def bodies(num_kv_heads: int, head_dim: int, page_size: int) -> dict[str, Any]:
     q, kv = {"q": row}, {"k": row, "v": row}
     chat: dict[str, Any] = {"sequences": ["chat-1"]}
     layer, tokens = chat | {"layer": 0}, list(range(11, 11 + page_size))
+    key = tensor("U8", list(b"block-1"))
+    block: dict[str, Any] = {"stamp": "org/model@5f0b02c fp16 tp1"}
+    block |= {"tensors": {"keys": key, "key_lens": tensor("U8", [7])}}
+    stored = {"sizes": tensor("I64", [4]), "values": tensor("U8", [1, 2, 3, 4])}
     return {
         "create_sequences": {
             "sequences": [{"id": "chat-1", "prefix": {"token_ids": tokens}}, {"id": DELETED}]
@@ -51,4 +55,14 @@ def bodies(num_kv_heads: int, head_dim: int, page_size: int) -> dict[str, Any]:
         "truncate_sequences": chat | {"lengths": [0]},
         "commit_sequences": chat | {"token_ids": [], "names_indptr": [0, 0]},
         "prefetch": {"token_ids": tokens, "max_load_pages": 64},
+        "contains_records": block,
+        "put_records": block | {"tensors": block["tensors"] | stored},
+        "get_records": block,
+        "touch_records": block,
+        "delete_records": block,
+        "clear_records": {},
     }
+
+
+def tensor(dtype: str, data: list[int]) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": [len(data)], "data": data}

@@ -231,7 +231,7 @@ async def test_info_has_the_geometry_and_the_backend(caller: Caller) -> None:
     assert caller.metric(line) == 1
 
 
-@fake_engine()
+@fake_engine(slice_ms=0.01)
 async def test_a_session_that_does_not_read_its_answers_stalls_no_other(caller: Caller) -> None:
     await caller.create("a")
     async with caller.another() as silent:

@@ -40,7 +40,8 @@ def as_shown(document: Any) -> Iterator[tuple[str, str, Any]]:
 
 @pytest.mark.parametrize("pool", POOLS)
 def test_all_examples_succeed_one_after_another(pool: str) -> None:
-    with serving(*POOLS[pool]) as running, running.client() as client:
+    records = ("--cache.host-bytes", "8MiB", "--cache.records-share", "1.0")
+    with serving(*POOLS[pool], *records) as running, running.client() as client:
         document = client.get("/openapi.json").json()
         tried = set()
         for path, method, operation in as_shown(document):
