@@ -26,7 +26,7 @@ JSON: Final = "application/json"
 PROBLEM: Final = "application/problem+json"
 REF: Final = "#/components/schemas/"
 
-ERRORS_OF_ALL: Final = (400, 401, 403, 405, 408, 413, 422, 429, 431, 500, 503, 504)
+ERRORS_OF_ALL: Final = (400, 401, 403, 405, 408, 413, 422, 429, 431, 500, 501, 503, 504)
 ERRORS_OF_BODIES: Final = (415,)
 ERRORS_OF_STATE: Final = (404, 409, 410, 507)
 

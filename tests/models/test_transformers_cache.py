@@ -443,13 +443,6 @@ def test_lists_of_a_configuration_that_ask_for_nothing_are_no_reason() -> None:
         pool_settings(model)
 
 
-def test_a_model_whose_layers_have_several_head_dims_is_refused_with_them() -> None:
-    model = tiny()
-    model.model.layers[1].self_attn.head_dim = 2 * model.config.head_dim
-    with pytest.raises(ValueError, match=r"have head_dim \d+, \d+: attnd's pool has one"):
-        pool_settings(model)
-
-
 @pytest.mark.parametrize("which", ["key", "value"])
 def test_a_model_that_changes_keys_or_values_behind_the_cache_is_refused_with_that_reason(
     session: Session, which: str

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import schemathesis
 from http_messages import HEAD_DIM, KV_HEADS, QO_HEADS, SAFETENSORS, WIRE_DTYPE, write_body
-from http_service import Service
+from http_service import Service, serving
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
@@ -55,6 +55,12 @@ def bodies() -> Iterator[bytes]:
 schemathesis.openapi.media_type(
     SAFETENSORS, st.sampled_from(list(bodies())) | st.binary(max_size=64)
 )
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    with serving("--cache.host-bytes", "8MiB", "--cache.records-share", "1.0") as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
