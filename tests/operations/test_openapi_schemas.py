@@ -17,7 +17,7 @@ from declared import INFO
 from pydantic import TypeAdapter
 from typing_extensions import TypeAliasType
 
-from service.errors import KINDS, Cancelled, InvalidRequest, NotSupported, UnsupportedMediaType
+from service.errors import KINDS, Cancelled, InvalidRequest, UnsupportedMediaType
 from service.image.json_body import image_of_json
 from service.image.reading import read_layout
 from service.operations.examples import bodies
@@ -98,7 +98,7 @@ def test_a_merge_documents_both_of_its_forms() -> None:
 @each_operation
 def test_every_error_is_reported_as_a_problem(operation: Operation) -> None:
     responses = operation_object(operation)["responses"]
-    never = {Cancelled, NotSupported}  # on the road, and under /v2
+    never: set[type] = {Cancelled}  # on the road
     never |= set() if operation.has_body else {UnsupportedMediaType}
     errors = {str(kind.status) for cls, kind in KINDS.items() if cls not in never}
     assert set(responses) == errors | {str(operation.status)}

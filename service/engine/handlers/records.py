@@ -42,7 +42,7 @@ BATCH_BYTES: Final = 2**22
 IN_FLIGHT: Final = 4
 """Batches of one call that wait for threads."""
 LOOKED_AT: Final = 64
-"""RecordNames between two looks at the clock."""
+"""Keys between two looks at the clock."""
 LONGEST_OUTCOME: Final = len("never_stored")
 TIERS: Final[tuple[TierName, ...]] = ("host", "disk")
 NO_RECORDS: Final = (
