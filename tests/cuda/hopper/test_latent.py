@@ -28,6 +28,7 @@ UNEQUAL = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", chosen(LATENTS, 11))
 def test_no_latent_kernel_spills(options: Any) -> None:
     compiled = compile_spec(latent.latent_kernel(*options).spec, "sm_90a")
@@ -35,6 +36,7 @@ def test_no_latent_kernel_spills(options: Any) -> None:
     assert not re.findall(r"C75\d\d", compiled.log), "products are serialised"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("variant", chosen(UNEQUAL, 7), ids=str)
 def test_no_kernel_of_two_sizes_spills(variant: wide.WideVariant) -> None:
     others = [variant, wide.few_variant(variant)]
