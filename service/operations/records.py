@@ -6,7 +6,6 @@ from functools import partial
 from typing import Annotated, Final
 
 from attnd.wire.bounds import MAX_RECORDS
-from attnd.wire.images import Entry
 from pydantic import Field
 
 from service.operations.prefix import DEFAULT_LEASE_S, LeaseId, LeaseSeconds
@@ -30,7 +29,9 @@ class RecordFields(Fields):
     equal keys and other stamps are other records."""
 
     def check(self, entries: Entries, info: InfoAnswer) -> None:
-        check_count(entries["key_lens"])
+        count = entries["key_lens"].shape[0]
+        if not 1 <= count <= MAX_RECORDS:
+            refuse("key_lens.shape", [count], f"1 to {MAX_RECORDS} keys a call: send more calls")
 
 
 class ContainsFields(RecordFields):
@@ -42,7 +43,7 @@ class ContainsFields(RecordFields):
     """Seconds until the job's records are released in any case."""
 
     def check(self, entries: Entries, info: InfoAnswer) -> None:
-        check_count(entries["key_lens"])
+        super().check(entries, info)
         if self.job is not None and not self.lease_s:
             refuse("lease_s", self.lease_s, "must be above 0 with a job")
 
@@ -57,12 +58,6 @@ class JobFields(Fields):
     """The job named by the path."""
 
     id: LeaseId
-
-
-def check_count(key_lens: Entry) -> None:
-    if not 1 <= key_lens.shape[0] <= MAX_RECORDS:
-        rule = f"1 to {MAX_RECORDS} keys a call: send more calls"
-        refuse("key_lens.shape", list(key_lens.shape), rule)
 
 
 operation = partial(Operation, tag="records", routing="anywhere")
